@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.pretend.__main__ import documented, numbers
 from tests.pretend.phases import ARCHITECTURES, measure
 from tests.pretend.process import on_pretend
-from tests.pretend.table import documented, numbers
 from tests.tiny_models import build_tiny
 
 QUICK = ("qwen_image", "wan2.1")

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure all architectures, print their table and the lines that stall; `--write` puts the table into docs/gpu.md."""
+"""Table of docs/gpu.md: stalls of every architecture by phase; the main prints it, `--write` puts it into the page.
+
+It measures all architectures, and prints the lines that stall, too.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,52 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.pretend.phases import ARCHITECTURES, measure
+from tests.pretend.phases import ARCHITECTURES, Measured, measure
 from tests.pretend.process import on_pretend
-from tests.pretend.table import numbers, render, write
 from tests.tiny_models import build_tiny
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "gpu.md"
+COLUMNS = ("encode", "step", "sample", "decode", "evaluate", "backward", "sleep", "wake", "update", "float64", "masked")
+HEAD = ("architecture", *COLUMNS)
+
+
+def numbers(measured: Measured) -> dict[str, int]:
+    """Column -> number, of one architecture."""
+    records = measured.records
+    stalls = {phase: record.num_stalls for phase, record in records.items()}
+    return stalls | {
+        "step": measured.stalls_per_step,
+        "float64": sum(records["evaluate"].float64.values()),
+        "masked": sum(records["evaluate"].masks.values()),
+    }
+
+
+def render(rows: dict[str, dict[str, int]]) -> str:
+    """The table as Markdown."""
+    lines = [HEAD, ("---",) * len(HEAD)]
+    lines += [(name, *(str(row[column]) for column in COLUMNS)) for name, row in rows.items()]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def documented() -> dict[str, dict[str, int]]:
+    """The document's rows."""
+    lines = DOCUMENT.read_text().splitlines()
+    start = lines.index(f"| {' | '.join(HEAD)} |") + 2
+    rows = {}
+    for line in lines[start:]:
+        if not line.startswith("|"):
+            break
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[name] = dict(zip(COLUMNS, map(int, cells), strict=True))
+    return rows
+
+
+def write(rows: dict[str, dict[str, int]]) -> None:
+    """Replace the document's table."""
+    text = DOCUMENT.read_text()
+    start = text.index(f"| {' | '.join(HEAD)} |")
+    end = text.index("\n\n", start) + 1
+    DOCUMENT.write_text(text[:start] + render(rows) + text[end:])
 
 
 def main() -> None:

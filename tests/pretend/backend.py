@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_init
+from torch.nn import functional
 from torch.utils._device import _device_constructors
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from verl.plugin.platform import PlatformRegistry, set_platform
 
 from tests.pretend import copies
-from tests.pretend.attention import note_masks
 from tests.pretend.memory import memory
-from tests.pretend.tensor import NAME, aten, dispatch, is_device
+from tests.pretend.record import current, place
+from tests.pretend.tensor import NAME, PretendTensor, aten, dispatch, is_device
+from verl_digen.platforms.cpu import CpuPlatform
 
 RESIZING = (
     aten.arange.default,
@@ -170,7 +174,8 @@ def register() -> None:
     for name in ("tensor", "as_tensor"):
         setattr(torch, name, _by_copy(getattr(torch, name)))
     torch.empty = _pinning(torch.empty)
-    note_masks()
+    _note_masks()
+    _fsdp_init._move_states_to_device = _move_states_to_device
 
 
 def _pinning(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -191,3 +196,64 @@ def _by_copy(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return make(data, *args, **options).to(device)
 
     return made
+
+
+def _note_masks() -> None:
+    """Replace PyTorch's attention by itself and a note of masks: with one, an accelerator has no fast kernel."""
+    attention = functional.scaled_dot_product_attention
+
+    def noting(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *args: Any, **kwargs: Any):
+        if isinstance(query, PretendTensor):
+            record = current()
+            record.num_attentions += 1
+            if attn_mask is not None:
+                record.masks[f"{list(attn_mask.shape)} {attn_mask.dtype}", place()] += 1
+        return attention(query, key, value, attn_mask, *args, **kwargs)
+
+    functional.scaled_dot_product_attention = noting
+
+
+def _move_states_to_device(params: Sequence[Tensor], buffers: Sequence[Tensor], device: torch.device) -> None:
+    """FSDP2's function of this name, which assigns `tensor.data`; that cannot make a wrapper of a tensor."""
+    for tensor in (*params, *buffers):
+        if tensor.device.type not in (device.type, "meta"):
+            moved = tensor.detach().to(device)
+            new = torch.nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else moved
+            torch.utils.swap_tensors(tensor, new)
+
+
+class PretendPlatform(CpuPlatform):
+    """The pretend device as a verl platform, for `get_platform()` and `get_device_name()`."""
+
+    @property
+    def device_name(self) -> str:
+        return NAME
+
+    @property
+    def vendor_name(self) -> str:
+        return NAME
+
+    @property
+    def device_module(self) -> Any:
+        return torch.get_device_module(NAME)
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return False  # chosen by name alone
+
+    def current_device(self) -> int:
+        return 0
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        self.device_module.synchronize()
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return 9, 0
+
+    def communication_backend_name(self) -> str:
+        return f"cpu:gloo,{NAME}:gloo"
+
+
+def use_platform() -> None:
+    """Make it this process's platform; VERL_PLATFORM=pretend names it too."""
+    PlatformRegistry.register(platform=NAME)(PretendPlatform)
+    set_platform(PretendPlatform())

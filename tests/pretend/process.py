@@ -33,14 +33,11 @@ def on_pretend(scenario: Callable[..., Any], *arguments: Any) -> Any:
 def _start() -> None:
     import torch
 
-    from tests.pretend.backend import register
-    from tests.pretend.fsdp import adapt_fsdp
-    from tests.pretend.platform import use_platform
+    from tests.pretend.backend import register, use_platform
 
     torch.set_num_threads(1)
     os.environ[PLATFORM] = "pretend"
     register()
-    adapt_fsdp()
     use_platform()
 
 

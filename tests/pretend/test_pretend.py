@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
 
 from tests.pretend import copies
 from tests.pretend.memory import memory
@@ -95,43 +93,7 @@ def _memory() -> None:
     assert (device.memory_allocated(), device.max_memory_allocated()) == (before, before + 400)
 
 
-def _backward() -> None:
-    """Gradients are the CPU's, through complex numbers and masked attention; the masks and float64 are noted."""
-
-    def gradient(device: str) -> torch.Tensor:
-        inputs = torch.linspace(-1, 1, 96).view(1, 2, 6, 8).to(device).requires_grad_()
-        turned = torch.view_as_complex(inputs.unflatten(-1, (4, 2))) * torch.polar(
-            torch.ones(6, 4), torch.linspace(0, 3, 24).view(6, 4)
-        ).to(device)
-        rotated = torch.view_as_real(turned).flatten(3)
-        mask = torch.tensor([True] * 5 + [False]).to(device)[None, None, None]
-        functional.scaled_dot_product_attention(rotated, rotated, inputs, mask).square().sum().backward()
-        assert inputs.grad is not None
-        return inputs.grad.cpu()
-
-    with recording() as record:
-        there = gradient("pretend")
-    torch.testing.assert_close(there, gradient("cpu"))
-    assert record.num_attentions == 1 and list(record.masks.elements()) == [("[1, 1, 1, 6] torch.bool", "?")]
-    with recording() as record:
-        torch.ones(2, device="pretend").double()
-    assert sum(record.float64.values()) == 1
-
-
-def _modules() -> None:
-    """A module keeps its parameters' identity over `to`, as an optimizer needs."""
-    module = nn.Linear(3, 2)
-    weight = module.weight
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    module.to("pretend")
-    assert module.weight is weight and weight.device.type == "pretend"
-    module(torch.ones(1, 3, device="pretend")).sum().backward()
-    before = weight.detach().cpu()
-    optimizer.step()
-    assert not torch.equal(module.to("cpu").weight, before)
-
-
-SCENARIOS = (_mixing, _stalls, _late_copies, _memory, _backward, _modules)
+SCENARIOS = (_mixing, _stalls, _late_copies, _memory)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__.strip("_"))
