@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys, metrics and files that README.md and docs/ name exist; the README keeps its size, the navigation every page."""
+"""Keys, metrics and files that the pages name exist, every page is in the navigation, and the tables are up to date."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
 
-import pytest
 import yaml
 from omegaconf import OmegaConf
 
 from tests.docs.blocks import PAGES, ROOT
-from tests.docs.configuration import default_of, own_objectives
+from tests.docs.configuration import MARK, PAGE, default_of, generated, own_objectives
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import DigenConfig
 
-README_BYTES = 8192
+README_BYTES = CHANGELOG_BYTES = 8192
+"""Details and measurements belong into docs/."""
+SECTIONS_OF_CHANGES = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
 DIGEN = re.compile(r"`\+?(digen\.[a-z_]+(?:\.\w+)*)")
 VERLS = re.compile(r"`\+?((?:actor_rollout_ref|data|trainer|reward)\.[a-z_0-9]+(?:\.[a-z_0-9]+)*)(?=[`=])")
 METRIC = re.compile(
@@ -155,11 +156,42 @@ def test_every_page_is_in_the_navigation():
     assert sorted(pages(nav)) == sorted(found)
 
 
-@pytest.mark.parametrize("name", ["digen.sampling.num_stepz", "digen.gap.chunks", "digen.loss.clip_rang"])
-def test_a_misspelt_key_is_noticed(name: str):
-    assert not is_digen_key(name)
+def test_a_misspelt_key_or_metric_is_noticed():
+    assert not is_digen_key("digen.sampling.num_stepz") and not is_digen_key("digen.loss.clip_rang")
+    assert not is_metric("rollout/log_prob_gab_max") and not is_metric("reward/meen")
 
 
-@pytest.mark.parametrize("name", ["rollout/log_prob_gab_max", "perf/stepp_s", "reward/meen"])
-def test_a_misspelt_metric_is_noticed(name: str):
-    assert not is_metric(name)
+def test_the_page_of_the_configuration_is_what_the_dataclasses_say():
+    _, mark, below = PAGE.read_text(encoding="utf-8").partition(MARK)
+    assert mark and below.strip() == generated().strip(), "run: python -m tests.docs.configuration --write"
+
+
+def test_every_file_that_the_walk_through_the_house_names_is_there():
+    """A bare name is a file beside the one that is named before it in the line."""
+    missing, num_named = [], 0
+    for line in (ROOT / "docs" / "architecture.md").read_text().splitlines():
+        beside = ROOT / "verl_digen" / "trainer"
+        for name in re.findall(r"`([\w/]+(?:\.py|\.md|\.toml|/))`", line):
+            num_named += 1
+            found = next(
+                (place / name for place in (ROOT, ROOT / "verl_digen", beside) if (place / name).exists()), None
+            )
+            if found is None:
+                missing.append(name)
+            else:
+                beside = found.parent
+    assert num_named > 40
+    assert missing == []
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog_and_is_short():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert len(text.encode()) <= CHANGELOG_BYTES
+    title, first, *releases = re.split(r"(?m)^(?=## )", text)
+    assert title.startswith("# Changelog\n") and "keepachangelog.com" in title
+    assert first.startswith("## [Unreleased]\n")
+    for release in releases:
+        assert re.match(r"## \[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d\n", release), release.splitlines()[0]
+    for section in (first, *releases):
+        kinds = re.findall(r"(?m)^### (.*)$", section)
+        assert kinds == [one for one in SECTIONS_OF_CHANGES if one in kinds]
