@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-import ast
 import fnmatch
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from packaging.requirements import Requirement
@@ -31,30 +33,11 @@ def locked(extras: str) -> dict[str, str]:
 
 def required() -> dict[str, list[Requirement]]:
     """Extra, or "" -> what setup.py requires."""
-    [call] = (
-        node
-        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup"
-    )
-    keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-    extras = keywords["extras_require"]
-    assert isinstance(extras, ast.Dict)
-    assigned = {
-        target.id: node.value
-        for node in ast.parse((ROOT / "setup.py").read_text()).body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    lists = {"": keywords["install_requires"], "rewards": assigned["REWARDS"]}
-    for key, value in zip(extras.keys, extras.values, strict=True):
-        if isinstance(key, ast.Constant) and key.value == "vllm-omni":
-            lists["vllm-omni"] = value
-    texts = {
-        name: [node.value for node in ast.walk(value) if isinstance(node, ast.Constant)]
-        for name, value in lists.items()
-    }
-    return {name: [Requirement(str(line)) for line in lines] for name, lines in texts.items()}
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(ROOT / "setup.py"))
+    given = setup.call_args.kwargs
+    lists = {"": given["install_requires"], **given["extras_require"]}
+    return {name: [Requirement(line) for line in lines] for name, lines in lists.items()}
 
 
 def reaches_the_build(path: str) -> bool:
@@ -118,16 +101,12 @@ def test_secrets_and_leftovers_do_not_reach_the_build():
 def test_the_wheel_of_the_image_is_built_from_what_reaches_it(tmp_path: Path):
     """The stage `wheel`, here: a context as Docker sends it, and the version from the build argument."""
     context = tmp_path / "context"
-    for path in ROOT.rglob("*"):
-        name = path.relative_to(ROOT).as_posix()
-        if path.parts[len(ROOT.parts)].startswith((".venv", ".git")) or not reaches_the_build(name):
-            continue
-        if path.is_symlink():
-            (context / name).parent.mkdir(parents=True, exist_ok=True)
-            (context / name).symlink_to(path.readlink())
-        elif path.is_file() and not any(parent.is_symlink() for parent in path.parents):
-            (context / name).parent.mkdir(parents=True, exist_ok=True)
-            (context / name).write_bytes(path.read_bytes())
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        paths = {name: (Path(folder) / name).relative_to(ROOT).as_posix() for name in names}
+        return [name for name, path in paths.items() if path != "docker" and not reaches_the_build(path)]
+
+    shutil.copytree(ROOT, context, symlinks=True, ignore=left_out)
     [variable] = re.findall(r"(SETUPTOOLS_\w+)=\"\$\{VERSION\}\" uv build --wheel", DOCKERFILE)
     code = f"import setuptools.build_meta as backend; backend.build_wheel({str(tmp_path)!r})"
     environment = {**os.environ, variable: "1.2.3"}
