@@ -26,8 +26,8 @@ def digen_bench(*arguments: str) -> int:
             "'fast'",
         ),
         (("--steps", "2", "--warm-up", "2"), "--steps must be > --warm-up >= 0, got (2, 2)"),
+        (("--modes", "gap,gap"), "--modes must name a mode once"),
         (("--repeats", "0"), "--repeats must be >= 1, got 0"),
-        (("--trainer", "0"), "--trainer must be >= 1, got 0"),
         (("--", "digen.nothing=7"), "the config cannot be composed: "),
     ],
 )

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modes that are compared, and their order."""
 
-import pytest
-
 from verl_digen.bench.modes import MODES, interleaved, parse_modes
 
 
@@ -36,16 +34,3 @@ def test_repeats_are_interleaved():
         *((1, "barrier"), (1, "gap")),
         *((2, "barrier"), (2, "gap")),
     ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("barrier,fast", "--modes must be among colocated, colocated[+]tsp, barrier, gap, gap[+]tsp, .*, got 'fast'"),
-        ("", "--modes must name some of"),
-        ("gap,gap", "--modes must name a mode once"),
-    ],
-)
-def test_modes_that_are_none_are_told_with_those_there_are(text, message):
-    with pytest.raises(ValueError, match=message):
-        parse_modes(text)

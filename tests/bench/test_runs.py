@@ -28,12 +28,6 @@ def test_the_command_is_verls_main_with_the_modes_recipe_and_the_users_overrides
     assert f"trainer.default_local_dir={tmp_path}" in command
 
 
-def test_two_modes_differ_in_their_recipes_and_switches_alone(tmp_path):
-    barrier, both = (set(command_of(WORK, MODES[name], tmp_path)) for name in ("barrier", "gap+tsp"))
-    switches = {f"digen.{switch}.enable={on}" for switch in ("gap", "tsp") for on in ("true", "false")}
-    assert barrier ^ both == switches | {"digen.tsp.steps_per_tile=auto"}
-
-
 def test_a_finished_run_has_its_steps_and_no_validation(tmp_path):
     run = outcome_of(MODES["gap"], 0, ended_run(tmp_path, 2), exit_code=0, num_steps=2, wall_s=41.0)
     assert [row["step"] for row in run.steps] == [1, 2]

@@ -86,9 +86,6 @@ def test_numbers_that_hold_without_cudnns_attention_have_a_remedy(monkeypatch: p
 
 
 # -- gradient -----------------------------------------------------------------------------------------------
-def test_deferred_and_immediate_gradient_agree(one_rank: None, tiny_qwen_image: Path):
-    gap = gradient.gradient_gap(tiny_qwen_image)
-    assert gradient.conclude([gap]).startswith("1 rank(s) on gloo: deferred and immediate gradient differ by ")
 
 
 def test_a_gradient_that_deferring_changes_fails(
@@ -115,9 +112,6 @@ def test_a_gradient_that_is_never_reduced_fails(one_rank: None, tiny_qwen_image:
 
 
 # -- update -------------------------------------------------------------------------------------------------
-def test_an_update_arrives_both_ways():
-    figure = update.round_trips(SIZE_MB, in_a_thread)
-    assert figure.startswith("64 MiB by shared memory: live ") and "GB/s, staged " in figure
 
 
 def test_a_number_that_changes_on_the_way_fails(monkeypatch: pytest.MonkeyPatch):
@@ -144,8 +138,6 @@ def test_a_receiver_that_dies_is_the_cause(monkeypatch: pytest.MonkeyPatch):
 
 
 # -- sleep --------------------------------------------------------------------------------------------------
-def test_memory_goes_and_comes_back():
-    assert sleeping.sleep_and_wake(2 * SIZE_MB, CPU).startswith("128 MiB asleep in ")
 
 
 def test_memory_that_stays_fails(monkeypatch: pytest.MonkeyPatch):
@@ -196,7 +188,9 @@ def _all_on_the_device(path: Path, folder: Path) -> tuple[str, ...]:
 
 def test_the_checks_run_on_an_accelerator(tiny_qwen_image: Path, tmp_path: Path):
     figures = on_pretend(_all_on_the_device, tiny_qwen_image, tmp_path)
-    assert [figure.split(" ")[0] for figure in figures] == ["sd3:", "1", "64", "128"]
+    starts = "sd3: 6 numbers hold", "1 rank(s) on ", "64 MiB by shared memory: live ", "128 MiB asleep in "
+    assert all(figure.startswith(start) for figure, start in zip(figures, starts, strict=True)), figures
+    assert "deferred and immediate gradient differ by " in figures[1] and "GB/s, staged " in figures[2]
 
 
 def _leaking_server(folder: Path) -> str:

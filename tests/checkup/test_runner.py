@@ -188,13 +188,8 @@ def test_a_bad_option_is_told_before_a_check_runs(capsys: pytest.CaptureFixture,
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("found", "devices"), [(1, 1), (2, 2), (3, 2), (4, 4), (6, 4), (7, 4), (8, 8), (9, 8), (16, 8)]
-)
-def test_the_quick_start_takes_all_devices_that_divide_its_prompts(found: int, devices: int):
-    assert override(found, 64) == (f"trainer.n_gpus_per_node={devices}" if devices > 1 else "")
-
-
-@pytest.mark.parametrize(("num_cores", "ranks"), [(1, 1), (2, 2), (3, 2), (64, 2)])
-def test_on_a_cpu_the_quick_start_takes_two_ranks_that_share_the_cores(num_cores: int, ranks: int):
-    assert override(0, num_cores) == (f"trainer.n_gpus_per_node={ranks}" if ranks > 1 else "")
+def test_the_quick_start_takes_the_devices_that_divide_its_prompts_or_two_ranks_that_share_the_cores():
+    cases = {(1, 64): 1, (3, 64): 2, (7, 64): 4, (8, 64): 8, (16, 64): 8, (0, 1): 1, (0, 2): 2, (0, 64): 2}
+    assert {case: override(*case) for case in cases} == {
+        case: f"trainer.n_gpus_per_node={ranks}" if ranks > 1 else "" for case, ranks in cases.items()
+    }

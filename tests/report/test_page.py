@@ -9,10 +9,10 @@ import pytest
 
 from tests.report.runs import HOSTILE, PROMPTS, add_groups, add_validation, make_run, metrics_of
 from verl_digen import cli
-from verl_digen.observe.run_files import METRICS, REPORT, START, TRAINING, VALIDATION, image_path, step_dir
+from verl_digen.observe.run_files import METRICS, REPORT, START, image_path
 from verl_digen.observe.timeline.file import NAME
 from verl_digen.report import page, pictures, timelines
-from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions, thinned
+from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions
 from verl_digen.report.page import MAX_BYTES, collect, render, write_report
 from verl_digen.trainer.run_output import MetricsFile
 
@@ -107,23 +107,6 @@ def test_columns_are_thinned_out_and_keep_validations():
     assert sum(value is not None for value in found["val/reward"]) == 41
     assert columns(rows[:20])["a"][7] is None
     assert len(columns([{"step": 0, **{f"x/{number}": 0.0 for number in range(400)}}])) == MAX_COLUMNS
-
-
-def test_thinned_keeps_both_ends():
-    assert thinned(range(1000), 5)[0] == 0 and thinned(range(1000), 5)[-1] == 999 and len(thinned(range(1000), 5)) == 5
-    assert thinned([1, 2], 5) == [1, 2] and thinned([], 5) == []
-
-
-def test_pictures_fit_however_many_there_are():
-    def encode(step):
-        encoded.append(step)
-        return ["x" * 100, None]
-
-    encoded: list[int] = []
-    steps, shown = pictures._fitting(range(0, 1000, 10), encode, 450)
-    assert steps[0] == 0 and steps[-1] == 990 and len(steps) == len(shown) <= 4
-    assert len(encoded) <= pictures.MAX_STEPS
-    assert pictures._fitting([5], encode, 1)[0] == [5] and pictures._fitting([], encode, 1) == ([], [])
 
 
 def test_the_largest_page_stays_below_its_bound(tmp_path):
@@ -231,7 +214,6 @@ def test_the_command_writes_where_it_is_told(tmp_path, capsys):
     ("words", "said"),
     [
         (["no_such_run"], "RUN must be the folder of a run, its trainer.default_local_dir, with a metrics.jsonl"),
-        (["run", "--out", "no_such_folder/x.html"], "--out must be a file in a folder that is there"),
         (["run", "--out", "run"], "--out must be a file in a folder that is there"),
         (["broken"], "line 2 must be a JSON object with a step, got 'nonsense'; delete that line"),
     ],
@@ -244,9 +226,3 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(tmp_path, capsys, monkey
     assert cli.main(["report", *words]) == 2
     assert capsys.readouterr().err.startswith("digen report: ") and not Path("no_such_run").exists()
     assert cli.main(["report", *words]) == 2 and said in capsys.readouterr().err
-
-
-def test_names_of_files_are_those_that_a_run_writes(tmp_path):
-    add_validation(tmp_path, 3)
-    assert step_dir(tmp_path, 3).name == "step_000003"
-    assert page.validations(tmp_path, 3)["steps"] == [3] and (VALIDATION, TRAINING) == ("step_", "train_")
