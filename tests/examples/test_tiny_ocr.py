@@ -45,13 +45,6 @@ def test_words_are_of_the_world_and_the_splits_are_disjoint(examples: None) -> N
         assert [row["prompt"] for row in rows] == [f'the word "{word}"' for word in of_split]
 
 
-def test_each_letter_of_a_caption_is_a_token(examples: None) -> None:
-    words, text = script("words"), script("text")
-    tokenizer = text.build_tokenizer(words.caption(letter) for letter in words.ALPHABET)
-    for word in words.WORDS:
-        assert tokenizer.tokenize(words.caption(word)) == ["the", "Ġword", 'Ġ"', *word, '"']
-
-
 def test_lessons_misspell_as_often_as_asked_and_hold_words_back(examples: None) -> None:
     words, lessons = script("words"), script("lessons")
     strings = words.all_strings()
