@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.nft import slow_row
-
 Row = Mapping[str, Any]
 """Inputs of one row without a batch dimension, its `group` and its `point`."""
 
@@ -22,6 +20,22 @@ def slow_loss(name: str, rows: Sequence[Row], config: Any) -> Tensor:
         {key: value.double() if isinstance(value, Tensor) else value for key, value in row.items()} for row in rows
     ]
     return LOSSES[name](in_fp64, config)
+
+
+def slow_row(values: Mapping[str, Tensor], config: Any) -> Tensor:
+    """[] loss of one row of DiffusionNFT, from its inputs without a batch dimension; advantages are clamped at 5."""
+    values = {name: value.double() for name, value in values.items()}
+    share = max(0.0, min(1.0, max(-5.0, min(5.0, values["advantage"].item())) / 10 + 0.5))
+    velocity, old, beta = values["velocity"], values["old_velocity"], config.beta
+
+    def error(implicit: Tensor) -> Tensor:
+        wrong = values["noisy"] - values["sigma"] * implicit - values["clean"]
+        return (wrong**2).mean() / max(1e-5, wrong.abs().mean().item())
+
+    positive = error(beta * velocity + (1 - beta) * old)
+    negative = error((1 + beta) * old - beta * velocity)
+    policy = 5 * (share * positive + (1 - share) * negative) / beta
+    return policy + config.kl_coef * torch.mean((velocity - values["reference_velocity"]) ** 2)
 
 
 def _nft(rows: Sequence[Row], config: Any) -> Tensor:

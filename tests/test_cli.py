@@ -26,25 +26,19 @@ def digen(capsys, *words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((*PROFILE, "--picture", "x.xyz"), "--picture must end in one of .png, "),
         ((*PROFILE, "--picture", "x.pgn"), "did you mean .png?"),
         ((*PROFILE, "--picture", "no/such/folder/x.png"), "--picture must be a file in a folder that is there"),
-        ((*PROFILE, "--json", "."), "--json must be a file in a folder that is there"),
         ((*PROFILE[:-1], "1000000"), "--devices must be <= 4096"),
-        ((*PROFILE, "--steps", "3"), "--steps must be "),
-        (("simulate", "--run", ".", "--device", "H100"), "--run must be a run's folder, with a start.json"),
         (("plan", "recipe=digen_qwen_image", "gpu_memory=80"), "got 'gpu_memory=80'; did you mean gpu_mem?"),
         (
             ("plan", "gpus=8"),
             "recipe must begin with the recipe of an algorithm or a model, got None; add one in front",
         ),
         (("plan", "recipe=[digen_sd3,digen_sd3]"), "recipe must name a recipe once"),
-        (("plan", "recipe=disaggregated"), "e.g. recipe=[digen_flowgrpo,disaggregated]"),
         (("plan", "recipe=digen_sd"), "did you mean digen_sd3?"),
         (("plan", "recipe=digen_sd3", "+trainer.save_frq=3"), "did you mean trainer.save_freq?"),
         (("plan", "recipe=digen_sd3", "图=1"), "the config cannot be composed: LexerNoViableAltException: 图=1"),
         (("plan", "recipe=digen_sd3", "=3"), "words must be KEY=VALUE, got '=3'"),
-        (("plan", "recipe=digen_sd3", "gpus="), "gpus must be a number, got ''"),
         (("plan", "recipe=digen_sd3", "gpu_mem=nan"), "gpu_mem must be > 0 GB, got nan"),
         (("plan", "recipe=digen_sd3", "trainer=5"), "trainer must be a section with keys of its own, got 5"),
         (
@@ -58,7 +52,6 @@ def digen(capsys, *words):
         ),
         (("simulate", "--profile", "qwen-image-20"), "did you mean qwen-image-20b?"),
         (("simulate", "--profile", "bytes"), "--profile must be a file of JSON, got 'bytes'"),
-        (("simulate", "--profile", "loop"), "--profile must be a file or one of the shipped profiles, got 'loop'"),
         (("bench", "nosuch"), "overrides must be KEY=VALUE, got 'nosuch'"),
         (("timeline", "no_such_run"), "RUN_DIR must be the folder of a run"),
     ],

@@ -32,9 +32,7 @@ def test_each_mutation_can_be_made_and_its_tests_exist():
         (accept(), "raise ValueError(value)", "pass"),
         (passes(digits="0"), "digits=2", "digits=0"),
         (drop("parts.append"), "self.parts.append(value)", "pass"),
-        (drop("self.total"), "self.total += min(value, most)", "pass"),
         (swap(">", ">="), "value > most", "value >= most"),
-        (swap("min", "max"), "min(", "max("),
         (swap("value", "0", 3), "append(value)", "append(0)"),
     ],
 )
@@ -52,9 +50,7 @@ def test_a_function_that_is_skipped_does_nothing():
     [
         ("subtract", skip(), "0 functions have this name"),
         ("add", given(least="0"), "its arguments are most, self, value"),
-        ("add", swap("<", ">"), "there are 0 places for it"),
         ("add", swap("value", "0"), "there are 4 places for it"),
-        ("add", drop("append", 2), "there are 1 places for it"),
         ("add", swap("value", "value", 1), "the operator changes nothing"),
     ],
 )

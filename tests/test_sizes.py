@@ -7,8 +7,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from verl_digen.algorithms.objectives import find_objective, objective_names
 
 PACKAGE = Path(__file__).resolve().parents[1] / "verl_digen"
@@ -84,13 +82,6 @@ def objectives_of(text: str) -> list[str]:
     return [ast.literal_eval(name) for call in calls for name in call.args]
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("def f():\n    return 1\n", 2),
-        ('def f():\n    """Text\n\n    of three lines."""\n\n    # a comment\n    return 1  # why\n', 2),
-        ("async def f(\n    a,\n):\n    return (\n        a\n    )\n", 6),
-    ],
-)
-def test_lines_of_code_leave_out_blanks_comments_and_docstrings(text, size):
-    assert dict(functions(text)) == {"f": size}
+def test_lines_of_code_leave_out_blanks_comments_and_docstrings():
+    text = 'async def f(\n    a):\n    """Text\n\n    of three lines."""\n\n    # a comment\n    return 1  # why\n'
+    assert dict(functions(text)) == {"f": 3}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.nft import slow_row
+from tests.forward_losses import slow_row
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import default_config, find_objective, policy_loss
