@@ -36,7 +36,7 @@ test-e2e:  ## a run on each placement, and one that is resumed
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m "e2e and not (gpu or long)"
 
-test-long:  ## every architecture end to end, faults, long runs, further values of grids, three files at a time; CI too
+test-long:  ## an architecture of each kind end to end, faults, long runs, three files at a time; CI too
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m "long and not grid" -n 3 --dist loadfile
 
