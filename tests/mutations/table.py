@@ -174,7 +174,7 @@ ENGINE: tuple[Line, ...] = (
         "a loss without advantages is divided by their scale",
         "transaction: alone",
     ),
-    ("logical_batch.finish", drop("_train"), "samples that are held back never train", "transaction: serial_loop"),
+    ("logical_batch.finish", drop("_train"), "samples that are held back never train", "transaction: dropped"),
     ("planning.deal", passes(advantages="advantages[: len(needed)]"), "a rank takes the first samples' advantages"),
     ("planning.deal", passes(whole_samples="False"), "trajectories are cut without time-step parallelism"),
     ("planning._measure", swap("max", "min"), "a tile is rehearsed with a short prompt"),
