@@ -25,14 +25,6 @@ def test_fp32_averages_of_low_precision_weights_stay_fp32():
     torch.testing.assert_close(ema, torch.full((3,), 0.001))
 
 
-def test_decay_1_freezes_and_decay_0_copies():
-    ema, weight = torch.tensor([1.0]), torch.tensor([5.0])
-    ema_update_([ema], [weight], 1.0)
-    assert ema == 1
-    ema_update_([ema], [weight], 0.0)
-    assert ema == 5
-
-
 def test_a_policy_may_be_a_copy_until_a_step_and_average_afterwards():
     decay = Decay(0.001, 0.3, copied_until=200)
     assert [decay.at(k) for k in (1, 200, 201, 1000)] == [0.0, 0.0, pytest.approx(0.201), 0.3]

@@ -95,16 +95,3 @@ def test_a_velocity_that_does_not_change_is_taken_again_and_one_of_zero_is_not()
     for sigma in (0.9, 0.8):
         cache.put([(0,), (1,)], torch.stack([torch.ones(SHAPE), torch.zeros(SHAPE)]), sigma, 0)
     assert cache.reusable([0, 1], ODE, 0.1, 0) == (True, False)
-
-
-def test_the_example_of_the_documentation():
-    cache = StepCache(0.1, 2)
-    assert cache.reusable([0, 1], ODE, 0.9, 0) == (False, False)
-    first = torch.ones(2, *SHAPE)
-    cache.put([(0,), (1,)], first, 0.9, 0)
-    assert cache.reusable([0, 1], ODE, 0.8, 0) == (False, False)
-    cache.put([(0,), (1,)], first * torch.tensor([1.05, 2.0]).view(2, 1, 1), 0.8, 0)
-    assert cache.reusable([0, 1], ODE, 0.7, 0) == (True, False)
-    assert cache.reusable([0, 1], [True, False], 0.7, 0) == (False, False)
-    cache.disturb([0])
-    assert cache.reusable([0], [False], 0.75, 0) == (False,)

@@ -2,7 +2,6 @@
 """Pictures of training groups: which files there are, which are shown, and what W&B is given."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ from tests.tags import make_tag
 from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
 from verl_digen.observe.group_pictures import GroupPictures, best_and_worst, is_group_logged
-from verl_digen.observe.images import Shown, save_pixels
+from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import group_dir, sample_path
-from verl_digen.observe.wandb_media import log_to_wandb
 
 UID = "p00000072"
 SOUND = Audio(np.zeros((2, 8), np.float32), rate_hz=400)
@@ -102,25 +100,3 @@ def test_the_first_groups_of_every_so_many_steps_are_shown():
         if is_group_logged(digen, step=step, number=number, num_prompts=8)
     ]
     assert shown == [(5, 32), (5, 33), (10, 72), (10, 73)]
-
-
-def test_wandb_gets_each_picture_with_its_caption_videos_and_histograms_in_one_call(tmp_path):
-    calls = []
-    wandb = SimpleNamespace(
-        Image=lambda path, *caption, **named: ("image", path, *caption, *named.values()),
-        Video=lambda path, caption, format: ("video", path, caption, format),
-        Histogram=lambda values: ("histogram", values),
-        Table=lambda columns, data: ("table", columns, data),
-        log=lambda data, step: calls.append((data, step)),
-    )
-    save_pixels(picture(1), tmp_path / "a.png")
-    save_pixels(picture(1, frames=2), tmp_path / "b.png")
-    shown = [Shown(tmp_path / "a.png", "a cat", 0.5), Shown(tmp_path / "b.png", "a dog", 1 / 3)]
-    log_to_wandb(wandb, 10, {"train": shown, "none": []}, {"distribution/reward": (1.0, 2.0)})
-    log_to_wandb(wandb, 20, {"none": []}, {})
-    images = [("image", f"{tmp_path}/a.png", "0.500  a cat"), ("video", f"{tmp_path}/b.gif", "0.333  a dog", "gif")]
-    pictures = [("image", f"{tmp_path}/{name}.png") for name in ("a", "b")]
-    rows = [[10, "a cat", 0.5, pictures[0]], [10, "a dog", 1 / 3, pictures[1]]]
-    table = ("table", ["step", "prompt", "reward", "picture"], rows)
-    logged = {"train": images, "train_table": table, "distribution/reward": ("histogram", [1.0, 2.0])}
-    assert calls == [(logged, 10)]

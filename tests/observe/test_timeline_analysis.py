@@ -14,7 +14,6 @@ from verl_digen.observe.timeline import step_metrics
 from verl_digen.observe.timeline.analysis import (
     LABELS,
     around_step,
-    lane_usage,
     overlap_s,
     pool_usage,
     segments,
@@ -107,35 +106,6 @@ def test_one_lane_is_cut_into_what_it_did():
     ]
 
 
-def test_two_slots_of_a_lane_count_once():
-    chunks = [interval("generate", 0, 4, chunk_id="a"), interval("generate", 2, 6, chunk_id="b")]
-    usage = lane_usage(chunks, WINDOW)
-    assert usage.busy_s == {"generate": 6} and usage.bubble_s == {"unattributed": 4}
-
-
-def test_work_for_another_step_in_a_steps_time_counts_and_what_lies_outside_does_not():
-    intervals = [
-        interval("step", 0, 10, on=lane("driver", num_devices=0)),
-        interval("generate", -5, 2, step=1),
-        interval("generate", 8, 14, step=2),
-        interval("wait", 2, 8, reason="staleness_bound", step=2),
-        interval("generate", 11, 12, step=1),
-    ]
-    metrics = step_metrics(intervals, 1, {"generator": 1})
-    assert metrics["perf/busy_s/generator/generate"] == 4
-    assert metrics["perf/bubble_s/generator/staleness_bound"] == 6
-    assert metrics["perf/bubble_fraction/generator"] == pytest.approx(0.6)
-    assert metrics["perf/bubble_s/generator/unattributed"] == 0
-
-
-def test_a_device_that_no_lane_stands_for_is_unattributed():
-    intervals = [interval("step", 0, 10, on=lane("driver", num_devices=0)), interval("generate", 0, 10)]
-    metrics = step_metrics(intervals, 1, {"generator": 4, "trainer": 2})
-    assert metrics["perf/bubble_s/generator/unattributed"] == 30
-    assert metrics["perf/bubble_s/trainer/unattributed"] == 20
-    assert metrics["perf/bubble_fraction/trainer"] == 1
-
-
 def test_a_lane_that_moves_to_another_host_is_one_lane():
     intervals = [
         interval("step", 0, 10, on=lane("driver", num_devices=0)),
@@ -191,12 +161,6 @@ def test_the_first_group_fraction_follows_chunks_across_lanes_and_counts_a_redon
     assert "perf/first_group_fraction" not in step_metrics([frame], 1, {"generator": 2})
 
 
-def test_gap_completes_the_first_group_after_about_its_share_of_the_generation():
-    intervals, num_devices = simulated_run(num_groups=16, num_slots=2, early=False)
-    fraction = step_metrics(intervals, 1, num_devices)["perf/first_group_fraction"]
-    assert fraction == pytest.approx(1 / 16, rel=0.3)
-
-
 def test_a_steps_surroundings_say_the_same_of_it_as_the_whole_run():
     intervals, num_devices = simulated_run(num_steps=6)
     around = around_step(intervals, 3)
@@ -220,12 +184,3 @@ def test_what_cannot_be_accounted_for_is_an_error():
         step_metrics([frame], 1, {"gpu": 1})
     with pytest.raises(ValueError, match="must name >= 1 device"):
         step_metrics([frame], 1, {})
-
-
-def test_a_recorded_run_leaves_nothing_unattributed():
-    for early in (True, False):
-        intervals, num_devices = simulated_run(early=early)
-        for step in (2, 3):
-            metrics = step_metrics(intervals, step, num_devices)
-            assert metrics["perf/bubble_s/generator/unattributed"] == pytest.approx(0, abs=1e-6)
-            assert metrics["perf/bubble_s/trainer/unattributed"] == pytest.approx(0, abs=1e-6)
