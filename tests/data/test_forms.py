@@ -287,48 +287,6 @@ def test_names_of_the_hub_can_be_typed_on_the_command_line(typed, names):
 # -- malformed -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "rule"),
-    [
-        (
-            "ragged.csv",
-            "prompt,tag\na cat,x\na dog\n",
-            "must have 2 cells in line 3, as its header has, got 1; put quotes",
-        ),
-        ("ragged.tsv", "prompt\ta\nx\ty\tz\n", "got 3; put quotes around a text with tabs"),
-        ("open.csv", 'prompt\n"a cat\n', "with quotes in pairs, but line 2 is not (unexpected end of data)"),
-        ("long.csv", 'prompt\n"' + "a" * 200_000 + '"\n', "but line 2 is not (field larger than field limit"),
-        (
-            "twice.csv",
-            "prompt,tag,tag\na,b,c\n",
-            "columns with names of their own in line 1, got tag twice; rename one",
-        ),
-        ("headless.csv", "a cat\na dog\n", "must have a column 'prompt', got columns ['a cat'];"),
-        ("empty.csv", "", "is empty; add prompts"),
-        ("latin.csv", "prompt\nd\xe9j\xe0\n".encode("latin1"), "line 2 of"),
-        ("text.jsonl.gz", b"a cat", "is not a readable gzip file (Not a gzipped file (b'a '))"),
-        ("cut.txt.gz", gzip.compress(b"a cat" * 99, mtime=0)[:-9], "is not a readable gzip file"),
-        ("empty.txt.gz", gzip.compress(b"", mtime=0), "is empty; add prompts"),
-        (
-            "truth.jsonl",
-            '{"prompt": "a", "ground_truth": 1, "reward_model": {"ground_truth": 2}}',
-            "one reference, got",
-        ),
-        ("hf://words", None, "must name a dataset of the hub by hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT], got"),
-        ("hf://me/words:", None, "must name a dataset of the hub by"),
-    ],
-)
-def test_a_bad_form_is_an_error_that_names_key_file_and_rule(tmp_path, name, content, rule):
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(ValueError) as failure:
-        read_prompts(name if content is None else str(path), VAL)
-    message = str(failure.value)
-    assert rule in message and message.startswith("data.val_files") and "\n" not in message
-    assert name in message and len(message) < 600 and ";" in message  # the remedy follows
-
-
 @pytest.mark.parametrize("listed", ["", "[]", '{"splits": 5}', '{"splits": ["../x"]}', '{"splits": [1]}', "[" * 9999])
 def test_a_saved_dataset_that_does_not_list_its_splits_is_told(tmp_path, listed):
     write(tmp_path, **{splits.SAVED_DICT: listed})

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import gzip
 import json
 import logging
 
@@ -39,16 +40,6 @@ def test_jsonl_and_text_files_are_read_in_order_with_defaults(tmp_path):
     assert prompts[0].negative == "blurry" and prompts[0].data_source == "a"
     assert prompts[1].ground_truth == "a bird" and prompts[1].data_source == "b"
     assert prompts[2].place == f"line 3 of '{tmp_path / 'b.txt'}'"
-
-
-def test_flow_grpos_geneval_metadata_reach_the_reward(tmp_path):
-    (tmp_path / "geneval").mkdir()
-    row = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "exclude": [], "prompt": "two cups"}
-    (tmp_path / "geneval" / "train_metadata.jsonl").write_text(json.dumps(row))
-    (prompt,) = read_prompts(str(tmp_path / "geneval" / "train_metadata.jsonl"))
-    assert prompt == PromptRow(
-        "two cups", "geneval", "two cups", None, {k: row[k] for k in ("tag", "include", "exclude")}
-    )
 
 
 def test_a_rows_own_extra_info_wins_over_a_column_of_the_same_name(tmp_path):
@@ -151,24 +142,37 @@ def test_the_prompt_of_a_chat_is_its_users_last_message(tmp_path):
         ("bad.parquet", "not parquet", "is not a readable parquet file"),
         ("latin.txt", b"a cat\nd\xe9j\xe0 vu\n", "line 2 of"),
         ("latin.jsonl", b'{"prompt": "\xe9"}', "must be UTF-8, got the byte 0xe9; save the file as UTF-8"),
-        (
-            "folder.txt",
-            {"a.txt": "a"},
-            "a folder with one file of its split (test or validation or val), got the folder",
-        ),
-        ("folder", {"train.jsonl": "", "README": ""}, "train.jsonl"),
-        ("folder", {}, "the folder has none of .parquet, .jsonl, .json, .csv"),
         ("long" * 100 + ".txt", None, "must name files that can be read"),
         ("s3://bucket/a.txt", None, "prompts are read from this machine: fetch it first"),
+        (
+            "ragged.csv",
+            "prompt,tag\na cat,x\na dog\n",
+            "must have 2 cells in line 3, as its header has, got 1; put quotes",
+        ),
+        ("ragged.tsv", "prompt\ta\nx\ty\tz\n", "got 3; put quotes around a text with tabs"),
+        ("open.csv", 'prompt\n"a cat\n', "with quotes in pairs, but line 2 is not (unexpected end of data)"),
+        ("long.csv", 'prompt\n"' + "a" * 200_000 + '"\n', "but line 2 is not (field larger than field limit"),
+        (
+            "twice.csv",
+            "prompt,tag,tag\na,b,c\n",
+            "columns with names of their own in line 1, got tag twice; rename one",
+        ),
+        ("headless.csv", "a cat\na dog\n", "must have a column 'prompt', got columns ['a cat'];"),
+        ("text.jsonl.gz", b"a cat", "is not a readable gzip file (Not a gzipped file (b'a '))"),
+        ("cut.txt.gz", gzip.compress(b"a cat" * 99, mtime=0)[:-9], "is not a readable gzip file"),
+        ("empty.txt.gz", gzip.compress(b"", mtime=0), "is empty; add prompts"),
+        (
+            "truth.jsonl",
+            '{"prompt": "a", "ground_truth": 1, "reward_model": {"ground_truth": 2}}',
+            "one reference, got",
+        ),
+        ("hf://words", None, "must name a dataset of the hub by hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT], got"),
+        ("hf://me/words:", None, "must name a dataset of the hub by"),
     ],
 )
 def test_a_bad_file_is_an_error_that_names_key_file_and_rule(tmp_path, name, content, rule):
     path = tmp_path / name
-    if isinstance(content, dict):
-        path.mkdir()
-        for inner, text in content.items():
-            (path / inner).write_text(text)
-    elif content is not None:
+    if content is not None:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError) as failure:
         read_prompts(str(path) if "://" not in name else name, "data.val_files")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from diffusers.pipelines.flux import pipeline_flux_kontext
 
-from tests.models.cases import CPU
 from tests.models.edit_samples import NUM_STEPS, TEXT, assert_conditions_of_their_own, request_of, sample, start_of
 from verl_digen.inputs import PromptInputs
 from verl_digen.types import Geometry
@@ -55,15 +54,6 @@ def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline
     size = {"height": image.height, "width": image.width}
     made = pipeline(image, TEXT, latents=start, **size, num_inference_steps=NUM_STEPS, output_type="latent")[0]
     torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
-
-
-def test_an_image_is_encoded_as_in_the_pipeline(model, encode, pipeline, images):
-    (condition,) = encode([PromptInputs(TEXT, images[:1], 64)])
-    pixels = pipeline.image_processor.preprocess(images[0].read(), 48, 96)
-    _, source, _, _ = pipeline.prepare_latents(pixels, 1, 4, 64, 64, torch.float32, CPU, torch.Generator())
-    torch.testing.assert_close(condition["source"], source[0], atol=1e-5, rtol=0)
-    embeds, pooled, _ = pipeline.encode_prompt(TEXT)
-    assert condition["embeds"].equal(embeds[0]) and condition["pooled"].equal(pooled[0])
 
 
 def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):

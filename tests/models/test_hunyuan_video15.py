@@ -117,27 +117,33 @@ def test_a_checkpoint_for_another_use_is_an_error(
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_gradients_are_those_of_the_networks_own_forward(loaded: Loaded, recomputes: bool) -> None:
-    """The original forward also has masked tokens of a first frame; first-frame weights get no gradient."""
-    model = loaded.model
-    start = torch.randn(2, *model.latent_shape(CLIP), generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("has_image", [False, True], ids=["text", "image"])
+def test_gradients_are_those_of_the_networks_own_forward(
+    loaded: Loaded, tmp_path: Path, has_image: bool, recomputes: bool
+) -> None:
+    """The original forward also has masked tokens of a first frame; without one its weights get no gradient."""
+    if has_image:
+        (case,) = (case for case in CASES if case.name == "hunyuan_video15_i2v")
+        loaded = Loaded(case, build_tiny(case.name, tmp_path / "m"))
+    model, geometry = loaded.model, loaded.case.sizes[0] if has_image else CLIP
+    start = torch.randn(2, *model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))
     network: Any = model.load_transformer(torch.float32)
     if recomputes:
         network.enable_gradient_checkpointing()
     calls, stop = record_inputs(network)
     given = (start, torch.tensor([0.9, 0.2]), loaded.encode([QUOTING[0], PROMPTS[0]]), None, 1.0)
-    model.velocity(network, *given, CLIP).square().sum().backward()
+    model.velocity(network, *given, geometry).square().sum().backward()
     stop()
     own: Any = HunyuanVideo15Transformer3DModel.from_pretrained(model.path / "transformer")
-    no_frame = torch.zeros(2, 729, own.config.image_embed_dim)
-    own(**calls[0], image_embeds=no_frame, return_dict=False)[0].square().sum().backward()
+    frame = {} if has_image else {"image_embeds": torch.zeros(2, 729, own.config.image_embed_dim)}
+    own(**calls[0], **frame, return_dict=False)[0].square().sum().backward()
     for name, expected in own.named_parameters():
         found = network.get_parameter(name)
         if found.grad is None:
             assert expected.grad is None or not expected.grad.count_nonzero(), name
         else:
             torch.testing.assert_close(found.grad, expected.grad, atol=1e-5, rtol=1e-4)
-    assert network.image_embedder.linear_1.weight.grad is None
+    assert (network.image_embedder.linear_1.weight.grad is not None) == has_image
     assert network.context_embedder_2.linear_1.weight.grad is not None
 
 

@@ -324,26 +324,19 @@ def test_lora_wraps_every_target_and_starts_as_the_base(loaded: Loaded) -> None:
     assert len(learning) >= len(wrapped) / len(model.experts) * 0.6
 
 
-def test_a_model_is_made_without_reading_weights(loaded: Loaded, tmp_path: Path) -> None:
-    configs = shutil.copytree(loaded.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
-    model = load_model(configs)
-    assert type(model) is type(loaded.model)
-    geometry = loaded.case.sizes[0]
-    assert model.latent_shape(geometry) == loaded.model.latent_shape(geometry)
-    sigmas = model.sigmas(10, geometry)
-    assert sigmas.shape == (11,) and sigmas.dtype == torch.float32
-    assert sigmas[0] == pytest.approx(1.0, abs=2e-6) and sigmas[-1] == 0.0
-    assert (sigmas.diff() < 0).all()
-
-
 def test_a_model_is_made_of_what_is_fetched_of_a_repository_before_a_run(loaded: Loaded, tmp_path: Path) -> None:
     parts = (*loaded.model.spec.components, *loaded.model.experts)
     for name in ("model_index.json", *(f"{part}/{file}" for part in parts for file in CONFIG_FILES)):
         if (loaded.path / name).is_file():
             (tmp_path / name).parent.mkdir(exist_ok=True)
             shutil.copy(loaded.path / name, tmp_path / name)
-    geometry = loaded.case.sizes[0]
-    assert load_model(tmp_path).latent_shape(geometry) == loaded.model.latent_shape(geometry)
+    geometry, model = loaded.case.sizes[0], load_model(tmp_path)
+    assert type(model) is type(loaded.model)
+    assert model.latent_shape(geometry) == loaded.model.latent_shape(geometry)
+    sigmas = model.sigmas(10, geometry)
+    assert sigmas.shape == (11,) and sigmas.dtype == torch.float32
+    assert sigmas[0] == pytest.approx(1.0, abs=2e-6) and sigmas[-1] == 0.0
+    assert (sigmas.diff() < 0).all()
 
 
 def test_an_older_config_file_is_silent_about_newer_arguments(loaded: Loaded, tmp_path: Path) -> None:
@@ -378,16 +371,6 @@ def test_a_missing_part_of_a_checkpoint_is_an_error_that_names_it(loaded: Loaded
     index = json.loads((configs / "model_index.json").read_text())
     (configs / "model_index.json").write_text(json.dumps(index | {"text_encoder": [None, None]}))
     with pytest.raises(ValueError, match="lacks text_encoder;"):
-        load_model(configs)
-
-
-def test_a_checkpoint_of_another_pipeline_is_an_error_even_if_it_has_the_same_parts(
-    loaded: Loaded, tmp_path: Path
-) -> None:
-    configs = shutil.copytree(loaded.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
-    index = json.loads((configs / "model_index.json").read_text())
-    (configs / "model_index.json").write_text(json.dumps(index | {"_class_name": "OtherPipeline"}))
-    with pytest.raises(ValueError, match=f"one of .*{loaded.model.pipeline}.* got a OtherPipeline, which is not"):
         load_model(configs)
 
 

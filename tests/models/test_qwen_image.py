@@ -129,16 +129,6 @@ def test_the_decoder_computes_what_the_vae_does(model: QwenImage, pipeline: Qwen
 # -- the network ------------------------------------------------------------------------------------------
 
 
-def test_padding_changes_nothing(model: QwenImage, transformer: nn.Module, conditions: list[Condition]) -> None:
-    """Neither its length nor its content matters."""
-    x, sigmas = draw(1, 16, 16), torch.tensor([0.6])
-    plain = model.predict(transformer, x, sigmas, model.collate(conditions[:1]), SQUARE)
-    length = len(conditions[0]["embeds"])
-    filler = torch.cat([conditions[0]["embeds"], 10 * draw(40, 32)])
-    mask = torch.arange(length + 40)[None] < length
-    close(model.predict(transformer, x, sigmas, {"embeds": filler[None], "mask": mask}, SQUARE), plain)
-
-
 def test_both_guidance_branches_run_in_one_call_unless_split(
     model: QwenImage, transformer: nn.Module, conditions: list[Condition]
 ) -> None:

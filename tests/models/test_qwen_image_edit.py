@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from tests.models.cases import CPU, draw_image
 from tests.models.edit_samples import NUM_STEPS, TEXT, request_of, sample, start_of
 from tests.tiny_models import build_tiny
-from verl_digen.config.sampling import SamplingConfig
 from verl_digen.image_sizes import fitted_size
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
-from verl_digen.sampling.requests import geometry_of
 from verl_digen.selftest import images_read_at
 from verl_digen.types import Geometry
 
@@ -66,11 +63,6 @@ def test_a_fitted_size_is_the_pipelines(size, area):
     assert fitted_size(*size, area**0.5) == (height, width)
 
 
-def test_a_line_keeps_a_side_that_a_network_can_read():
-    assert fitted_size(10_000, 1, 64) == (32, 6400)
-    assert geometry_of(SamplingConfig(size_from_image=True), [(9, 1)]).sources == ((352, 3072),)
-
-
 def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):
     asked = {"height_px": 64, "width_px": 64, "image_px": 64}
     first, second = (request_of(model, (image,), **asked) for image in (images[0], images[2]))
@@ -100,13 +92,6 @@ def test_an_image_at_another_size_than_the_requests_is_an_error(model, network, 
 def test_a_prompt_that_is_too_long_is_an_error_with_its_image(encode, images):
     with pytest.raises(ValueError, match="must have at most 1088 tokens in its template for Qwen-Image-Edit-Plus"):
         encode([PromptInputs("red " * 1100, images[:1], 64)])
-
-
-def test_a_checkpoint_without_its_processor_is_incomplete(model, tmp_path: Path):
-
-    copy = shutil.copytree(model.path, tmp_path / "c", ignore=shutil.ignore_patterns("processor", "*.safetensors"))
-    with pytest.raises(ValueError, match=r"actor_rollout_ref\.model\.path .* lacks processor;"):
-        load_model(copy)
 
 
 def test_an_images_tokens_are_counted_within_the_bounds_of_its_processor(model, tmp_path):

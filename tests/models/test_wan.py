@@ -81,14 +81,6 @@ def test_recomputation_reaches_every_expert(two_experts: DiffusionModel) -> None
     assert transformer._no_split_modules == ["WanTransformerBlock"]
 
 
-def test_a_boundary_without_a_second_network_is_an_error(two_experts: DiffusionModel, tmp_path: Path) -> None:
-    configs = shutil.copytree(two_experts.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
-    index = json.loads((configs / "model_index.json").read_text())
-    (configs / "model_index.json").write_text(json.dumps(index | {"transformer_2": [None, None]}))
-    with pytest.raises(ValueError, match="lacks transformer_2"):
-        load_model(configs)
-
-
 @pytest.mark.parametrize("flow_shift", [3.0, 5.0, 8.0, 12.0])
 def test_timesteps_are_the_schedulers_whole_numbers(
     one_expert: DiffusionModel, tmp_path: Path, flow_shift: float

@@ -12,12 +12,9 @@ from tests.models.cases import PROMPTS
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models import load_model
 from verl_digen.models.flops import (
-    Flops,
     device_type,
     forward_flops,
-    mfu,
     peak_flops,
-    tflops_per_device,
     utilisation_metrics,
 )
 from verl_digen.plan.run import empty_condition
@@ -64,13 +61,6 @@ def test_training_a_deep_network_is_counted_within_two_percent(tiny_qwen_image, 
     assert flops.training(is_frozen=is_frozen, recomputed=0.0) == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-def test_training_is_three_forwards_four_with_recomputation_and_less_with_frozen_weights():
-    flops = Flops(linear=6.0, attention=4.0)
-    assert flops.training(is_frozen=False, recomputed=0.0) == 3 * flops.forward
-    assert flops.training(is_frozen=False, recomputed=1.0) == 4 * flops.forward
-    assert flops.training(is_frozen=True, recomputed=0.0) == 2 * flops.forward + flops.attention
-
-
 def test_an_adapters_layers_count_too(tiny_qwen_image):
     model = load_model(tiny_qwen_image)
     bare = model.load_transformer(torch.float32, meta=True)
@@ -99,11 +89,6 @@ def test_an_adapters_layers_count_too(tiny_qwen_image):
 def test_a_device_is_known_by_its_name_or_not_at_all(name, kind):
     assert device_type(name) == kind
     assert peak_flops(name) == (None if kind is None else PEAK_TFLOPS[kind] * 1e12)
-
-
-def test_utilisation_is_work_over_what_the_devices_could_do():
-    assert tflops_per_device(8e15, seconds=2.0, num_devices=8) == 500.0
-    assert mfu(8e15, seconds=2.0, num_devices=8, peak_flops=1e15) == 0.5
 
 
 def test_metrics_have_a_utilisation_only_where_the_peak_is_known():

@@ -45,20 +45,17 @@ def test_twice_the_devices_take_half_the_time():
     assert two.step_s == pytest.approx(one.step_s / 2)
 
 
-def test_a_reference_and_recomputed_log_probs_cost_a_forward_each():
-    more = plan_time(make_run(digen={"kl": KlConfig(coef=0.1), "loss": {"old_log_probs": "recompute"}}), None, 0.4, 1.0)
-    assert more.training_flops == SAMPLES * ROWS * (4 + 2) * FORWARD
-
-
-def test_a_loss_over_whole_trajectories_costs_a_forward():
-    assert plan_time(make_run(digen={"loss": {"name": "gspo"}}), None, 0.4, 1.0).training_flops == (
-        SAMPLES * ROWS * (4 + 1) * FORWARD
-    )
-
-
-def test_a_teacher_costs_a_forward():
-    run = make_run(digen={"loss": {"name": "opd"}})
-    assert plan_time(run, None, 0.4, 1.0).training_flops == SAMPLES * ROWS * (4 + 1) * FORWARD
+@pytest.mark.parametrize(
+    ("digen", "forwards"),
+    [
+        ({"kl": KlConfig(coef=0.1), "loss": {"old_log_probs": "recompute"}}, 2),
+        ({"loss": {"name": "gspo"}}, 1),
+        ({"loss": {"name": "opd"}}, 1),
+    ],
+)
+def test_what_a_loss_compares_with_costs_forwards(digen, forwards):
+    """A reference and recomputed log-probs, whole trajectories, a teacher."""
+    assert plan_time(make_run(digen=digen), None, 0.4, 1.0).training_flops == SAMPLES * ROWS * (4 + forwards) * FORWARD
 
 
 @pytest.mark.parametrize(
