@@ -147,7 +147,7 @@ ENGINE: tuple[Line, ...] = (
         ": dropped",
     ),
     ("transaction.require_sound", accept(), "a batch trains on after a failure", ": only_abort_is_legal"),
-    ("transaction.drop", drop("gradients.drop"), "the gradient of an aborted batch stays", ": only_abort"),
+    ("transaction.drop", drop("recover"), "an abort leaves a module in a forward that failed", ": only_abort"),
     ("transaction._backward", passes(clamps="True"), "centred rewards are clamped", ": serial_loop"),
     ("transaction.__init__", given(loss_scale="1.0"), "the gradient of fp16 stays scaled", "loss_scale: clipping"),
     (
