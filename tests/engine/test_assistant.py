@@ -180,17 +180,6 @@ def test_the_trainers_videos_have_the_sound_of_their_latents(one_rank, tiny_ltx2
     assert np.abs(expected[0].waveform - expected[1].waveform).max() > 1e-2
 
 
-def shares(path: Path, folder: Path) -> dict[int, Any]:
-    """Number of requests -> (samples of each rank, samples of one sampler)."""
-    engine = make_engine(path)
-    results = {}
-    for count in (1, 2, 4, 5):
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, assist(engine, count))
-        results[count] = gathered, by_sampler(engine, count)
-    return results
-
-
 def of_groups(*parts: tuple[str, int, int]) -> list[SampleRequest]:
     """Samples of several groups.
 
@@ -198,7 +187,7 @@ def of_groups(*parts: tuple[str, int, int]) -> list[SampleRequest]:
         parts: (prompt, which is the uid too, number of samples, first stochastic step) of each group.
     """
     return [
-        replace(one, uid=text, window=Window((first, first + 1), (first,)))
+        replace(one, uid=text, window=one.window if one.tree else Window((first, first + 1), (first,)))
         for text, count, first in parts
         for one in requests(count, text)
     ]
@@ -207,6 +196,7 @@ def of_groups(*parts: tuple[str, int, int]) -> list[SampleRequest]:
 GROUPS = {
     "three groups": (("a cat", 2, 0), ("two dogs", 3, 1), ("rain", 1, 0)),
     "fewer samples than ranks": (("a cat", 1, 1),),
+    "a tree": (("a cat", 4, 0),),
     "sizes of pictures": (("a cat", 2, 0), ("wide", 1, 0)),
 }
 
@@ -287,7 +277,7 @@ def test_an_assist_gathers_the_weights_once_where_they_may_stay_and_at_every_ste
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_two_ranks([shares, group_shares, gathers], tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
+    return on_two_ranks([group_shares, gathers], tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
 
 
 def place(one: Any) -> tuple[str, int]:
@@ -321,12 +311,3 @@ def test_all_ranks_have_as_many_batches_of_samples_that_may_share_a_forward():
         assert sorted(index for batches in dealt for batch in batches for index in batch) == list(range(len(kinds)))
         assert all(len({kinds[index] for index in batch}) <= 1 for batches in dealt for batch in batches)
         assert len(dealt[0]) <= len(set(kinds)), "no batch more than there are kinds"
-
-
-@pytest.mark.slow
-def test_ranks_share_the_samples_and_one_without_any_takes_part(two_ranks):
-    for count, (by_rank, expected) in two_ranks["shares"].items():
-        assert [len(found) for found in by_rank] == [-(-count // 2), count // 2]
-        found = sorted((sample for part in by_rank for sample in part), key=lambda one: one.trajectory.sample_index)
-        for generation, trajectory in zip(found, expected, strict=True):
-            assert_same(generation, trajectory)

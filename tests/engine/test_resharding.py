@@ -281,22 +281,11 @@ def test_an_adapter_on_another_base_is_refused(one: Any, checkpoint: Path, folde
 
 
 # -- damaged checkpoints ------------------------------------------------------------------------------------
-def remove_weights(folder: Path) -> None:
-    (folder / "model_world_size_2_rank_1.pt").unlink()
 
 
-def remove_moments(folder: Path) -> None:
-    (folder / "optim_world_size_2_rank_1.pt").unlink()
-
-
-def remove_all_moments(folder: Path) -> None:
-    remove_moments(folder)
-    (folder / "optim_world_size_2_rank_0.pt").unlink()
-
-
-def remove_all_weights(folder: Path) -> None:
-    remove_weights(folder)
-    (folder / "model_world_size_2_rank_0.pt").unlink()
+def removes(kind: str, *ranks: int) -> Callable[[Path], None]:
+    """Damage: files of this kind are not there."""
+    return lambda folder: [(folder / f"{kind}_world_size_2_rank_{rank}.pt").unlink() for rank in ranks] and None
 
 
 def cut_weights(folder: Path) -> None:
@@ -336,12 +325,12 @@ def drop_a_parameter(folder: Path) -> None:
     ("damage", "message"),
     [
         (
-            remove_weights,
+            removes("model", 1),
             r"model of all 2 ranks, got 'a folder without model_world_size_2_rank_1\.pt'; copy the files of",
         ),
-        (remove_moments, r"optimizer of all 2 ranks, got 'a folder without optim_world_size_2_rank_1\.pt'; copy"),
-        (remove_all_moments, r"optimizer of all 2 ranks, .*save_contents must have had optimizer"),
-        (remove_all_weights, r"weights that one run saved, got 'files of no ranks'; .* must have had model"),
+        (removes("optim", 1), r"optimizer of all 2 ranks, got 'a folder without optim_world_size_2_rank_1\.pt'; copy"),
+        (removes("optim", 0, 1), r"optimizer of all 2 ranks, .*save_contents must have had optimizer"),
+        (removes("model", 0, 1), r"weights that one run saved, got 'files of no ranks'; .* must have had model"),
         (cut_weights, r"model_world_size_2_rank_1\.pt' must be a whole file of a checkpoint, got .*; copy it again"),
         (add_a_file_of_four_ranks, r"one run saved, got 'files of 2 and of 4 ranks'; take a folder as it was saved"),
         (mix_saves, r"one save and count the same optimizer steps, got 3 in rank 0's, 2 in rank 1's; copy the files"),

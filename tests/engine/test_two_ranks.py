@@ -31,12 +31,6 @@ from tests.engine.harness import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-UNEVEN = ((0, 1, 2), (1,))
-"""Windows of a batch of 6 samples with 12 rows."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "full_kl": {"digen": {"tsp": {"samples_per_tile": 1, "steps_per_tile": 2}, "kl": {"coef": 0.3}}},
-    "guided": {"digen": {"tsp": {"samples_per_tile": 2, "steps_per_tile": 2}, "sampling": {"true_cfg_scale": 3.0}}},
-}
 BF16_BASE = {
     "model": LORA,
     "fsdp": {
@@ -45,22 +39,6 @@ BF16_BASE = {
     },
 }
 EMA = {"digen": {"tsp": {"samples_per_tile": 2, "steps_per_tile": 2}, "ema": {"enable": True, "every_steps": 1}}}
-
-
-def batch_for(name: str, path: Path):
-    return make_batch(path, windows=UNEVEN, true_cfg_scale=3.0 if name == "guided" else 1.0)
-
-
-def gradients_after_training(path: Path, folder: Path) -> dict[str, Any]:
-    results = {}
-    for name, options in OPTIONS.items():
-        engine = make_engine(path, **options)
-        perturb(engine)
-        found, output = gradients(engine, batch_for(name, path))
-        loss = sum(output["loss"])
-        dist.all_reduce(loss)
-        results[name] = found, output["metrics"], loss / dist.get_world_size()
-    return results
 
 
 def gradient_on_bf16_base(path: Path, folder: Path) -> Any:
@@ -110,7 +88,6 @@ def save_that_fails_on_rank_1(path: Path, folder: Path) -> Any:
 
 
 SCENARIOS = [
-    gradients_after_training,
     gradient_on_bf16_base,
     ratio_to_evaluated_log_probs,
     exports,
@@ -126,23 +103,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(tiny_qwen_image: Path, folder: Path) -> dict[str, Any]:
     return on_two_ranks(SCENARIOS, tiny_qwen_image, folder)
-
-
-@pytest.fixture(scope="module")
-def one_rank_gradients(one_rank: None, tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory):
-    return gradients_after_training(tiny_qwen_image, tmp_path_factory.mktemp("unused"))
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradient_is_that_of_one_rank(two_ranks: dict, one_rank_gradients: dict, name: str):
-    found, metrics, loss = two_ranks["gradients_after_training"][name]
-    expected, expected_metrics, expected_loss = one_rank_gradients[name]
-    assert_close(found, expected, 1e-5)
-    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-7)
-    assert metrics.pop("num_tiles") <= expected_metrics.pop("num_tiles")
-    del metrics["text_padding_share"], expected_metrics["text_padding_share"]  # of other tiles
-    assert metrics.pop("num_pad_rows") >= expected_metrics.pop("num_pad_rows")
-    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-7)
 
 
 def test_gradient_of_an_fp32_adapter_on_a_bf16_base(

@@ -208,7 +208,6 @@ def test_a_folder_without_weights_is_refused(clip, tmp_path):
         ("pickscore", {"dtype": "fp8"}, "pickscore: dtype must be one of fp32, bf16, fp16, got 'fp8'"),
         ("clip_score", {"scale": "100"}, "clip_score: scale must be one of raw, flow_grpo, got '100'"),
         ("clip_score", {"num_frames": 0}, "clip_score: num_frames must be >= 1, got 0"),
-        ("aesthetic", {"divisor": -1.0}, "aesthetic: divisor must be > 0, got -1.0"),
         ("hpsv2", {"base": ""}, "hpsv2: base must name a folder or a repository"),
         ("image_reward", {"tokenizer": ""}, "image_reward: tokenizer must name a folder or a repository"),
         ("image_similarity", {"pixel_weight": 1.5}, r"image_similarity: pixel_weight must lie in \[0, 1\], got 1.5"),

@@ -81,10 +81,6 @@ def test_a_gold_reward_scores_no_training_sample_and_every_validation_sample():
     assert validated.total == trained.total, "it weighs nothing"
 
 
-def test_a_plain_reward_of_weight_0_scores_training_samples_too():
-    assert "log" in score("photo", is_validation=False)[0].parts
-
-
 def test_a_source_is_scored_by_its_own_rewards_alone():
     photo, calls = score("photo", is_validation=False)
     assert set(photo.parts) == {"jpeg", "log", "pool"} and calls["text"] == []

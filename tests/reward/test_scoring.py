@@ -70,11 +70,6 @@ def test_every_built_in_reward_resolves_and_an_unknown_one_lists_them():
     assert "'beauty'" in str(failure.value)
 
 
-def test_a_module_without_the_function_is_an_error_that_names_it():
-    with pytest.raises(ValueError, match="math:nothing"):
-        find(reward_entry("math:nothing", 1.0))
-
-
 def test_jpeg_compressibility_is_minus_kilobytes_over_500_at_quality_95():
     pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     buffer = io.BytesIO()

