@@ -62,24 +62,12 @@ def test_a_kernel_that_cannot_do_what_is_asked_is_refused(start, on_cuda: None, 
     assert re.search(message, text), text
 
 
-@pytest.mark.parametrize("name", ["native", "flash", "_flash_3_hub", "_native_cudnn"])
-def test_kernels_of_both_back_ends_pass(start, on_cuda: None, name: str):
-    for rollout in ("diffusers", "vllm_omni"):
-        check_kernels(
-            start(
-                "recipe=digen_flowgrpo",
-                BF16,
-                f"{A}={name}",
-                f"actor_rollout_ref.rollout.name={rollout}",
-                "actor_rollout_ref.rollout.dtype=bfloat16",
-            )
-        )
-
-
-def test_kernels_for_split_tokens_pass(start, on_cuda: None):
+@pytest.mark.parametrize("name", ["native", "flash", "_flash_3_hub", "_native_cudnn", "_flash_3_varlen_hub"])
+def test_kernels_of_both_back_ends_and_for_split_tokens_pass(start, on_cuda: None, name: str):
     dtype = "actor_rollout_ref.rollout.dtype=bfloat16"
-    for name in ("native", "flash", "_flash_3_varlen_hub"):
-        check_kernels(start("recipe=digen_flowgrpo", BF16, dtype, f"{A}={name}", SHARED))
+    splits = [SHARED] if name in ("native", "flash", "_flash_3_varlen_hub") else [ON_OMNI]
+    for more in ([], [ON_OMNI], splits):
+        check_kernels(start("recipe=digen_flowgrpo", BF16, dtype, f"{A}={name}", *more))
 
 
 def test_prompts_that_are_padded_to_be_split_need_a_kernel_with_masks(start, tmp_path: Path):

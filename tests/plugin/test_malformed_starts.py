@@ -205,24 +205,17 @@ def test_a_damaged_index_is_told_with_its_key(start, runnable, tmp_path, text, f
     assert said is not None and "actor_rollout_ref.model.path must hold" in said and found in said
 
 
-def _no_weights(network):
-    for file in network.glob("*.safetensors"):
-        file.unlink()
+def _with_weights(change):
+    """Damage that writes what `change` makes of the weights' bytes, or takes the files away."""
 
+    def damage(network):
+        for file in network.glob("*.safetensors"):
+            data = file.read_bytes()
+            file.unlink()
+            if change is not None:
+                file.write_bytes(change(data))
 
-def _cut_short(network):
-    for file in network.glob("*.safetensors"):
-        file.write_bytes(file.read_bytes()[:-1])
-
-
-def _empty(network):
-    for file in network.glob("*.safetensors"):
-        file.write_bytes(b"")
-
-
-def _no_safetensors(network):
-    for file in network.glob("*.safetensors"):
-        file.write_bytes(b"\x04\0\0\0\0\0\0\0junk")
+    return damage
 
 
 def _shard_missing(network):
@@ -240,15 +233,13 @@ def _with_config(**changed):
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
-        (_with_config(num_layers=-1), "/transformer' has weights that the network lacks: transformer_blocks.0."),
         (_with_config(num_layers=1), "has weights that the network lacks: transformer_blocks.1."),
         (_with_config(num_layers=3), "/transformer' has no weights for transformer_blocks.2."),
         (_with_config(num_layers="many"), "which describes none (TypeError"),
         (_with_config(in_channels=60), "/transformer' has other shapes for img_in.weight"),
-        (_no_weights, "has no *.safetensors; complete the download"),
-        (_cut_short, "was cut short; download it again"),
-        (_empty, "with 0 bytes, which was cut short"),
-        (_no_safetensors, "with 12 bytes, which was cut short"),
+        (_with_weights(None), "has no *.safetensors; complete the download"),
+        (_with_weights(lambda data: data[:-1]), "was cut short; download it again"),
+        (_with_weights(lambda data: b"\x04\0\0\0\0\0\0\0junk"), "with 12 bytes, which was cut short"),
         (_shard_missing, "lacks model-00001.safetensors; complete the download"),
     ],
 )

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra._internal.callbacks import Callbacks
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -48,10 +47,6 @@ def problem(start, *overrides):
     with pytest.raises(ValueError) as raised:
         preflight.check(start(*overrides))
     return str(raised.value)
-
-
-def test_a_good_config_passes(start, runnable):
-    preflight.check(start(*runnable))
 
 
 @pytest.mark.parametrize(
@@ -122,8 +117,11 @@ def test_a_video_that_the_model_cannot_make_is_refused(start, runnable, tiny_vid
 
 def test_a_checkpoint_without_one_of_its_parts_is_refused_before_anything_starts(start, runnable, tiny_video):
     shutil.rmtree(tiny_video / "transformer_2")
-    found = problem(start, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
-    assert "must hold all parts of its WanPipeline" in found and "lacks transformer_2; complete the download" in found
+    index = json.loads((tiny_video / "model_index.json").read_text())
+    for changes, lacking in (({}, "transformer_2"), ({"transformer": None}, "transformer, transformer_2")):
+        (tiny_video / "model_index.json").write_text(json.dumps(index | changes))
+        found = problem(start, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
+        assert "all parts of its WanPipeline" in found and f"lacks {lacking}; complete the download" in found
 
 
 def test_a_prompt_that_is_longer_than_the_model_reads_is_refused(start, runnable, tiny_video, tmp_path):
@@ -475,23 +473,6 @@ def test_an_image_that_a_pipeline_does_not_take_is_refused_before_anything_start
             check_prompts(start(*given, f"data.train_files={tmp_path}/{name}.jsonl"))
 
 
-def test_another_pipelines_rule_for_sizes_is_refused(start, runnable, tmp_path):
-    path = build_tiny("wan2.2_i2v_a14b", tmp_path / "wan")
-    overrides = [*runnable, f"actor_rollout_ref.model.path={path}", "digen.sampling.num_frames=5"]
-    with pytest.raises(
-        ValueError, match=r"image_sizes must be wan for Wan image to video, got 'qwen_image_edit'; set it"
-    ):
-        check_model(start(*overrides))
-    check_model(start(*overrides, "digen.sampling.image_sizes=wan"))
-
-
-def test_a_pipeline_without_a_transformer_is_refused(start, runnable, tiny_video):
-    index = json.loads((tiny_video / "model_index.json").read_text())
-    (tiny_video / "model_index.json").write_text(json.dumps(index | {"transformer": None}))
-    found = problem(start, *runnable, f"actor_rollout_ref.model.path={tiny_video}")
-    assert "must hold all parts of its WanPipeline" in found and "lacks transformer; complete the download" in found
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", MODEL_RECIPES)
 def test_the_published_checkpoint_of_a_recipe_makes_what_the_recipe_asks_for(start, recipe):
@@ -515,31 +496,12 @@ def test_verls_loaders_are_made_where_a_run_does_not_validate_and_names_no_promp
     assert len(trainer.train_dataset) == 8 and list(trainer.val_dataloader) == []
 
 
-def test_log_probs_that_the_loss_does_not_read_are_refused(start, runnable):
-    message = problem(start, *runnable, "digen.loss.name=tis", "digen.loss.old_log_probs=recompute")
-    assert message.startswith("digen.loss.old_log_probs must be auto with digen.loss.name=tis")
-    preflight.check(start(*runnable, "digen.loss.name=gspo"))
-
-
-def test_all_problems_are_shown_at_once(start, runnable):
-    message = problem(start, *runnable, "digen.loss.name=ppo", "actor_rollout_ref.rollout.n=1")
-    assert len(message.splitlines()) == 2
-
-
 def test_a_plugin_that_failed_refuses_the_run_and_names_the_cause(start, runnable):
     plugin.FAILURES.append("its engine could not be registered (ImportError: diffusers)")
     try:
         assert "its engine could not be registered (ImportError: diffusers)" in problem(start, *runnable)
     finally:
         plugin.FAILURES.pop()
-
-
-def test_recipes_install_the_callback_and_it_stops_hydra(start, capsys):
-    config = start("recipe=digen_flowgrpo", "digen.loss.name=ppo")
-    with pytest.raises(SystemExit) as stopped:
-        Callbacks(config).on_run_start(config=config, config_name="ppo_trainer")
-    assert stopped.value.code == 2
-    assert "digen.loss.name must be one of" in capsys.readouterr().err
 
 
 def test_verl_alone_has_no_callback(start):

@@ -16,6 +16,10 @@ from verl_digen.recipe_source import OBJECTIVES, _is_verl
 pytestmark = pytest.mark.slow
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+OBJECTIVES_OF = {
+    **{"nft": "diffusion_nft", "awm": "awm", "dgpo": "dgpo", "dpo": "online_dpo", "guard": "grpo_guard"},
+    **{"dppo": "flow_dppo", "mixgrpo": "flow_grpo"},
+}
 
 
 def job(config):
@@ -50,23 +54,6 @@ def test_an_objectives_name_in_a_list_says_which_recipe_is_its(compose_main):
     with pytest.raises(MissingConfigException, match="the recipe of diffusion_nft is nft"):
         compose_main("recipe=[digen_sd3,diffusion_nft]")
     assert {path.stem for path in RECIPES.glob("*.yaml")} >= {*OBJECTIVES.values()}
-
-
-@pytest.mark.parametrize(
-    ("name", "objective"),
-    [
-        ("nft", "diffusion_nft"),
-        ("awm", "awm"),
-        ("dgpo", "dgpo"),
-        ("dpo", "online_dpo"),
-        ("guard", "grpo_guard"),
-        ("dppo", "flow_dppo"),
-        ("mixgrpo", "flow_grpo"),
-    ],
-)
-def test_an_algorithms_recipe_changes_the_one_of_flow_grpo(compose_main, name, objective):
-    digen = digen_config(compose_main(f"recipe=[digen_flowgrpo,{name}]"))
-    assert (digen.loss_name, digen.window.shift_every) == (objective, 25 if name == "mixgrpo" else None)
 
 
 def test_episodes_of_the_tiny_edit_model_are_its_recipe_with_the_environment_and_no_function(compose_main):
@@ -124,21 +111,6 @@ def test_defaults_of_our_section_are_those_of_the_dataclasses(compose_main):
     assert digen_config(compose_main("recipe=digen_base")) == DigenConfig()
 
 
-def test_fields_are_overridden_without_a_plus(compose_main):
-    config = compose_main(
-        "recipe=digen_flowgrpo",
-        "digen.sampling.num_steps=6",
-        "digen.window.kind=consecutive",
-        "digen.window.range=[0,3]",
-        "digen.reward.recipe_functions.shapes=0.5",
-    )
-    digen = digen_config(config)
-    assert digen.sampling.num_steps == 6
-    assert list(digen.window.range or ()) == [0, 3]
-    assert digen.reward.recipe_functions["shapes"] == 0.5
-    assert job(config)["actor_rollout_ref"]["model"]["digen"] == "${digen}"
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -153,21 +125,19 @@ def test_unknown_keys_and_wrong_types_are_errors_of_hydra(compose_main, override
     assert message in f"{raised.value} {raised.value.__cause__}"
 
 
-def test_a_users_recipe_on_the_search_path_builds_on_ours(compose_main, tmp_path):
+def test_an_algorithms_recipe_changes_the_one_of_flow_grpo(compose_main):
+    for name, objective in OBJECTIVES_OF.items():
+        digen = digen_config(compose_main(f"recipe=[digen_flowgrpo,{name}]"))
+        assert (digen.loss_name, digen.window.shift_every) == (objective, 25 if name == "mixgrpo" else None)
+
+
+def test_a_users_recipe_on_the_search_path_builds_on_ours_and_a_slip_is_told(compose_main, tmp_path):
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults: [digen_flowgrpo, _self_]\ndigen: {seed: 7}\n"
+        "# @package _global_\ndefaults: [digen_flowgrpo, _self_]\ndigen: {seed: 7}\ntrainer: {save_frq: 7}\n"
     )
     config = compose_main(f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine")
     assert (config.digen.seed, config.trainer.experiment_name) == (7, "flowgrpo")
-
-
-def test_a_slip_in_a_users_recipe_is_told(compose_main, tmp_path):
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(
-        "# @package _global_\ndefaults: [digen_flowgrpo, _self_]\ntrainer: {save_frq: 7}\n"
-    )
-    config = compose_main(f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine")
     (problem,) = unknown_problems(config)
     assert problem.startswith("trainer.save_frq must be a key that is read, got 7; did you mean trainer.save_freq?")
 

@@ -20,7 +20,6 @@ from verl_digen.preflight.rewards import (
     check_timeshared,
     reward_formula,
 )
-from verl_digen.reward.combine import formula
 from verl_digen.reward.functions import require_reward_function
 from verl_digen.reward.named import find
 
@@ -72,10 +71,6 @@ def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main,
     config = compose_main("recipe=digen_quickstart", *words)
     assert reward_formula(config) == "reward = 0.2 x jpeg_compressibility + 1 x custom"
     check_rewards(config)
-
-
-def test_the_formula_names_what_is_only_logged():
-    assert formula({"custom": 1.0, "ocr": 0.25, "jpeg": 0.0}) == "reward = 1 x custom + 0.25 x ocr (only logged: jpeg)"
 
 
 @pytest.mark.parametrize(
@@ -197,10 +192,6 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         ),
         ({"digen__reward__functions": {"no_such.module:f": 1.0}}, "'no_such.module:f' could not be loaded"),
         ({"digen__reward__functions": {"json.no_such": 1.0}}, "(AttributeError: module 'json' has no attribute"),
-        (
-            {"digen__reward__functions": {"json:": 1.0}},
-            "must name one of aesthetic, clip_score, diversity, ",
-        ),
         ({"digen__reward__functions": {"math:pi": 1.0}}, "'math:pi' must be a function that returns a number"),
         ({"digen__reward__functions": {"json.dumps": 1.0}}, "'json.dumps' must take the keyword arguments"),
         ({"digen__reward__functions": {"shapes": float("nan")}}, "functions.shapes must be a finite number, got nan"),
@@ -215,10 +206,6 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         (
             {"digen__reward__functions": {"shapes": {"weight": 1, "num_gpus": 1.5}}},
             "functions.shapes.num_gpus must be a fraction of one device, or a whole number, got 1.5",
-        ),
-        (
-            {"digen__reward__functions": {"shapes": {"weight": 1, "num_workers": 0}}},
-            "functions.shapes.num_workers must be a whole number in [1, 10000], got 0",
         ),
         (
             {"digen__reward__functions": {"diversity": {"weight": 1, "sise_px": 8}}},
@@ -290,15 +277,6 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
         (
             check_reward_devices,
             {
-                "reward__reward_model__enable_resource_pool": True,
-                "reward__reward_model__nnodes": 1,
-                "reward__reward_model__n_gpus_per_node": 0,
-            },
-            "reward.reward_model.n_gpus_per_node must be >= 1",
-        ),
-        (
-            check_reward_devices,
-            {
                 "digen__reward__functions": {"diversity": 1.0},
                 "reward__reward_model__enable_resource_pool": True,
             },
@@ -318,11 +296,6 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
 )
 def test_keys_around_rewards_that_would_do_nothing_or_fail_later_are_refused(composed, check, changes, message):
     assert message in refused(check, composed, **changes)
-
-
-def test_the_quick_starts_reward_passes_every_check(composed):
-    for check in (check_rewards, check_reward_keys, check_reward_devices, check_reward_manager):
-        check(composed)
 
 
 def test_a_name_with_a_colon_and_one_with_dots_are_the_same_function():
