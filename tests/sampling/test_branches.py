@@ -3,54 +3,27 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
 
+from tests.pretend_cuda import CAPACITY, FakeCuda
 from verl_digen.config import RolloutConfig
-from verl_digen.platforms import device_memory
 from verl_digen.sampling.branches import GuidanceBranches
 
-NETWORK, CAPACITY = 40, 100
 ACCELERATOR = torch.device("meta")
-
-
-class Device:
-    """Stands in for torch.cuda."""
-
-    peak = 0
-
-    def memory_allocated(self) -> int:
-        return NETWORK
-
-    memory_reserved = memory_allocated
-
-    def max_memory_allocated(self) -> int:
-        return self.peak
-
-    def reset_peak_memory_stats(self) -> None:
-        self.peak = NETWORK
-
-    def mem_get_info(self) -> tuple[int, int]:
-        return CAPACITY - NETWORK, CAPACITY
-
-    def empty_cache(self) -> None:
-        pass
 
 
 def choices(
     patch: pytest.MonkeyPatch, setting: bool | str, branch_bytes: int, device: torch.device, kinds: str
 ) -> list[bool]:
     """True per forward that was split, of batches of these kinds."""
-    fake = Device()
-    patch.setattr(device_memory, "get_platform", lambda: SimpleNamespace(device_module=fake, synchronize=lambda: None))
-    patch.setattr(device_memory, "get_device_name", lambda: "pretend")
+    fake = FakeCuda()
+    fake.put_in(patch)
     branches, found = GuidanceBranches(setting, device), []
 
     def forward(splits: bool) -> Tensor:
-        fake.peak = max(fake.peak, NETWORK + branch_bytes * (1 if splits else 2))
+        fake.peak = max(fake.peak, fake.network + branch_bytes * (1 if splits else 2))
         assert fake.peak <= CAPACITY, "out of memory"
         found.append(splits)
         return torch.tensor(len(found))

@@ -9,7 +9,7 @@ from verl_digen.algorithms.tree import BranchesConfig, Tree
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.sampling.recording import initial_seed
-from verl_digen.sampling.requests import condition_key, num_points, rows_per_group, sample_request
+from verl_digen.sampling.requests import num_points, rows_per_group, sample_request
 from verl_digen.types import PromptRow
 
 SAMPLING = SamplingConfig(num_steps=10, val_num_steps=20, true_cfg_scale=4.0, negative_prompt="ugly")
@@ -37,10 +37,6 @@ def test_a_request_for_forward_points_has_its_groups_noise_levels_and_no_stochas
     for request in (request for requests in groups.values() for request in requests):
         assert request.window.sde_steps == () and request.window.train_steps == ()
         assert len(request.noise_levels.steps) == 5 and set(request.noise_levels.steps) <= set(range(10))
-
-
-def test_a_request_for_recorded_steps_has_no_noise_levels():
-    assert ask().noise_levels is None and len(ask().window.train_steps) == 9
 
 
 @pytest.mark.parametrize(
@@ -143,9 +139,3 @@ def test_a_tree_splits_within_the_window_of_its_group_and_validation_has_none():
     assert len(starts) > 2 and rows_per_group(digen, 8) == 16
     row = PromptRow("a cat", "", None, uid="p1")
     assert sample_request(digen, row, 0, step=0, validate=True).tree is None
-
-
-def test_points_and_conditions_of_pairs_are_known_without_their_pictures():
-    digen = replace(FORWARD, loss={"name": "offline_dpo"}, forward=ForwardConfig(kind="logit_normal", num_points=2))
-    row = PromptRow("a cat", "test", None, uid="p1")
-    assert num_points(digen) == 2 and condition_key(digen, row) == condition_key(FORWARD, row)

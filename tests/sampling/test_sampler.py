@@ -6,13 +6,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImagePipeline
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.sampling.runs import RUN_SEED, close, close_columns, run
 from tests.texts import TextEncoder, of_texts
 from tests.training_rows import rows_of
 from verl_digen.algorithms.forward import NoiseLevels
@@ -21,16 +22,14 @@ from verl_digen.algorithms.solvers import denoise_step
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models.base import DiffusionModel
-from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
+from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.sampler import Sampler, SamplingStopped, row_velocity, score_rows
 from verl_digen.types import (
     CleanRecord,
-    Condition,
     Geometry,
     Noised,
     SampleRequest,
     Sampling,
-    TrainingRows,
     Trajectory,
 )
 
@@ -40,15 +39,9 @@ WIDE = Geometry(height_px=48, width_px=80)
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
 NEGATIVE = " "
 NUM_STEPS = 6
-RUN_SEED = 7
 ODE = Window(sde_steps=(), train_steps=())
 ALL = Window(sde_steps=(0, 1, 2, 3, 4), train_steps=(0, 1, 2, 3, 4))
 WINDOWS = (ALL, Window((1, 2), (1, 2)), Window((0, 1, 2, 3, 4), (0, 3, 4)), Window((4,), (4,)))
-
-
-@pytest.fixture(scope="module")
-def transformer(model: DiffusionModel) -> nn.Module:
-    return model.load_transformer(torch.float32).requires_grad_(False)
 
 
 @pytest.fixture(scope="module")
@@ -57,27 +50,13 @@ def encode(model: DiffusionModel) -> TextEncoder:
 
 
 def sampling(true_cfg_scale: float, geometry: Geometry = SQUARE, law: str = "flow", **changes: bool) -> Sampling:
-    return Sampling(
-        geometry=geometry,
-        num_steps=NUM_STEPS,
-        true_cfg_scale=true_cfg_scale,
-        law=law,
-        noise_level=0.7,
-        **changes,
-    )
+    return Sampling(geometry, NUM_STEPS, true_cfg_scale, law, 0.7, **changes)
 
 
 def request(
     how: Sampling, *, uid: str, index: int = 0, prompt: str = PROMPTS[0], window: Window = ODE
 ) -> SampleRequest:
-    return SampleRequest(
-        uid=uid,
-        sample_index=index,
-        inputs=PromptInputs(prompt),
-        negative_inputs=PromptInputs(NEGATIVE),
-        window=window,
-        sampling=how,
-    )
+    return SampleRequest(uid, index, PromptInputs(prompt), PromptInputs(NEGATIVE), window, how)
 
 
 def mixed_requests(how: Sampling) -> list[SampleRequest]:
@@ -89,30 +68,26 @@ def mixed_requests(how: Sampling) -> list[SampleRequest]:
     ]
 
 
-def run(
-    model: DiffusionModel,
-    transformer: nn.Module,
-    encode: TextEncoder,
-    requests: Sequence[SampleRequest],
-    dtype: torch.dtype = torch.float32,
-    branches: GuidanceBranches = ONE_FORWARD,
-) -> tuple[list[Trajectory], Tensor]:
-    sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=dtype, branches=branches)
-    negatives = encode([r.negative_inputs.text for r in requests]) if requests[0].sampling.true_cfg_scale > 1 else None
-    return sampler.sample(requests, encode([r.inputs.text for r in requests]), negatives, version=3)
+@pytest.fixture(scope="module")
+def sample(model, network, encode):
+    """Trajectories and final latents of requests."""
+
+    def sample(requests: Sequence[SampleRequest], **how: Any) -> tuple[list[Trajectory], Tensor]:
+        is_guided = requests[0].sampling.is_guided
+        negatives = encode([asked.negative_inputs.text for asked in requests]) if is_guided else None
+        conditions = encode([asked.inputs.text for asked in requests])
+        found = run(model, network, requests, conditions, negatives, version=3, **how)
+        return found.trajectories, found.latents
+
+    return sample
 
 
-def all_rows(
-    trajectories: Sequence[Trajectory], conditions: Sequence[Condition], negatives: Sequence[Condition] | None
-) -> TrainingRows:
-    """All trained steps of all trajectories, in an order that mixes them."""
+def all_rows(encode: TextEncoder, trajectories: Sequence[Trajectory], requests: Sequence[SampleRequest]) -> Any:
+    """Rows of all trained steps of all trajectories, in an order that mixes them."""
     pairs = [(n, k) for n, path in enumerate(trajectories) for k in range(len(path.record.positions))]
     random.Random(0).shuffle(pairs)
-    return rows_of(trajectories, pairs, conditions, negatives)
-
-
-def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
+    negatives = encode([NEGATIVE] * len(requests)) if requests[0].sampling.is_guided else None
+    return rows_of(trajectories, pairs, encode([asked.inputs.text for asked in requests]), negatives)
 
 
 # -- without noise: the pipeline --------------------------------------------------------------------------
@@ -120,21 +95,9 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("geometry", [SQUARE, WIDE])
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
-def test_without_sde_steps_it_is_the_diffusers_pipeline(
-    model: DiffusionModel,
-    transformer: nn.Module,
-    encode: TextEncoder,
-    tiny_qwen_image: Path,
-    geometry: Geometry,
-    true_cfg_scale: float,
-) -> None:
+def test_without_sde_steps_it_is_the_diffusers_pipeline(model, sample, tiny_qwen_image, geometry, true_cfg_scale):
     how = sampling(true_cfg_scale, geometry)
-    trajectories, latents = run(
-        model,
-        transformer,
-        encode,
-        [request(how, uid=f"p{n}", prompt=prompt) for n, prompt in enumerate(PROMPTS)],
-    )
+    trajectories, latents = sample([request(how, uid=f"p{n}", prompt=prompt) for n, prompt in enumerate(PROMPTS)])
     initial = torch.stack(
         [noise(RUN_SEED, f"p{n}", 0, INITIAL_LATENTS, model.latent_shape(geometry)) for n in range(len(PROMPTS))]
     )
@@ -165,33 +128,28 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(
 
 @pytest.mark.parametrize("law", ["flow", "flow_clipped", "dance", "cps"])
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
-def test_replay_gives_the_recorded_log_probs(
-    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder, true_cfg_scale: float, law: str
-) -> None:
+def test_replay_gives_the_recorded_log_probs(model, network, encode, sample, true_cfg_scale, law):
     how = sampling(true_cfg_scale, law=law)
     requests = mixed_requests(how)
-    trajectories, _ = run(model, transformer, encode, requests)
-    negatives = encode([NEGATIVE] * len(requests)) if true_cfg_scale > 1 else None
-    rows = all_rows(trajectories, encode([r.inputs.text for r in requests]), negatives)
+    trajectories, _ = sample(requests)
+    rows = all_rows(encode, trajectories, requests)
     assert len(rows) == 2 * sum(len(window.train_steps) for window in WINDOWS)
-    step, velocity = score_rows(model, transformer, rows)
+    step, velocity = score_rows(model, network, rows)
     close(step.log_prob, rows.point.log_probs)
-    close(velocity, row_velocity(model, transformer, rows), 0)
+    close(velocity, row_velocity(model, network, rows), 0)
     assert velocity.shape == rows.latents.shape
     assert (rows.point.log_probs != 0).all()
     other_prompts = replace(rows, conditions=encode([NEGATIVE] * len(rows)))
-    wrong, _ = score_rows(model, transformer, other_prompts)
+    wrong, _ = score_rows(model, network, other_prompts)
     assert (wrong.log_prob - rows.point.log_probs).abs().max() > 1e-3  # and a wrong replay does not
 
 
-def test_guidance_in_two_forwards_gives_the_same_sample(
-    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
-) -> None:
+def test_guidance_in_two_forwards_gives_the_same_sample(network, sample):
     requests = mixed_requests(sampling(4.0))
-    expected, latents = run(model, transformer, encode, requests)
+    expected, latents = sample(requests)
     calls: list[None] = []
-    handle = transformer.register_forward_pre_hook(lambda *unused: calls.append(None))
-    found, split = run(model, transformer, encode, requests, branches=GuidanceBranches(True, CPU))
+    handle = network.register_forward_pre_hook(lambda *unused: calls.append(None))
+    found, split = sample(requests, branches=GuidanceBranches(True, CPU))
     handle.remove()
     assert len(calls) == 2 * NUM_STEPS
     close(split, latents)
@@ -199,38 +157,14 @@ def test_guidance_in_two_forwards_gives_the_same_sample(
         close(one.record.log_probs, other.record.log_probs)
 
 
-def test_replay_in_tiles_is_replay_at_once(model: DiffusionModel, transformer: nn.Module, encode: TextEncoder) -> None:
+def test_rounding_to_storage_dtype_comes_before_the_log_prob(model, network, encode, sample):
     how = sampling(4.0)
     requests = mixed_requests(how)
-    trajectories, _ = run(model, transformer, encode, requests)
-    rows = all_rows(trajectories, encode([r.inputs.text for r in requests]), encode([NEGATIVE] * len(requests)))
-    tiles = [rows[start : start + 3] for start in range(0, len(rows), 3)]
-    scored = [score_rows(model, transformer, tile)[0].log_prob for tile in tiles]
-    close(torch.cat(scored), rows.point.log_probs)
-
-
-def test_replay_is_differentiable(model: DiffusionModel, encode: TextEncoder) -> None:
-    how = sampling(4.0)
-    trained = model.load_transformer(torch.float32)
-    trajectories, _ = run(model, trained, encode, [request(how, uid="g", window=WINDOWS[1])])
-    rows = all_rows(trajectories, encode(PROMPTS[:1]), encode([NEGATIVE]))
-    step, _ = score_rows(model, trained, rows)
-    step.log_prob.sum().backward()
-    gradients = [parameter.grad for parameter in trained.parameters() if parameter.grad is not None]
-    assert sum(gradient.abs().sum() for gradient in gradients) > 0
-    assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_rounding_to_storage_dtype_comes_before_the_log_prob(
-    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
-) -> None:
-    how = sampling(4.0)
-    requests = mixed_requests(how)
-    trajectories, latents = run(model, transformer, encode, requests, dtype=torch.bfloat16)
+    trajectories, latents = sample(requests, latents_dtype=torch.bfloat16)
     assert latents.dtype == torch.bfloat16
     assert {path.record.latents.dtype for path in trajectories} == {torch.bfloat16}
-    rows = all_rows(trajectories, encode([r.inputs.text for r in requests]), encode([NEGATIVE] * len(requests)))
-    close(score_rows(model, transformer, rows)[0].log_prob, rows.point.log_probs)
+    rows = all_rows(encode, trajectories, requests)
+    close(score_rows(model, network, rows)[0].log_prob, rows.point.log_probs)
 
 
 # -- what a sample depends on -----------------------------------------------------------------------------
@@ -238,41 +172,29 @@ def test_rounding_to_storage_dtype_comes_before_the_log_prob(
 
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
-def test_batches_and_order_of_requests_change_nothing(
-    model: DiffusionModel,
-    transformer: nn.Module,
-    encode: TextEncoder,
-    batch_size: int,
-    true_cfg_scale: float,
-) -> None:
+def test_batches_and_order_of_requests_change_nothing(sample, batch_size, true_cfg_scale):
     requests = mixed_requests(sampling(true_cfg_scale))
-    expected, expected_latents = run(model, transformer, encode, requests)
+    expected, expected_latents = sample(requests)
     order = list(range(len(requests)))
     random.Random(batch_size).shuffle(order)
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        trajectories, latents = run(model, transformer, encode, [requests[n] for n in chosen])
+        trajectories, latents = sample([requests[n] for n in chosen])
         close(latents, expected_latents[chosen])
         for n, path in zip(chosen, trajectories, strict=True):
-            assert (path.uid, path.sample_index, path.seed) == (
-                requests[n].uid,
-                requests[n].sample_index,
-                expected[n].seed,
-            )
-            for name, column in path.record.columns().items():
-                close(column, expected[n].record.columns()[name])
+            asked = requests[n]
+            assert (path.uid, path.sample_index, path.seed) == (asked.uid, asked.sample_index, expected[n].seed)
+            close_columns(path, expected[n])
 
 
-def test_a_solver_with_noise_draws_it_for_each_sample_and_step(
-    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
-) -> None:
+def test_a_solver_with_noise_draws_it_for_each_sample_and_step(model, network, encode, sample):
     """Equal in any batch, and to the solver's steps one by one with that noise."""
     how = replace(sampling(1.0), solver="sa", sa_noise=0.8, sa_low=0.0, sa_high=1.0)
     levels = NoiseLevels((0, 2, 5))
     asked = [replace(request(how, uid="g", index=index), noise_levels=levels) for index in range(3)]
-    together, latents = run(model, transformer, encode, asked)
+    together, latents = sample(asked)
     for row, one in enumerate(asked):
-        (alone,), expected = run(model, transformer, encode, [one])
+        (alone,), expected = sample([one])
         close(latents[row], expected[0])
         assert isinstance(alone.record, CleanRecord) and isinstance(together[row].record, CleanRecord)
     sigmas, condition = model.sigmas(NUM_STEPS, SQUARE), encode(PROMPTS[:1])
@@ -280,7 +202,7 @@ def test_a_solver_with_noise_draws_it_for_each_sample_and_step(
     for step in range(NUM_STEPS):
         start, end = sigmas[step : step + 1], sigmas[step + 1 : step + 2]
         with torch.no_grad():
-            velocity = model.velocity(transformer, x, start, condition, None, 1.0, SQUARE)
+            velocity = model.velocity(network, x, start, condition, None, 1.0, SQUARE)
         taken, previous = denoise_step(
             velocity,
             x,
@@ -300,13 +222,11 @@ def test_a_solver_with_noise_draws_it_for_each_sample_and_step(
     close(latents[:1], x)
 
 
-def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(
-    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
-) -> None:
+def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(sample):
     for shared in (False, True):
         how = sampling(1.0, shared_initial_noise=shared)
         pair = [request(how, uid="g", index=index, window=ALL) for index in (0, 1)]
-        (first, second), latents = run(model, transformer, encode, pair)
+        (first, second), latents = sample(pair)
         assert (latents[0] - latents[1]).abs().mean() > 0.1
         assert torch.equal(first.record.latents[0], second.record.latents[0]) == shared
         assert first.seed == sample_seed(RUN_SEED, "g", 0)
@@ -316,13 +236,11 @@ def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(
 # -- the record -------------------------------------------------------------------------------------------
 
 
-def test_a_trajectory_holds_its_windows_latents_and_no_more(
-    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
-) -> None:
+def test_a_trajectory_holds_its_windows_latents_and_no_more(model, sample):
     how = sampling(1.0)
     full, gaps = Window((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)), Window((0, 1, 2, 3, 4), (0, 3, 4))
-    (first,), _ = run(model, transformer, encode, [request(how, uid="g", window=full)])
-    (second,), _ = run(model, transformer, encode, [request(how, uid="g", window=gaps)])
+    (first,), _ = sample([request(how, uid="g", window=full)])
+    (second,), _ = sample([request(how, uid="g", window=gaps)])
     whole, part = first.record, second.record
     sigmas = model.sigmas(NUM_STEPS, SQUARE)
     assert whole.latents.shape == (6, 16, 16)
@@ -340,17 +258,13 @@ def test_a_trajectory_holds_its_windows_latents_and_no_more(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_clean_record_is_the_odes_final_latents_and_the_schedules_sigmas(
-    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder, dtype: torch.dtype
-) -> None:
+def test_a_clean_record_is_the_odes_final_latents_and_the_schedules_sigmas(model, sample, dtype):
     """One batch with a sample whose path is recorded, which stays as it is."""
     how = sampling(4.0)
     levels = NoiseLevels((0, 2, 5))
     asked = [request(how, uid=uid, window=window) for uid, window in (("h", WINDOWS[1]), ("g", ODE))]
-    _, expected = run(model, transformer, encode, asked, dtype=dtype)
-    (path, clean), latents = run(
-        model, transformer, encode, [asked[0], replace(asked[1], noise_levels=levels)], dtype=dtype
-    )
+    _, expected = sample(asked, latents_dtype=dtype)
+    (path, clean), latents = sample([asked[0], replace(asked[1], noise_levels=levels)], latents_dtype=dtype)
     assert isinstance(clean.record, CleanRecord) and clean.record.clean.dtype == dtype
     close(clean.record.clean, expected[1], 0)
     close(latents, expected, 0)
@@ -360,48 +274,38 @@ def test_a_clean_record_is_the_odes_final_latents_and_the_schedules_sigmas(
     assert len(path.record.positions) == 2
 
 
-def test_records_own_their_memory(model: DiffusionModel, transformer: nn.Module, encode: TextEncoder) -> None:
+def test_records_own_their_memory(sample):
     """A view would be sent to other processes with the whole batch."""
     paths = mixed_requests(sampling(1.0))
     forward = [replace(asked, window=ODE, noise_levels=NoiseLevels((1,))) for asked in paths]
     for requests in (paths, forward):
-        for trajectory in run(model, transformer, encode, requests)[0]:
+        for trajectory in sample(requests)[0]:
             for name, column in trajectory.record.columns().items():
                 assert column.untyped_storage().nbytes() == column.nbytes, name
 
 
-def test_velocities_are_of_rows_of_either_kind_and_log_probs_of_recorded_steps_only(
-    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
-) -> None:
+def test_velocities_are_of_rows_of_either_kind_and_log_probs_of_recorded_steps_only(model, network, encode, sample):
     requests = mixed_requests(sampling(4.0))
-    trajectories, _ = run(model, transformer, encode, requests)
-    rows = all_rows(trajectories, encode([r.inputs.text for r in requests]), encode([NEGATIVE] * len(requests)))
+    trajectories, _ = sample(requests)
+    rows = all_rows(encode, trajectories, requests)
     noised = replace(rows, point=Noised(clean=rows.latents, noise=rows.latents))
-    close(row_velocity(model, transformer, noised), score_rows(model, transformer, rows)[1], 0)
+    close(row_velocity(model, network, noised), score_rows(model, network, rows)[1], 0)
     with pytest.raises(RuntimeError, match="log-probs are of recorded steps, got rows of Noised points"):
-        score_rows(model, transformer, noised)
+        score_rows(model, network, noised)
 
 
 # -- stopping and misuse ----------------------------------------------------------------------------------
 
 
-def test_it_can_be_stopped_between_steps(model: DiffusionModel, transformer: nn.Module, encode: TextEncoder) -> None:
-    answers = iter([False, False, True])
-    sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
+def test_it_can_be_stopped_between_steps(model, network, encode):
+    stop = iter([False, False, True]).__next__
+    sampler = Sampler(model, network, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
     with pytest.raises(SamplingStopped, match="before denoise step 2 of 6"):
-        sampler.sample(
-            [request(sampling(1.0), uid="g")],
-            encode(PROMPTS[:1]),
-            None,
-            version=0,
-            should_stop=lambda: next(answers),
-        )
+        sampler.sample([request(sampling(1.0), uid="g")], encode(PROMPTS[:1]), None, version=0, should_stop=stop)
 
 
-def test_requests_that_do_not_belong_together_are_refused(
-    model: DiffusionModel, transformer: nn.Module, encode: TextEncoder
-) -> None:
-    sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
+def test_requests_that_do_not_belong_together_are_refused(model, network, encode):
+    sampler = Sampler(model, network, run_seed=RUN_SEED, device=CPU, latents_dtype=torch.float32)
     one = request(sampling(1.0), uid="g")
     with pytest.raises(RuntimeError, match="must share their sampling"):
         sampler.sample([one, replace(one, sampling=sampling(4.0))], encode(PROMPTS), None, version=0)

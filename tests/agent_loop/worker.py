@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's worker without the processes that its constructor connects to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from verl_digen.agent_loop.generated import GroupsBeingGenerated
+from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
+from verl_digen.config import DigenConfig
+from verl_digen.sampling.requests import SINGLE_TURN
+
+
+def make_worker(agent_loop: str = SINGLE_TURN, **given: Any) -> Any:
+    """A worker with groups of 4, and these attributes."""
+    worker = object.__new__(DiffusionAgentLoopWorker)
+    vars(worker).update(
+        digen=DigenConfig(),
+        rollout_config=SimpleNamespace(agent=SimpleNamespace(default_agent_loop=agent_loop), n=4),
+        _rewards=SimpleNamespace(reads_latents=False),
+        _run_dir=None,
+        _environments=None,
+        _being_generated=GroupsBeingGenerated(),
+    )
+    vars(worker).update(given)
+    return worker
