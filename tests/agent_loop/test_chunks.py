@@ -107,20 +107,13 @@ def test_samples_that_somebody_else_generated_are_scored_and_published_too():
     assert scored.tags == {0: make_tag(0.0), 2: make_tag(0.2)}
 
 
-def test_samples_are_published_with_their_scores():
-    generated, scored, published, _ = run_chunk()
-    assert generated.failures == scored.failures == {}
-    assert scored.tags == {0: make_tag(0.0), 1: make_tag(0.1), 2: make_tag(0.2)}
-    assert published == {0: 0.0, 1: 0.1, 2: 0.2}
-
-
 def test_a_sample_that_fails_takes_no_other_with_it():
     generated, scored, published, _ = run_chunk(
         generating={0: ValueError("prompt too long")}, scoring={2: ConnectionError("down")}
     )
     assert generated.failures == {0: "ValueError: prompt too long"} and not generated.is_slot_lost
     assert scored.failures == {2: "ConnectionError: down"}
-    assert list(published) == [1]
+    assert scored.tags == {1: make_tag(0.1)} and published == {1: 0.1}
 
 
 def test_of_a_replica_that_died_nothing_is_published_or_kept():

@@ -10,11 +10,10 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop import agent_loop as verls
 
+from tests.agent_loop.worker import make_worker
 from verl_digen.agent_loop.chunks import ChunkOrder
 from verl_digen.agent_loop.custom import make_agent_loop
-from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
-from verl_digen.config import DigenConfig
 from verl_digen.preflight.agent_loop import check_agent_loop
 from verl_digen.types import PromptRow
 
@@ -39,25 +38,6 @@ class Server:
         return name, params["request"].inputs.text
 
 
-def make_worker(agent_loop: str) -> Any:
-    """verl's worker without the processes that its constructor connects to."""
-    worker = object.__new__(DiffusionAgentLoopWorker)
-    given = {
-        "digen": DigenConfig(),
-        "config": OmegaConf.create({"data": {}}),
-        "rollout_config": SimpleNamespace(agent=SimpleNamespace(default_agent_loop=agent_loop)),
-        "tokenizer": None,
-        "processor": None,
-        "hf_model_type": None,
-        "dataset_cls": None,
-        "tools": [],
-        "_rewards": SimpleNamespace(reads_latents=False),
-        "_environments": None,
-    }
-    vars(worker).update(given)
-    return worker
-
-
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = OmegaConf.create({"name": "in_capitals", "_target_": f"{__name__}.InCapitals"})
@@ -67,7 +47,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "prompt"), [("diffusion_single_turn", "a cat"), ("in_capitals", "A CAT")])
 def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(registered, name, prompt):
     order = ChunkOrder(chunk_id=1, samples=(2,), row=ROW, step=1)
-    found = asyncio.run(make_worker(name)._generate_for_chunk(order, 2, Server()))
+    given = dict.fromkeys(("tokenizer", "processor", "hf_model_type", "dataset_cls"))
+    worker = make_worker(name, config=OmegaConf.create({"data": {}}), tools=[], **given)
+    found = asyncio.run(worker._generate_for_chunk(order, 2, Server()))
     assert found == ("g0_2", prompt)
 
 
@@ -106,7 +88,6 @@ def checked(config: DictConfig, **changes: Any) -> str:
             f"digen.tag.policy must be off with {AGENT}.default_agent_loop=mine, because trainer ranks",
         ),
         (None, {"default_agent_loop": "mine"}, "default_agent_loop must be one of diffusion_single_turn, got 'mine';"),
-        (None, {"default_agent_loop": "single_turn_agent"}, "must be one of diffusion_single_turn, got 'single_turn_"),
         (
             "- {name: mine, _target_: no_such.Loop}",
             {"default_agent_loop": "mine"},
@@ -118,7 +99,6 @@ def checked(config: DictConfig, **changes: Any) -> str:
             "the agent loop 'mine' must be a subclass of verl_digen.agent_loop.single_turn.",
         ),
         ("name: mine", {}, "must list agent loops with a name and a _target_ each, got {'name': 'mine'};"),
-        ("- mine", {}, "must list agent loops with a name and a _target_ each, got ['mine'];"),
         ("- {name: mine", {}, "agent_loop_config_path must be a YAML file, got "),
     ],
 )

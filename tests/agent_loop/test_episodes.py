@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.agent_loop.worker import make_worker
 from tests.environments.local import Replica, connect
 from tests.environments.worlds import Brighter, Editor
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.agent_loop.episode import Episode, joined
 from verl_digen.agent_loop.first_complete import first_complete
-from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker, ScoredSample, noting
+from verl_digen.agent_loop.manager import ScoredSample, noting
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, EnvironmentConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
@@ -158,14 +158,7 @@ class Rewards:
 
 
 def scored(episode: Episode) -> ScoredSample:
-    worker = object.__new__(DiffusionAgentLoopWorker)
-    vars(worker).update(
-        digen=make_digen(),
-        rollout_config=SimpleNamespace(agent=SimpleNamespace(default_agent_loop="diffusion_single_turn"), n=4),
-        _rewards=Rewards(),
-        _run_dir=None,
-        _being_generated=SimpleNamespace(ended=lambda uid, index: None),
-    )
+    worker = make_worker(digen=make_digen(), _rewards=Rewards())
     return asyncio.run(worker._finish(episode, ROW, 4, validate=False))
 
 

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.agent_loop.worker import make_worker
 from verl_digen.agent_loop.chunks import ChunkOrder
-from verl_digen.agent_loop.generated import GroupsBeingGenerated
-from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
 from verl_digen.observe.group_pictures import GroupPictures
-from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.types import (
     Burst,
     CleanRecord,
@@ -61,7 +59,6 @@ class Asked:
 @pytest.mark.parametrize("is_single", [True, False])
 def test_the_samples_of_a_chunk_say_how_many_come_together(is_single: bool) -> None:
     worker, server = make_worker(), Asked()
-    worker._rewards.reads_latents = False
     order = ChunkOrder(7, (2, 3, 5), PromptRow("a cat", "test", None, uid="g0"), step=1)
     if not is_single:
         worker._environments, worker._make_loop = object(), DiffusionSingleTurnAgentLoop
@@ -74,28 +71,17 @@ def test_the_samples_of_a_chunk_say_how_many_come_together(is_single: bool) -> N
     assert [request.burst for request in server.requests] == [expected] * 3
 
 
-def make_worker() -> Any:
-    """verl's worker without the processes that its constructor connects to."""
-    worker = object.__new__(DiffusionAgentLoopWorker)
-    agent = SimpleNamespace(default_agent_loop=SINGLE_TURN)
-    vars(worker).update(
-        digen=DigenConfig(),
-        rollout_config=SimpleNamespace(agent=agent, n=4),
-        _rewards=Rewards(),
-        _run_dir=None,
-        _environments=None,
-        _being_generated=GroupsBeingGenerated(),
-    )
-    return worker
+def finished(worker: Any, record: Any = CLEAN, *, index: int = 1, validate: bool = False, **made: Any) -> Any:
+    """The tag of sample `index` of group g0."""
+    trajectory = Trajectory("g0", index, record, 7, 3, 3, SAMPLING, "key")
+    pixels = torch.zeros(16, 16, 3, dtype=torch.uint8)
+    generation = Generation(trajectory, pixels, started_s=1.0, ended_s=2.0, **{"experts": (), **made})
+    return asyncio.run(worker._finish(generation, PromptRow("a cat", "test", None, uid="g0"), 4, validate=validate)).tag
 
 
 @pytest.mark.parametrize(("record", "experts"), [(PATH, (0, 1)), (CLEAN, ())], ids=["path", "clean"])
 def test_a_tag_tells_the_points_of_its_sample_and_when_it_was_made(record, experts):
-    trajectory = Trajectory("g0", 1, record, 7, 3, 3, SAMPLING, "key")
-    pixels = torch.zeros(16, 16, 3, dtype=torch.uint8)
-    generation = Generation(trajectory, pixels, started_s=1.0, ended_s=2.0, experts=experts)
-    row = PromptRow("a cat", "test", None, uid="g0")
-    tag = asyncio.run(make_worker()._finish(generation, row, 4, validate=False)).tag
+    tag = finished(make_worker(_rewards=Rewards()), record, experts=experts)
     assert (tag.num_steps, tag.experts) == (len(record.sigmas), experts)
     assert (tag.generated, tag.scored, tag.reward) == ((1.0, 2.0), (3.0, 4.0), 0.5)
     assert (tag.seed, tag.version, tag.last_version, tag.condition_key) == (7, 3, 3, "key")
@@ -131,22 +117,13 @@ def test_the_sound_of_a_video_reaches_its_reward_and_a_file(tmp_path, validate):
 
 @pytest.mark.parametrize(("index", "reward"), [(0, 1.0), (1, 0.0)], ids=["chosen", "rejected"])
 def test_a_picture_of_the_data_set_has_its_pairs_verdict_and_no_reward_is_called(index, reward):
-    worker = make_worker()
-    worker.digen, worker._rewards = DigenConfig(loss={"name": "offline_dpo"}), None
-    trajectory = Trajectory("g0", index, CLEAN, 7, 3, 3, SAMPLING, "key")
-    pixels = torch.zeros(16, 16, 3, dtype=torch.uint8)
-    generation = Generation(trajectory, pixels, started_s=1.0, ended_s=2.0, experts=())
-    tag = asyncio.run(worker._finish(generation, PromptRow("a cat", "test", None, uid="g0"), 4, validate=False)).tag
+    tag = finished(make_worker(digen=DigenConfig(loss={"name": "offline_dpo"}), _rewards=None), index=index)
     assert (tag.reward, tag.parts, tag.calls) == (reward, {}, ()) and 0 < tag.scored[0] <= tag.scored[1]
 
 
 def test_a_validation_sample_of_such_a_run_is_scored():
-    worker = make_worker()
-    worker.digen = DigenConfig(loss={"name": "offline_dpo"}, num_logged_images=0)
+    digen = DigenConfig(loss={"name": "offline_dpo"}, num_logged_images=0)
+    worker = make_worker(digen=digen, _rewards=Rewards())
     worker.rollout_config.val_kwargs = SimpleNamespace(n=4)
-    trajectory = Trajectory("g0", 1, CLEAN, 7, 3, 3, SAMPLING, "key")
-    generation = Generation(
-        trajectory, torch.zeros(16, 16, 3, dtype=torch.uint8), started_s=1.0, ended_s=2.0, experts=()
-    )
-    tag = asyncio.run(worker._finish(generation, PromptRow("a cat", "test", None, uid="g0"), 4, validate=True)).tag
+    tag = finished(worker, validate=True)
     assert (tag.reward, tag.parts) == (0.5, {"shapes": 0.5})
