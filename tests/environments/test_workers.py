@@ -17,7 +17,6 @@ from tests.environments.local import connect
 from tests.environments.worlds import Mortal
 from verl_digen.config import DigenConfig, EnvironmentConfig
 from verl_digen.environments.actors import StartedEnvironments
-from verl_digen.environments.base import Environment, Instruction, TurnResult
 from verl_digen.environments.registry import environment_class, environment_settings
 from verl_digen.environments.workers import EnvironmentWorkers, EpisodeDiverged, OpenEpisode
 from verl_digen.schedulers.deadlines import DeadlinesConfig
@@ -69,29 +68,14 @@ def test_a_killed_worker_loses_no_episode(ray_here, tmp_path):
     assert (tmp_path / "died").exists() and sum(episode.num_retries for episode in episodes) >= 1
 
 
-class Fickle(Environment):
-    """Environment that asks for something else each time it is made."""
-
-    num_made = 0
-
-    def reset(self, row: PromptRow, seed: int) -> Instruction:
-        type(self).num_made += 1
-        return Instruction(f"made {self.num_made}")
-
-    async def step(self, picture: Any) -> TurnResult:
-        return TurnResult(0.0, False, Instruction("on"))
-
-
 def test_an_episode_whose_environment_then_asks_for_something_else_starts_afresh():
-    config = EnvironmentConfig(path=f"{__name__}.{Fickle.__name__}")
-    workers, (worker,) = connect_here(config, Fickle)
+    workers, (worker,) = connect(EnvironmentConfig(path=f"{WORLDS}.Fickle"))
 
     async def run() -> OpenEpisode:
         episode = workers.open("e", ROW, 5)
         assert (await episode.reset()).text == "made 1"
         await episode.step(picture(1))
         worker.restart()
-        worker.host._class = Fickle
         with pytest.raises(EpisodeDiverged):
             await episode.step(picture(2))
         episode.close()
@@ -100,15 +84,6 @@ def test_an_episode_whose_environment_then_asks_for_something_else_starts_afresh
         return fresh
 
     asyncio.run(run())
-
-
-def connect_here(config: EnvironmentConfig, found: type[Environment]) -> tuple[EnvironmentWorkers, list[Any]]:
-    """Workers of a class of this file, which no module path reaches."""
-    stand_in = EnvironmentConfig(path=f"{WORLDS}.Faulty", max_retries=config.max_retries)
-    workers, handles = connect(stand_in)
-    for handle in handles:
-        handle.host._class = found
-    return workers, handles
 
 
 def test_a_restarted_worker_gets_the_pictures_again_and_the_episodes_go_to_the_one_with_the_fewest():

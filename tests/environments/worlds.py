@@ -83,3 +83,17 @@ class Faulty(Environment):
 
     async def step(self, picture: Picture) -> Any:
         raise ConnectionError("the simulator is down")
+
+
+class Fickle(Environment):
+    """Environment that asks for something else each time it is made."""
+
+    edits = False
+    num_made = 0
+
+    def reset(self, row: PromptRow, seed: int) -> Instruction:
+        type(self).num_made += 1
+        return Instruction(f"made {self.num_made}")
+
+    async def step(self, picture: Picture) -> TurnResult:
+        return TurnResult(0.0, False, Instruction("on"))
