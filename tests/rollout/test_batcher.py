@@ -10,6 +10,7 @@ from tests.chaos.loop import run_in_virtual_time
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
+from verl_digen.rollout.bursts import Bursts
 from verl_digen.sampling.sampler import SamplingStopped
 from verl_digen.types import Burst, CleanRecord, Generation, Geometry, SampleRequest, Sampling, Trajectory
 
@@ -49,18 +50,6 @@ class Recorder:
             if should_stop():
                 raise SamplingStopped("stopped")
             await asyncio.sleep(0)
-        return arrived(requests)
-
-
-class FailsFirst:
-    """Executes batches at once; the first one fails with `error`."""
-
-    def __init__(self, error: BaseException):
-        self.errors = [error]
-
-    async def __call__(self, requests, should_stop):
-        if self.errors:
-            raise self.errors.pop()
         return arrived(requests)
 
 
@@ -164,18 +153,6 @@ def test_a_group_that_is_complete_does_not_wait_for_the_one_behind_it():
     assert played == [(0.0, ["a"] * 2), (pytest.approx(2.0), ["b"] * 2)]
 
 
-def test_requests_without_bursts_form_the_batches_that_they_form_without_chunks_beside_them():
-    texts = ["a cat", "a cat on a large red mat", "two dogs", "a small blue bird in the tall grass", "six men"]
-    asked = [request(f"p{group}", index, text=texts[group]) for group in range(5) for index in range(5)]
-    formed = []
-    for seed in range(5):
-        random.Random(seed).shuffle(asked)
-        formed.append(starts_of([(0.0, asked)]))
-    assert all(batches == formed[0] for batches in formed)
-    assert [len(uids) for _, uids in formed[0]] == [8, 8, 8, 1]
-    assert formed[0][-1][0] == pytest.approx(3 * 2.0 + 0.05), "the last may be followed by others"
-
-
 def test_a_complete_chunk_starts_when_the_incomplete_one_beside_it_is_cancelled():
     async def run() -> float:
         record = Recorder()
@@ -200,30 +177,6 @@ def test_a_batch_holds_only_requests_with_equal_sampling():
             *[batcher.submit(request("p", index, other if index % 2 else SAMPLING)) for index in range(6)]
         )
         assert [len({asked.sampling for asked in batch}) for batch in record.batches] == [1, 1]
-
-    asyncio.run(run())
-
-
-def test_exclusive_work_never_runs_inside_a_batch():
-    async def run() -> None:
-        record = Recorder(hold=True)
-        batcher = RequestBatcher(record, max_batch_size=1, wait_s=0.0)
-        generation = asyncio.create_task(batcher.submit(request("p", 0)))
-        await record.running.wait()
-        order: list[str] = []
-
-        async def update() -> None:
-            async with batcher.exclusive():
-                order.append("updated")
-
-        updating = asyncio.create_task(update())
-        await asyncio.sleep(0)
-        assert order == []
-        generation.add_done_callback(lambda _: order.insert(0, "generated"))
-        record.release.set()
-        await generation
-        await updating
-        assert order == ["generated", "updated"]
 
     asyncio.run(run())
 
@@ -264,40 +217,27 @@ def test_withdrawn_requests_leave_the_queue_and_stop_a_batch_that_nobody_wants()
     asyncio.run(run())
 
 
-def test_a_failing_batch_fails_its_own_requests_and_the_next_batch_runs():
+@pytest.mark.parametrize(
+    ("error", "size", "told"),
+    [
+        (ValueError("out of memory"), 2, "out of memory"),
+        (asyncio.CancelledError(), 1, "stopped generating"),  # also those that wait
+        (None, 2, "a batch of 2 requests got 0 answers"),
+    ],
+    ids=["fails", "cancelled", "no answers"],
+)
+def test_a_batch_that_fails_tells_each_of_its_callers_and_the_next_one_runs(error, size, told):
     async def run() -> None:
-        batcher = RequestBatcher(FailsFirst(ValueError("out of memory")), max_batch_size=2, wait_s=0.0)
-        first = await asyncio.gather(
-            *[batcher.submit(request("a", index)) for index in range(2)], return_exceptions=True
-        )
-        assert all(isinstance(outcome, ValueError) for outcome in first)
-        assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
-
-    asyncio.run(run())
-
-
-def test_a_batch_with_a_wrong_number_of_answers_fails_and_the_next_one_runs():
-    async def run() -> None:
-        sizes = iter((0, 1))
+        failures = [error]
 
         async def execute(requests, should_stop):
-            return arrived(requests[: next(sizes)])
+            if failures and (failure := failures.pop()):
+                raise failure
+            return arrived(requests if requests[0].uid == "b" else [])
 
-        batcher = RequestBatcher(execute, max_batch_size=1, wait_s=0.0)
-        with pytest.raises(RuntimeError, match="a batch of 1 requests got 0 answers"):
-            await batcher.submit(request("a", 0))
-        assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
-
-    asyncio.run(asyncio.wait_for(run(), timeout=60))
-
-
-def test_when_the_running_batch_is_cancelled_every_caller_is_told_and_the_next_request_is_served():
-    async def run() -> None:
-        batcher = RequestBatcher(FailsFirst(asyncio.CancelledError()), max_batch_size=1, wait_s=0.0)
-        outcomes = await asyncio.gather(
-            *[batcher.submit(request("a", index)) for index in range(2)], return_exceptions=True
-        )
-        assert ["stopped generating" in str(outcome) for outcome in outcomes] == [True, True]
+        batcher = RequestBatcher(execute, max_batch_size=size, wait_s=0.0)
+        both = [batcher.submit(request("a", index)) for index in range(2)]
+        assert [told in str(outcome) for outcome in await asyncio.gather(*both, return_exceptions=True)] == [True] * 2
         assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
@@ -419,3 +359,14 @@ def test_no_request_is_lost_under_random_pauses_and_updates(seed: int):
         assert [got.trajectory.sample_index for got in answers] == list(range(40))
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
+
+
+def test_bursts_that_no_request_waits_for_are_forgotten():
+    seen, one = Bursts(), Burst("a", 3)
+    for burst in (one, Burst("c", 2)):
+        seen.arrive(burst)
+    seen.forget_all_but([one, None])
+    for _ in range(2):
+        seen.arrive(one)
+    assert seen.are_complete([one]), "two of them started or were cancelled"
+    assert seen._missing == {}

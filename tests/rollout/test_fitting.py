@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,19 +14,19 @@ import torch
 from tests.pretend.memory import memory
 from tests.pretend.phases import make_server
 from tests.pretend.process import on_pretend
+from tests.pretend_cuda import FakeCuda
 from tests.rollout.test_samples import requests_of
 from verl_digen.config import RolloutConfig
-from verl_digen.platforms import device_memory
 from verl_digen.rollout import fitting as fitting_module
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.types import Generation
 
 
-class Device:
-    """Stands in for torch.cuda: 100 bytes, of which the network takes 40; a batch takes 4 and each sample `sample`."""
+class Device(FakeCuda):
+    """The network takes 40 of 100 bytes, a batch 4, and each sample `sample`."""
 
     def __init__(self, sample: float):
-        self.sample, self.network, self.peak = sample, 40, 0
+        self.sample = sample
         self.batches: list[tuple[int, ...]] = []
         """Batches that were made."""
         self.num_shortages = 0
@@ -48,30 +47,11 @@ class Device:
     def sizes(self) -> list[int]:
         return [len(batch) for batch in self.batches]
 
-    def memory_allocated(self) -> int:
-        return self.network
-
-    memory_reserved = memory_allocated
-
-    def max_memory_allocated(self) -> int:
-        return self.peak
-
-    def reset_peak_memory_stats(self) -> None:
-        self.peak = self.network
-
-    def mem_get_info(self) -> tuple[int, int]:
-        return 100 - self.network, 100
-
-    def empty_cache(self) -> None:
-        pass
-
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Device:
     found = Device(request.param)
-    platform = SimpleNamespace(device_module=found, synchronize=lambda: None)
-    monkeypatch.setattr(device_memory, "get_platform", lambda: platform)
-    monkeypatch.setattr(device_memory, "get_device_name", lambda: "pretend")
+    found.put_in(monkeypatch)
     return found
 
 

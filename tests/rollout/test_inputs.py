@@ -89,19 +89,6 @@ def test_a_model_of_texts_refuses_images_and_says_so(tiny_qwen_image, prompt_fil
         asyncio.run(server.encode(requests_of(prompt_file)[0]))
 
 
-def test_an_image_that_changes_during_a_run_is_an_error(tmp_path):
-    path = tmp_path / "source.png"
-    Image.new("RGB", (8, 8), "red").save(path)
-    known = source_image(str(path))
-    assert known.read().getpixel((0, 0)) == (255, 0, 0)
-    Image.new("RGB", (8, 8), "blue").save(path)
-    with pytest.raises(ValueError, match=r"must stay as it is during a run, but '.*source.png' has changed"):
-        known.read()
-    path.unlink()
-    with pytest.raises(ValueError, match=r"a file that every node can read, got '.*source.png' \(No such file"):
-        known.read()
-
-
 def test_a_file_that_is_no_image_is_an_error(tmp_path):
     path = tmp_path / "source.png"
     path.write_text("not a picture")
