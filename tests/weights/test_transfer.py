@@ -160,17 +160,6 @@ def test_a_tensor_that_the_receiver_refuses_ends_the_update_and_the_sender_is_no
     assert not weights.is_whole
 
 
-def test_a_live_update_is_in_the_network_when_its_last_bucket_has_come(handle):
-    network = nn.ParameterDict({name: nn.Parameter(torch.zeros_like(tensor)) for name, tensor in WEIGHTS.items()})
-    weights = WeightReceiver(network, None)
-    receiving, _ = receive(handle, weights.begin_live())
-    send(handle, WEIGHTS.items())
-    weights.seal(receiving.result().checksum)
-    assert not weights.is_whole
-    weights.switch()
-    assert weights.is_whole and all(torch.equal(network[name], tensor) for name, tensor in WEIGHTS.items())
-
-
 def test_a_tensor_larger_than_a_bucket_in_shared_memory_is_an_error_that_names_the_key(handle):
     receiving, _ = receive(handle)
     with pytest.raises(ValueError, match=r"update_weights_bucket_megabytes must be at least 2 for big .*, got 1"):
@@ -179,12 +168,9 @@ def test_a_tensor_larger_than_a_bucket_in_shared_memory_is_an_error_that_names_t
 
 
 def test_large_tensors_that_are_loaded_as_they_arrive_need_no_bucket_where_there_is_ipc():
-    def bucket_mb(**way):
-        return Wire("", dtype=torch.float32, max_bucket_mb=2048, timeout_s=1.0, **way).bucket_mb
-
-    assert bucket_mb(use_shm=False, is_live=True) == DIRECT_MB
-    assert [bucket_mb(use_shm=use_shm, is_live=not use_shm) for use_shm in (True,)] == [2048]
-    assert bucket_mb(use_shm=False, is_live=False) == 2048
+    for use_shm, is_live, bucket_mb in ((False, True, DIRECT_MB), (True, False, 2048), (False, False, 2048)):
+        wire = Wire("", use_shm, is_live, torch.float32, max_bucket_mb=2048, timeout_s=1.0)
+        assert wire.bucket_mb == bucket_mb
 
 
 def test_no_thread_is_left_of_an_update_that_ended(handle):
