@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +16,6 @@ from tests.sampling.runs import close, run
 from verl_digen.algorithms.outside import EXACT, Outside
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
-from verl_digen.models import load_model
-from verl_digen.models.flops import forward_flops
-from verl_digen.models.published import checkpoint_folder
 from verl_digen.sampling import fp8
 from verl_digen.sampling.fp8 import LARGEST, Fp8Layers, require_fp8
 from verl_digen.types import Geometry, SampleRequest, Sampling
@@ -30,13 +26,6 @@ NUM_STEPS = 8
 EIGHT = Sampling(Geometry(64, 64), NUM_STEPS, 1.0, "flow", 0.7, outside=Outside(fp8=True))
 EXACTLY = replace(EIGHT, outside=EXACT)
 EARLY, LATE = Window((1, 2), (1, 2)), Window((4, 5), (4, 5))
-PUBLISHED = {
-    "Qwen-Image": ("Qwen/Qwen-Image", 256),
-    "FLUX.1-dev": ("black-forest-labs/FLUX.1-dev", 512),
-    "Wan2.1-T2V-14B": ("Wan-AI/Wan2.1-T2V-14B-Diffusers", 512),
-    "HunyuanVideo": ("hunyuanvideo-community/HunyuanVideo", 256),
-}
-"""Name in the documents' table -> checkpoint, tokens of a prompt."""
 
 
 def requests(how: Sampling) -> list[SampleRequest]:
@@ -133,30 +122,3 @@ def test_what_cannot_multiply_in_fp8_is_refused(network, monkeypatch):
     monkeypatch.setattr(fp8, "scaled_mm", Mock(side_effect=NotImplementedError("no kernel of this device")))
     with pytest.raises(ValueError, match=r"fp8 must be false on this device \(meta\), .*; set it to false, or"):
         require_fp8(layers, torch.device("meta"))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_documents_say_what_fp8_can_save(name: str):
-    page = (ROOT / "docs" / "algorithms" / "cheap_outside.md").read_text()
-    found = re.search(rf"\| {name}, (\d+) x (\d+)(?:, (\d+) frames)? \| (\d+) % \| ([\d.]+).* \| ([\d.]+) GB \|", page)
-    assert found is not None
-    geometry = Geometry(*(int(number or 1) for number in found.groups()[:3]))
-    path, num_tokens = PUBLISHED[name]
-    with checkpoint_folder(path) as folder:
-        model = load_model(folder)
-        network = model.load_transformer(torch.bfloat16, meta=True)
-    num_bytes, whole = Fp8Layers(network).num_bytes, forward_flops(model, network, geometry, num_tokens)
-    remove_layers(network)
-    share = (whole.linear - forward_flops(model, network, geometry, num_tokens).linear) / whole.forward
-    said = float(found[4]) / 100, float(found[5]), float(found[6])
-    assert said == (round(share, 2), round(1 - share / 2, 2), round(num_bytes / 1e9, 1))
-
-
-def remove_layers(network: nn.Module) -> None:
-    """Put nothing in the place of the layers that multiply in fp8."""
-    layers = {id(layer) for layer in fp8._layers_of(network)}
-    for parent in [*network.modules()]:
-        for name, layer in [*parent.named_children()]:
-            if id(layer) in layers:
-                setattr(parent, name, nn.Identity())
