@@ -30,7 +30,6 @@ from tests.engine.harness import (
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fsdp2 import groups_of, units_of
 from verl_digen.engine.memory import TileMemory
-from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.schedulers.tile_choice import choose_tile
 from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
@@ -120,23 +119,6 @@ def continued(path: Path, folder: Path) -> list[dict[str, Tensor]]:
     return results
 
 
-def exchanged(path: Path, folder: Path) -> dict[bool, list[list[Tensor]]]:
-    """Log-probs before, while, and after half of the frozen weights are others'."""
-    results = {}
-    batch = make_batch(path)
-    for whole in (False, True):
-        engine = engine_with(path, whole)
-        frozen = [name for name, one in engine.module.named_parameters() if not one.requires_grad]
-        other = ShadowWeights(engine.module, names=frozen[::2])
-        for shard in other.shards.values():
-            shard.mul_(1.1)
-        found = [log_probs(engine, batch)]
-        with other.swapped_in(engine.module):
-            found.append(log_probs(engine, batch))
-        results[whole] = [*found, log_probs(engine, batch)]
-    return results
-
-
 def after_abort(path: Path, folder: Path) -> list[dict[str, Tensor]]:
     """Gradient, sharded and whole, of a batch that failed in the middle of a forward and was trained again."""
     results = []
@@ -220,7 +202,7 @@ def small() -> nn.Module:
     return module
 
 
-SCENARIOS = [chosen, trained, gathered_per_step, continued, exchanged, after_abort, decided]
+SCENARIOS = [chosen, trained, gathered_per_step, continued, after_abort, decided]
 
 
 @pytest.fixture(scope="module")
@@ -251,13 +233,6 @@ def test_a_checkpoint_of_one_setting_continues_with_the_other(two_ranks: dict):
     expected, *others = two_ranks["continued"]
     for found in others:
         assert_equal(found, expected)
-
-
-def test_forwards_have_frozen_weights_that_were_exchanged_and_then_the_own_ones(two_ranks: dict):
-    sharded, whole = two_ranks["exchanged"][False], two_ranks["exchanged"][True]
-    for found, expected in zip(whole, sharded, strict=True):
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert not torch.equal(whole[0][0], whole[1][0]) and torch.equal(whole[0][0], whole[2][0])
 
 
 def test_a_batch_that_failed_in_a_forward_trains_again(two_ranks: dict):
