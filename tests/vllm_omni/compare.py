@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
 
+from tests.rollout.test_server import generate, make_server
 from tests.vllm_omni.conftest import RUN_SEED
-from verl_digen.config import DigenConfig, RolloutConfig
-from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Generation, SampleRequest
 
 TOLERANCE = 1e-5
@@ -24,21 +20,7 @@ COMPUTED = ("latents", "log_probs", "clean")
 
 def by_diffusers(path: Path, requests: Sequence[SampleRequest]) -> list[Generation]:
     """Samples generated one after the other, with the checkpoint's weights in fp32."""
-    server = DiffusersServer(
-        SimpleNamespace(dtype="float32"),
-        SimpleNamespace(
-            local_path=path,
-            digen=DigenConfig(seed=RUN_SEED, rollout=RolloutConfig(max_batch_size=1, batch_wait_s=0.0)),
-            adapter_config=lambda: None,
-            lora_rank=0,
-        ),
-        num_threads=1,
-    )
-
-    async def run() -> list[Any]:
-        return await asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in requests])
-
-    return asyncio.run(run())
+    return generate(make_server(path, max_batch_size=1, seed=RUN_SEED), requests)
 
 
 def assert_same(got: Generation, expected: Generation) -> None:

@@ -85,14 +85,6 @@ def test_several_devices_on_a_cpu_are_refused_where_their_workers_would_not_answ
         ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", r"pipeline_model_parallel_size must be 1 .*got 2"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=64", r"must be <= \d+, the devices of a node, .*got 64"),
         (
-            "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.cache_backend=tea_cache",
-            r"cache_backend must not be set: .*got 'tea_cache'",
-        ),
-        (
-            "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.vae_use_tilling=true",
-            "did you mean vae_use_tiling",
-        ),
-        (
             "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.enable_cpu_offload=true",
             "enable_cpu_offload must be false for a pipeline that runs in one go",
         ),

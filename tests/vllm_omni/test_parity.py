@@ -41,14 +41,6 @@ def test_final_latents_for_forward_points_are_those_of_the_diffusers_replica(ful
     assert [type(wanted.trajectory.record) for wanted in expected] == [CleanRecord] * 3 + [PathRecord]
 
 
-def test_samples_of_a_group_share_their_initial_noise_if_asked(full_replica):
-    shared = replace(SAMPLING, shared_initial_noise=True)
-    first, second = full_replica.generate([request(0, shared), request(1, shared)])
-    assert first.trajectory.seed == second.trajectory.seed
-    assert torch.equal(first.trajectory.record.latents[0], second.trajectory.record.latents[0])
-    assert not torch.equal(first.trajectory.record.latents[1], second.trajectory.record.latents[1])
-
-
 def test_samples_of_a_tree_are_those_of_the_diffusers_replica(full_replica):
     """Each leaf by itself, without saved steps: equal up to the rounding of batches of other sizes."""
     shared = replace(SAMPLING, shared_initial_noise=True)
@@ -78,18 +70,6 @@ def test_a_request_that_cannot_run_is_an_error_that_says_why_and_the_next_one_wo
     with pytest.raises(Exception, match="nonsense"):
         full_replica.generate([broken])
     assert len(full_replica.generate([request(1)])) == 1
-
-
-def test_sleep_and_wake_up_change_nothing_and_a_sleeping_replica_lets_requests_wait(full_replica):
-    (before,) = full_replica.generate([request(4)])
-    ray.get(full_replica.server.sleep.remote())
-    assert full_replica.health()["is_asleep"]
-    waiting = full_replica.submit(request(4))
-    done, _ = ray.wait([waiting], timeout=1.0)
-    assert not done
-    ray.get(full_replica.server.wake_up.remote(tags=["weights"]))
-    after = ray.get(waiting)
-    assert torch.equal(before.trajectory.record.latents, after.trajectory.record.latents)
 
 
 def test_a_closed_gate_lets_requests_under_way_finish(full_replica):
@@ -127,14 +107,3 @@ def test_prompts_encoded_for_the_trainer_are_those_that_a_sample_carries(full_re
     assert (negative_condition is None) == (generation.negative_condition is None)
     if negative_condition is not None:
         torch.testing.assert_close(negative_condition, generation.negative_condition, atol=0, rtol=0)
-
-
-def test_an_aborted_request_ends_and_the_replica_goes_on(full_replica):
-    asked = request(0)
-    waiting = full_replica.submit(asked)
-    ray.get(full_replica.server.abort_request.remote(f"{asked.uid}_{asked.sample_index}"))
-    try:
-        ray.get(waiting)
-    except RuntimeError as error:
-        assert "aborted" in str(error)
-    assert full_replica.generate([request(1)])[0].trajectory.sample_index == 1

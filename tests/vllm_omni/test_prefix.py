@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 
+from tests.sampling.runs import assert_bitwise as assert_same_record
 from tests.vllm_omni.compare import TOLERANCE, assert_same, by_diffusers
 from tests.vllm_omni.conftest import GUIDED, SAMPLING, Replica, adapter_weights, by_sampler, full_weights, request
 from verl_digen.algorithms.window import Window
@@ -32,8 +33,7 @@ def late(numbers: Sequence[int], sampling: Sampling = SAMPLING) -> list[SampleRe
 
 def assert_bitwise(found: Generation, expected: Generation) -> None:
     assert torch.equal(found.pixels, expected.pixels)
-    for name, column in expected.trajectory.record.columns().items():
-        assert torch.equal(found.trajectory.record.columns()[name], column), name
+    assert_same_record(found.trajectory, expected.trajectory)
 
 
 def shared_steps(generations: Sequence[Generation]) -> list[int]:

@@ -4,12 +4,12 @@
 import asyncio
 import random
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import ray
 import torch
-from peft import PeftModel
 
 from tests.vllm_omni.conftest import (
     adapter_weights,
@@ -30,7 +30,6 @@ from tests.vllm_omni.faults import (
     load_weights,
     register_empty_adapters,
 )
-from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.sockets import address, sockets_of
 from verl_digen.sampling.requests import ODE_ONLY
 
@@ -63,43 +62,20 @@ def generate_while_updating(replica, weights_of, first_version):
     return asked, [got[number] for number in range(NUM_TRAJECTORIES)]
 
 
-def assert_one_version_each(asked, trajectories):
-    """Assert that no trajectory is lost or has two versions, and that enough updates happened to test this."""
-    assert [(found.uid, found.sample_index) for found in trajectories] == [
-        (wanted.uid, wanted.sample_index) for wanted in asked
-    ]
-    assert all(found.version == found.last_version for found in trajectories)
-    assert len({found.version for found in trajectories}) >= 4
-
-
-def test_full_weights_change_between_trajectories_and_nothing_is_thrown_away(full_replica):
-    path = full_replica.path
-    full_replica.update(full_weights(path, 1).items(), 1).result()
-    asked, trajectories = generate_while_updating(full_replica, lambda version: full_weights(path, version), 1)
-    assert_one_version_each(asked, trajectories)
-    network = load_model(path).load_transformer(torch.float32)
+@pytest.mark.parametrize("is_adapter", [False, True], ids=["full", "adapter"])
+def test_weights_change_between_trajectories_and_none_is_lost(full_replica, lora_replica, is_adapter):
+    replica, weights_of = (lora_replica, adapter_weights) if is_adapter else (full_replica, load_weights)
+    replica.update(weights_of(replica, 1)[1].items(), 1).result()
+    asked, trajectories = generate_while_updating(replica, lambda version: weights_of(replica, version)[1], 1)
+    assert [(one.uid, one.sample_index) for one in trajectories] == [(one.uid, one.sample_index) for one in asked]
+    assert all(one.version == one.last_version for one in trajectories)
+    assert len({one.version for one in trajectories}) >= 4, "updates came in between"
     for number in random.Random(2).sample(range(NUM_TRAJECTORIES), NUM_CHECKED):
         found = trajectories[number]
-        network.load_state_dict(full_weights(path, found.version))
-        expected = by_sampler(path, network, asked[number], found.version)
+        expected = by_sampler(replica.path, weights_of(replica, found.version)[0], asked[number], found.version)
         torch.testing.assert_close(found.record.latents, expected.record.latents, atol=1e-4, rtol=0)
-    print("last update:", full_replica.health()["last_update"])
-    full_replica.update(full_weights(path, 0).items(), 0).result()
-
-
-def test_each_trajectory_has_the_adapter_that_was_current_when_it_was_asked_for(lora_replica):
-    lora_replica.update(adapter_weights(lora_replica, 1)[1].items(), 1).result()
-    asked, trajectories = generate_while_updating(
-        lora_replica, lambda version: adapter_weights(lora_replica, version)[1], 1
-    )
-    assert_one_version_each(asked, trajectories)
-    for number in random.Random(2).sample(range(NUM_TRAJECTORIES), NUM_CHECKED):
-        found = trajectories[number]
-        network, _ = adapter_weights(lora_replica, found.version)
-        assert isinstance(network, PeftModel)
-        expected = by_sampler(lora_replica.path, network, asked[number], found.version)
-        torch.testing.assert_close(found.record.latents, expected.record.latents, atol=1e-4, rtol=0)
-    print("last update:", lora_replica.health()["last_update"])
+    print("last update:", replica.health()["last_update"])
+    replica.update(weights_of(replica, 0)[1].items(), 0).result()
 
 
 def test_the_average_is_validated_where_it_is_sent_under_the_version_of_the_current_policy(lora_replica):
@@ -121,6 +97,23 @@ def test_the_average_is_validated_where_it_is_sent_under_the_version_of_the_curr
     torch.testing.assert_close(again_latents, current_latents, atol=1e-4, rtol=0)
 
 
+def interrupted(weights):
+    """The first half of the weights, then the error that a trainer rank raises when another replica is lost."""
+    yield from list(weights.items())[: len(weights) // 2]
+    raise ConnectionError("another replica was lost")
+
+
+@contextmanager
+def refused(replica, message, version):
+    """Check that the update inside raises this error, and that the weights of `version` serve as before."""
+    (before,) = replica.generate([request(0)])
+    with pytest.raises(Exception, match=message):
+        yield
+    (after,) = replica.generate([request(0)])
+    assert after.trajectory.version == before.trajectory.version == version
+    assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
+
+
 def test_full_weights_that_are_not_loaded_are_an_error(full_replica):
     assert_found(full_replica, load_weights, load_nothing, LOST)
     full_replica.update(full_weights(full_replica.path, 0).items(), 0).result()
@@ -131,24 +124,43 @@ def test_full_weights_that_are_not_loaded_are_an_error(full_replica):
 )
 def test_an_adapter_that_does_not_reach_its_layers_is_an_error_and_the_old_one_serves(lora_replica, spoil, message):
     assert_found(lora_replica, adapter_weights, spoil, message)
-    (before,) = lora_replica.generate([request(0)])
-    with broken(lora_replica, spoil), pytest.raises(Exception, match=message):
+    with broken(lora_replica, spoil), refused(lora_replica, message, 202):
         lora_replica.update(adapter_weights(lora_replica, 3)[1].items(), 203).result()
-    (after,) = lora_replica.generate([request(0)])
-    assert after.trajectory.version == before.trajectory.version == 202
-    assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda new: new.pop(sorted(new)[3]), "1 tensors are missing from the update"),
+        (lambda new: new.update(extra=torch.ones(1)), "are unknown to the replica: extra"),
+        (lambda new: new.update({sorted(new)[0]: torch.ones(9)}), "have another shape than what is loaded"),
+    ],
+    ids=["missing", "extra", "shape"],
+)
+def test_a_wrong_update_names_the_tensor_and_the_old_weights_still_serve(full_replica, lora_replica, spoil, message):
+    for replica, weights_of in ((full_replica, load_weights), (lora_replica, adapter_weights)):
+        replica.update(weights_of(replica, 30)[1].items(), 30).result()
+        _, new = weights_of(replica, 31)
+        spoil(new)
+        with refused(replica, message, 30):
+            replica.update(new.items(), 31).result()
+
+
+def test_full_weights_for_a_replica_with_an_adapter_are_an_error_and_the_adapter_still_serves(
+    lora_replica, monkeypatch
+):
+    """Without the error, the wrapped layers would skip them silently."""
+    lora_replica.update(adapter_weights(lora_replica, 40)[1].items(), 40).result()
+    monkeypatch.setattr(lora_replica.sender, "_adapter_config", None)
+    with refused(lora_replica, "LoRA", 40):
+        lora_replica.update(full_weights(lora_replica.path, 3).items(), 41).result()
 
 
 def test_an_update_whose_sender_fails_half_way_leaves_the_replica_ready_for_the_next(full_replica):
     good = full_weights(full_replica.path, 2)
-
-    def interrupted():
-        yield from list(good.items())[: len(good) // 2]
-        raise ConnectionError("another replica was lost")
-
     (before,) = full_replica.generate([request(0)])
     with pytest.raises(ConnectionError):
-        asyncio.run(full_replica.sender.update_weights(interrupted(), global_steps=60))
+        asyncio.run(full_replica.sender.update_weights(interrupted(good), global_steps=60))
     (after,) = full_replica.generate([request(0)])
     assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
     full_replica.update(good.items(), 60).result(timeout=60)
@@ -159,20 +171,15 @@ def test_an_update_whose_sender_fails_half_way_leaves_the_replica_ready_for_the_
     full_replica.update(full_weights(full_replica.path, 0).items(), 61).result()
 
 
-def test_a_live_update_is_loaded_as_it_arrives_and_half_of_one_is_never_served(full_replica):
-    good = full_weights(full_replica.path, 2)
+def test_a_live_update_is_loaded_as_it_arrives_and_half_of_one_is_never_served(full_replica, monkeypatch):
+    network, good = load_weights(full_replica, 2)
     requests = [request(number) for number in range(6)]
-
-    def interrupted():
-        yield from list(good.items())[: len(good) // 2]
-        raise ConnectionError("another replica was lost")
-
-    full_replica.sender._takes_turns = True
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(full_replica.sender, "_takes_turns", True)
         under_way = [full_replica.submit(asked) for asked in requests]
         ray.wait(under_way, num_returns=1, timeout=120)  # all are admitted by then; later ones wait for the update
         with pytest.raises(ConnectionError):
-            asyncio.run(full_replica.sender.update_weights(interrupted(), global_steps=70))
+            asyncio.run(full_replica.sender.update_weights(interrupted(good), global_steps=70))
         assert all(one.trajectory.version == one.trajectory.last_version for one in ray.get(under_way, timeout=120))
         ray.get(full_replica.server.open_submission_gate.remote())
         with pytest.raises(Exception, match="serves nothing until a whole update has come"):
@@ -180,69 +187,11 @@ def test_a_live_update_is_loaded_as_it_arrives_and_half_of_one_is_never_served(f
         with pytest.raises(Exception, match=r"are missing from the update: .* serves nothing"):
             asyncio.run(full_replica.sender.update_weights(iter(list(good.items())[1:]), global_steps=70))
         asyncio.run(full_replica.sender.update_weights(iter(good.items()), global_steps=70))
-    finally:
-        full_replica.sender._takes_turns = False
-    network = load_model(full_replica.path).load_transformer(torch.float32)
-    network.load_state_dict(good)
     (found,) = full_replica.generate(requests[:1])
     expected = by_sampler(full_replica.path, network, requests[0], 70)
     assert found.trajectory.version == 70
     torch.testing.assert_close(found.trajectory.record.latents, expected.record.latents, atol=1e-4, rtol=0)
     full_replica.update(full_weights(full_replica.path, 0).items(), 71).result()
-
-
-SPOILED = [
-    pytest.param(lambda new: new.pop(sorted(new)[3]), "1 tensors are missing from the update", id="missing"),
-    pytest.param(lambda new: new.update(extra=torch.ones(1)), "are unknown to the replica: extra", id="extra"),
-    pytest.param(
-        lambda new: new.update({sorted(new)[0]: torch.ones(9)}), "have another shape than what is loaded", id="shape"
-    ),
-]
-
-
-@pytest.mark.parametrize(("spoil", "message"), SPOILED)
-def test_a_wrong_update_names_the_tensor_and_the_old_weights_still_serve(full_replica, spoil, message):
-    (before,) = full_replica.generate([request(0)])
-    new = full_weights(full_replica.path, 3)
-    spoil(new)
-    with pytest.raises(Exception, match=message):
-        full_replica.update(new.items(), before.trajectory.version + 1).result()
-    (after,) = full_replica.generate([request(0)])
-    assert after.trajectory.version == before.trajectory.version
-    assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
-
-
-@pytest.mark.parametrize(("spoil", "message"), SPOILED)
-def test_a_wrong_adapter_names_the_tensor_and_the_old_one_still_serves(lora_replica, spoil, message):
-    _, good = adapter_weights(lora_replica, 30)
-    lora_replica.update(good.items(), 30).result()
-    (before,) = lora_replica.generate([request(0)])
-    _, new = adapter_weights(lora_replica, 31)
-    spoil(new)
-    with pytest.raises(Exception, match=message):
-        lora_replica.update(new.items(), 31).result()
-    (after,) = lora_replica.generate([request(0)])
-    assert after.trajectory.version == 30 and torch.equal(
-        after.trajectory.record.latents, before.trajectory.record.latents
-    )
-
-
-def test_full_weights_for_a_replica_with_an_adapter_are_an_error_and_the_adapter_still_serves(lora_replica):
-    """Without the error, the wrapped layers would skip them silently."""
-    _, good = adapter_weights(lora_replica, 40)
-    lora_replica.update(good.items(), 40).result()
-    (before,) = lora_replica.generate([request(0)])
-    new = full_weights(lora_replica.path, 3)
-    config, lora_replica.sender._adapter_config = lora_replica.sender._adapter_config, None
-    try:
-        with pytest.raises(Exception, match="LoRA"):
-            lora_replica.update(new.items(), 41).result()
-    finally:
-        lora_replica.sender._adapter_config = config
-    (after,) = lora_replica.generate([request(0)])
-    assert after.trajectory.version == 40 and torch.equal(
-        after.trajectory.record.latents, before.trajectory.record.latents
-    )
 
 
 def test_two_runs_on_one_machine_never_meet_at_one_socket(full_replica, monkeypatch):
@@ -260,6 +209,7 @@ def test_a_replica_listens_on_nothing_but_loopback(full_replica, lora_replica):
 
 
 def test_a_request_in_flight_is_finished_before_a_sleep_and_a_later_one_waits_for_the_wake_up(full_replica):
+    (expected,) = full_replica.generate([request(1)])
     first = full_replica.submit(request(0))
     while not full_replica.health()["num_running"]:
         assert not ray.wait([first], timeout=0)[0], "it ended before it could be put to sleep"
@@ -267,5 +217,7 @@ def test_a_request_in_flight_is_finished_before_a_sleep_and_a_later_one_waits_fo
     assert full_replica.health()["is_asleep"] and ray.get(first, timeout=0).trajectory.uid == "p0"
     later = full_replica.submit(request(1))
     assert not ray.wait([later], timeout=1)[0]
-    ray.get(full_replica.server.wake_up.remote(), timeout=60)
-    assert ray.get(later, timeout=60).trajectory.sample_index == 1
+    ray.get(full_replica.server.wake_up.remote(tags=["weights"]), timeout=60)
+    found = ray.get(later, timeout=60)
+    assert found.trajectory.sample_index == 1
+    assert torch.equal(found.trajectory.record.latents, expected.trajectory.record.latents)

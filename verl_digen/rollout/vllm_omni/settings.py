@@ -167,6 +167,6 @@ def check_versions(*, allow_untested: bool) -> None:
             allow_untested or version(package) == tested,
             f"actor_rollout_ref.rollout.name=vllm_omni was tested with {package}=={tested} and uses internals of it",
             version(package),
-            f"pip install {package}=={tested}, or run tests/vllm_omni/test_contracts.py against yours and set "
+            f"pip install {package}=={tested}, or run tests/vllm_omni against yours and set "
             "digen.rollout.allow_untested_versions=true",
         )
