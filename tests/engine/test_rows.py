@@ -142,8 +142,17 @@ def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
     samples = clean_samples()
     whole = make_rows(ForwardPoints(run_seed=7), samples, all_picks(samples))
     alone = make_rows(ForwardPoints(run_seed=7), samples, [(1, [1])])
+    second = replace(
+        samples,
+        described=samples.described[1:],
+        columns={name: column[1:] for name, column in samples.columns.items()},
+        conditions=samples.conditions[1:],
+        advantages=samples.advantages[1:],
+    )
+    on_another_rank = make_rows(ForwardPoints(run_seed=7), second, [(0, [1])])
     other = make_rows(ForwardPoints(run_seed=8), samples, [(1, [1])])
     assert torch.equal(alone.latents[0], whole.latents[3])
+    assert torch.equal(on_another_rank.latents[0], whole.latents[3])
     assert not torch.equal(alone.latents[0], other.latents[0])
 
 

@@ -177,7 +177,6 @@ ENGINE: tuple[Line, ...] = (
     ("logical_batch.finish", drop("_train"), "samples that are held back never train", "transaction: dropped"),
     ("planning.deal", passes(advantages="advantages[: len(needed)]"), "a rank takes the first samples' advantages"),
     ("planning.deal", passes(whole_samples="False"), "trajectories are cut without time-step parallelism"),
-    ("planning._measure", swap("max", "min"), "a tile is rehearsed with a short prompt"),
     ("planning._measure", passes(later_bytes="0"), "a tile leaves Adam's moments no room", "tight_device: for_moments"),
     ("memory.gradients_may_wait", result("True"), "gradients wait whatever memory there is"),
     (
@@ -199,7 +198,7 @@ ENGINE: tuple[Line, ...] = (
     ),
     ("adapter.without_adapter", swap("True", "False"), "LoRA's reference is the policy itself", "transaction: lora_kl"),
     ("shadow.swapped_in", drop("_write", 2), "a copy's weights stay in the module"),
-    ("copies.follow_batch", swap("k > self._followed", "True"), "a policy follows where nothing changed"),
+    ("copies.follow_batch", swap("decay.is_due(before, k)", "True"), "a reference is renewed after every batch"),
     ("copies.state_dict", result("{}"), "policies that follow are not saved"),
     (
         "sharded.optimizer_step",
