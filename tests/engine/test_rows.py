@@ -62,6 +62,13 @@ def test_rows_lie_sample_after_sample():
     assert rows.conditions[0] is rows.conditions[2]  # both samples are of group g0
 
 
+def test_conditions_are_those_of_each_rows_prompt():
+    samples = example(steps=((0,), (0,), (0, 1)))
+    rows = make_rows(PATH, samples, [(2, [1]), (0, [0]), (1, [0])])
+    (first, _), _, (second, _) = samples.conditions
+    assert all(found is wanted for found, wanted in zip(rows.conditions, (second, first, first), strict=True))
+
+
 def test_negative_conditions_come_along():
     samples = example(guided=True)
     rows = make_rows(PATH, samples, all_picks(samples))

@@ -68,7 +68,12 @@ SCHEDULERS: tuple[Line, ...] = (
         "nothing trains while others generate",
         "planner",
     ),
-    ("group_book.num_wanted", swap("self._rules.max_group_refills", "10**9"), "refills have no bound", "planner"),
+    (
+        "group_book.num_wanted",
+        swap("self._rules.max_group_refills", "9"),
+        "refills have no bound",
+        "planner: the_bound",
+    ),
     ("group_book.next_group", swap("<", ">"), "a younger group goes before an older one", "planner"),
     ("group_book._may_begin", swap("<", "<="), "a group more than allowed is begun under old weights", "planner"),
     ("group_book.issue_on_policy", drop("size"), "an assist takes more samples than its ranks are given", "planner"),
