@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_digen.config import digen_config
-
-POOLS_KEY = "digen.reward.functions"
-"""Key of rewards with processes of their own."""
+from verl_digen.config.reward import FUNCTIONS
 
 ENVIRONMENT_KEY = "digen.environment"
 """Key of the environment workers."""
@@ -98,7 +96,7 @@ def asked_text(asked: Mapping[str, int]) -> str:
     """Pools with their keys and devices, for messages; see `asked_devices`."""
     return " + ".join(
         f"{pool} num_workers x num_gpus ({number})"
-        if pool in (POOLS_KEY, ENVIRONMENT_KEY)
+        if pool in (FUNCTIONS, ENVIRONMENT_KEY)
         else f"{pool}.nnodes x {pool}.n_gpus_per_node ({number})"
         for pool, number in asked.items()
     )
@@ -114,7 +112,7 @@ def asked_devices(config: Any, *, has_own_replicas: bool) -> dict[str, int]:
         "trainer": num_trainer_devices(config),
         ROLLOUT: num_generator_devices(config) if has_own_replicas else 0,
         "reward.reward_model": _num_model_pool_devices(config),
-        POOLS_KEY: num_pool_devices(config),
+        FUNCTIONS: num_pool_devices(config),
         ENVIRONMENT_KEY: num_environment_devices(config),
     }
     return {pool: number for pool, number in asked.items() if number}

@@ -21,10 +21,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, Block, indented_lines
 from verl_digen.cli import make_parser
+from verl_digen.config import digen_config
 from verl_digen.plan.compose import Words, compose_run, platform_of, split_words
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.pairs import check_pairs
@@ -63,7 +64,7 @@ CHECKED = [block for block in SHELL if block.reason is None]
 
 def check_config(config: DictConfig) -> None:
     """Run the checks of a start that need no files."""
-    has_rewards = OmegaConf.select(config, "digen.reward.functions") or has_custom(config)
+    has_rewards = digen_config(config).reward.entries or has_custom(config)
     left_out = OF_FILES if has_rewards else OF_FILES | OF_REWARDS
     check(config, [rule for rule in RULES if rule not in left_out])
 

@@ -32,7 +32,7 @@ def check_prompts(config: DictConfig) -> None:
             "set data.val_files=FILE, or trainer.test_freq=-1 trainer.val_before_train=false"
         )
     train, val = prompts_of(config, "train"), prompts_of(config, "val")
-    if _has_tokenizers(config):
+    if has_checkpoint(config):
         check_prompt_images(config, _load_model(config), [*train.prompts, *val.prompts])
     check_sources(config, train.prompts, val.prompts)
     found = [*train.too_long, *val.too_long]
@@ -124,7 +124,7 @@ def prompts_of(config: DictConfig, part: str) -> PromptSet:
     files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) or OmegaConf.is_dict(given) else given
     read = read_prompts(files, f"data.{part}_files", Columns.of(config.data))
     taken = read[:most] if most > 0 else read
-    if not _has_tokenizers(config):
+    if not has_checkpoint(config):
         return PromptSet(part, len(read), taken, ())
     _check_negative(config)
     return PromptSet(part, len(read), taken, find_too_long(taken, lambda: _load_prompt_check(config)))
@@ -141,8 +141,8 @@ def _check_negative(config: DictConfig) -> None:
             raise ValueError(f"digen.sampling.negative_prompt: {error}") from error
 
 
-def _has_tokenizers(config: DictConfig) -> bool:
-    """True if prompts can be measured now: the checkpoint is on this machine. Else encoding reports long ones."""
+def has_checkpoint(config: DictConfig) -> bool:
+    """True if the checkpoint is on this machine. If not, encoding reports prompts that are too long."""
     section = config.actor_rollout_ref.model
     return not OmegaConf.is_missing(section, "path") and Path(section.path).expanduser().is_dir()
 

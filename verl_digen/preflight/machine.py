@@ -14,9 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.cluster import joins_cluster, num_machine_cpus
 from verl_digen.config import digen_config
+from verl_digen.config.reward import FUNCTIONS
 from verl_digen.pool_sizes import (
     ENVIRONMENT_KEY,
-    POOLS_KEY,
     ROLLOUT,
     asked_devices,
     asked_text,
@@ -106,7 +106,7 @@ def reserved_cpus(config: DictConfig) -> dict[str, int]:
         "TransferQueue's controller": 1,
         UNITS_KEY: storage.SimpleStorage.num_data_storage_units if has_units else 0,
         "reward.num_workers": layout.num_function_workers if has_device_functions else 0,
-        f"{POOLS_KEY}.NAME.num_workers": layout.num_pool_workers,
+        f"{FUNCTIONS}.NAME.num_workers": layout.num_pool_workers,
         f"{ENVIRONMENT_KEY}.num_workers": digen.environment.num_workers if digen.environment.is_on else 0,
     }
     return {key: number for key, number in reserved.items() if number}

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
+from verl_digen.preflight.inputs import has_checkpoint
 from verl_digen.preflight.precision import trains_all
 from verl_digen.require import require
 
@@ -47,9 +47,8 @@ def check_teacher(config: DictConfig) -> None:
         digen.queue.drop_zero_spread,
         "leave it out",
     )
-    section = config.actor_rollout_ref.model
-    if not OmegaConf.is_missing(section, "path") and Path(section.path).expanduser().is_dir():
-        _check_files(section, settings.taught_by, digen)
+    if has_checkpoint(config):
+        _check_files(config.actor_rollout_ref.model, settings.taught_by, digen)
 
 
 def _check_files(section: DictConfig, teacher: str, digen: Any) -> None:

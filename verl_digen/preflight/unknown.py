@@ -20,7 +20,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 from hydra.utils import get_object
@@ -93,9 +93,7 @@ def _unknown(section: DictConfig, path: str, verls: Any) -> Iterator[tuple[str, 
             continue
         if known is not None and name not in known and (path or _is_slip(str(name), child, section, known)):
             yield key, child if OmegaConf.is_config(child) else child._value(), known
-        elif isinstance(child, DictConfig) and not (
-            child._is_none() or child._is_missing() or child._is_interpolation()
-        ):
+        elif _is_section(child):
             yield from _unknown(child, key, verls.get(name) if isinstance(verls, dict) else None)
 
 
@@ -158,8 +156,12 @@ def keys_of(node: DictConfig, prefix: str = "") -> Iterator[str]:
         key = f"{prefix}{name}"
         yield key
         child = node._get_node(name)
-        if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing() or child._is_interpolation()):
+        if _is_section(child):
             yield from keys_of(child, f"{key}.")
+
+
+def _is_section(node: Any) -> TypeGuard[DictConfig]:
+    return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())
 
 
 @cache

@@ -33,7 +33,6 @@ from verl_digen.schedulers.types import (
     BatchReport,
     Chunk,
     Commit,
-    Fragment,
     Generate,
     LoadWeights,
     Train,
@@ -44,7 +43,7 @@ TECHNIQUES = ("gap", "tsp", "tag", "tcss")
 so (BTS). tcss: the next batch begins under the current version."""
 
 What = Literal["generate", "assist", "score", "train", "commit", "switch"]
-"""switch: a colocated pool goes from generating to training and back. death: a replica dies, which takes no time."""
+"""switch: a colocated pool goes from generating to training and back."""
 
 
 class Event(NamedTuple):
@@ -242,9 +241,6 @@ class PlannerRun:
                 end_s, _, what, subject = heappop(self._due)
                 is_trainer_free |= self._tell(end_s, what, subject)
 
-    def _train_s(self, fragment: Fragment) -> float:
-        return self.durations.fragment_s[len(fragment.uids) - 1]
-
     def _begin(self) -> None:
         """Make the planner, and have all slots join it."""
         planner = self._planner = self.make_planner()
@@ -288,7 +284,7 @@ class PlannerRun:
         """Start the planner's next decision on the trainer; False if that is to wait."""
         decision = self._planner.next_for_trainer(now_s)
         if isinstance(decision, Train):
-            end_s = now_s + self._train_s(decision.fragment)
+            end_s = now_s + self.durations.fragment_s[len(decision.fragment.uids) - 1]
             self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, decision.fragment.uids)))
             self._expect(end_s, "train", decision.fragment)
         elif isinstance(decision, Assist):

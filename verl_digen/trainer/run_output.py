@@ -107,7 +107,10 @@ class RunOutput:
 
 
 class MetricsFile:
-    """Example line: `{"step": 12, "reward/mean": 0.71, "perf/step_s": 2.5, ...}`."""
+    """`RUN_DIR/metrics.jsonl`: one JSON object per step, continued by a resumed run.
+
+    Example line: `{"step": 12, "reward/mean": 0.71, "perf/step_s": 2.5, ...}`
+    """
 
     def __init__(self, path: Path):
         self._path = path
