@@ -208,7 +208,7 @@ def test_a_server_that_keeps_its_decoder_fails(tmp_path: Path):
 
 
 def _memory_stays() -> str:
-    sleeping.DeviceMemory.release = lambda self, **replaced: 0
+    sleeping.DeviceMemory.release = lambda self, replaced=tuple: 0
     with pytest.raises(CheckFailed) as failed:
         sleeping.sleep_and_wake(2 * SIZE_MB, own_device(get_platform().device_name))
     return failed.value.cause
