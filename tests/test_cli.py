@@ -34,7 +34,7 @@ def digen(capsys, *words):
             ("plan", "gpus=8"),
             "recipe must begin with the recipe of an algorithm or a model, got None; add one in front",
         ),
-        (("plan", "recipe=[digen_sd3,digen_sd3]"), "recipe must name a recipe once"),
+        (("plan", "recipe=digen_sd3+digen_sd3"), "recipe must name a recipe once"),
         (("plan", "recipe=digen_sd"), "did you mean digen_sd3?"),
         (("plan", "recipe=digen_sd3", "+trainer.save_frq=3"), "did you mean trainer.save_freq?"),
         (("plan", "recipe=digen_sd3", "图=1"), "the config cannot be composed: LexerNoViableAltException: 图=1"),

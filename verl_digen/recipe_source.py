@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hydra config sources of our recipes: `recipe=NAME` and `recipe=[a,b]` on verl's own, unmodified main.
+"""Hydra config sources of our recipes: `recipe=NAME` and `recipe=A+B` on verl's unmodified main, and on a user's own
+configs that build on verl's.
 
-Two config sources join the search path of applications whose primary config folder is verl's, and of no others:
+Two config sources join the search path of applications whose config folder is verl's, or holds a config that builds on
+verl's, and of no others:
 
-- `RecipeSlot`, in front, serves verl's `ppo_trainer` with one more entry at the end of its defaults list,
-  `recipe: null`. As the last one, a recipe overrides values and picks (`override /model@...`) of all entries before it.
+- `RecipeSlot`, in front, serves verl's `ppo_trainer`, and configs that name its parts as it does, with one more entry
+  at the end of their defaults list, `recipe: null`. As the last one, a recipe overrides values and picks
+  (`override /model@...`) of all entries before it; a config whose defaults name such a config overrides both.
 - `RecipeSource`, behind, holds group `recipe/` (the flat files of `verl_digen/recipes/`) and the groups in its
   subfolders.
 
-Three recipes are computed when they are loaded:
+Four kinds of recipes are computed when they are loaded:
 
+- `A+B`: recipe A, then B. Hydra's `recipe=[A,B]` does the same, and needs quotes in some shells.
 - `digen_schema`: the fields and defaults of `verl_digen.config.DigenConfig`, at `digen:`. A field can be overridden
   without `+`; an unknown one, or a value of the wrong type, is a Hydra error.
 - `digen_machine`: on a machine whose verl platform is `cpu` it is `digen_cpu`, elsewhere the sections of its file that
@@ -22,16 +26,18 @@ Invariant: without a recipe the composed config equals verl's, byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import OmegaConf, flag_override
+from omegaconf import Container, OmegaConf, flag_override
+from yaml import YAMLError
 
 from verl_digen.cluster import joins_cluster, num_machine_cpus
 from verl_digen.require import suggestion
@@ -40,7 +46,11 @@ VERL_CONFIGS = "pkg://verl.trainer.config"
 RECIPES = "pkg://verl_digen.recipes"
 PRIMARY = "ppo_trainer.yaml"
 """The primary config of `verl.trainer.main_ppo`."""
+PART = "@actor_rollout_ref.actor"
+"""End of the entry of `PRIMARY`'s defaults list that names the actor's config."""
 GROUP = "recipe"
+AND = "+"
+"""Separator of recipes in one word."""
 OBJECTIVES = {"diffusion_nft": "nft", "online_dpo": "dpo", "grpo_guard": "guard", "flow_dppo": "dppo"}
 """Names of objectives whose recipe has a shorter one, for messages."""
 FEW_CPUS = 16
@@ -48,25 +58,45 @@ FEW_CPUS = 16
 
 
 class RecipeSlot(ConfigSource):
-    """verl's `ppo_trainer`, with a `recipe` entry in its defaults list."""
+    """Configs that take a recipe, with a `recipe` entry in their defaults list: verl's `ppo_trainer`, and in the
+    application's own folder, which its path names, those that name verl's parts themselves.
+
+    A config there that names a recipe beside a base that takes one, has `override recipe` in its place.
+    """
 
     def __init__(self, provider: str, path: str) -> None:
         super().__init__(provider, path)
-        self._verl = ImportlibResourcesConfigSource(provider, VERL_CONFIGS)
+        scheme, separator, _ = self.path.partition("://")
+        own = SourcesRegistry.instance().resolve(scheme if separator else "file")
+        verls = ImportlibResourcesConfigSource(provider, VERL_CONFIGS)
+        self._sources: tuple[ConfigSource, ConfigSource] = own(provider, self.path), verls
+
+    def __repr__(self) -> str:
+        """Text that Hydra prints below "Config search path:" when a config is missing."""
+        return f"{super().__repr__()}, for a recipe in ppo_trainer; its parts need hydra.searchpath=[{VERL_CONFIGS}]"
 
     @staticmethod
     def scheme() -> str:
         return "digen-slot"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        result = self._verl.load_config(config_path)
+        result = self._find(config_path)
+        assert result is not None
+        defaults = result.config["defaults"]
         with flag_override(result.config, ["struct", "readonly"], False):
-            # Not `optional recipe`, which would let a misspelt name pass.
-            result.config["defaults"].append({GROUP: None})
+            if _names_parts(result.config):
+                defaults.append({GROUP: None})  # not `optional recipe`, which would let a misspelt name pass
+            else:
+                for number in [number for number, entry in enumerate(defaults) if _names_recipe(entry)]:
+                    defaults.append({f"override {GROUP}": defaults.pop(number)[GROUP]})
         return result
 
     def is_config(self, config_path: str) -> bool:
-        return self._normalize_file_name(config_path) == PRIMARY
+        found = self._find(config_path)
+        if found is None:
+            return False
+        names_recipe = any(map(_names_recipe, _defaults(found.config)))
+        return names_recipe != _names_parts(found.config) and self._takes_recipe(config_path)
 
     def is_group(self, config_path: str) -> bool:
         return False
@@ -76,6 +106,37 @@ class RecipeSlot(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return []
+
+    def is_used(self) -> bool:
+        """True if a config of the application's folder takes a recipe."""
+        own = self._sources[0]
+        if not own.available():
+            return False
+        names = own.list("", ObjectType.CONFIG)
+        return self._takes_recipe(PRIMARY) if PRIMARY.removesuffix(".yaml") in names else any(map(self._reads, names))
+
+    def _reads(self, name: str) -> bool:
+        """True if the config takes a recipe; one that cannot be read does not, and Hydra says so where it is used."""
+        try:
+            return self._takes_recipe(name)
+        except YAMLError:
+            return False
+
+    def _takes_recipe(self, config_path: str) -> bool:
+        """True if the config, or one that its defaults name, names verl's parts."""
+        found = self._find(config_path)
+        if found is None:
+            return False
+        return _names_parts(found.config) or any(map(self._takes_recipe, _bases(found.config)))
+
+    def _find(self, config_path: str) -> ConfigResult | None:
+        """The config, from the application's folder, or verl's `ppo_trainer`; None for what lies in a group."""
+        name = self._normalize_file_name(config_path)
+        own, verls = self._sources
+        sources = (own, verls) if name == PRIMARY else (own,)
+        if "/" in name:
+            return None
+        return next((source.load_config(name) for source in sources if source.is_config(name)), None)
 
 
 class RecipeSource(ConfigSource):
@@ -105,11 +166,16 @@ class RecipeSource(ConfigSource):
         return f"{super().__repr__()}, recipes: {', '.join(names)}; {hint}".rstrip("; ")
 
     def load_config(self, config_path: str) -> ConfigResult:
-        served = self._served.get(self._normalize_file_name(config_path))
+        name = self._normalize_file_name(config_path)
+        if _is_several(name):
+            return self._load_several(name)
+        served = self._served.get(name)
         return served() if served else self._files.load_config(_file_of(config_path))
 
     def is_config(self, config_path: str) -> bool:
         name = self._normalize_file_name(config_path)
+        if _is_several(name):
+            return True
         is_there = name in self._served or ("/" in name and self._files.is_config(_file_of(name)))
         if not is_there and name.startswith(f"{GROUP}/"):
             self._missed = _file_of(name).removesuffix(".yaml")
@@ -125,6 +191,11 @@ class RecipeSource(ConfigSource):
         if config_path != GROUP:
             return self._files.list(config_path, results_filter)
         return self._files.list("", ObjectType.CONFIG) if results_filter != ObjectType.GROUP else []
+
+    def _load_several(self, name: str) -> ConfigResult:
+        names = _file_of(name).removesuffix(".yaml").split(AND)
+        config = OmegaConf.create({"defaults": names})  # also recipes of other sources; Hydra names one that is missing
+        return ConfigResult(self.provider, self.full_path(), config, header={"package": "_global_"})
 
     def _load_schema(self) -> ConfigResult:
         from verl_digen.config import digen_schema  # imports torch: only when one of our recipes is composed
@@ -157,11 +228,13 @@ class RecipeSource(ConfigSource):
 
 
 class RecipeSearchPath(SearchPathPlugin):
-    """Adds the two sources to the search path of verl's own applications."""
+    """Adds the two sources to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if any(entry.provider == "main" and _is_verl(entry.path) for entry in search_path.get_path()):
-            search_path.prepend("verl-digen", f"{RecipeSlot.scheme()}://ppo_trainer")
+        own = next((entry.path for entry in search_path.get_path() if entry.provider == "main"), None)
+        slot = f"{RecipeSlot.scheme()}://{own}"
+        if own is not None and RecipeSlot("verl-digen", slot).is_used():
+            search_path.prepend("verl-digen", slot)
             search_path.append("verl-digen", f"{RecipeSource.scheme()}://recipes")
 
 
@@ -171,15 +244,31 @@ def register() -> None:
         Plugins.instance().register(plugin)
 
 
-def _is_verl(path: str | None) -> bool:
-    """True if a search path entry is verl's config folder, given as a package or as a path."""
-    if path is None or "://" in path.removeprefix("file://"):
-        # "pkg://verl.trainer/config" if main is imported: Hydra takes both separators
-        return path is not None and path.replace("/", ".") == VERL_CONFIGS.replace("/", ".")
-    import verl  # not above: Hydra may have been imported before verl, and verl is importing us right now
+def _defaults(config: Any) -> list[Any]:
+    """Entries of a config's defaults list."""
+    entries: Any = config.get("defaults") if OmegaConf.is_dict(config) else None
+    return list(entries) if OmegaConf.is_list(entries) else []
 
-    configs = Path(verl.__file__).parent / "trainer" / "config"
-    return Path(path.removeprefix("file://")).resolve() == configs.resolve()
+
+def _names_parts(config: Container) -> bool:
+    """True if the config's defaults name a config of verl's actor, as those of `ppo_trainer` do."""
+    return any(str(key).endswith(PART) for entry in _defaults(config) if OmegaConf.is_dict(entry) for key in entry)
+
+
+def _names_recipe(entry: Any) -> bool:
+    return OmegaConf.is_dict(entry) and GROUP in entry
+
+
+def _bases(config: Container) -> Iterator[str]:
+    """Configs outside groups that a config's defaults name."""
+    for entry in _defaults(config):
+        if isinstance(entry, str) and entry != "_self_" and not {"@", "/"} & set(entry.removeprefix("/")):
+            yield entry.removeprefix("/")
+
+
+def _is_several(name: str) -> bool:
+    """True for the normalised name of `recipe=A+B`."""
+    return name.startswith(f"{GROUP}/") and AND in name
 
 
 def _file_of(config_path: str) -> str:

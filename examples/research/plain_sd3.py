@@ -6,7 +6,7 @@ write instead of `recipe=digen_sd3`, to be measured beside it. After flow_grpo's
 
 - `--mode cfg`, the work of `recipe=digen_sd3`: guidance in sampling and training, both branches in one forward; every
   step but the last is stochastic and trained; KL to the base, which costs a forward without the adapter.
-- `--mode fast`, the work of `recipe=[digen_sd3,flowgrpo_fast]`: no guidance, no KL; all groups share a window of 3.
+- `--mode fast`, the work of `recipe=digen_sd3+flowgrpo_fast`: no guidance, no KL; all groups share a window of 3.
 - Prompts are encoded once, and the text encoders then wait in host memory. The VAE decodes on the device, in fp32.
   Latents and log-probs stay there. One optimizer step per batch, with ratios to recorded log-probs. No EMA, no files.
 - The frozen base is in `--dtype`, without autocast. The optimizer's adapter is fp32; forwards read a copy in `--dtype`,

@@ -61,7 +61,7 @@ def test_a_loop_that_is_not_registered_is_told_with_the_known_ones():
 @pytest.fixture(scope="module")
 def composed() -> DictConfig:
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=["recipe=[digen_quickstart,disaggregated]"])
+        return compose("ppo_trainer", overrides=["recipe=digen_quickstart+disaggregated"])
 
 
 def checked(config: DictConfig, **changes: Any) -> str:

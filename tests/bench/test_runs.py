@@ -21,7 +21,7 @@ def ended_run(run_dir: Path, num_steps: int) -> Path:
 
 def test_the_command_is_verls_main_with_the_modes_recipe_and_the_users_overrides_last(tmp_path):
     command = command_of(WORK, MODES["gap"], tmp_path)
-    assert command[1:4] == ["-m", "verl.trainer.main_ppo", "recipe=[digen_quickstart,disaggregated]"]
+    assert command[1:4] == ["-m", "verl.trainer.main_ppo", "recipe=digen_quickstart+disaggregated"]
     assert command.index("digen.gap.enable=true") < command.index("digen.seed=7")
     assert command.index("trainer.logger=[]") < command.index("trainer.logger=[console]")
     assert "trainer.total_training_steps=2" in command

@@ -37,19 +37,13 @@ def test_verl_ships_no_cpu_platform_of_its_own():
 
 
 def test_verl_gives_its_worker_groups_no_range_of_ports():
-    """When this fails, remove patches/verl_master_port.py."""
-    from verl.single_controller.ray.base import RayWorkerGroup, get_master_addr_port
+    """When this fails, remove verl_digen/engine/rendezvous.py."""
+    from verl.single_controller.ray.base import get_master_addr_port
     from verl.trainer.ppo.v1 import trainer_base
-    from verl.workers.rollout import replica
 
-    from verl_digen.patches.verl_master_port import find_address
-
-    assert parameters(find_address) == ["pg", "bundle_index", "master_port_range"]
-    assert 'kwargs.pop("master_port_range", None)' in inspect.getsource(RayWorkerGroup.__init__)
     assert 's.bind(("", 0))' in inspect.getsource(get_master_addr_port._function), "a port that is free at once again"
-    for module in (trainer_base, replica):
-        source = inspect.getsource(module)
-        assert "RayWorkerGroup(" in source and "port_range" not in source
+    source = inspect.getsource(trainer_base)
+    assert "RayWorkerGroup(" in source and "port_range" not in source
 
 
 def test_registries_take_what_the_plugin_files():

@@ -72,7 +72,7 @@ def test_a_key_of_ours_exists():
 
 
 def test_a_key_of_verls_exists(start):
-    config = start("recipe=[digen_flowgrpo,disaggregated]")
+    config = start("recipe=digen_flowgrpo+disaggregated")
     with_fields = OmegaConf.to_container(config, resolve=False)
 
     def exists(name: str) -> bool:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import MAGIC_ATTR
+from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from tests.engine.harness import assert_equal, digen_section, make_batch, train, weights
@@ -96,8 +97,9 @@ def test_average_is_exported_while_asked_for(environment: None, tiny_qwen_image:
     assert any(not torch.equal(value, start[name]) for name, value in trained.items())
 
 
-def test_dispatch_is_verl_s():
-    def dispatch(worker: type) -> object:
-        return getattr(worker.init_model, MAGIC_ATTR)["dispatch_mode"]  # type: ignore[attr-defined]
-
-    assert dispatch(DiffusionWorker) == dispatch(ActorRolloutRefWorker)
+def test_init_model_is_passed_to_every_rank_as_verls_is_after_the_port():
+    ours, verls = (getattr(kind.init_model, MAGIC_ATTR) for kind in (DiffusionWorker, ActorRolloutRefWorker))
+    assert verls["dispatch_mode"] == Dispatch.ONE_TO_ALL
+    assert {**ours, "dispatch_mode": None} == {**verls, "dispatch_mode": None}
+    group = SimpleNamespace(world_size=2, free_port=lambda: 20_001)
+    assert ours["dispatch_mode"]["dispatch_fn"](group) == (([20_001, 20_001],), {})

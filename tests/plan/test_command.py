@@ -103,7 +103,7 @@ def test_accelerators_are_planned_as_on_a_machine_that_has_them():
     config = compose_run(["recipe=digen_flowgrpo"], Words(gpus=16))
     assert config.trainer.device == "cuda" and "mixed_precision" not in config.actor_rollout_ref.actor.fsdp_config
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)
-    split = compose_run(["recipe=[digen_flowgrpo,disaggregated]"], Words(gpus=16))
+    split = compose_run(["recipe=digen_flowgrpo+disaggregated"], Words(gpus=16))
     assert (split.trainer.nnodes, split.trainer.n_gpus_per_node) == (1, 8)
     assert (split.actor_rollout_ref.rollout.nnodes, split.actor_rollout_ref.rollout.n_gpus_per_node) == (1, 8)
 
@@ -172,7 +172,7 @@ def test_what_a_run_would_refuse_is_refused_with_its_messages(broken, tiny_qwen_
 
 @pytest.mark.parametrize("backend", ["nccl", "nixl", "digen_gloo"])
 def test_separate_pools_are_planned_without_the_packages_that_carry_their_weights(backend, tiny_qwen_image, capsys):
-    separate = ["recipe=[digen_flowgrpo,disaggregated]", *small(tiny_qwen_image)[1:]]
+    separate = ["recipe=digen_flowgrpo+disaggregated", *small(tiny_qwen_image)[1:]]
     path = () if backend == "nccl" else (f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend}",)
     assert digen_plan(*separate, *path, "gpus=2", "device=H100") == 0, capsys.readouterr().err
     out = capsys.readouterr().out
@@ -180,7 +180,7 @@ def test_separate_pools_are_planned_without_the_packages_that_carry_their_weight
 
 
 def test_a_weight_path_that_no_engine_has_is_refused_by_the_plan_too(tiny_qwen_image, capsys):
-    separate = ["recipe=[digen_flowgrpo,disaggregated]", *small(tiny_qwen_image)[1:]]
+    separate = ["recipe=digen_flowgrpo+disaggregated", *small(tiny_qwen_image)[1:]]
     wrong = "actor_rollout_ref.rollout.checkpoint_engine.backend=ncl"
     assert digen_plan(*separate, wrong, "gpus=2", "device=H100") == 2
     assert "backend must be one of delta_sharded, digen_gloo" in capsys.readouterr().err
@@ -205,7 +205,7 @@ def test_prompts_and_rewards_are_checked_where_they_are_named(tiny_qwen_image, c
         (("recipe=digen_flowgrpo", "gpus=many"), "gpus must be a number, got 'many'; e.g. gpus=8"),
         (("recipe=digen_flowgrpo", "gpus=0"), "gpus must be >= 1, got 0"),
         (("recipe=digen_flowgrpo", "gpus=17"), "gpus must fill nodes of 8 evenly, got 17"),
-        (("recipe=[digen_flowgrpo,disaggregated]", "gpus=7"), "gpus must be even with separate pools, got 7"),
+        (("recipe=digen_flowgrpo+disaggregated", "gpus=7"), "gpus must be even with separate pools, got 7"),
         (("recipe=digen_flowgrpo", "gpus=8", "trainer.nnodes=2"), "gpus must be left out where the pools are given"),
         (("recipe=digen_flowgrpo", "device=H1000"), "device must be one of A100, L40S"),
         (("recipe=digen_flowgrpo", "device=CPU"), "device must be one of A100, L40S"),

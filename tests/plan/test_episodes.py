@@ -147,7 +147,7 @@ def test_slots_hold_the_episodes_of_a_replica():
 def test_a_plan_tells_episodes_at_the_same_time_and_what_limits_them(tmp_path, capsys):
     checkpoint = build_tiny("qwen_image_edit_plus", tmp_path / "checkpoint")
     words = [
-        "recipe=[digen_edit_episodes,disaggregated]",
+        "recipe=digen_edit_episodes+disaggregated",
         f"actor_rollout_ref.model.path={checkpoint}",
         "actor_rollout_ref.rollout.agent.num_workers=2",
         "digen.deadlines.generate_s=300",

@@ -115,7 +115,7 @@ def test_gpus_names_two_types():
 
 @pytest.mark.slow
 def test_a_run_accepts_the_words_that_are_proposed(tiny_qwen_image, capsys):
-    separate = ["recipe=[digen_flowgrpo,disaggregated]", *small(tiny_qwen_image)[1:], "data.train_batch_size=8"]
+    separate = ["recipe=digen_flowgrpo+disaggregated", *small(tiny_qwen_image)[1:], "data.train_batch_size=8"]
     bad = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.n_gpus_per_node=7", "device=H800"]
     assert digen_plan(*separate, *bad, "--json") == 0
     proposed = json.loads(capsys.readouterr().out)["split"]
@@ -134,6 +134,6 @@ def test_words_for_one_pool_name_the_recipe_and_what_a_run_would_refuse(tiny_qwe
     overrides = [*small(tiny_qwen_image), "data.train_batch_size=8", "trainer.n_gpus_per_node=8"]
     words = split_words_of(split, overrides, own)
     recipe, *rest = words.split()
-    assert recipe == "recipe=[digen_flowgrpo,disaggregated]" and rest == split.overrides
+    assert recipe == "recipe=digen_flowgrpo+disaggregated" and rest == split.overrides
     refused = split_words_of(split, [*overrides, "actor_rollout_ref.actor.ppo_epochs=2"], own)
     assert refused.startswith("which a run would refuse as it is: actor_rollout_ref.actor.ppo_mini_batch_size")

@@ -289,17 +289,17 @@ SEPARATE_MALFORMED = [
     *_each("digen.staleness.max_versions", "-1", "5"),
     *_each("digen.staleness.fraction", "nan", "0", "2", "0.5"),
 ]
-"""(override, key) like `ALONE`, for a start with `recipe=[digen_flowgrpo,disaggregated]`."""
+"""(override, key) like `ALONE`, for a start with `recipe=digen_flowgrpo+disaggregated`."""
 
 RECIPES = [
-    ("recipe=disaggregated", "recipe=[digen_flowgrpo,disaggregated]"),
-    ("recipe=vllm_omni", "recipe=[digen_flowgrpo,vllm_omni]"),
+    ("recipe=disaggregated", "recipe=digen_flowgrpo+disaggregated"),
+    ("recipe=vllm_omni", "recipe=digen_flowgrpo+vllm_omni"),
     ("recipe=ocr", "recipe must begin with the recipe of an algorithm or a model"),
-    ("recipe=[digen_quickstart,digen_sd3]", "choose one of digen_quickstart, digen_sd3"),
-    ("recipe=[digen_flowgrpo,digen_dancegrpo]", "choose one of digen_flowgrpo, digen_dancegrpo"),
-    ("recipe=[disaggregated,digen_quickstart]", "name recipe=[digen_quickstart,disaggregated]"),
-    ("recipe=[vllm_omni,digen_sd3,flowgrpo_fast]", "name recipe=[digen_sd3,vllm_omni,flowgrpo_fast]"),
-    ("recipe=[digen_quickstart,digen_quickstart]", "name recipe=[digen_quickstart]"),
+    ("recipe=digen_quickstart+digen_sd3", "choose one of digen_quickstart, digen_sd3"),
+    ("recipe=digen_flowgrpo+digen_dancegrpo", "choose one of digen_flowgrpo, digen_dancegrpo"),
+    ("recipe=disaggregated+digen_quickstart", "name recipe=digen_quickstart+disaggregated"),
+    ("recipe=vllm_omni+digen_sd3+flowgrpo_fast", "name recipe=digen_sd3+vllm_omni+flowgrpo_fast"),
+    ("recipe=digen_quickstart+digen_quickstart", "name recipe=digen_quickstart"),
 ]
 """(recipes as typed, the remedy)."""
 

@@ -12,7 +12,7 @@ WORLD = "digen.environment.path=tests.environments.worlds.Brighter"
 KEY = "with digen.environment.path"
 NO_FUNCTION = "digen.reward.functions={}"
 TREE = ("digen.branches.splits=[0]", "digen.sampling.shared_initial_noise=true")
-SEPARATE = "recipe=[digen_flowgrpo,disaggregated]"
+SEPARATE = "recipe=digen_flowgrpo+disaggregated"
 
 
 def separate(words: list[str]) -> list[str]:

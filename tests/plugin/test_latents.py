@@ -10,7 +10,7 @@ SEES = "digen.reward.functions={shapes: 1.0}"
 
 
 def test_latents_need_replicas_that_make_every_sample(start):
-    check_latents(start("recipe=[digen_flowgrpo,disaggregated]", READS, "digen.tag.policy=off"))
-    check_latents(start("recipe=[digen_flowgrpo,disaggregated]", SEES, "digen.tag.policy=always"))
+    check_latents(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=off"))
+    check_latents(start("recipe=digen_flowgrpo+disaggregated", SEES, "digen.tag.policy=always"))
     with pytest.raises(ValueError, match=r"digen.tag.policy must be off with digen.reward.functions.drm, .*got 'bts'"):
-        check_latents(start("recipe=[digen_flowgrpo,disaggregated]", READS, "digen.tag.policy=bts"))
+        check_latents(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=bts"))

@@ -29,7 +29,7 @@ from verl_digen.preflight.unused import REFUSED, UNUSED
 
 pytestmark = pytest.mark.slow
 
-SEPARATE = "recipe=[digen_flowgrpo,disaggregated]"
+SEPARATE = "recipe=digen_flowgrpo+disaggregated"
 
 
 @pytest.fixture(autouse=True)

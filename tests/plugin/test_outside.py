@@ -12,7 +12,7 @@ KEY = "digen.sampling.outside"
 WINDOW = "digen.window={kind: consecutive, size: 2, range: [0, 3]}"
 STEPS = "digen.sampling.num_steps=10"
 CACHE, PASSED, FP8 = f"{KEY}.cache=0.1", f"{KEY}.solver_after=0.5", f"{KEY}.fp8=true"
-SEPARATE = "recipe=[digen_flowgrpo,disaggregated]"
+SEPARATE = "recipe=digen_flowgrpo+disaggregated"
 TOGETHER = "recipe=digen_flowgrpo"
 
 

@@ -14,8 +14,8 @@ from verl_digen.preflight.pairs import check_pairs
 from verl_digen.preflight.rewards import check_rewards
 
 LOSS = "with digen.loss.name=offline_dpo"
-RECIPE = "recipe=[digen_flowgrpo,offline_dpo]"
-SEPARATE = "recipe=[digen_flowgrpo,disaggregated,offline_dpo]"
+RECIPE = "recipe=digen_flowgrpo+offline_dpo"
+SEPARATE = "recipe=digen_flowgrpo+disaggregated+offline_dpo"
 NO_VALIDATION = ("trainer.test_freq=-1", "trainer.val_before_train=false")
 
 

@@ -84,7 +84,7 @@ def problem(start, *overrides):
     ],
 )
 def test_what_separate_pools_can_do_and_what_not(start, runnable, overrides, message):
-    separate = ["recipe=[digen_flowgrpo,disaggregated]", *runnable[1:], *overrides]
+    separate = ["recipe=digen_flowgrpo+disaggregated", *runnable[1:], *overrides]
     if message is None:
         preflight.check(start(*separate))
     else:
@@ -540,7 +540,7 @@ def test_a_run_asks_for_no_more_devices_than_the_machine_has(start):
     rule = r"^trainer\.nnodes x trainer\.n_gpus_per_node \(8\) must be <= 1, the devices of this machine, got 8; set"
     with pytest.raises(ValueError, match=rule):
         require_devices(config, 1)
-    split = start("recipe=[digen_flowgrpo,disaggregated]", "trainer.n_gpus_per_node=8")
+    split = start("recipe=digen_flowgrpo+disaggregated", "trainer.n_gpus_per_node=8")
     with pytest.raises(ValueError, match=r"\(8\) \+ actor_rollout_ref\.rollout\.nnodes x .* shared by the pools"):
         require_devices(split, 8)
 
@@ -607,7 +607,7 @@ def test_a_run_reserves_no_more_cpus_than_the_machine_has(compose_main, machine)
     [
         ([], 6),
         (["trainer.n_gpus_per_node=2"], 9),
-        (["recipe=[digen_flowgrpo,disaggregated]", "actor_rollout_ref.rollout.n_gpus_per_node=1"], 8),
+        (["recipe=digen_flowgrpo+disaggregated", "actor_rollout_ref.rollout.n_gpus_per_node=1"], 8),
         (["digen.reward.functions={shapes: {weight: 1, num_workers: 3}}"], 9),
         (["digen.reward.functions={diversity: {weight: 1, timeshare: true}}"], 6),
         (["digen.reward.recipe_functions.shapes=1", "digen.placement.reward_accelerator=H100"], 8),

@@ -140,5 +140,5 @@ def test_tasks_have_folders_of_their_own(start):
 
 
 def test_two_tasks_train_on_both_rewards(start):
-    config = start("recipe=[digen_sd3,ocr,pickscore]", "digen.reward.recipe_functions.pickscore.weight=0.5")
+    config = start("recipe=digen_sd3+ocr+pickscore", "digen.reward.recipe_functions.pickscore.weight=0.5")
     assert digen_config(config).reward.weights(has_custom=False) == {"ocr": 1.0, "pickscore": 0.5}

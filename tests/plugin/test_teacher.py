@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 def lesson(runnable, tiny_qwen_image) -> list[str]:
     """`runnable` with a teacher."""
     return [
-        *("recipe=[digen_flowgrpo,opd]" if one.startswith("recipe=") else one for one in runnable),
+        *("recipe=digen_flowgrpo+opd" if one.startswith("recipe=") else one for one in runnable),
         f"digen.loss.teacher={teacher_folder(tiny_qwen_image)}",
         f"actor_rollout_ref.model.lora_rank={LORA['lora_rank']}",
         f"actor_rollout_ref.model.target_modules={LORA['target_modules']}",

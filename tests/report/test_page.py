@@ -151,10 +151,10 @@ def test_a_run_of_an_older_version_shows_what_hydra_and_its_checkpoint_hold(tmp_
     MetricsFile(tmp_path / METRICS).append(1, metrics_of(1))
     written = tmp_path / "hydra" / "2026-01-01" / ".hydra"
     written.mkdir(parents=True)
-    (written / "overrides.yaml").write_text("- recipe=[digen_sd3,nft]\n- digen.seed=3\n")
+    (written / "overrides.yaml").write_text("- recipe=digen_sd3+nft\n- digen.seed=3\n")
     (written / "config.yaml").write_text("digen:\n  seed: 3\n")
     data = collect(tmp_path)
-    assert data["start"]["words"] == ["recipe=[digen_sd3,nft]", "digen.seed=3"] and data["start"]["changes"] is None
+    assert data["start"]["words"] == ["recipe=digen_sd3+nft", "digen.seed=3"] and data["start"]["changes"] is None
     assert data["heading"]["facts"] == [["recipe", "digen_sd3, nft"]] and data["start"]["config"] == [
         ["digen.seed", "3"]
     ]

@@ -92,7 +92,7 @@ def compose_config(path: Path, *overrides: str) -> Any:
         return compose(
             "ppo_trainer",
             overrides=[
-                "recipe=[digen_flowgrpo,vllm_omni]",
+                "recipe=digen_flowgrpo+vllm_omni",
                 f"actor_rollout_ref.model.path={path}",
                 f"digen.seed={RUN_SEED}",
                 *overrides,

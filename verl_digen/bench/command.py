@@ -134,7 +134,7 @@ def compose_bench(recipes: Sequence[str], overrides: Sequence[str]) -> Any:
 
     with initialize_config_module("verl.trainer.config", version_base=None):
         try:
-            return compose("ppo_trainer", overrides=[f"recipe=[{','.join(recipes)}]", *overrides])
+            return compose("ppo_trainer", overrides=[f"recipe={'+'.join(recipes)}", *overrides])
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(f"the config cannot be composed: {str(error).strip().splitlines()[0]}") from error
 

@@ -61,10 +61,10 @@ def run_dir_of(out: Path, mode: Mode, repeat: int) -> Path:
 
 def command_of(work: BenchWork, mode: Mode, run_dir: Path) -> list[str]:
     """The command line of a run."""
-    recipes = ",".join((*work.recipes, *mode.recipes))
+    recipes = "+".join((*work.recipes, *mode.recipes))
     return [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
-        f"recipe=[{recipes}]",
+        f"recipe={recipes}",
         *mode.overrides,
         f"trainer.total_training_steps={work.num_steps}",
         *STEPS_ALONE,

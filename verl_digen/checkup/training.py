@@ -109,8 +109,8 @@ class TrueSizeRun:
 TWO_GROUPS = ("data.train_batch_size=2", "digen.rollout.max_batch_size=32")
 TRUE_SIZE_RUNS = {
     "sd3": TrueSizeRun("sd3", "digen_sd3", TWO_GROUPS, 16, 2),
-    "sd3_fast": TrueSizeRun("sd3", "digen_sd3,flowgrpo_fast", TWO_GROUPS, 16, 2),
-    "sd3_nft": TrueSizeRun("sd3", "digen_sd3,nft", TWO_GROUPS, 16, 2),
+    "sd3_fast": TrueSizeRun("sd3", "digen_sd3+flowgrpo_fast", TWO_GROUPS, 16, 2),
+    "sd3_nft": TrueSizeRun("sd3", "digen_sd3+nft", TWO_GROUPS, 16, 2),
     "qwen_image": TrueSizeRun("qwen_image", "digen_qwen_image", ("data.train_batch_size=1",), 8, 2),
 }
 
@@ -147,7 +147,7 @@ def plan_command(setting: Setting, recipe: str, words: Sequence[str]) -> list[st
     program = "import sys; from verl_digen.cli import main; sys.exit(main())"
     devices = (f"gpus={quickstart_devices(setting.num_devices)}", *(("device=H100",) if setting.is_cpu else ()))
     plan = (sys.executable, "-W", "ignore", "-c", program, "plan", "--json")
-    return [*plan, f"recipe=[{recipe}]", *words, *devices]
+    return [*plan, f"recipe={recipe}", *words, *devices]
 
 
 def _note_plan(setting: Setting, text: str) -> None:
@@ -210,7 +210,7 @@ def train_command(setting: Setting, recipes: str, words: Sequence[str], num_step
     is_forced = get_platform().device_name == "cpu" and torch_has_accelerator_support(torch_facts())
     return [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
-        f"recipe=[{recipes}{',digen_cpu' if is_forced else ''}]",
+        f"recipe={recipes}{'+digen_cpu' if is_forced else ''}",
         f"trainer.n_gpus_per_node={quickstart_devices(setting.num_devices)}",
         f"trainer.total_training_steps={num_steps}",
         *STEPS_ALONE,

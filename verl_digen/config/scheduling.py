@@ -14,7 +14,7 @@ REDUCE = ("auto", "tile", "fragment", "batch")
 
 @dataclass(frozen=True)
 class GapConfig:
-    """Generation-axis pipeline on separate pools (`recipe=[...,disaggregated]`)."""
+    """Generation-axis pipeline on separate pools (`recipe=...+disaggregated`)."""
 
     enable: bool = True
     """A fragment trains as soon as it is ready. False: the batch trains in one call, when it is complete (barrier)."""

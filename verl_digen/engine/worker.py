@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 import torch
-from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
@@ -30,6 +30,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_digen.algorithms.metric import Metric, Plain, plain
+from verl_digen.engine import rendezvous
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec
@@ -77,9 +78,19 @@ class DiffusionWorker(ActorRolloutRefWorker):
     _assistant: Assistant
     """Exists only with `digen.tag.policy` other than off."""
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue] - a dynamic enum
-    def init_model(self) -> None:
-        """Build the engine and the rollout handle."""
+    @register(Dispatch.ALL_TO_ALL, Execute.RANK_ZERO)  # pyright: ignore[reportAttributeAccessIssue] - dynamic enums
+    def free_port(self) -> int | None:
+        """A port of rank 0's machine for the ranks to meet at, see `verl_digen.engine.rendezvous`."""
+        return rendezvous.free_port()
+
+    @register(dispatch_mode=rendezvous.AT_ONE_PORT)
+    def init_model(self, port: int | None = None) -> None:
+        """Meet the other ranks, and build the engine and the rollout handle.
+
+        Args:
+            port: where the ranks meet; the worker group passes it. None: at verl's port.
+        """
+        rendezvous.meet_at(port)
         ensure_process_group(self.config.nccl_timeout)
         share_cpu_cores(0 if self._is_rollout else self.config.rollout.n_gpus_per_node)
         super().init_model()

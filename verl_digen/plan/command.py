@@ -155,8 +155,8 @@ def split_words_of(split: SplitPlan, overrides: Sequence[str], own: Words) -> st
     if split.given is None:
         recipes = [word for word in kept if word.startswith("recipe=")]
         kept = [word for word in kept if word not in recipes]
-        named = recipes[-1].removeprefix("recipe=").strip("[]") if recipes else ""
-        words.insert(0, f"recipe=[{named},disaggregated]" if named else "recipe=disaggregated")
+        named = [recipes[-1].removeprefix("recipe=").strip("[]").replace(",", "+")] if recipes else []
+        words.insert(0, f"recipe={'+'.join([*named, 'disaggregated'])}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -362,7 +362,7 @@ def _way_out(memory: Memory) -> str:
     if weights > memory.limit_bytes:
         return (
             f"what a replica holds before it generates is {weights / 1e9:.1f} GB, so use devices with more memory, or "
-            "recipe=[...,vllm_omni] with actor_rollout_ref.rollout.tensor_model_parallel_size"
+            "recipe=...+vllm_omni with actor_rollout_ref.rollout.tensor_model_parallel_size"
         )
     return "lower digen.sampling.height_px, width_px or num_frames"
 

@@ -17,7 +17,7 @@ DEFAULTS = DigenConfig()
 def effect_problems(config: DictConfig) -> list[str]:
     """A paragraph for each key that has another value than its default, and that this run does not read."""
     digen, mode = digen_config(config), config.trainer.v1.trainer_mode
-    separate = "where trainer and replicas take turns on the same devices", "use recipe=[...,disaggregated]"
+    separate = "where trainer and replicas take turns on the same devices", "use recipe=...+disaggregated"
     problems = []
     if mode == COLOCATED:
         problems += _changed("gap", digen.gap, DEFAULTS.gap, *separate)

@@ -107,7 +107,7 @@ def check_placement(config: DictConfig) -> None:
         placement.generator_accelerator is None or mode != COLOCATED,
         "digen.placement.generator_accelerator needs replicas on devices of their own",
         placement.generator_accelerator,
-        "use recipe=[...,disaggregated], or set digen.placement.trainer_accelerator",
+        "use recipe=...+disaggregated, or set digen.placement.trainer_accelerator",
     )
     num_devices, num_workers = num_function_devices(config), config.reward.num_workers
     require(
@@ -127,7 +127,7 @@ def check_mode(config: DictConfig) -> None:
         is_shared == (mode == COLOCATED),
         f"actor_rollout_ref.hybrid_engine must be {str(mode == COLOCATED).lower()} with trainer.v1.trainer_mode={mode}",
         is_shared,
-        "leave both to the recipes: recipe=[...,disaggregated] has separate pools",
+        "leave both to the recipes: recipe=...+disaggregated has separate pools",
     )
 
 
@@ -189,7 +189,7 @@ def check_pools(config: DictConfig) -> None:
             is_separate or value == off,
             f"{key} must be {off} where trainer and replicas take turns on the same devices",
             value,
-            "use recipe=[...,disaggregated]",
+            "use recipe=...+disaggregated",
         )
     actor, num_prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     require(

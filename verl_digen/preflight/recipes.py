@@ -14,6 +14,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
+from verl_digen.recipe_source import AND
 from verl_digen.require import require
 
 MACHINE = ("digen_cpu", "digen_machine")
@@ -42,12 +43,27 @@ def typed_keys(config: DictConfig, section: str) -> set[str]:
 
 
 def named_recipes(config: DictConfig) -> list[str]:
-    """The words of `recipe=`, in order; empty where the config has no record of its command line."""
+    """The recipes of a run, in order, as its command line or its YAML names them; empty where the config has no record
+    of them.
+
+    Raises:
+        ValueError: the command line names others than those that Hydra took.
+    """
     given = [word for word in command_line(config) if GROUP_WORD.match(word)]
-    if not given:
-        return []
-    value = OverridesParser.create().parse_overrides([given[-1]])[0].value()
-    return [str(name) for name in (value if isinstance(value, list) else [value]) if name is not None]
+    value = OverridesParser.create().parse_overrides([given[-1]])[0].value() if given else None
+    typed = _names(value if isinstance(value, list) else [value])
+    taken = _names([OmegaConf.select(config, "hydra.runtime.choices.recipe")])  # has no record of recipe=[A,B]
+    require(
+        not typed or not taken or typed == taken,
+        "recipe must be given without + where a YAML names one",
+        given[-1] if given else None,
+        f"type recipe={AND.join(typed)}: it replaces {AND.join(taken)}",
+    )
+    return typed or taken
+
+
+def _names(words: list[Any]) -> list[str]:
+    return [name for word in words if word is not None for name in str(word).split(AND)]
 
 
 def check_recipes(config: DictConfig) -> None:
@@ -57,7 +73,7 @@ def check_recipes(config: DictConfig) -> None:
         ValueError: the message says in which order to name them.
     """
     names = named_recipes(config)
-    said = f"recipe=[{','.join(names)}]"
+    said = f"recipe={AND.join(names)}"
     section = OmegaConf.select(config, "digen")
     require(
         "digen" not in config or OmegaConf.is_dict(section),
@@ -69,14 +85,14 @@ def check_recipes(config: DictConfig) -> None:
         OmegaConf.select(config, "digen.seed") is not None,
         "recipe must begin with the recipe of an algorithm or a model",
         said if names else None,
-        f"add one in front, e.g. recipe=[{','.join(['digen_flowgrpo', *names])}]",
+        f"add one in front, e.g. recipe={AND.join(['digen_flowgrpo', *names])}",
     )
     bases = [name for name in names if name.startswith(PREFIX) and name not in MACHINE]
     require(
         len(set(names)) == len(names),
         "recipe must name a recipe once",
         said,
-        f"name recipe=[{','.join(dict.fromkeys(names))}]",
+        f"name recipe={AND.join(dict.fromkeys(names))}",
     )
     require(
         len(bases) <= 1,
@@ -90,5 +106,5 @@ def check_recipes(config: DictConfig) -> None:
         names == ordered,
         "recipe must name what changes a run after the recipe that it changes",
         said,
-        f"name recipe=[{','.join(ordered)}]",
+        f"name recipe={AND.join(ordered)}",
     )

@@ -38,7 +38,7 @@ SEED = "digen.seed is the seed of everything"
 SEQUENCE = f"{A}.fsdp_config.ulysses_sequence_parallel_size is the key of sequence parallelism"
 DTYPE = f"weights are trained in {A}.fsdp_config.model_dtype"
 FSDP1 = "it is an option of fsdp, and diffusion runs on fsdp2"
-OWN_MODE = "it belongs to a trainer of verl's; leave it out, recipe=[...,disaggregated] has separate pools"
+OWN_MODE = "it belongs to a trainer of verl's; leave it out, recipe=...+disaggregated has separate pools"
 
 UNUSED: Mapping[str, tuple[Any, str]] = {
     f"{T}.use_v1": (True, "the legacy trainer has no hook for diffusion"),

@@ -9,11 +9,24 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import ray
+import torch.distributed
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage] - public, says its doc
+from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_digen.platforms.placement import type_resource
 from verl_digen.rollout.birth import SeenDevice, assigned_device, require_same_devices, reserved_device
+
+
+class ReplicaWorker(CheckpointEngineWorker):
+    """verl's worker of a replica, alone in its process group, which nothing of ours uses: it needs no port, see
+    `verl_digen.engine.rendezvous`."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        torch.distributed.init_process_group("cpu:gloo", store=HashStore(), rank=0, world_size=1)
+        super().__init__(*args, **kwargs)
 
 
 class PlacedReplica(RolloutReplica):
@@ -27,7 +40,9 @@ class PlacedReplica(RolloutReplica):
             self.resource_pool.accelerator_type = type_resource("digen.placement.generator_accelerator", accelerator)
             if self.world_size > 1:  # verl would reserve them on several nodes where no node has enough free ones
                 self.resource_pool.get_placement_groups(strategy="STRICT_PACK", device_name=get_platform().device_name)
-        return super().get_ray_class_with_init_args()
+        described = super().get_ray_class_with_init_args()
+        described.cls = ray.remote(ReplicaWorker)
+        return described
 
     async def require_devices(self, seen: Sequence[SeenDevice]) -> None:
         """Require that the replica's engine runs on the devices of its workers, in their order.

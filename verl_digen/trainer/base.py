@@ -39,7 +39,6 @@ from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.metrics import training_metrics
-from verl_digen.patches import verl_master_port
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.pool_sizes import has_reward_model
 from verl_digen.reward.manager import DiffusionRewardLoopManager
@@ -137,7 +136,6 @@ class DiffusionTrainer(PPOTrainerSync):
         )
 
     def _setup(self) -> None:
-        verl_master_port.apply()  # before the first worker group
         self._supervision = Supervision(
             self.digen.deadlines,
             loop=LoopThread("driver"),

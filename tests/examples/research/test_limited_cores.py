@@ -14,7 +14,7 @@ def test_ranks_and_servers_are_devices():
 
     devices = ("WorkerDict", "WorkerDict.actor_accumulate", "DiffusersServer", "vLLMOmniHttpServer.generate")
     assert all(DEVICE.match(f"ray::{title}") for title in devices)
-    others = ("DiffusionAgentLoopWorker", "CheckpointEngineWorker", "TaskRunnerV1.run", "IDLE")
+    others = ("DiffusionAgentLoopWorker", "ReplicaWorker", "TaskRunnerV1.run", "IDLE")
     assert not any(DEVICE.match(f"ray::{title}") for title in others)
 
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The port where the trainer's ranks meet: outside the range that the kernel hands out.
+
+verl has the kernel hand a port to a task, which frees it; rank 0 listens on it seconds later. A socket that another
+process of the start opens in between may get that port, and the run ends with `DistNetworkError ... EADDRINUSE`.
+
+    driver: group.init_model() -> `dispatch` asks rank 0 for a port -> every rank is told it, and meets there
+
+Without room outside that range verl's port stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+from verl.single_controller.base.decorator import collect_all_to_all, dispatch_one_to_all
+
+logger = logging.getLogger(__name__)
+
+WINDOWS = (range(20_000, 30_000), range(50_000, 65_536))
+"""Ports to choose from. Below the first are those of Ray's workers (10002 to 19999), above it those of Kubernetes'
+services (30000 to 32767)."""
+NUM_TRIED = 200
+"""Ports that rank 0 tries, one after the other."""
+MIN_PORTS = 10 * NUM_TRIED
+"""Smallest choice: in a smaller one, runs that start together would often try the same ports."""
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last port that the kernel hands out, on Linux."""
+MASTER_PORT = "MASTER_PORT"
+"""Environment variable of the port, which `torch.distributed` reads."""
+
+_random = SystemRandom()
+"""Not the seeded generator: equal runs on one machine would draw equal ports."""
+
+
+def dispatch(group: Any, *args: Any, **kwargs: Any) -> Any:
+    """Dispatch function of verl's `register`: ask rank 0 for a port, and pass it to every rank as the first argument.
+
+    Args:
+        group: verl's worker group of `DiffusionWorker`s.
+    """
+    return dispatch_one_to_all(group, group.free_port(), *args, **kwargs)
+
+
+AT_ONE_PORT = {"dispatch_fn": dispatch, "collect_fn": collect_all_to_all}
+"""Dispatch mode of a method of all ranks whose first argument is the port."""
+
+
+def meet_at(port: int | None) -> None:
+    """Have this rank meet the others at `port`; None: at verl's."""
+    if port is not None:
+        os.environ[MASTER_PORT] = str(port)
+
+
+def free_port() -> int | None:
+    """A free port of this machine that the kernel hands to nobody; None if it has none."""
+    candidates = candidate_ports()
+    for port in candidates:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    if candidates:
+        logger.warning("the ranks meet at verl's port: %d to %d are taken", candidates.start, candidates.stop - 1)
+    return None
+
+
+def candidate_ports() -> range:
+    """`NUM_TRIED` ports at a random place outside the ephemeral range; none if there is no room."""
+    try:
+        first, last = map(int, EPHEMERAL.read_text().split())
+    except (OSError, ValueError) as error:
+        logger.warning("the ranks meet at verl's port: the ephemeral range cannot be read (%s)", error)
+        return range(0)
+    ports = widest_outside(first, last)
+    if len(ports) < MIN_PORTS:
+        logger.warning(
+            "the ranks meet at verl's port: the ephemeral range %d to %d leaves too few others; 32768 to 60999 is "
+            "usual (sysctl net.ipv4.ip_local_port_range)",
+            first,
+            last,
+        )
+        return range(0)
+    start = _random.randrange(ports.start, ports.stop - NUM_TRIED + 1)
+    return range(start, start + NUM_TRIED)
+
+
+def widest_outside(first: int, last: int) -> range:
+    """The longest run of ports in `WINDOWS` without `first` to `last`."""
+    parts = [range(window.start, min(window.stop, first)) for window in WINDOWS]
+    parts += [range(max(window.start, last + 1), window.stop) for window in WINDOWS]
+    return max(parts, key=len)
