@@ -1,16 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
+"""A program that constructs verl's RayPPOTrainer itself, with our subclass in its place."""
+
+import inspect
+
 import pytest
 import transfer_queue
 from hydra import compose, initialize_config_module
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.v1 import trainer_base
 
-from verl_digen.facade import RayFlowGRPOTrainer
+from verl_digen import facade
+from verl_digen.facade import DECIDED_BY, RayFlowGRPOTrainer
+from verl_digen.trainer.colocated import ColocatedTrainer
+from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 
 
-def test_a_pipeline_of_ones_own_is_checked_before_anything_starts(monkeypatch):
-    started = []
-    monkeypatch.setattr(transfer_queue, "init", started.append)
+@pytest.fixture
+def started(monkeypatch):
+    """What was started: the configs of TransferQueue."""
+    found = []
+    monkeypatch.setattr(transfer_queue, "init", found.append)
+    return found
+
+
+def composed(*overrides):
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=["recipe=digen_quickstart", "actor_rollout_ref.rollout.n=1"])
+        return compose("ppo_trainer", overrides=list(overrides))
+
+
+def test_the_config_is_checked_before_anything_starts(started):
+    config = composed("recipe=digen_quickstart", "actor_rollout_ref.rollout.n=1")
     with pytest.raises(ValueError, match=r"actor_rollout_ref\.rollout\.n must be >= 2"):
         RayFlowGRPOTrainer(config)
+    assert started == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [("digen_quickstart", ColocatedTrainer), ("digen_quickstart+disaggregated", DisaggregatedTrainer)],
+)
+def test_the_trainer_is_the_one_that_trainer_mode_names(started, monkeypatch, recipe, kind):
+    monkeypatch.setattr(kind, "__init__", lambda self, config: None)
+    monkeypatch.setattr(facade, "start", started.append)
+    trainer = RayFlowGRPOTrainer(composed(f"recipe={recipe}"), device_name="cpu")
+    assert type(trainer._trainer) is trainer_base.get_trainer_cls(trainer.config.trainer.v1.trainer_mode) is kind
+    assert len(started) == 1
+
+
+def test_the_signature_is_verls_and_what_is_not_used_is_refused_by_name(started):
+    ours, verls = (inspect.signature(kind.__init__) for kind in (RayFlowGRPOTrainer, RayPPOTrainer))
+    assert list(ours.parameters) == list(verls.parameters)
+    assert set(DECIDED_BY) == set(ours.parameters) - {"self", "config", "device_name"}
+    config = composed("recipe=digen_quickstart")
+    for name, decides in DECIDED_BY.items():
+        with pytest.raises(ValueError, match="must be given the config alone") as refused:
+            RayFlowGRPOTrainer(config, **{name: object()})
+        assert f"got '{name}'; leave out {name}: {decides}" in str(refused.value)
+    with pytest.raises(ValueError, match=r"got 'tokenizer, train_dataset'; leave out tokenizer: .*; and train_dataset"):
+        RayFlowGRPOTrainer(config, "tokenizer", train_dataset=[])
     assert started == []
