@@ -22,6 +22,7 @@ from verl_digen.plan import command as plan
 from verl_digen.report import report_command as report
 from verl_digen.score import score_command as score
 from verl_digen.simulate import command as simulate
+from verl_digen.user_modules import import_user_modules
 
 
 class Command(Protocol):
@@ -90,6 +91,11 @@ def _terminable() -> Iterator[None]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line (`sys.argv` unless given) and run the subcommand."""
     args = make_parser().parse_args(argv)
+    try:
+        import_user_modules()
+    except ValueError as error:
+        print(f"digen {args.command}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
     try:
         with _terminable():
             code = args.function(args)

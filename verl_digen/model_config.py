@@ -23,7 +23,6 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from verl.base_config import BaseConfig
 from verl.utils.fs import copy_to_local
-from verl.utils.import_utils import import_external_libs
 from verl.workers.config import MtpConfig
 
 from verl_digen.config import DigenConfig, digen_config
@@ -32,6 +31,7 @@ from verl_digen.models.json_file import read_object
 from verl_digen.models.locate import locate, locate_index
 from verl_digen.require import require
 from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
+from verl_digen.user_modules import import_user_modules
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -70,7 +70,8 @@ class DiffusionModelConfig(BaseConfig):
     use_shm: bool = False
     """Copy the checkpoint to shared memory before it is read."""
     external_lib: Any = None
-    """Module(s) to import first, e.g. one that registers a policy loss."""
+    """Module of your own, or a list, imported in every process of the run: it registers models, objectives and names of
+    rewards. Modules of installed packages come by their entry points `verl_digen.plugins`."""
     trust_remote_code: bool = False
     """Read by verl; diffusers transformers need none."""
     digen: DigenConfig = None  # type: ignore[assignment]
@@ -119,7 +120,7 @@ class DiffusionModelConfig(BaseConfig):
     mtp: MtpConfig = field(default_factory=MtpConfig)
 
     def __post_init__(self) -> None:
-        import_external_libs(self.external_lib)
+        import_user_modules(self.external_lib)
         self.digen = _to_digen(self.digen)
         for key in ("use_remove_padding", "use_fused_kernels"):
             _require(
@@ -157,6 +158,11 @@ class DiffusionModelConfig(BaseConfig):
     def recomputed(self) -> str | int:
         """`recompute_blocks`, "none" with verl's key off."""
         return self.recompute_blocks if self.enable_gradient_checkpointing else "none"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Import the user's modules in the process that gets the config, too."""
+        import_user_modules(state["external_lib"])
+        self.__dict__.update(state)
 
     def _check_recomputation(self) -> None:
         number = self.recompute_blocks

@@ -16,6 +16,7 @@ import ast
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -23,6 +24,7 @@ import pytest
 import yaml
 from omegaconf import DictConfig
 
+from tests import own_parts
 from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, Block, indented_lines
 from verl_digen.cli import make_parser
 from verl_digen.config import digen_config
@@ -188,7 +190,7 @@ def check_command(start, block: Block, words: list[str]) -> None:
 
 
 @pytest.fixture
-def beside(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def beside(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make the working directory one with the python files that the block's page shows, e.g. `# brightness.py`."""
     for other in BLOCKS:
         named = re.match(r"# (\w+\.py)\n", other.text) if other.language == "python" else None
@@ -197,6 +199,8 @@ def beside(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    with own_parts.forgotten(*(file.stem for file in tmp_path.glob("*.py"))):
+        yield
 
 
 @pytest.mark.parametrize("block", CHECKED, ids=lambda block: block.name)

@@ -127,6 +127,16 @@ def test_the_trainer_generates_what_a_replica_would_and_leaves_the_open_gradient
     engine.abort()
 
 
+def test_the_trainer_refuses_latents_that_are_not_finite(one_rank, tiny_qwen_image):
+    assistant, asked = assistant_of(make_engine(tiny_qwen_image)), requests(2)
+    conditions = of_prompts(asked)
+    for positive, _ in conditions.values():
+        assert positive is not None
+        positive["embeds"].fill_(torch.inf)
+    with pytest.raises(ValueError, match=f"sample 0 of group p3 must have finite latents .* version {VERSION}"):
+        assistant.generate(asked, conditions, version=VERSION)
+
+
 def test_a_later_assist_of_the_group_begins_at_its_window_under_the_same_version_alone(one_rank, tiny_qwen_image):
     engine = make_engine(tiny_qwen_image)
     assistant = assistant_of(engine)

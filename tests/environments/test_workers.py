@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from omegaconf import OmegaConf
 
 from tests.environments import worlds
 from tests.environments.local import connect
 from tests.environments.worlds import Mortal
-from verl_digen.config import DigenConfig, EnvironmentConfig
+from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.actors import StartedEnvironments
 from verl_digen.environments.registry import environment_class, environment_settings
 from verl_digen.environments.workers import EnvironmentWorkers, EpisodeDiverged, OpenEpisode
@@ -54,7 +56,7 @@ def ray_here() -> Iterator[None]:
 @pytest.mark.slow
 def test_a_killed_worker_loses_no_episode(ray_here, tmp_path):
     config = EnvironmentConfig(path=f"{WORLDS}.{Mortal.__name__}", options={"folder": str(tmp_path)}, num_workers=2)
-    started = StartedEnvironments(DigenConfig(environment=config))
+    started = StartedEnvironments(OmegaConf.create({"digen": {"environment": asdict(config)}}))
     workers = EnvironmentWorkers(started.handles, config, DeadlinesConfig())
     episodes = [workers.open(f"e{number}", ROW, 5) for number in range(8)]
 

@@ -188,6 +188,27 @@ def test_a_prompt_the_encoder_refuses_fails_its_own_samples_alone(tiny_qwen_imag
             close(got.trajectory.record.latents, alone.trajectory.record.latents)
 
 
+def test_latents_that_are_not_finite_fail_their_own_samples_alone(tiny_qwen_image):
+    requests = make_requests()
+    server = make_server(tiny_qwen_image, max_batch_size=9)
+    (condition,) = server._prompts.lookup([requests[3].inputs]).values()
+    condition["embeds"].fill_(torch.nan)  # as of an encoder that overflows on one prompt
+
+    async def run():
+        return await asyncio.gather(
+            *[server.generate("id", [], {"request": asked}) for asked in requests], return_exceptions=True
+        )
+
+    answers = asyncio.run(run())
+    expected = generate(make_server(tiny_qwen_image, max_batch_size=9), requests)
+    for request, got, own in zip(requests, answers, expected, strict=True):
+        if request.uid == "p2":
+            said = f"sample {request.sample_index} of group p2 must have finite latents after its last step, got NaN"
+            assert isinstance(got, ValueError) and str(got).startswith(said) and "external_lib" in str(got)
+        else:
+            close(got.trajectory.record.latents, own.trajectory.record.latents)
+
+
 @pytest.mark.parametrize("is_live", [True, False], ids=["live", "staged"])
 def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image, is_live):
     server = make_server(tiny_qwen_image)

@@ -61,6 +61,7 @@ def test_every_pipeline_that_is_served_has_its_recorder_and_vllm_omni_has_it():
 def test_a_given_first_frame_runs_in_the_pipeline_that_reads_the_indexs_flag(tmp_path, name):
     made = arguments(build_tiny(name, tmp_path))
     assert made["custom_pipeline_args"]["pipeline_class"].endswith(".pipeline.RecordingWanPipeline")
+    assert made["custom_pipeline_args"]["external_lib"] is None
     assert made["model_class_name"] == "WanPipeline"
 
 

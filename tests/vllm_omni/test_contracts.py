@@ -20,7 +20,7 @@ from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
-from vllm_omni.diffusion.data import OmniDiffusionConfig
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode, _RpcTask
 from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 from vllm_omni.diffusion.request import OmniDiffusionRequest
@@ -28,9 +28,11 @@ from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
 from vllm_omni.diffusion.worker import diffusion_worker
 
 from tests.vllm_omni.conftest import RUN_SEED, request
+from verl_digen.algorithms.window import Window
 from verl_digen.rollout.vllm_omni import engine
 from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
 from verl_digen.rollout.vllm_omni.pipeline import recording_class
+from verl_digen.rollout.vllm_omni.recorder import RECORDED, RecordingPipeline
 from verl_digen.rollout.vllm_omni.requests import (
     ORDER,
     Published,
@@ -286,6 +288,35 @@ def test_an_extension_comes_before_the_worker_and_can_override_its_start():
         assert getattr(extended, name) is getattr(WeightReceiverExtension, name)
         assert callable(getattr(diffusion_worker.DiffusionWorker, name))
     assert callable(extended.re_init_pipeline)
+
+
+def test_a_worker_first_imports_the_users_modules():
+    worker: Any = WeightReceiverExtension.__new__(WeightReceiverExtension)
+    worker.od_config = SimpleNamespace(custom_pipeline_args={"external_lib": "nosuch"})
+    with pytest.raises(ValueError, match=r"model\.external_lib must name modules that can be imported, got 'nosuch'"):
+        worker.init_device()
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(0.5, False), (torch.nan, True), (torch.inf, True)])
+def test_a_record_says_that_its_latents_are_not_finite(number, is_refused):
+    asked = replace(request(2), window=Window((), ()))
+    pipeline = RecordingPipeline()
+    recording = pipeline.begin_recording(
+        RecordingOrder(asked, RUN_SEED, torch.float32),
+        shape=(2, 3),
+        sigmas=torch.linspace(1, 0, asked.sampling.num_steps + 1),
+        device=torch.device("cpu"),
+        condition={"embeds": torch.zeros(1, 2)},
+        negative_condition=None,
+        start_s=0.0,
+        adapter=None,
+    )
+    recording.latents[0, 1, 2] = number
+    recording.log_probs = [torch.zeros(())] * asked.sampling.num_steps
+    output = DiffusionOutput(output=torch.zeros(1, 3, 4, 4))
+    pipeline.finish_recording(recording, output)
+    assert output.output is not None
+    assert (output.output["payload"]["trajectory"][RECORDED]["error"] is not None) == is_refused
 
 
 # -- pipelines (pipeline.py, flux_pipelines.py) ------------------------------------------------------------

@@ -4,12 +4,14 @@
 import asyncio
 import os
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from tests import own_parts
 from tests.vllm_omni.conftest import (
     GUIDED,
     by_sampler,
@@ -85,3 +87,15 @@ def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here,
         for _ in range(MAX_FAILED):
             with suppress(RayTaskError):
                 ray.get(server.generate.remote("after", [], {"request": requests[0]}), timeout=120)
+
+
+def test_workers_in_processes_of_their_own_know_a_users_own_model(ray_here, tiny_qwen_image, tmp_path):
+    own_parts.write_modules(tmp_path)
+    path = own_parts.write_checkpoint(tmp_path / "checkpoint", tiny_qwen_image)
+    composed = compose_actor_rollout(path, SIZE, f"actor_rollout_ref.model.external_lib={own_parts.NAME}")
+    python_path = f"{tmp_path}:{Path(__file__).parents[2]}"
+    server = start_server(composed, REPLICA + 1, num_devices=2, PYTHONPATH=python_path)
+    found = ray.get(server.generate.remote("0", [], {"request": request(0)})).trajectory
+    network = load_model(tiny_qwen_image).load_transformer(torch.float32)
+    expected = by_sampler(tiny_qwen_image, network, request(0), 0)
+    torch.testing.assert_close(found.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)

@@ -366,8 +366,8 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(DiffusionAgentLoopWorker)
-        digen = digen_config(self.config)
-        self._environments = StartedEnvironments(digen) if digen.environment.is_on else None
+        is_on = digen_config(self.config).environment.is_on
+        self._environments = StartedEnvironments(self.config) if is_on else None
         """Kept: workers of environments restart as long as it lives."""
         if self._environments is not None:
             self.llm_client.environments = tuple(self._environments.handles)  # type: ignore[attr-defined]

@@ -135,7 +135,7 @@ class DigenConfig:
             self.queue.drop_zero_spread,
             "leave it out",
         )
-        if self.loss_name in objective_names():  # a user's own is known later
+        if self.loss_name in objective_names():  # for others properties below raise
             self.check_points()
 
     @property
@@ -269,7 +269,7 @@ class DigenConfig:
 
     @property
     def loss_settings(self) -> LossConfig:
-        """Settings of the policy loss, of its own class. Read when asked for, because a user's own loss is known late.
+        """Settings of the policy loss, of its own class.
 
         Raises:
             ValueError: there is no such loss, or it has no such setting.
@@ -279,7 +279,7 @@ class DigenConfig:
     @property
     def denominator(self) -> Denominator:
         """Source of `old_log_prob`, from the loss, `old_log_probs` and the staleness of samples; see
-        `verl_digen.algorithms.objectives.denominator`. A property, because a user's own loss is known late.
+        `verl_digen.algorithms.objectives.denominator`.
 
         Raises:
             ValueError: the three do not go together.

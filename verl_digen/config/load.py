@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.loss import check_loss_section
 from verl_digen.require import require, suggestion
+from verl_digen.user_modules import KEY, import_user_modules
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -73,10 +74,10 @@ def read_only(config: DictConfig) -> Iterator[None]:
 
 
 def digen_config(config: DictConfig) -> DigenConfig:
-    """Validate the `digen:` section of verl's composed config.
+    """Validate the `digen:` section of verl's composed config, after the import of the user's own modules.
 
     Raises:
-        ValueError: an unknown key, a value of the wrong type, or a broken rule.
+        ValueError: an unknown key, a value of the wrong type, or a broken rule; or a module that cannot be imported.
     """
     read = _READ.get()
     if read is None or read.config is not config:
@@ -95,6 +96,7 @@ def _digen_config(config: DictConfig) -> DigenConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    import_user_modules(OmegaConf.select(config, KEY))
     section: Any = OmegaConf.select(config, "digen")
     require(
         section is not None,

@@ -24,7 +24,7 @@ recorded. With stale samples auto is rollout, see `verl_digen.algorithms.objecti
 
 
 def check_loss_section(section: Mapping[str, Any]) -> None:
-    """Require values that can be checked before a user's own loss is imported.
+    """Require values that fit the loss, if there is one of this name.
 
     Raises:
         ValueError: a broken rule, with key, value and remedy.

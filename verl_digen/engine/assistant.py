@@ -27,7 +27,7 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models.pixels import in_batches
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
-from verl_digen.sampling.recording import experts_of
+from verl_digen.sampling.recording import experts_of, not_finite
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.store.conditions import ConditionPair
 from verl_digen.types import Condition, Generation, SampleRequest, Trajectory, move_condition
@@ -63,6 +63,9 @@ class Assistant:
         Args:
             conditions: condition key -> conditions of that prompt; the negative one only with guidance.
             version: weight version.
+
+        Raises:
+            ValueError: latents of one of them are not finite.
         """
         rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         kinds = [self._kind(request, *conditions[request.condition_key]) for request in requests]
@@ -72,8 +75,13 @@ class Assistant:
             denoised = [self._denoise(batch or requests[:1], conditions, version) for batch in batches]
         if not self._engine.is_mp_src_rank_with_outputs():
             return []
-        finished = [self._finish(*made, started_s) for batch, made in zip(batches, denoised, strict=True) if batch]
-        return [generation for made in finished for generation in made]
+        made = [(batch, samples) for batch, samples in zip(batches, denoised, strict=True) if batch]
+        for batch, (_, latents, _) in made:  # after the last forward, for which other ranks need this one
+            for request, final in zip(batch, latents, strict=True):
+                if (error := not_finite(request, final, version)) is not None:
+                    raise error
+        finished = [self._finish(*samples, started_s) for _, samples in made]
+        return [generation for batch in finished for generation in batch]
 
     def _kind(self, request: SampleRequest, condition: Condition, negative: Condition | None) -> Hashable:
         """Equal for samples that may share a forward."""

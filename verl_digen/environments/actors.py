@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from verl.plugin.platform import get_platform
 
-from verl_digen.config import DigenConfig, EnvironmentConfig, PoolSettings
+from verl_digen.config import PoolSettings, digen_config
 from verl_digen.environments.base import Instruction, Picture, TurnResult
 from verl_digen.environments.host import EpisodeHost
 from verl_digen.platforms.placement import pool_options
@@ -17,10 +18,16 @@ from verl_digen.types import PromptRow
 
 
 class EnvironmentWorker:
-    """Process of environments, see `verl_digen.environments.host`."""
+    """Process of environments, see `verl_digen.environments.host`.
 
-    def __init__(self, config: EnvironmentConfig):
-        self._host = EpisodeHost(config, torch.device(get_platform().device_name if config.num_gpus else "cpu"))
+    Args:
+        config: verl's.
+    """
+
+    def __init__(self, config: DictConfig):
+        environment = digen_config(config).environment
+        device = torch.device(get_platform().device_name if environment.num_gpus else "cpu")
+        self._host = EpisodeHost(environment, device)
 
     async def begin(self, episode: str, row: PromptRow, seed: int) -> Instruction:
         """Make and reset the environment of an episode."""
@@ -39,14 +46,16 @@ class StartedEnvironments:
     """The environment workers of a run; keep it as long as they may restart.
 
     Args:
-        digen: a config with an environment.
+        config: verl's, with an environment.
     """
 
-    def __init__(self, digen: DigenConfig):
-        config = digen.environment
+    def __init__(self, config: DictConfig):
+        digen = digen_config(config)
+        environment = digen.environment
         # Ray's own retry reaches the restarted process, which answers `UnknownEpisode`
-        options = pool_options(PoolSettings(num_gpus=config.num_gpus), digen)
+        options = pool_options(PoolSettings(num_gpus=environment.num_gpus), digen)
         self._actor = RestartingActor(EnvironmentWorker, 1, **options)
         self.handles: list[Any] = [
-            self._actor.options(name=f"environment_{number}").remote(config) for number in range(config.num_workers)
+            self._actor.options(name=f"environment_{number}").remote(config)
+            for number in range(environment.num_workers)
         ]

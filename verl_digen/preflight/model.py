@@ -83,7 +83,7 @@ def check_model_section(config: DictConfig) -> None:
     if not _is_here(section["path"]):
         return
     section.pop("_target_", None)
-    DiffusionModelConfig(**section | {"external_lib": None, "digen": digen_config(config)})
+    DiffusionModelConfig(**section | {"digen": digen_config(config)})
 
 
 def check_loss(config: DictConfig) -> None:
@@ -92,7 +92,6 @@ def check_loss(config: DictConfig) -> None:
     from verl_digen.config.loss import unused_settings
     from verl_digen.preflight.recipes import typed_keys
 
-    _import_external(config.actor_rollout_ref.model.external_lib)  # importing a user's loss registers it
     digen = digen_config(config)
     require_one_of("digen.loss.name", digen.loss_name, objective_names())
     _ = digen.loss_settings, digen.denominator  # they raise
@@ -179,16 +178,3 @@ def _endings(names: Iterable[str]) -> set[str]:
     """The last one and the last two parts of each name: `to_out.0`, `to_q`."""
     endings = {".".join(name.split(".")[-count:]) for name in names for count in (1, 2)}
     return {ending for ending in endings if not ending.isdecimal()}
-
-
-def _import_external(given: Any) -> None:
-    from verl.utils.import_utils import import_external_libs
-
-    modules = OmegaConf.to_container(given) if OmegaConf.is_list(given) else given
-    try:
-        import_external_libs(modules)
-    except (Exception, SystemExit) as error:  # any exception of the user's module at import
-        raise ValueError(
-            f"{KEY}.external_lib must name modules that can be imported, got {modules!r} ({type(error).__name__}: "
-            f"{error}); check the names, and that their folder is on PYTHONPATH"
-        ) from error

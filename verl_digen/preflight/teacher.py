@@ -62,7 +62,7 @@ def _check_files(section: DictConfig, teacher: str, digen: Any) -> None:
 
     given: Any = OmegaConf.to_container(section, resolve=True, throw_on_missing=True)
     given.pop("_target_", None)
-    model_config = DiffusionModelConfig(**given | {"external_lib": None, "digen": digen})
+    model_config = DiffusionModelConfig(**given | {"digen": digen})
     network = load_configs(section.path).load_transformer(torch.float32, meta=True)
     with torch.device("meta"):
         adapted = add_adapter(network, model_config, rank=1)

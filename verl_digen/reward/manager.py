@@ -104,13 +104,15 @@ class RewardPoolWorker:
     """Process of one reward's own pool.
 
     Args:
+        config: verl's.
         served: verl's reward model, if the run has one.
     """
 
-    def __init__(self, config: RewardConfig, name: str, served: ServedModel | None = None):
-        entry = connected(_entry(config, name), served)
+    def __init__(self, config: DictConfig, name: str, served: ServedModel | None = None):
+        reward = digen_config(config).reward
+        entry = connected(_entry(reward, name), served)
         device = get_platform().device_name if entry.pool_settings.num_gpus else "cpu"
-        self._scorer = _batch_scorer(config, entry, make(entry, torch.device(device)))
+        self._scorer = _batch_scorer(reward, entry, make(entry, torch.device(device)))
 
     async def compute_score(self, samples: Sequence[RewardInput]) -> list[PartScore]:
         """Score one sample, or all samples of a group."""
@@ -120,10 +122,11 @@ class RewardPoolWorker:
 class TimesharedRewardWorker:
     """Process of one reward on a device of the trainer; see `verl_digen.reward.timeshared`."""
 
-    def __init__(self, config: RewardConfig, name: str):
-        entry = _entry(config, name)
+    def __init__(self, config: DictConfig, name: str):
+        reward = digen_config(config).reward
+        entry = _entry(reward, name)
         self._scorer = TimesharedScorer(
-            lambda: make(entry, torch.device(get_platform().device_name)), partial(_batch_scorer, config, entry)
+            lambda: make(entry, torch.device(get_platform().device_name)), partial(_batch_scorer, reward, entry)
         )
 
     async def compute_score(self, samples: Sequence[RewardInput]) -> list[PartScore]:
@@ -200,11 +203,10 @@ class DiffusionRewardLoopManager(RewardLoopManager):
 
     def _start(self, actor: RestartingActor, name: str, num_workers: int, *arguments: Any) -> None:
         """Start further workers of a reward's pool."""
-        reward = digen_config(self.config).reward
         self._pool_actors.append(actor)
         workers = self._pool_workers.setdefault(name, [])
         for number in range(len(workers), len(workers) + num_workers):
-            workers.append(actor.options(name=f"reward_{name}_{number}").remote(reward, name, *arguments))
+            workers.append(actor.options(name=f"reward_{name}_{number}").remote(self.config, name, *arguments))
 
     @property
     def reward_loop_worker_handles(self) -> list[Any]:

@@ -26,13 +26,14 @@ from verl_digen.models.pixels import in_batches
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.pictures import PictureSamples
 from verl_digen.rollout.prompt_cache import PromptCache
-from verl_digen.sampling.recording import Denoised, experts_of
+from verl_digen.sampling.recording import Denoised, experts_of, not_finite
 from verl_digen.sampling.sampler import TEXT_STEP, Sampler
 from verl_digen.transfers import HostCopies
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest
 
 Answers = list[Generation | ValueError]
-"""Answers in the order of the requests; the encoder's error for a request whose prompt it refuses."""
+"""Answers in the order of the requests; an error for a prompt that the encoder refuses, or latents that are not
+finite."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +162,17 @@ class SampleMaker:
             copies.begin(latents) if any(request.wants_latents for request in asked) else latents,
         )
 
-    def _answers(self, made: _Made, started_s: float) -> list[tuple[int, Generation]]:
+    def _answers(self, made: _Made, started_s: float) -> list[tuple[int, Generation | ValueError]]:
         """(place, answer) of each sample; the tensors have arrived."""
         ended_s = time.time()
         began_s = max(started_s, self._ended_s)  # batches follow one another on the device
-        answers = []
+        answers: list[tuple[int, Generation | ValueError]] = []
         for row, trajectory in enumerate(made.denoised.trajectories()):
             request, conditions = made.denoised.requests[row], made.conditions[row]
+            error = not_finite(request, made.denoised.latents[row], trajectory.version)
+            if error is not None:
+                answers.append((made.places[row], error))
+                continue
             carried = conditions if request.wants_condition and conditions else []
             generation = Generation(
                 trajectory=trajectory,

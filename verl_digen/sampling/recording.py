@@ -37,6 +37,23 @@ def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]
     return tuple(model.expert_of(trajectory.record.sigmas).tolist()) if len(model.experts) > 1 else ()
 
 
+def not_finite(request: SampleRequest, final: Tensor, version: int) -> ValueError | None:
+    """The error of a sample whose latents `final` [...], after the last step, are not all finite numbers; None for
+    others. Waits for a device that holds them.
+
+    A decoder makes a black picture of such latents, which rewards score as any other.
+    """
+    if final.isfinite().all():
+        return None
+    return ValueError(
+        f"sample {request.sample_index} of group {request.uid} must have finite latents after its last step, got NaN "
+        f"or inf under weight version {version}; if that is the first version, the network overflows in "
+        "actor_rollout_ref.rollout.dtype (bfloat16 has the range of float32), or is your own and no module of "
+        "actor_rollout_ref.model.external_lib registers it; if it is a later one, resume from a checkpoint before it "
+        "with a lower actor_rollout_ref.actor.optim.lr"
+    )
+
+
 def trained_latents(window: Window) -> list[int]:
     """Steps whose latents training needs, ascending: the start and the end of each trained step."""
     return sorted({step for start in window.train_steps for step in (start, start + 1)})

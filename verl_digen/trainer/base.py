@@ -94,8 +94,8 @@ class DiffusionTrainer(PPOTrainerSync):
     def __init__(self, config: Any):
         allow_no_prompts(config)
         name_splits(config)
-        super().__init__(config)
         self.digen = digen_config(config)
+        super().__init__(config)
         self.run_dir = Path(config.trainer.default_local_dir)
         self._num_prompts_drawn = 0
         self._drawn: list[PromptRow] = []

@@ -69,7 +69,10 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         "vae_use_tiling": recording.tiles_vae,
         "enable_prompt_embed_cache": True,
         "prompt_embed_cache_size": digen.embed_cache_size,
-        "custom_pipeline_args": {"pipeline_class": f"{PACKAGE}.pipeline.{PREFIX}{pipeline}"},
+        "custom_pipeline_args": {
+            "pipeline_class": f"{PACKAGE}.pipeline.{PREFIX}{pipeline}",
+            "external_lib": model.external_lib,  # for workers in processes of their own, which have no other config
+        },
         "worker_extension_cls": f"{PACKAGE}.worker.WeightReceiverExtension",
         "engine_backend": f"{PACKAGE}.engine.VersionedEngine",
         **{key: value for key, value in extra.items() if key != ATTENTION},

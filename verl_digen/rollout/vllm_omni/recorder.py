@@ -28,7 +28,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
 from verl_digen.algorithms.solvers import NOISY, Prediction, SolverNoise, denoise_step
 from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
-from verl_digen.sampling.recording import initial_seed, noise_seed, record_trajectory, trained_latents
+from verl_digen.sampling.recording import initial_seed, noise_seed, not_finite, record_trajectory, trained_latents
 from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleLatents, SampleRequest, move_condition
 
@@ -149,6 +149,7 @@ class RecordingPipeline:
             num_shared_steps=recording.num_shared_steps,
         )
         record = {
+            "error": not_finite(request, recording.latents[0], trajectory.version),
             "trajectory": trajectory,
             "pixels": _to_uint8(pixels[0]),
             "audio": None,

@@ -137,7 +137,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's.
 
         Raises:
-            ValueError: the encoder refuses a prompt; no other request is affected.
+            ValueError: the encoder refuses a prompt, or latents are not finite; no other request is affected.
             RuntimeError: the engine failed the request; has the engine's message.
         """
         request: SampleRequest = sampling_params["request"]
@@ -149,6 +149,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         order = RecordingOrder(request, self.digen.seed, self._latents_dtype)
         # with adapters, the request keeps the update served now; full weights may change while it is queued
         record = await self._record(request_id, order, self._served)
+        if record["error"] is not None:
+            raise record["error"]
         return Generation(
             trajectory=record["trajectory"],
             pixels=record["pixels"],

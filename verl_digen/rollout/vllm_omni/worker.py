@@ -57,6 +57,7 @@ from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.rollout.vllm_omni.sockets import address
 from verl_digen.types import Condition
+from verl_digen.user_modules import import_user_modules
 from verl_digen.weights.checksum import Checksum, Manifest, checksum
 from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, tensors_of_update
 from verl_digen.weights.receiving import Arrived, Named, Receiving, Staging
@@ -86,7 +87,9 @@ class WeightReceiverExtension(CustomPipelineWorkerExtension):
     """Expected tensor shapes; read at the first update (all updates of a run are of the same kind)."""
 
     def init_device(self) -> None:
-        """Create the default process group over a store that listens only on loopback, then run vLLM-Omni's method."""
+        """Import the user's modules, create the default process group over a store that listens only on loopback, then
+        run vLLM-Omni's method."""
+        import_user_modules(self.od_config.custom_pipeline_args["external_lib"])
         num_workers = self.od_config.num_gpus
         torch.distributed.init_process_group(
             backend=current_omni_platform.dist_backend,

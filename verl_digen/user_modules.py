@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Import of a user's own modules: the models, objectives and names that they register are known in every process.
+
+| modules | named by |
+| --- | --- |
+| of a run | `actor_rollout_ref.model.external_lib`: a name or a list of names, as verl reads it |
+| of installed packages | entry points `verl_digen.plugins`, without any key |
+
+One group of entry points serves all kinds, as verl's own does: a module registers whatever it has when it is imported,
+and is imported once, wherever the first of its names is looked up.
+
+| process | imports when |
+| --- | --- |
+| driver, task runner, agent loop, reward and environment workers; `digen plan` | `digen_config` reads verl's config |
+| trainer ranks, servers of vLLM-Omni; `digen sample`, `digen export` | `DiffusionModelConfig` is made |
+| `diffusers` replicas | `DiffusionModelConfig` is unpickled |
+| processes of vLLM-Omni's engine | the worker makes its device |
+| every `digen` command | it starts: installed packages alone |
+
+So a new kind of process gets verl's config or a `DiffusionModelConfig`, never a section of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import entry_points
+
+from verl_digen.require import require
+
+KEY = "actor_rollout_ref.model.external_lib"
+GROUP = "verl_digen.plugins"
+"""Entry points of installed packages; the value of each is a module."""
+
+
+def import_user_modules(given: str | Sequence[str] | None = None) -> None:
+    """Import the modules of installed packages, and those that `given`, the value of `KEY`, names. Idempotent.
+
+    Raises:
+        ValueError: a module cannot be imported.
+    """
+    _import_installed()
+    names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
+    for name in names:
+        file = name.rpartition("/")[2].removesuffix(".py")
+        require(
+            "/" not in name and not name.endswith(".py"),
+            f"{KEY} must name modules, not files",
+            name,
+            f"write {file}, and add its folder to PYTHONPATH on every node",
+        )
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # any exception of the user's module at import
+            raise ValueError(
+                f"{KEY} must name modules that can be imported, got {name!r} ({type(error).__name__}: {error}); check "
+                "the name, and that its folder is on PYTHONPATH on every node"
+            ) from error
+
+
+@cache
+def _import_installed() -> None:
+    for entry in entry_points(group=GROUP):
+        try:
+            entry.load()
+        except (Exception, SystemExit) as error:  # any exception of the package's module at import
+            raise ValueError(
+                f"entry points {GROUP} must name modules that can be imported, got {entry.name} = {entry.value} "
+                f"({type(error).__name__}: {error}); repair or uninstall the package that has it"
+            ) from error
