@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
-LANGUAGES = ("bash", "json", "python", "text", "yaml", "dockerfile")
+LANGUAGES = ("bash", "diff", "json", "python", "text", "yaml", "dockerfile")
 FENCE = re.compile(r"^( *)```(.*)$")
 MARKER = re.compile(r"^<!-- (on|not run): (.+) -->$")
 INCLUDED = re.compile(r'^--8<-- "(.+)"$')
