@@ -96,7 +96,7 @@ setup(
         *("cachetools", "fastapi", "orjson", "uvicorn"),
         "accelerate",
         "datasets",
-        "diffusers==0.40.*",
+        "diffusers>=0.40,<0.43",  # vLLM-Omni 0.28 pins 0.40.0
         "hydra-core>=1.3,<1.4",
         "matplotlib",
         "numpy>=2.0.0",

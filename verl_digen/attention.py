@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention kernels by diffusers' names (`AttentionBackendName` of diffusers 0.40), and what each can do.
+"""Attention kernels by diffusers' names (`AttentionBackendName` of diffusers 0.40 to 0.42), and what each can do.
 
 - Facts are those of `diffusers.models.attention_dispatch`; nothing of it is imported, so that a config can be checked
   on any machine. `tests/contracts/test_attention.py` compares.
@@ -89,7 +89,7 @@ ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = {
     "_native_npu": AttentionBackend(("npu",), Package("torch_npu", "torch-npu"), takes_masks=True),
     "_native_xla": AttentionBackend(("xla",), Package("torch_xla", "torch-xla", (2, 2))),
     "xformers": AttentionBackend(package=Package("xformers", "xformers", (0, 0, 29)), takes_fp32=True),
-    **dict.fromkeys(("sage", "sage_hub", "sage_varlen", "_sage_qk_int8_pv_fp8_cuda"), _SAGE),
+    **dict.fromkeys(("sage", "sage_hub", "sage_blackwell_hub", "sage_varlen", "_sage_qk_int8_pv_fp8_cuda"), _SAGE),
     **dict.fromkeys(("_sage_qk_int8_pv_fp8_cuda_sm90", "_sage_qk_int8_pv_fp16_cuda"), _SAGE),
     "_sage_qk_int8_pv_fp16_triton": _SAGE,
 }

@@ -15,8 +15,13 @@ from verl_digen.attention import ALLOWED, ATTENTION_BACKENDS
 REGISTRY = attention_dispatch._AttentionBackendRegistry
 
 
+NEWER = {"sage_blackwell_hub"}
+"""Kernels of diffusers 0.42, not of 0.40."""
+
+
 def test_every_kernel_of_diffusers_is_in_the_table():
-    assert set(ATTENTION_BACKENDS) == {backend.value for backend in AttentionBackendName}
+    assert {backend.value for backend in AttentionBackendName} | NEWER == set(ATTENTION_BACKENDS)
+    assert NEWER.isdisjoint(ALLOWED), "the tests below ask diffusers for each"
 
 
 @pytest.mark.parametrize("name", ALLOWED)
