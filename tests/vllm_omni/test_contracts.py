@@ -40,7 +40,7 @@ from verl_digen.rollout.vllm_omni.requests import (
     to_sampling_params,
 )
 from verl_digen.rollout.vllm_omni.settings import ALLOWED
-from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
+from verl_digen.rollout.vllm_omni.worker import vLLMOmniColocateWorkerExtension
 from verl_digen.types import Burst, Geometry
 
 
@@ -271,7 +271,7 @@ def test_more_adapters_than_the_cache_holds_push_the_oldest_out(one_worker):
     manager.max_cached_adapters = 2
     for serial in (2, 3, 4):
         register(manager, serial, "first")
-    assert manager.list_adapters() == [3, 4], "so `WeightReceiverExtension` sets no limit"
+    assert manager.list_adapters() == [3, 4], "so `vLLMOmniColocateWorkerExtension` sets no limit"
 
 
 # -- the worker and its extension (worker.py) -------------------------------------------------------------
@@ -279,11 +279,11 @@ def test_an_extension_comes_before_the_worker_and_can_override_its_start():
     wrapper: Any = diffusion_worker.WorkerWrapperBase.__new__(diffusion_worker.WorkerWrapperBase)
     wrapper.base_worker_class = diffusion_worker.DiffusionWorker
     wrapper.custom_pipeline_args = {"pipeline_class": "x"}
-    wrapper.worker_extension_cls = WeightReceiverExtension
+    wrapper.worker_extension_cls = vLLMOmniColocateWorkerExtension
     extended = wrapper._prepare_worker_class()
-    assert extended.__mro__[1:3] == (WeightReceiverExtension, diffusion_worker.CustomPipelineWorkerExtension)
+    assert extended.__mro__[1:3] == (vLLMOmniColocateWorkerExtension, diffusion_worker.CustomPipelineWorkerExtension)
     for name in ("init_device", "init_lora_manager", "_activate_step_lora"):
-        assert getattr(extended, name) is getattr(WeightReceiverExtension, name)
+        assert getattr(extended, name) is getattr(vLLMOmniColocateWorkerExtension, name)
         assert callable(getattr(diffusion_worker.DiffusionWorker, name))
     assert callable(extended.re_init_pipeline)
 

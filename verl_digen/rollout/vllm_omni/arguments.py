@@ -70,7 +70,7 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         "enable_prompt_embed_cache": True,
         "prompt_embed_cache_size": digen.embed_cache_size,
         "custom_pipeline_args": {"pipeline_class": f"{PACKAGE}.pipeline.{PREFIX}{pipeline}"},
-        "worker_extension_cls": f"{PACKAGE}.worker.WeightReceiverExtension",
+        "worker_extension_cls": f"{PACKAGE}.worker.vLLMOmniColocateWorkerExtension",
         "engine_backend": f"{PACKAGE}.engine.VersionedEngine",
         **{key: value for key, value in extra.items() if key != ATTENTION},
         # not by its short name, which vLLM-Omni merges twice where a pipeline has a deploy config
