@@ -27,10 +27,12 @@ from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
 from vllm_omni.diffusion.worker import diffusion_worker
 
+import verl_digen
 from tests.vllm_omni.conftest import RUN_SEED, request
-from verl_digen.rollout.vllm_omni import engine
+from verl_digen.rollout.vllm_omni import engine, pipeline
 from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
 from verl_digen.rollout.vllm_omni.pipeline import recording_class
+from verl_digen.rollout.vllm_omni.recorder import RecordingPipeline
 from verl_digen.rollout.vllm_omni.requests import (
     ORDER,
     Published,
@@ -293,6 +295,14 @@ def test_kontext_ignores_the_output_type_of_a_request():
     """When this fails, remove `forward_recorded` of `flux_pipelines.py`."""
     own = recording_class("FluxKontextPipeline").__bases__[1]
     assert "req.sampling_params.output_type" not in inspect.getsource(own.forward)
+
+
+def test_the_package_has_the_rfcs_names_of_vllm_omni():
+    for name, module in verl_digen.RFC_NAMES.items():
+        if "vllm_omni" in module:
+            assert getattr(verl_digen, name).__module__ == f"verl_digen.{module}"
+    assert verl_digen.QwenImagePipelineWithLogProb is pipeline.RecordingQwenImagePipeline
+    assert issubclass(pipeline.QwenImagePipelineWithLogProb, RecordingPipeline)
 
 
 def test_requests_with_other_images_never_share_a_batch():
