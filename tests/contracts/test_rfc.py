@@ -40,9 +40,11 @@ from verl_digen import (
     finished_samples,
     to_dataproto,
 )
+from verl_digen.agent_loop.manager import PlainAgentLoopWorker
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.sde import sde_step, transition_mean
 from verl_digen.config import digen_config
+from verl_digen.data.rows import prompt_batch as prompt_rows_batch
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling import outputs
@@ -208,9 +210,10 @@ def test_a_request_id_keeps_its_replica_until_the_map_is_full_and_others_go_to_t
     async def calls() -> list[str]:
         servers = [Named("a"), Named("b")]
         manager = make_manager(*servers, max_cache_size=1)
-        order = []
-        for name in ("x", "x", "y"):  # y goes where x is not; the map of one id then forgets x
-            tasks = [asyncio.create_task(manager.generate(name, "a cat"))]
+        order: list[str] = []
+        tasks: list[Any] = []
+        for index, name in enumerate(("x", "x", "y")):  # y goes where x is not; the map of one id then forgets x
+            tasks.append(asyncio.create_task(manager.generate(name, "a cat", sample_index=index)))
             await asyncio.sleep(0.05)
             order.append(asked[-1][0])
             if name == "y":
@@ -282,17 +285,61 @@ def test_a_batch_that_lacks_a_column_is_refused(server, lost):
         run_batch(server, is_scored=False, batch=batch)
 
 
-def test_a_sample_that_fails_fails_the_call(server):
-    class Failing:
-        async def generate(self, request_id: str, prompt_ids: Any, params: Any) -> Any:
-            if request_id == "u1_0":
-                raise OSError("the replica is ill")
-            return await server.generate(request_id, prompt_ids, params)
+class Failing:
+    """Server that fails one sample."""
 
-        check_health = server.check_health
+    def __init__(self, server: DiffusersServer):
+        self.server, self.check_health = server, server.check_health
 
+    async def generate(self, request_id: str, prompt_ids: Any, params: Any) -> Any:
+        if request_id == "u1_0":
+            raise OSError("the replica is ill")
+        return await self.server.generate(request_id, prompt_ids, params)
+
+
+def test_a_sample_that_fails_fails_the_call(server: Any):
     with pytest.raises(OSError, match="the replica is ill"):
-        run_batch(Failing(), is_scored=False)  # type: ignore[arg-type]
+        run_batch(Failing(server), is_scored=False)  # type: ignore[arg-type]
+
+
+def compared(server: Any, seen: list[Any]) -> DataProto:
+    """Samples that a reward of groups scores while they are generated."""
+    config = CONFIG.copy()
+    config.digen.reward.functions = {"diversity": 1.5}
+
+    async def compare(group: Any) -> Any:
+        seen.append([(one.row.uid, one.sample_index) for one in group])
+        return [PartScore(float(len(group)), {}, RewardCall("diversity", 0.0, 1.0, 2, 0)) for _ in group]
+
+    async def calls() -> DataProto:
+        worker = make_worker(digen=digen_config(config), llm_client=make_manager(server))
+        worker.reward_loop_worker_handles = [Scoring(compare)]
+        worker._rewards = SampleRewards.of_run(config, worker.reward_loop_worker_handles, worker.digen)
+        return await asyncio.wait_for(worker.generate_sequences(prompt_batch()), 60)
+
+    return run(calls())
+
+
+def test_a_reward_of_groups_scores_the_rows_of_a_uid_while_they_are_generated(server: DiffusersServer):
+    seen: list[Any] = []
+    assert compared(server, seen).batch["rm_scores"].tolist() == [[3.0]] * 4
+    assert sorted(seen) == [[("u0", 0), ("u0", 1)], [("u1", 0), ("u1", 1)]]
+
+
+def test_samples_do_not_wait_for_one_of_their_group_that_failed(server: DiffusersServer):
+    with pytest.raises(OSError, match="the replica is ill"):
+        compared(Failing(server), [])
+
+
+def test_a_batch_of_prompts_takes_verls_way(monkeypatch: pytest.MonkeyPatch):
+    begun = []
+
+    async def begin(worker: Any, batch: TensorDict) -> None:
+        begun.append(batch)
+
+    monkeypatch.setattr(PlainAgentLoopWorker, "generate_sequences", begin)
+    batch = prompt_rows_batch([PromptRow("a cat", "test", None, uid="u0")])
+    assert run(make_worker().generate_sequences(batch)) is None and begun == [batch]
 
 
 def test_an_agent_loop_is_made_as_verl_makes_it(server: DiffusersServer):
