@@ -4,8 +4,6 @@
 The names of verl's RFC for diffusion models can be imported from here; each is loaded when it is asked for.
 """
 
-from typing import Any
-
 RFC_NAMES = {
     "RayFlowGRPOTrainer": "facade",
     "DiffusionAgentLoopWorker": "agent_loop.manager",
@@ -30,7 +28,7 @@ RFC_NAMES = {
 """Name -> module of this package. Those of `rollout.vllm_omni` need vLLM-Omni."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str):
     """A name of `RFC_NAMES`, or `__version__`: the version of the installed distribution.
 
     Raises:

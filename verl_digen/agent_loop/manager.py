@@ -80,8 +80,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     """verl's worker, with groups published atomically and pixels kept out of TransferQueue.
 
     Args:
-        config, llm_client, teacher_client, reward_loop_worker_handles: verl's. Without handles only
-            `generate_sequences(DataProto)` works, and gives no rewards.
+        config, llm_client, teacher_client, reward_loop_worker_handles: verl's, which needs Ray and a TransferQueue that
+            was started. Without handles only `generate_sequences(DataProto)` works, and gives no rewards.
     """
 
     _rewards: SampleRewards
