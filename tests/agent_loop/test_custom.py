@@ -47,8 +47,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "prompt"), [("diffusion_single_turn", "a cat"), ("in_capitals", "A CAT")])
 def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(registered, name, prompt):
     order = ChunkOrder(chunk_id=1, samples=(2,), row=ROW, step=1)
-    given = dict.fromkeys(("tokenizer", "processor", "hf_model_type", "dataset_cls"))
-    worker = make_worker(name, config=OmegaConf.create({"data": {}}), tools=[], **given)
+    worker = make_worker(name, config=OmegaConf.create({"data": {}}))
     found = asyncio.run(worker._generate_for_chunk(order, 2, Server()))
     assert found == ("g0_2", prompt)
 

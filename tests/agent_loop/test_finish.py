@@ -3,6 +3,7 @@
 
 import asyncio
 import wave
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 
 from tests.agent_loop.worker import make_worker
 from verl_digen.agent_loop.chunks import ChunkOrder
-from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
 from verl_digen.observe.group_pictures import GroupPictures
+from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.types import (
     Burst,
     CleanRecord,
@@ -61,7 +63,8 @@ def test_the_samples_of_a_chunk_say_how_many_come_together(is_single: bool) -> N
     worker, server = make_worker(), Asked()
     order = ChunkOrder(7, (2, 3, 5), PromptRow("a cat", "test", None, uid="g0"), step=1)
     if not is_single:
-        worker._environments, worker._make_loop = object(), DiffusionSingleTurnAgentLoop
+        worker._make_loop = partial(make_agent_loop, SINGLE_TURN, worker)
+        worker._environments = object()
 
     async def run() -> None:
         await asyncio.gather(*[worker._generate_for_chunk(order, index, server) for index in order.samples])

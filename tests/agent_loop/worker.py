@@ -18,6 +18,9 @@ def make_worker(agent_loop: str = SINGLE_TURN, **given: Any) -> Any:
     vars(worker).update(
         digen=DigenConfig(),
         rollout_config=SimpleNamespace(agent=SimpleNamespace(default_agent_loop=agent_loop), n=4),
+        config=SimpleNamespace(data=None),
+        tools=[],
+        **dict.fromkeys(("tokenizer", "processor", "hf_model_type", "dataset_cls")),
         _rewards=SimpleNamespace(reads_latents=False),
         _run_dir=None,
         _environments=None,

@@ -28,7 +28,6 @@ from verl_digen.agent_loop.chunks import ChunkRunner
 from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
-from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.algorithms.metric import Plain
 from verl_digen.config import DigenConfig
 from verl_digen.config.reward import reward_entry
@@ -252,8 +251,10 @@ class Agent(DiffusionAgentLoopWorker):
         self.rollout_config = SimpleNamespace(n=group_size, val_kwargs=SimpleNamespace(n=1), agent=loops)
         layout = RewardLayout(len(rewards), (COMPARED,) if judges else (), {"known": 1.0, COMPARED.name: 0.0})
         self._rewards = SampleRewards(layout, [*rewards, *judges], digen)
-        self._loop = DiffusionSingleTurnAgentLoop(client)
+        self.config, self.tools = SimpleNamespace(data=None), []
+        self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = None
         self._environments = None
+        self._loop = self._make_loop(client)
         self._run_dir = Path("unused")
         self._being_generated = GroupsBeingGenerated()
         self._chunks = ChunkRunner(

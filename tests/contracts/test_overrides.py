@@ -25,8 +25,11 @@ SKIPPED = ("vllm_omni", "verl_digen.recipes", "verl_digen.patches", "verl_digen.
 
 OVERRIDDEN = {
     "agent_loop.environment:EnvironmentAgentLoop": "run",
-    "agent_loop.manager:DiffusionAgentLoopWorker": "_run_agent_loop _run_prompt _agent_loop_postprocess",
-    "agent_loop.server_manager:AsyncDiffusionServerManager": "get_client",
+    "agent_loop.manager:DiffusionAgentLoopWorker": "generate_sequences _run_agent_loop _run_prompt "
+    "_agent_loop_postprocess",
+    "agent_loop.server_manager:DiffusionServerClient": "generate",
+    "agent_loop.server_manager:AsyncDiffusionServerManager": "_acquire_server _release_server",
+    "agent_loop.server_manager:DiffusionServerManager": "get_client",
     "agent_loop.single_turn:DiffusionSingleTurnAgentLoop": "run",
     "engine.checkpoint:DiffusersCheckpointManager": "save_checkpoint load_checkpoint",
     "engine.engine:DiffusersFSDPEngine": "initialize train_mode eval_mode save_checkpoint load_checkpoint",
@@ -43,7 +46,8 @@ OVERRIDDEN = {
     "recipe_source:RecipeSearchPath": "manipulate_search_path",
     "reward.manager:DiffusionRewardManager": "run_single",
     "reward.manager:DiffusionRewardLoopWorker": "_init_reward_fn compute_score",
-    "reward.manager:DiffusionRewardLoopManager": "_init_reward_loop_workers reward_loop_worker_handles",
+    "reward.manager:DiffusionRewardLoopManager": "_init_reward_loop_workers reward_loop_worker_handles "
+    "compute_rm_score",
     "rollout.adapter:DiffusersServerAdapter": "resume release update_weights",
     "rollout.placed:PlacedReplica": "get_ray_class_with_init_args",
     "rollout.replica:DiffusersReplica": "launch_servers",
@@ -69,7 +73,7 @@ def our_classes() -> Iterator[tuple[str, type]]:
             continue
         loaded = importlib.import_module(module.name)
         for name, value in vars(loaded).items():
-            if inspect.isclass(value) and value.__module__ == module.name:
+            if inspect.isclass(value) and (value.__module__, value.__name__) == (module.name, name):  # no alias
                 yield f"{module.name.removeprefix('verl_digen.')}:{name}", value
 
 

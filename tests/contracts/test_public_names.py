@@ -10,14 +10,15 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardL
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
-from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
 NAMES = {
     "verl_digen.facade:RayFlowGRPOTrainer": RayPPOTrainer,
     "verl_digen.agent_loop.manager:DiffusionAgentLoopWorker": AgentLoopWorker,
     "verl_digen.agent_loop.single_turn:DiffusionSingleTurnAgentLoop": AgentLoopBase,
-    "verl_digen.agent_loop.server_manager:AsyncDiffusionServerManager": LLMServerManager,
+    "verl_digen.agent_loop.server_manager:AsyncDiffusionServerManager": LLMServerClient,
+    "verl_digen.agent_loop.server_manager:DiffusionServerManager": LLMServerManager,
     "verl_digen.reward.manager:DiffusionRewardLoopManager": RewardLoopManager,
     "verl_digen.reward.manager:DiffusionRewardLoopWorker": RewardLoopWorker,
     "verl_digen.reward.manager:DiffusionRewardManager": RewardManagerBase,

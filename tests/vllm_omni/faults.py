@@ -40,16 +40,16 @@ def broken(replica: Replica, spoil: Callable[[Any], None]) -> Iterator[None]:
     """Apply `spoil` to the worker's class in the server's process, inside the context."""
 
     def begin(server: Any) -> None:
-        from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
+        from verl_digen.rollout.vllm_omni.worker import vLLMOmniColocateWorkerExtension
 
-        server.sound = dict(vars(WeightReceiverExtension))
-        spoil(WeightReceiverExtension)
+        server.sound = dict(vars(vLLMOmniColocateWorkerExtension))
+        spoil(vLLMOmniColocateWorkerExtension)
 
     def end(server: Any) -> None:
-        from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
+        from verl_digen.rollout.vllm_omni.worker import vLLMOmniColocateWorkerExtension
 
         for name in ("_load", "_to_vllm"):
-            setattr(WeightReceiverExtension, name, server.sound[name])
+            setattr(vLLMOmniColocateWorkerExtension, name, server.sound[name])
 
     ray.get(replica.server.__ray_call__.remote(begin))
     yield

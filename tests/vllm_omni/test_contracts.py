@@ -27,9 +27,10 @@ from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
 from vllm_omni.diffusion.worker import diffusion_worker
 
+import verl_digen
 from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.algorithms.window import Window
-from verl_digen.rollout.vllm_omni import engine
+from verl_digen.rollout.vllm_omni import engine, pipeline
 from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
 from verl_digen.rollout.vllm_omni.pipeline import recording_class
 from verl_digen.rollout.vllm_omni.recorder import RECORDED, RecordingPipeline
@@ -42,7 +43,7 @@ from verl_digen.rollout.vllm_omni.requests import (
     to_sampling_params,
 )
 from verl_digen.rollout.vllm_omni.settings import ALLOWED
-from verl_digen.rollout.vllm_omni.worker import WeightReceiverExtension
+from verl_digen.rollout.vllm_omni.worker import vLLMOmniColocateWorkerExtension
 from verl_digen.types import Burst, Geometry
 
 
@@ -273,7 +274,7 @@ def test_more_adapters_than_the_cache_holds_push_the_oldest_out(one_worker):
     manager.max_cached_adapters = 2
     for serial in (2, 3, 4):
         register(manager, serial, "first")
-    assert manager.list_adapters() == [3, 4], "so `WeightReceiverExtension` sets no limit"
+    assert manager.list_adapters() == [3, 4], "so `vLLMOmniColocateWorkerExtension` sets no limit"
 
 
 # -- the worker and its extension (worker.py) -------------------------------------------------------------
@@ -281,11 +282,11 @@ def test_an_extension_comes_before_the_worker_and_can_override_its_start():
     wrapper: Any = diffusion_worker.WorkerWrapperBase.__new__(diffusion_worker.WorkerWrapperBase)
     wrapper.base_worker_class = diffusion_worker.DiffusionWorker
     wrapper.custom_pipeline_args = {"pipeline_class": "x"}
-    wrapper.worker_extension_cls = WeightReceiverExtension
+    wrapper.worker_extension_cls = vLLMOmniColocateWorkerExtension
     extended = wrapper._prepare_worker_class()
-    assert extended.__mro__[1:3] == (WeightReceiverExtension, diffusion_worker.CustomPipelineWorkerExtension)
+    assert extended.__mro__[1:3] == (vLLMOmniColocateWorkerExtension, diffusion_worker.CustomPipelineWorkerExtension)
     for name in ("init_device", "init_lora_manager", "_activate_step_lora"):
-        assert getattr(extended, name) is getattr(WeightReceiverExtension, name)
+        assert getattr(extended, name) is getattr(vLLMOmniColocateWorkerExtension, name)
         assert callable(getattr(diffusion_worker.DiffusionWorker, name))
     assert callable(extended.re_init_pipeline)
 
@@ -324,6 +325,14 @@ def test_kontext_ignores_the_output_type_of_a_request():
     """When this fails, remove `forward_recorded` of `flux_pipelines.py`."""
     own = recording_class("FluxKontextPipeline").__bases__[1]
     assert "req.sampling_params.output_type" not in inspect.getsource(own.forward)
+
+
+def test_the_package_has_the_rfcs_names_of_vllm_omni():
+    for name, module in verl_digen.RFC_NAMES.items():
+        if "vllm_omni" in module:
+            assert getattr(verl_digen, name).__module__ == f"verl_digen.{module}"
+    assert verl_digen.QwenImagePipelineWithLogProb is pipeline.RecordingQwenImagePipeline
+    assert issubclass(pipeline.QwenImagePipelineWithLogProb, RecordingPipeline)
 
 
 def test_requests_with_other_images_never_share_a_batch():

@@ -4,20 +4,23 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.config import DigenConfig
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import ORDER, START, Published, Taken
-from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
+from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer, vLLMOmniHttpServerBase
+from verl_digen.sampling.outputs import ImageOutput
 from verl_digen.schedulers.deadlines import DeadlinesConfig
-from verl_digen.types import PathRecord, Trajectory
+from verl_digen.types import Generation, PathRecord, Trajectory
 from verl_digen.weights.checksum import Manifest
 
 PATH, STEPS, SIGMAS = (
@@ -168,6 +171,24 @@ def test_a_prompt_that_the_encoder_refuses_never_reaches_the_engine():
             await generate(make_server(engine, check_prompt=refuse))
         assert not engine.adapters
 
+    asyncio.run(run())
+
+
+def test_a_text_is_generated_by_the_rfcs_call_and_answered_by_its_names():
+    async def run():
+        server = make_server(Engine())
+        found = await server.generate("r0", "a cat", {"num_steps": 4, "sample_index": 0})
+        assert isinstance(found, ImageOutput) and found.trajectory.uid == "r0"
+        assert found.trajectory.sampling.num_steps == 4 and found.latent_samples is PATH
+        assert found.image is found.pixels and found.prompt_embeddings is None, "the fake engine encodes nothing"
+        assert type(await generate(server)) is Generation, "the project's own client"
+        with pytest.raises(ValueError, match="a prompt must be a text, got list; a pipeline encodes it itself"):
+            await server.generate("r0", [1, 2])
+
+    assert vLLMOmniHttpServerBase is vLLMOmniHttpServer and issubclass(vLLMOmniHttpServer, vLLMHttpServer)
+    assert list(inspect.signature(vLLMOmniHttpServer.generate).parameters)[1:4] == [
+        *("request_id", "prompt_ids", "sampling_params")
+    ]
     asyncio.run(run())
 
 

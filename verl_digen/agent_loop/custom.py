@@ -27,21 +27,21 @@ def make_agent_loop(name: str, worker: Any, client: Any) -> Any:
     Raises:
         ValueError: no loop of that name is registered in this process.
     """
-    if name == SINGLE_TURN:
-        return DiffusionSingleTurnAgentLoop(client)
-    if name not in _agent_loop_registry:
+    if name != SINGLE_TURN and name not in _agent_loop_registry:
         raise ValueError(
             f"actor_rollout_ref.rollout.agent.default_agent_loop must be one of {', '.join(_agent_loop_registry)}, got "
             f"{name!r}; name it in the file actor_rollout_ref.rollout.agent.agent_loop_config_path"
         )
-    return hydra.utils.instantiate(
-        config=_agent_loop_registry[name],
-        trainer_config=DictConfigWrap(config=worker.config),
-        server_manager=client,
-        tokenizer=worker.tokenizer,
-        processor=worker.processor,
-        hf_model_type=worker.hf_model_type,
-        dataset_cls=worker.dataset_cls,
-        data_config=DictConfigWrap(worker.config.data),
-        tools=ToolListWrap(worker.tools),
-    )
+    arguments: dict[str, Any] = {
+        "trainer_config": DictConfigWrap(config=worker.config),
+        "server_manager": client,
+        "tokenizer": worker.tokenizer,
+        "processor": worker.processor,
+        "hf_model_type": worker.hf_model_type,
+        "dataset_cls": worker.dataset_cls,
+        "data_config": DictConfigWrap(worker.config.data),
+        "tools": ToolListWrap(worker.tools),
+    }
+    if name == SINGLE_TURN:
+        return DiffusionSingleTurnAgentLoop(**arguments)
+    return hydra.utils.instantiate(config=_agent_loop_registry[name], **arguments)

@@ -19,16 +19,18 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from tensordict import TensorDict
+from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
+from verl_digen.agent_loop.batch import WithConditions, generate_batch
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.agent_loop.episode import Episode
 from verl_digen.agent_loop.first_complete import first_complete
 from verl_digen.agent_loop.generated import GroupsBeingGenerated
-from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
-from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, loop_columns, loop_row
 from verl_digen.environments.actors import StartedEnvironments
@@ -75,15 +77,25 @@ PlainAgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_actor_class__  # pyright: ig
 
 
 class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
-    """verl's worker, with groups published atomically and pixels kept out of TransferQueue."""
+    """verl's worker, with groups published atomically and pixels kept out of TransferQueue.
+
+    Args:
+        config, llm_client, teacher_client, reward_loop_worker_handles: verl's, which needs Ray and a TransferQueue that
+            was started. Without handles only `generate_sequences(DataProto)` works, and gives no rewards.
+    """
+
+    _rewards: SampleRewards
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.digen = self.llm_client.digen
-        self._rewards = SampleRewards.of_run(self.config, self.reward_loop_worker_handles, self.digen)
+        if self.reward_loop_worker_handles is not None:
+            self._rewards = SampleRewards.of_run(self.config, self.reward_loop_worker_handles, self.digen)
         self._environments = self._connect_environments()
-        own = self._make_loop if self.digen.environment.is_on else DiffusionSingleTurnAgentLoop
-        self._loop = own(self.llm_client)
+        is_played = self.digen.environment.is_on
+        self._loop = (
+            self._make_loop(self.llm_client) if is_played else make_agent_loop(SINGLE_TURN, self, self.llm_client)
+        )
         self._run_dir = Path(self.config.trainer.default_local_dir)
         self._group_pictures = GroupPictures(self._run_dir)
         self._being_generated = GroupsBeingGenerated()
@@ -94,6 +106,22 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             self._publish_chunk,
             on_settled=self._on_settled,
         )
+
+    async def generate_sequences(self, batch: TensorDict | DataProto) -> DataProto | None:
+        """Generate samples in one of verl's two forms.
+
+        Args:
+            batch: a TensorDict of prompts: their groups are begun, and go to TransferQueue when they are finished. Or a
+                DataProto of samples, see `agent_loop.batch.generate_batch`.
+
+        Returns:
+            None, at once; or for a DataProto the columns of `sampling.outputs.to_dataproto` once all are finished, with
+            `rm_scores` if the worker has handles of reward workers.
+        """
+        if not isinstance(batch, DataProto):
+            return await super().generate_sequences(batch)
+        rewards = None if self.reward_loop_worker_handles is None else self._rewards
+        return await generate_batch(batch, self._make_loop(WithConditions(self.llm_client)), rewards, self._score)
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -307,7 +335,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         config = self.digen.environment
         return EnvironmentWorkers(self.llm_client.environments, config, self.digen.deadlines) if config.is_on else None
 
-    def _make_loop(self, client: DiffusionServerClient | ServerClient) -> Any:
+    def _make_loop(self, client: Any) -> Any:
         """Make the run's agent loop, which requests samples from `client`."""
         if self._environments is None:
             return make_agent_loop(self.rollout_config.agent.default_agent_loop, self, client)
@@ -345,6 +373,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def _publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
         await self._publish_rows(list(scored.values()), order.step)
         return {index: sample.tag for index, sample in scored.items()}
+
+
+DiffusionAgentLoopWorkerBase = DiffusionAgentLoopWorker
+"""The RFC's name of the class before `ray.remote`, which the manager applies."""
 
 
 def noting(samples: Sequence[ScoredSample], num_failed: int) -> list[ScoredSample]:

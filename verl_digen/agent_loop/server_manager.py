@@ -11,14 +11,17 @@ from functools import cached_property
 from typing import Any
 
 import ray
+from omegaconf import DictConfig
 from ray.exceptions import ActorDiedError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
 from verl_digen.blips import through_blips
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import RunStopped
 from verl_digen.reward.named import any_reads_latents
-from verl_digen.sampling.requests import request_id
+from verl_digen.sampling.outputs import ImageOutput
+from verl_digen.sampling.requests import request_id, text_request
 from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.types import Burst, Generation, SampleRequest
 
@@ -55,27 +58,48 @@ class DiffusionServerClient(LLMServerClient):
     def _deadlines(self) -> Deadlines:
         return Deadlines(self.digen.deadlines)
 
-    async def generate_sample(self, request: SampleRequest) -> Generation:
+    async def generate(self, request_id: str, prompt: str, **sampling: Any) -> ImageOutput:  # type: ignore[override]
+        """Generate one sample of a text prompt, on the replica that took the last one of this `request_id`.
+
+        Args:
+            request_id: its group; with `sample_index` (0 without it) and the run seed it determines the noise.
+            sampling: see `verl_digen.sampling.requests.text_request`.
+
+        Raises:
+            ValueError: a setting that `digen.sampling` does not take. RunStopped: no replica is left.
+        """
+        request = text_request(self.digen, request_id, prompt, **sampling)
+        return ImageOutput.of(await self.generate_sample(request, sticky=request_id))
+
+    async def generate_sample(self, request: SampleRequest, *, sticky: str | None = None) -> Generation:
         """Generate one sample on the least-loaded replica; retry on another one if that replica is lost.
 
         The retry gives the same sample, because a sample does not depend on the replica that generates it.
+
+        Args:
+            sticky: name whose samples go to one replica while the balancer remembers it; None: the sample's own.
 
         Raises:
             RunStopped: no replica is left.
         """
         name = request_id(request.uid, request.sample_index)
+        sticky = name if sticky is None else sticky
         while True:
             try:
-                replica, server = await self._acquire_server(name)
+                replica, server = await self._acquire_server(sticky)
             except RuntimeError as error:  # from verl's balancer, if it has no replica left
                 raise RunStopped(ALL_LOST) from error
             try:
                 return await self._generate_on(replica, server, request)
             except RayActorError as error:
                 logger.warning("replica %s is lost, sample %s goes to another one: %s", replica, name, error)
-                await self._load_balancer.remove_servers.remote([replica])
+                await self._remove_server(replica)
             finally:
-                self._release_server(replica, request_id=name)
+                self._release_server(replica, request_id=sticky)
+
+    async def _remove_server(self, replica: str) -> None:
+        """Send no further sample to a replica."""
+        await self._load_balancer.remove_servers.remote([replica])
 
     async def _generate_on(self, replica: str, server: Any, request: SampleRequest) -> Generation:
         """Generate the sample on `replica`; RayActorError if it died, or hung and was killed."""
@@ -138,11 +162,39 @@ class ServerClient:
         )
 
 
-class AsyncDiffusionServerManager(LLMServerManager):
-    """verl's manager of replicas and load balancer, whose clients are `DiffusionServerClient`."""
+class AsyncDiffusionServerManager(DiffusionServerClient):
+    """The RFC's client over given replicas, with verl's balancer in this process: the least-loaded replica, and the
+    same one again for a `request_id`. verl's class of that kind is today's `LLMServerClient`; `DiffusionServerManager`
+    starts replicas.
+
+    Args:
+        server_handles: handles of the replicas' servers.
+        max_cache_size: number of request ids whose replica is remembered; the least recently used is forgotten.
+    """
+
+    def __init__(
+        self, config: DictConfig, server_handles: Sequence[Any], max_cache_size: int = DEFAULT_ROUTING_CACHE_SIZE
+    ):
+        super().__init__(config)
+        servers = {f"replica {number}": handle for number, handle in enumerate(server_handles)}
+        self._balancer = GlobalRequestLoadBalancer(servers, max_cache_size)
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        return self._balancer.acquire_server(request_id)
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        self._balancer.release_server(server_id, request_id)
+
+    async def _remove_server(self, replica: str) -> None:
+        self._balancer.remove_servers([replica])
+
+
+class DiffusionServerManager(LLMServerManager):
+    """verl's manager, which starts replicas and a balancer for all processes; its clients are `DiffusionServerClient`.
+    The RFC's `AsyncDiffusionServerManager` is such a client."""
 
     @classmethod
-    def adopt(cls, manager: LLMServerManager) -> AsyncDiffusionServerManager:
+    def adopt(cls, manager: LLMServerManager) -> DiffusionServerManager:
         """Take over the replicas that verl's trainer launched through `manager`."""
         adopted = cls(
             manager.config,

@@ -12,6 +12,7 @@ Invariants
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,21 @@ def group_advantages(
         if _has_spread(values[samples]):
             advantages[samples] = (values[samples] - values[samples].mean()) / divisor[samples]
     return advantages.to(rewards.device, torch.float32)
+
+
+def compute_advantage(scores: Tensor, uids: Sequence[Hashable], **scaling: Any) -> Tensor:
+    """Advantages of B samples by verl's name, in the shape of `scores`, fp32.
+
+    Args:
+        scores: [B], or [B, 1] as in `rm_scores`.
+        uids: B ids of groups.
+        scaling: `scale`, `ddof` and `eps` of `group_advantages`.
+
+    Raises:
+        ValueError: as `group_advantages`.
+    """
+    rewards = scores.squeeze(1) if scores.dim() == 2 and scores.shape[1] == 1 else scores
+    return group_advantages(rewards, list(uids), **scaling).reshape(scores.shape)
 
 
 def advantage_scale(

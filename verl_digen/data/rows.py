@@ -5,14 +5,18 @@
 | --- | --- |
 | a batch, with the row as one column | verl's data loader and agent loop workers |
 | keyword arguments, one per column of verl's data sets | `AgentLoopBase.run` of custom agent loops |
+| a DataProto, with the row as one column, or one column per column of verl's data sets | the classes of verl's RFC |
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from tensordict import NonTensorData, TensorDict
+from verl import DataProto
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
 
@@ -52,16 +56,66 @@ def loop_columns(row: PromptRow) -> dict[str, Any]:
     }
 
 
+FIELDS = {
+    "prompts": "text",
+    "raw_prompt": "text",
+    "negative_prompt": "negative",
+    "extra_info": "extra",
+    **{name: name for name in ("data_source", "ground_truth", "images", "pair", "index", "uid")},
+}
+"""Column -> field of `PromptRow`; of two columns for one field the later one counts."""
+REQUIRED = ("text", "uid", "data_source", "ground_truth")
+
+
 def loop_row(columns: Mapping[str, Any]) -> PromptRow:
-    """Inverse of `loop_columns`; other columns are ignored."""
-    return PromptRow(
-        text=columns["raw_prompt"],
-        negative=columns["negative_prompt"],
-        data_source=columns["data_source"],
-        ground_truth=columns["reward_model"]["ground_truth"],
-        extra=columns["extra_info"],
-        images=columns["images"],
-        pair=columns["pair"],
-        index=columns["index"],
-        uid=columns["uid"],
-    )
+    """Inverse of `loop_columns`; other columns are ignored. A column `row` is the row itself.
+
+    Also takes the columns of verl's RFC: `prompts` for `raw_prompt`, `ground_truth` for `reward_model`, and those that
+    have a default in `PromptRow` may be missing.
+
+    Raises:
+        ValueError: a required column is missing, or the prompt is no text.
+    """
+    if ROW in columns:
+        return columns[ROW]
+    if "reward_model" in columns:
+        columns = {**columns, "ground_truth": columns["reward_model"]["ground_truth"]}
+    fields = {field: columns[name] for name, field in FIELDS.items() if name in columns}
+    lacking = [field for field in REQUIRED if field not in fields]
+    if lacking or not isinstance(fields["text"], str):
+        raise ValueError(
+            "a prompt must have the columns prompts (or raw_prompt) with its text, uid, data_source, and ground_truth "
+            f"(or reward_model), got {', '.join(columns)}; add what is missing, or a column {ROW!r} of PromptRow"
+        )
+    return PromptRow(**fields)
+
+
+def dataproto_rows(data: DataProto) -> list[PromptRow]:
+    """The prompt of each row of `data`, from its non-tensor columns; see `loop_row`."""
+    columns = data.non_tensor_batch
+    return [loop_row({name: column[index] for name, column in columns.items()}) for index in range(len(data))]
+
+
+def sample_indices(rows: Sequence[PromptRow], data: DataProto) -> list[int]:
+    """Number of each row in its group: column `sample_index`, or without it its place among the rows of its uid."""
+    if "sample_index" in data.non_tensor_batch:
+        return [int(index) for index in data.non_tensor_batch["sample_index"]]
+    seen: Counter[str] = Counter()
+    indices = []
+    for row in rows:
+        indices.append(seen[row.uid])
+        seen[row.uid] += 1
+    return indices
+
+
+def object_column(values: Sequence[Any]) -> np.ndarray:
+    """Non-tensor column of a DataProto with any objects; numpy would make further dimensions of sequences."""
+    column = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        column[index] = value
+    return column
+
+
+def is_validation(data: DataProto) -> bool:
+    """True for a batch that verl marks as one of a validation."""
+    return "validate" in data.meta_info and bool(data.meta_info["validate"])

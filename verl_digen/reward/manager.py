@@ -4,12 +4,16 @@ reward manager that scores one sample with them, and the workers of a reward's o
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
@@ -17,18 +21,37 @@ from verl.plugin.platform import get_platform
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 
 from verl_digen.config import DigenConfig, RewardConfig, RewardEntry, digen_config
+from verl_digen.data.rows import dataproto_rows, is_validation, sample_indices
 from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
 from verl_digen.reward.base import Reward
 from verl_digen.reward.functions import CUSTOM, call_arguments
 from verl_digen.reward.layout import reward_layout
-from verl_digen.reward.named import find, make, shared_entries
+from verl_digen.reward.named import find, make, reads_latents, shared_entries
 from verl_digen.reward.pool_worker import BatchScorer
 from verl_digen.reward.reward_model import ServedModel, connected, router_argument
-from verl_digen.reward.sample_rewards import AUDIO, NAMES, ROW
+from verl_digen.reward.sample_rewards import AUDIO, NAMES, SampleRewards
 from verl_digen.reward.scoring import Scorer, WeightedReward
 from verl_digen.reward.timeshared import TimesharedScorer, Turn
 from verl_digen.reward.workers import RestartingActor
-from verl_digen.types import PartScore, PromptRow, RewardInput
+from verl_digen.types import PartScore, PromptRow, RewardInput, Score
+
+
+async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
+    """Score of each row of `data`, see `DiffusionRewardLoopManager.compute_rm_score`.
+
+    Raises:
+        ScoringError: a reward kept failing.
+    """
+    assert data.batch is not None
+    rows, columns, pixels = dataproto_rows(data), data.non_tensor_batch, data.batch["responses"].numpy()
+    sizes, validates = Counter(row.uid for row in rows), is_validation(data)
+    sounds = columns[AUDIO] if AUDIO in columns else [None] * len(rows)
+    samples = [
+        RewardInput(pixels[number], row, index, is_validation=validates, audio=sounds[number])
+        for number, (row, index) in enumerate(zip(rows, sample_indices(rows, data), strict=True))
+    ]
+    scored = [rewards.score(sample, version=0, group_size=sizes[sample.row.uid]) for sample in samples]
+    return [score for score, _ in await asyncio.gather(*scored)]
 
 
 def make_scorer(digen: DigenConfig, custom: Any, router: str | None = None) -> Scorer:
@@ -53,37 +76,64 @@ def make_scorer(digen: DigenConfig, custom: Any, router: str | None = None) -> S
 
 
 class DiffusionRewardManager(RewardManagerBase):
-    """Scores one sample with the run's reward functions; the constructor's signature is verl's."""
+    """Scores one sample with the run's reward functions that have no pool of their own.
+
+    Args:
+        compute_score: the user's function beside those of `digen.reward.functions`, or None.
+        reward_router_address: address of the router to verl's reward model, if the run has one.
+        tokenizer, reward_model_tokenizer: verl's creation gives them; a picture's reward reads no tokens.
+
+    Raises:
+        ValueError: arguments by position in the order of verl's text managers.
+    """
 
     def __init__(
         self,
         config: DictConfig,
-        tokenizer: Any = None,
         compute_score: Any = None,
         reward_router_address: str | None = None,
-        **unused: Any,
+        *,
+        tokenizer: Any = None,
+        reward_model_tokenizer: Any = None,
     ):
+        if callable(reward_router_address):
+            raise ValueError(
+                "DiffusionRewardManager takes (config, compute_score, reward_router_address) by position, got a "
+                "function as the address; give tokenizer= and compute_score= by keyword"
+            )
         super().__init__(config, tokenizer, compute_score)
-        self._scorer = make_scorer(digen_config(config), compute_score, reward_router_address)
+        digen = digen_config(config)
+        self._scorer = make_scorer(digen, compute_score, reward_router_address)
+        self._shared = shared_entries(digen.reward)
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score the one sample of `data`: `responses` is uint8 pixels [1, (F,) H, W, 3], `row` its `PromptRow`,
-        `reward_names` the functions to call, `audio` its sound or None.
+        """Score the one sample of `data`.
+
+        Args:
+            data: `responses` is uint8 pixels [1, (F,) H, W, 3]; the prompt's columns are those of `loop_row`. Optional:
+                `audio`, its sound, and `reward_names`, the functions to call; without it those that score such a
+                sample in a run, a training one unless `meta_info` has `validate`.
 
         Returns:
             verl's mapping with `reward_score` (float) and `reward_extra_info` (value and details of each function
             that was called), and `calls`, a `RewardCall` per function.
         """
-        row: PromptRow = data.non_tensor_batch[ROW][0]
         assert data.batch is not None
-        pixels, audio = data.batch["responses"][0].numpy(), data.non_tensor_batch[AUDIO][0]
-        arguments = call_arguments(RewardInput(pixels, row, sample_index=0, audio=audio))
-        score = await self._scorer.score(names=data.non_tensor_batch[NAMES][0], **arguments)
+        (row,), columns = dataproto_rows(data), data.non_tensor_batch
+        audio = columns[AUDIO][0] if AUDIO in columns else None
+        arguments = call_arguments(RewardInput(data.batch["responses"][0].numpy(), row, sample_index=0, audio=audio))
+        names = columns[NAMES][0] if NAMES in columns else self._names(row, is_validation=is_validation(data))
+        score = await self._scorer.score(names=names, **arguments)
         return {
             "reward_score": score.total,
             "reward_extra_info": dict(score.parts),
             "calls": score.calls,
         }
+
+    def _names(self, row: PromptRow, *, is_validation: bool) -> tuple[str, ...]:
+        """The functions that score a sample of this prompt."""
+        entries = (entry for entry in self._shared if entry.scores(row.data_source, is_validation=is_validation))
+        return (CUSTOM, *(entry.name for entry in entries))
 
 
 class DiffusionRewardLoopWorker(RewardLoopWorker):
@@ -92,8 +142,10 @@ class DiffusionRewardLoopWorker(RewardLoopWorker):
     def _init_reward_fn(self) -> None:
         router = self.reward_router_address
         further: dict[str, Any] = {} if router is None else {"reward_router_address": router}
-        manager_cls = resolve_reward_manager_cls(self.config)
-        self.reward_manager = manager_cls(self.config, None, get_custom_reward_fn(self.config), **further)  # type: ignore[arg-type]
+        manager_cls: Any = resolve_reward_manager_cls(self.config)
+        self.reward_manager = manager_cls(
+            config=self.config, tokenizer=None, compute_score=get_custom_reward_fn(self.config), **further
+        )
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         """Score one sample."""
@@ -185,6 +237,35 @@ class DiffusionRewardLoopManager(RewardLoopManager):
                 )
                 self._start(actor, entry.name, entry.pool_settings.num_workers, served)
         self._order = [entry.name for entry in layout.pools]
+
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """Score finished samples as the run does, by functions, pools and combination. Blocks; not in an event loop.
+
+        Args:
+            data: as `sampling.outputs.to_dataproto` makes it, or verl's columns, see `data.rows.loop_row`; with
+                `responses`, uint8 [N, (F,) H, W, 3]. A reward of groups compares the rows of one uid.
+
+        Returns:
+            `rm_scores` [N, 1] fp32, and the value of each reward as a column [N], nan where it does not score the row;
+            `meta_info` lists those columns as `reward_extra_keys`.
+
+        Raises:
+            ValueError: a reward reads latents, which are not in `data`, or takes turns with the replicas.
+        """
+        digen = digen_config(self.config)
+        unfit = [entry.name for entry in digen.reward.entries if entry.is_timeshared or reads_latents(entry)]
+        if unfit:
+            raise ValueError(
+                f"compute_rm_score needs rewards of pixels with processes of their own, got {', '.join(unfit)}; these "
+                "score while samples are generated"
+            )
+        rewards = SampleRewards.of_run(self.config, self.reward_loop_worker_handles, digen)
+        scores = asyncio.run(score_rows(rewards, data))
+        names = sorted({name for score in scores for name in score.parts})
+        parts = {name: np.array([score.parts.get(name, np.nan) for score in scores]) for name in names}
+        totals = torch.tensor([score.total for score in scores]).unsqueeze(1)
+        batch = TensorDict({"rm_scores": totals}, batch_size=len(data))
+        return DataProto(batch, parts, {"reward_extra_keys": names})  # pyright: ignore[reportArgumentType]
 
     def start_timeshared(self, pool: Any) -> dict[str, list[Any]]:
         """Start the rewards that take turns with the replicas: for each, an asleep process on every device of `pool`

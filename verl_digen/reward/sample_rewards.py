@@ -19,13 +19,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl import DataProto
 
 from verl_digen.config import DigenConfig, RewardEntry
+from verl_digen.data.rows import ROW, object_column
 from verl_digen.reward.combine import combined, find_combination
 from verl_digen.reward.groups import GroupRooms, PartScores
 from verl_digen.reward.layout import RewardLayout, reward_layout
@@ -33,10 +33,8 @@ from verl_digen.reward.named import reads_latents, scope_of
 from verl_digen.reward.workers import RewardWorkers
 from verl_digen.types import PartScore, RewardCall, RewardInput, Score
 
-ROW = "row"
-"""Column with the `PromptRow` in the batch of one sample that goes to a function worker."""
 AUDIO = "audio"
-"""Column with its `Audio`, or None, in the same batch."""
+"""Column with the `Audio` of a sample, or None, in the batch of one sample that goes to a function worker."""
 NAMES = "reward_names"
 """Column with the names of the functions to call, a tuple, in the same batch."""
 
@@ -144,9 +142,9 @@ class SampleRewards:
         data = DataProto(
             batch=TensorDict({"responses": torch.from_numpy(sample.pixels).unsqueeze(0)}, batch_size=1),
             non_tensor_batch={
-                ROW: _column(sample.row),
-                NAMES: _column(tuple(names)),
-                AUDIO: _column(sample.audio),
+                ROW: object_column([sample.row]),
+                NAMES: object_column([tuple(names)]),
+                AUDIO: object_column([sample.audio]),
             },
         )
         found: Mapping[str, Any] = await self._functions.score(data)
@@ -158,13 +156,6 @@ class SampleRewards:
         read = {name: tuple(self._read_by(name, sample) for sample in group) for name in names}
         scores = await asyncio.gather(*(self._pools[name].score(read[name]) for name in names))
         return [dict(zip(names, own, strict=True)) for own in zip(*scores, strict=True)]
-
-
-def _column(value: Any) -> np.ndarray:
-    """A column of one row with any object; numpy would make two columns of a tuple."""
-    column = np.empty(1, dtype=object)
-    column[0] = value
-    return column
 
 
 def _run_of(entry: RewardEntry) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from verl_digen.algorithms.forward import draw_noise_levels
 from verl_digen.algorithms.outside import EXACT
@@ -120,6 +121,36 @@ def turn_request(
     request = plain_request(digen, row, sample_index, step=step, validate=validate, images=images)
     _check_images(digen.sampling, request)
     return replace(request, turn=turn, wants_condition=not validate)
+
+
+def text_request(
+    digen: DigenConfig,
+    uid: str,
+    prompt: str,
+    *,
+    sample_index: int = 0,
+    step: int = 0,
+    validate: bool = False,
+    negative_prompt: str | None = None,
+    images: Sequence[str] = (),
+    **sampling: Any,
+) -> SampleRequest:
+    """Request of one sample of a prompt without a data set; its answer carries the prompt's conditions.
+
+    Args:
+        sample_index, step, validate: see `sample_request`. The sample is a function of the run seed, `uid` and
+            `sample_index`.
+        negative_prompt: None for `digen.sampling.negative_prompt`.
+        images: see `PromptRow.images`.
+        sampling: keys of `digen.sampling` to replace, such as `num_steps=20`.
+
+    Raises:
+        ValueError: as `sample_request`, or a value that `digen.sampling` does not take. TypeError: an unknown key.
+    """
+    digen = replace(digen, sampling=replace(digen.sampling, **sampling)) if sampling else digen
+    row = PromptRow(prompt, "", None, negative=negative_prompt, images=tuple(images), uid=uid)
+    request = sample_request(digen, row, sample_index, step=step, validate=validate)
+    return replace(request, wants_condition=True)
 
 
 def _check_images(config: SamplingConfig, request: SampleRequest) -> None:

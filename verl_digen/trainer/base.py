@@ -30,7 +30,7 @@ from omegaconf import open_dict
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
-from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
+from verl_digen.agent_loop.server_manager import DiffusionServerManager
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import digen_config
 from verl_digen.data.rows import prompt_rows
@@ -156,7 +156,7 @@ class DiffusionTrainer(PPOTrainerSync):
             super()._setup()
             reward.num_workers, model.enable = num_reward_workers, has_reward_model
         self.reward_loop_manager = reward_loop_manager
-        self.llm_server_manager = AsyncDiffusionServerManager.adopt(self.llm_server_manager)
+        self.llm_server_manager = DiffusionServerManager.adopt(self.llm_server_manager)
         self._restarts = self._make_restarts()
         self._rank_processes = ranks_of(self.actor_rollout_wg, answer_s=self.digen.deadlines.answer_s)
         self._ranks = TrainerRanks(self._rank_processes)

@@ -30,7 +30,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.chunks import describe
-from verl_digen.agent_loop.server_manager import AsyncDiffusionServerManager
+from verl_digen.agent_loop.server_manager import DiffusionServerManager
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pool_sizes import num_data_parallel_ranks, num_reward_devices
 from verl_digen.reward.named import pool_entries
@@ -69,7 +69,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _setup(self) -> None:
         self._enable_hybrid_replicas = False  # verl's switch: no replicas on the trainer's devices
         super()._setup()
-        server_manager: Any = AsyncDiffusionServerManager.create(config=self.config)  # verl awaits it by itself
+        server_manager: Any = DiffusionServerManager.create(config=self.config)  # verl awaits it by itself
         self.llm_server_manager = server_manager
         self.checkpoint_manager = StagedCheckpointManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),

@@ -73,7 +73,7 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
             "pipeline_class": f"{PACKAGE}.pipeline.{PREFIX}{pipeline}",
             "external_lib": model.external_lib,  # for workers in processes of their own, which have no other config
         },
-        "worker_extension_cls": f"{PACKAGE}.worker.WeightReceiverExtension",
+        "worker_extension_cls": f"{PACKAGE}.worker.vLLMOmniColocateWorkerExtension",
         "engine_backend": f"{PACKAGE}.engine.VersionedEngine",
         **{key: value for key, value in extra.items() if key != ATTENTION},
         # not by its short name, which vLLM-Omni merges twice where a pipeline has a deploy config

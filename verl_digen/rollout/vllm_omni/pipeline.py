@@ -22,6 +22,8 @@ from verl_digen.rollout.vllm_omni.served import require_served
 
 PREFIX = "Recording"
 """Prefix of recording pipeline class names."""
+RFC_NAMES = {"QwenImagePipelineWithLogProb": f"{PREFIX}QwenImagePipeline"}
+"""Name in verl's RFC -> the recording class that it stands for."""
 
 
 def recording_class(name: str) -> type[Any]:
@@ -40,6 +42,8 @@ def recording_class(name: str) -> type[Any]:
 
 
 def __getattr__(name: str) -> type[Any]:
+    if name in RFC_NAMES:
+        return getattr(import_module(__name__), RFC_NAMES[name])
     if not name.startswith(PREFIX):
         raise AttributeError(f"module {__name__} has no attribute {name}")
     cls = recording_class(name.removeprefix(PREFIX))

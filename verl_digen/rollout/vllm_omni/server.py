@@ -45,7 +45,9 @@ from verl_digen.rollout.vllm_omni.requests import (
     to_prompt,
     to_sampling_params,
 )
+from verl_digen.sampling.outputs import ImageOutput
 from verl_digen.sampling.recording import experts_of
+from verl_digen.sampling.requests import text_request
 from verl_digen.types import Condition, Generation, SampleRequest
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.receiver import NOT_WHOLE
@@ -128,19 +130,33 @@ class vLLMOmniHttpServer(vLLMHttpServer):
     async def generate(  # type: ignore[override]
         self,
         request_id: str,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
+        prompt_ids: list[int] | str,
+        sampling_params: dict[str, Any] | None = None,
         image_data: list[Any] | None = None,
         video_data: list[Any] | None = None,
         **kwargs: Any,
     ) -> Generation:
-        """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's.
+        """Generate one sample. The signature is verl's; the answer to a text, as in the RFC, is an `ImageOutput`.
+
+        Args:
+            prompt_ids: the prompt's text; [] where `sampling_params` has a whole `request`, as the project's client
+                sends it.
+            sampling_params: `request`, a `SampleRequest`; or for a text arguments of `text_request`.
 
         Raises:
-            ValueError: the encoder refuses a prompt, or latents are not finite; no other request is affected.
+            ValueError: the encoder refuses a prompt, or latents are not finite; no other request is affected. Or there is
+                neither a text nor a request.
             RuntimeError: the engine failed the request; has the engine's message.
         """
-        request: SampleRequest = sampling_params["request"]
+        given = {} if sampling_params is None else sampling_params
+        if "request" in given:
+            return await self._generate(request_id, given["request"])
+        if not isinstance(prompt_ids, str):
+            raise ValueError(f"a prompt must be a text, got {type(prompt_ids).__name__}; a pipeline encodes it itself")
+        request = text_request(self.digen, request_id, prompt_ids, **given)
+        return ImageOutput.of(await self._generate(request_id, request))
+
+    async def _generate(self, request_id: str, request: SampleRequest) -> Generation:
         for inputs in request.branches:  # here, because in the engine an error would fail all requests of the same step
             self._check_prompt(inputs.text if self._takes_images else only_text(inputs))
         await self._gate.wait()
@@ -394,6 +410,10 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             "last_update": self._last_update,
             "device": device,
         }
+
+
+vLLMOmniHttpServerBase = vLLMOmniHttpServer
+"""The RFC's name of the class before `ray.remote`, which verl's replica applies."""
 
 
 def _check_acknowledged(acks: list[Any], what: str, replica_rank: int) -> None:

@@ -69,7 +69,7 @@ RENDEZVOUS = timedelta(minutes=30)
 """Timeout for another worker, which may have to load its part of the model first."""
 
 
-class WeightReceiverExtension(CustomPipelineWorkerExtension):
+class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
     """Mixin for vLLM-Omni's worker (`worker_extension_cls`)."""
 
     model_runner: Any

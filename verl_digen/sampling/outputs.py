@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated samples under the names of verl's RFC for diffusion models: `to_dataproto` for many, `ImageOutput` for one.
+
+| column | holds |
+| --- | --- |
+| `prompts` | N texts |
+| `responses` | uint8 [N, H, W, 3], or [N, F, H, W, 3] for videos; missing where the pixels are gone |
+| `prompt_embeddings` | [N, L, D], zeros after a shorter prompt; `prompt_embeddings_mask` is [N, L] bool |
+| `timesteps` | [N, K] fp32, sigma x 1000 of each trained step |
+| `latent_samples` | [N, K+1, ...]: step k goes from latent k to latent k+1 |
+| `log_probs` | [N, K] fp32 |
+| `latent_sample_means` | [N, K, ...] fp32; missing unless `means` is given |
+| `rm_scores` | [N, 1] fp32 rewards; missing where nothing has scored them |
+
+With windows whose trained steps are not consecutive, `latent_samples` is [N, S, ...] with zeros at its end, and step k
+goes from latent `positions[k]` to the next one. Further columns: `positions`, `sigmas`, `next_sigmas` [N, K] and
+`sigma_max` [N, 1], the schedule that `algorithms.sde` reads; other parts of the model's condition as `prompt_NAME`;
+those of the negative prompt as `negative_prompt_...`; and without tensors `uid`, `sample_index`, `seed`, `version`,
+`data_source`, `ground_truth` and the `PromptRow` as `row`, and `audio` of videos with sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from verl import DataProto
+
+from verl_digen.audio import Audio
+from verl_digen.data.rows import ROW, object_column
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA
+from verl_digen.store.conditions import ConditionPair, fetch_conditions
+from verl_digen.store.keys import parse_key
+from verl_digen.store.partitions import TRAIN
+from verl_digen.store.samples import fetch_columns, from_batch
+from verl_digen.types import Condition, Generation, PathRecord, PromptRow, TrainingRows, Trajectory, Transitions
+
+if TYPE_CHECKING:
+    from verl_digen.store.samples import KVBatchMeta
+
+Means = Callable[[TrainingRows], Tensor]
+"""Means [K, ...] of a sample's K transitions, e.g. `lambda rows: score_rows(model, network, rows)[0].mean`."""
+
+
+class ImageOutput(Generation):
+    """A replica's answer with the RFC's names beside ours."""
+
+    @classmethod
+    def of(cls, generation: Generation) -> ImageOutput:
+        """Give a replica's answer the RFC's names."""
+        return cls(**vars(generation))
+
+    @property
+    def image(self) -> Tensor:
+        """uint8 [H, W, 3], or [F, H, W, 3] for a video."""
+        return self.pixels
+
+    @property
+    def prompt_embeddings(self) -> Tensor | None:
+        """[L, D]; None if the request did not ask for them."""
+        return None if self.condition is None else self.condition["embeds"]
+
+    @property
+    def timesteps(self) -> Tensor:
+        """[K] fp32, sigma x 1000 of each trained step."""
+        return self.trajectory.record.sigmas * TIMESTEPS_PER_SIGMA
+
+    @property
+    def latent_samples(self) -> Tensor:
+        """[K+1, ...], or [S, ...] where trained steps are not consecutive; ValueError if no path was recorded."""
+        return _path(self.trajectory).latents
+
+    @property
+    def log_probs(self) -> Tensor:
+        """[K] fp32; ValueError if no path was recorded."""
+        return _path(self.trajectory).log_probs
+
+
+@dataclass(frozen=True)
+class FinishedSample:
+    """One generated sample, with what is known of it."""
+
+    trajectory: Trajectory
+    conditions: ConditionPair
+    prompt: str
+    data_source: str
+    row: PromptRow | None = None
+    """None for a sample from TransferQueue, where its tag has text and source alone."""
+    pixels: Tensor | None = None
+    """uint8, as in `Generation`."""
+    audio: Audio | None = None
+    reward: float | None = None
+
+    @classmethod
+    def of(cls, generation: Generation, row: PromptRow, reward: float | None) -> FinishedSample:
+        """A generation that carries its conditions."""
+        if generation.condition is None:
+            raise RuntimeError(f"a sample of group {row.uid} has no conditions; request it with wants_condition=True")
+        return cls(
+            generation.trajectory,
+            (generation.condition, generation.negative_condition),
+            row.text,
+            row.data_source,
+            row,
+            generation.pixels,
+            generation.audio,
+            reward,
+        )
+
+
+def finished_samples(batch: KVBatchMeta) -> list[FinishedSample]:
+    """The samples of a finished batch of training, from TransferQueue, in order; for runs that record paths.
+
+    Raises:
+        RuntimeError: one is not there. ValueError: they are episodes, which have a prompt per turn.
+    """
+    tags = from_batch(batch)
+    if any(tag.episode is not None for tag in tags.values()):
+        raise ValueError("samples must have one prompt each, got episodes; leave digen.environment.name out")
+    columns = fetch_columns(TRAIN, list(tags), PathRecord.COLUMNS)
+    conditions = fetch_conditions([tag.condition_key for tag in tags.values()])
+    samples = []
+    for number, (key, tag) in enumerate(tags.items()):
+        name = parse_key(key)
+        trajectory = Trajectory(
+            uid=name.uid,
+            sample_index=name.sample_index,
+            record=PathRecord(**{column: tensors[number] for column, tensors in columns.items()}),
+            seed=tag.seed,
+            version=tag.version,
+            last_version=tag.last_version,
+            sampling=tag.sampling,
+            condition_key=tag.condition_key,
+            nodes=tag.nodes,
+        )
+        pair = conditions[tag.condition_key]
+        samples.append(FinishedSample(trajectory, pair, tag.prompt, tag.data_source, reward=tag.reward))
+    return samples
+
+
+def to_dataproto(samples: Sequence[FinishedSample], means: Means | None = None) -> DataProto:
+    """The samples as one DataProto, in order; its columns are listed in the module.
+
+    Args:
+        means: called once per sample with its K transitions, on the CPU, which share their conditions and settings.
+
+    Raises:
+        ValueError: samples without a path; or samples whose columns differ in shape, such as pictures of two sizes.
+    """
+    paths = [_path(sample.trajectory) for sample in samples]
+    records = [path.columns() for path in paths]
+    tensors: dict[str, Tensor] = {
+        "timesteps": _stacked("timesteps", [path.sigmas * TIMESTEPS_PER_SIGMA for path in paths]),
+        "latent_samples": _padded("latent_samples", [path.latents for path in paths]),
+    }
+    for name in ("log_probs", "positions", "sigmas", "next_sigmas", "sigma_max"):
+        tensors[name] = _stacked(name, [record[name] for record in records])
+    tensors |= _condition_columns("", [sample.conditions[0] for sample in samples])
+    if all(sample.conditions[1] is not None for sample in samples):
+        tensors |= _condition_columns("negative_", [sample.conditions[1] or {} for sample in samples])
+    pixels = [sample.pixels for sample in samples if sample.pixels is not None]
+    if len(pixels) == len(samples):
+        tensors["responses"] = _stacked("responses", pixels)
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    if len(rewards) == len(samples):
+        tensors["rm_scores"] = torch.tensor(rewards).unsqueeze(1)
+    if means is not None:
+        tensors["latent_sample_means"] = _stacked("latent_sample_means", [means(_rows(one)) for one in samples])
+    return DataProto(TensorDict(tensors, batch_size=len(samples)), _facts(samples))  # pyright: ignore[reportArgumentType]
+
+
+def _facts(samples: Sequence[FinishedSample]) -> dict[str, np.ndarray]:
+    """The columns without tensors."""
+    trajectories = [sample.trajectory for sample in samples]
+    facts: dict[str, Sequence[Any]] = {
+        "prompts": [sample.prompt for sample in samples],
+        "data_source": [sample.data_source for sample in samples],
+        **{name: [vars(one)[name] for one in trajectories] for name in ("uid", "sample_index", "seed", "version")},
+    }
+    rows = [sample.row for sample in samples if sample.row is not None]
+    if len(rows) == len(samples):
+        facts |= {"ground_truth": [row.ground_truth for row in rows], ROW: rows}
+    if any(sample.audio is not None for sample in samples):
+        facts["audio"] = [sample.audio for sample in samples]
+    return {name: object_column(values) for name, values in facts.items()}
+
+
+def _condition_columns(prefix: str, conditions: Sequence[Condition]) -> dict[str, Tensor]:
+    """Columns of one branch; a sequence [L, D] is padded, and has a mask."""
+    columns: dict[str, Tensor] = {}
+    for item in conditions[0]:
+        name = f"{prefix}prompt_{'embeddings' if item == 'embeds' else item}"
+        tensors = [condition[item] for condition in conditions]
+        if tensors[0].dim() == 2:
+            columns[name] = _padded(name, tensors)
+            lengths = torch.tensor([len(tensor) for tensor in tensors])
+            columns[f"{name}_mask"] = torch.arange(int(lengths.max())) < lengths.unsqueeze(1)
+        else:
+            columns[name] = _stacked(name, tensors)
+    return columns
+
+
+def _padded(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    """[N, L, ...] of N tensors [l, ...], with zeros after a shorter one."""
+    _require_alike(name, [tensor.shape[1:] for tensor in tensors])
+    return pad_sequence(list(tensors), batch_first=True)
+
+
+def _stacked(name: str, tensors: Sequence[Tensor]) -> Tensor:
+    _require_alike(name, [tensor.shape for tensor in tensors])
+    return torch.stack(list(tensors))
+
+
+def _require_alike(name: str, shapes: Sequence[torch.Size]) -> None:
+    if len(set(shapes)) != 1:
+        found = ", ".join(sorted(str(list(shape)) for shape in set(shapes))) or "no sample"
+        raise ValueError(f"samples of one DataProto must have one shape of {name}, got {found}; convert them apart")
+
+
+def _path(trajectory: Trajectory) -> PathRecord:
+    if not isinstance(trajectory.record, PathRecord):
+        raise ValueError(
+            "latent_samples and log_probs are those of a recorded path, got final latents alone; choose a "
+            "digen.loss.name that trains transitions, such as flow_grpo"
+        )
+    return trajectory.record
+
+
+def _rows(sample: FinishedSample) -> TrainingRows:
+    """The K transitions of a sample."""
+    path, (positive, negative) = _path(sample.trajectory), sample.conditions
+    num_rows = len(path.sigmas)
+    return TrainingRows(
+        latents=path.latents[path.positions],
+        sigmas=path.sigmas,
+        point=Transitions(
+            next_latents=path.latents[path.positions + 1],
+            next_sigmas=path.next_sigmas,
+            sigma_max=path.sigma_max.expand(num_rows),
+            log_probs=path.log_probs,
+        ),
+        conditions=[positive] * num_rows,
+        negative_conditions=None if negative is None else [negative] * num_rows,
+        advantages=torch.zeros(num_rows),
+        mask=torch.ones(num_rows),
+        sampling=sample.trajectory.sampling,
+    )
