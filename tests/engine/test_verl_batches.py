@@ -37,6 +37,7 @@ from tests.engine.harness import (
 )
 from tests.engine.harness import begin as begin_batch
 from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.row_batch import pack_rows, unpack_rows
 from verl_digen.engine.rows import make_rows
 from verl_digen.engine.verl_batches import own_objective
@@ -53,6 +54,9 @@ CASES: dict[str, dict[str, Any]] = {
     "flow_grpo_with_kl_and_lora": {"digen": {"kl": {"coef": 0.3}}, "model": LORA},
     "diffusion_nft": {"digen": {"loss": NFT, "advantage": {"scale": "group"}}},
 }
+
+
+OTHER = replace(SAMPLING, noise_level=0.3)
 
 
 def case_engine(path: Path, case: str) -> DiffusersFSDPEngine:
@@ -191,7 +195,7 @@ def test_a_missing_column_and_two_samplings_are_refused(tiny_qwen_image: Path, o
     rows = rows_of(engine, make_batch(tiny_qwen_image))
     with pytest.raises(ValueError, match="needs the columns next_latents for Transitions"):
         engine.infer_batch(rows.exclude("next_latents"))
-    mixed = [SAMPLING, replace(SAMPLING, noise_level=0.1)] * 9
+    mixed = [SAMPLING, OTHER] * 9
     with pytest.raises(ValueError, match="must have one sampling"):
         unpack_rows(tu.assign_non_tensor(rows, sampling=mixed))
 
@@ -218,6 +222,10 @@ def on_ranks(path: Path, folder: Path) -> Any:
     rows = own_rows(rows_of(engine, case_batch(path, "flow_grpo"), micro_batch_size_per_gpu=3))
     found["log_probs"] = infer(engine, rows.copy())["log_probs"]
     found["reduced at every tile"] = step(engine, rows)
+    try:
+        infer(engine, rows if dist.get_rank() == 0 else tu.assign_non_tensor(rows, sampling=[OTHER] * len(rows)))
+    except ValueError as error:
+        found["another kind"] = str(error)
     found["logical batch"] = {case: by_logical_batch(path, case) for case in CASES}
     return found
 
@@ -231,6 +239,7 @@ def test_two_ranks_train_the_mean_over_both_their_rows(tiny_qwen_image: Path, on
         assert_same(found[case], found["logical batch"][case])
     assert_same(found["reduced at every tile"], by_logical_batch(tiny_qwen_image, "flow_grpo"))
     assert_same(found["a caller's loss"], by_logical_batch(tiny_qwen_image, "flow_grpo"))
+    assert "every rank needs rows of every network and sampling, got [1, 1] of 2 kinds" in found["another kind"]
     engine = case_engine(tiny_qwen_image, "flow_grpo")
     expected = torch.cat(log_probs(engine, case_batch(tiny_qwen_image, "flow_grpo")))[:11]
     torch.testing.assert_close(found["log_probs"], expected, rtol=0, atol=1e-6)
@@ -245,6 +254,17 @@ def test_padding_rows_with_mask_0_change_nothing(tiny_qwen_image: Path, one_rank
     rows["mask"] = torch.zeros(20)
     with pytest.raises(ValueError, match="needs a row with mask 1"):
         engine.train_batch(rows, None)
+
+
+@pytest.mark.parametrize("scale", [None, 2.0**12])
+def test_a_loss_scale_and_recomputed_blocks_change_nothing(tiny_qwen_image: Path, one_rank: None, scale: float | None):
+    engine = make_engine(tiny_qwen_image, optim=PLAIN_STEPS, model={"recompute_blocks": 1})
+    perturb(engine)
+    engine.recomputation.fixed = None  # auto, as on an accelerator
+    engine.state.loss_scale = None if scale is None else LossScale(scale)
+    found = step(engine, rows_of(engine, case_batch(tiny_qwen_image, "flow_grpo")))
+    assert_same(found, by_logical_batch(tiny_qwen_image, "flow_grpo"))
+    assert engine.recomputation.share == 1.0
 
 
 def test_mini_batches_of_verl_s_iterator_train_one_after_the_other(tiny_qwen_image: Path, one_rank: None):
@@ -327,6 +347,28 @@ def test_another_policy_is_evaluated_by_name(tiny_qwen_image: Path, one_rank: No
         infer(engine, rows_of(engine, batch, policy="teacher"))
     with pytest.raises(ValueError, match="only policy=current has a loss"):
         engine.train_batch(rows_of(engine, batch, policy="reference"), None)
+
+
+def test_old_weights_last_until_the_batch_ends(tiny_qwen_image: Path, one_rank: None):
+    engine, batch = case_engine(tiny_qwen_image, "flow_grpo"), make_batch(tiny_qwen_image)
+    before = infer(engine, rows_of(engine, batch))["log_probs"]
+    engine.keep_old()
+    with engine.train_mode():
+        engine.train_batch(rows_of(engine, batch), None)
+    after, old = (infer(engine, rows_of(engine, batch, policy=name))["log_probs"] for name in ("current", "old"))
+    assert torch.equal(old, before) and not torch.equal(after, before)
+    engine.lr_scheduler_step()
+    assert torch.equal(infer(engine, rows_of(engine, batch, policy="old"))["log_probs"], after)
+
+
+def test_rows_of_two_samplings_run_in_tiles_of_their_own(tiny_qwen_image: Path, one_rank: None):
+    engine, batch = case_engine(tiny_qwen_image, "flow_grpo"), make_batch(tiny_qwen_image)
+    rows = rows_of(engine, batch)
+    first = infer(engine, rows.copy())["log_probs"]
+    second = infer(engine, tu.assign_non_tensor(rows.copy(), sampling=[OTHER] * 18))["log_probs"]
+    mixed = infer(engine, tu.assign_non_tensor(rows.copy(), sampling=[SAMPLING, OTHER] * 9))["log_probs"]
+    expected = torch.where(torch.arange(18) % 2 == 0, first, second)
+    torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-6)
 
 
 def test_forward_points_give_velocities_and_the_own_loss_without_gradient(tiny_qwen_image: Path, one_rank: None):
