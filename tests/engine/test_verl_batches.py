@@ -207,6 +207,10 @@ def test_train_batch_is_a_logical_batch(tiny_qwen_image: Path, one_rank: None, c
     expected = by_logical_batch(tiny_qwen_image, case)
     found = by_verl(tiny_qwen_image, case, micro_batch_size_per_gpu=size)
     assert_same(found, expected)
+    start = all_weights(case_engine(tiny_qwen_image, case))
+    old = [name for name in start if name.startswith("old ")]
+    assert bool(old) == (case == "diffusion_nft")
+    assert not old or any(not torch.equal(found.weights[name], start[name]) for name in old)
     shared = found.metrics.keys() & expected.metrics.keys() - {"grad_norm"}
     assert "policy_loss" in shared
     for name in shared:
@@ -306,13 +310,16 @@ def test_an_exception_discards_the_gradient(tiny_qwen_image: Path, one_rank: Non
     rows = rows_of(engine, case_batch(tiny_qwen_image, "flow_grpo"), micro_batch_size_per_gpu=4)
     calls = []
 
+    def breaks(gradient: Tensor) -> None:
+        raise KeyError("backward")
+
     def fails(**given: Any) -> tuple[Tensor, dict[str, Any]]:
         calls.append(given)
         if len(calls) == 3:
-            raise KeyError("advantage")
+            given["model_output"]["velocity"].register_hook(breaks)
         return pull(**given)
 
-    with pytest.raises(KeyError, match="advantage"):
+    with pytest.raises(KeyError, match="backward"):
         engine.train_batch(rows, fails)
     assert not peek(engine)
     assert_same(step(engine, rows), by_logical_batch(tiny_qwen_image, "flow_grpo"))
@@ -385,6 +392,7 @@ def test_forward_points_give_velocities_and_the_own_loss_without_gradient(tiny_q
 def test_a_tile_alone_is_a_batch(tiny_qwen_image: Path, one_rank: None):
     engine = case_engine(tiny_qwen_image, "flow_grpo_with_kl")
     rows = rows_of(engine, case_batch(tiny_qwen_image, "flow_grpo"))
+    assert not engine.forward_step(rows, own_objective, forward_only=True)[0].requires_grad
     loss, output = engine.forward_step(rows, None, forward_only=False)
     assert loss.requires_grad and not output["loss"].requires_grad
     assert not any(value.requires_grad for value in output["model_output"].values())
@@ -403,7 +411,7 @@ def opened(engine: DiffusersFSDPEngine, batch: TensorDict) -> Iterator[None]:
 
 
 def test_an_open_logical_batch_is_refused_and_stays(tiny_qwen_image: Path, one_rank: None):
-    engine = make_engine(tiny_qwen_image, digen={"advantage": {"scale": "group"}})
+    engine = make_engine(tiny_qwen_image, digen={"advantage": {"scale": "group"}, "tsp": {"reduce": "tile"}})
     batch = make_batch(tiny_qwen_image)
     rows = rows_of(engine, batch)
     with opened(engine, batch):
