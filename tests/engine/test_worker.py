@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,16 +17,29 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from tests.engine.harness import assert_equal, digen_section, make_batch, train, weights
+from tests.engine.harness import (
+    all_picks,
+    assert_equal,
+    digen_section,
+    log_probs,
+    make_batch,
+    perturb,
+    read_samples,
+    train,
+    weights,
+)
+from verl_digen.engine.row_batch import pack_rows
+from verl_digen.engine.rows import make_rows
 from verl_digen.engine.worker import DiffusionWorker
 
 GROUP_SIZE = 3
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
-def make_config(path: Path, **digen) -> DictConfig:
+def make_config(path: Path, optim: Mapping[str, Any] = MappingProxyType({}), **digen) -> DictConfig:
     """verl's own defaults with a diffusion model in them."""
     config = OmegaConf.create((files("verl.trainer.config") / "_generated_ppo_trainer.yaml").read_text())
     assert isinstance(config, DictConfig)
@@ -39,6 +54,7 @@ def make_config(path: Path, **digen) -> DictConfig:
     section.actor.fsdp_config.use_torch_compile = False
     section.actor.optim.lr = 1e-3
     section.actor.optim.lr_warmup_steps = 4
+    section.actor.optim.update(optim)
     section.actor.ppo_micro_batch_size_per_gpu = section.rollout.log_prob_micro_batch_size_per_gpu = 1
     section.rollout.name = "diffusers"
     section.rollout.n = GROUP_SIZE
@@ -103,3 +119,30 @@ def test_init_model_is_passed_to_every_rank_as_verls_is_after_the_port():
     assert {**ours, "dispatch_mode": None} == {**verls, "dispatch_mode": None}
     group = SimpleNamespace(world_size=2, free_port=lambda: 20_001)
     assert ours["dispatch_mode"]["dispatch_fn"](group) == (([20_001, 20_001],), {})
+
+
+# -- verl's methods on rows ---------------------------------------------------------------------------------
+def test_verl_s_methods_train_and_evaluate_rows(environment: None, tiny_qwen_image: Path, batch: TensorDict):
+    plain_steps = {"optimizer": "SGD", "lr": 0.1, "weight_decay": 0.0, "lr_warmup_steps": 0}
+    worker = make_worker(tiny_qwen_image, optim=plain_steps, kl={"coef": 0.3}, loss={"clip_range": 0.5})
+    other = make_worker(tiny_qwen_image, optim=plain_steps, kl={"coef": 0.3}, loss={"clip_range": 0.5})
+    for engine in (worker.engine, other.engine):
+        perturb(engine)
+    samples = replace(read_samples(batch), advantages=batch["advantages"])
+    rows = pack_rows(make_rows(worker.engine.points, samples, all_picks(samples)))
+    reference = worker.compute_ref_log_prob(rows.copy())
+    torch.testing.assert_close(reference["log_probs"], batch["log_probs"].flatten(), rtol=0, atol=2e-6)
+    before = worker.compute_log_prob(tu.assign_non_tensor(rows.copy(), compute_loss=False))["log_probs"]
+    expected = torch.cat(log_probs(worker.engine, batch))
+    torch.testing.assert_close(before, expected, rtol=0, atol=1e-6)
+
+    rows["old_log_probs"], compared = before, batch.copy()
+    compared["old_log_probs"] = before.reshape(6, 3)
+    keys = {"mini_batch_size": 9, "epochs": 1, "seed": 1, "dataloader_kwargs": {"shuffle": False}}
+    metrics = tu.get(worker.update_actor(tu.assign_non_tensor(rows, **keys)), "metrics")
+    for half in ([0, 1, 2], [3, 4, 5]):
+        train(other.engine, tu.index_select_tensor_dict(compared, half))
+    for name, value in weights(other.engine).items():
+        torch.testing.assert_close(weights(worker.engine)[name], value, rtol=0, atol=2e-6)
+    assert len(metrics["loss"]) == len(metrics["policy_loss"]) == 2
+    assert metrics["lr"][-1] == other.engine.learning_rate()

@@ -9,7 +9,8 @@
     evaluate(fragments)             log-probs of their rows, before the first of several optimizer steps trains them
 
 Colocated training is the same calls: one fragment of all groups, or one logical batch per mini-batch. verl's own
-`train_batch` and `infer_batch`, which take samples that verl has split over the ranks, are not used.
+`train_batch`, `infer_batch` and `forward_step` run the same code on rows that the caller has split over the ranks, see
+`verl_digen.engine.verl_batches`.
 
 | what | where |
 | --- | --- |
@@ -43,7 +44,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 
 from verl_digen.algorithms.advantages import effective_samples
-from verl_digen.algorithms.metric import Metric, Reduce, combine_tiles
+from verl_digen.algorithms.metric import Metric, Reduce
 from verl_digen.engine import gradients, memory, rejoin
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
@@ -57,17 +58,16 @@ from verl_digen.engine.points import points_of
 from verl_digen.engine.policies import PolicyForward
 from verl_digen.engine.row_flops import RowFlops
 from verl_digen.engine.rows import Fetch, tile_rows
-from verl_digen.engine.sharded import ShardedTransformer
 from verl_digen.engine.teacher import load_teacher
 from verl_digen.engine.transaction import GradientTransaction
+from verl_digen.engine.verl_batches import VerlBatches
 from verl_digen.model_config import MODEL_TYPE
-from verl_digen.platforms import device_memory
 from verl_digen.types import TrainingRows
 
 logger = logging.getLogger(__name__)
 
 
-class DiffusersFSDPEngine(ShardedTransformer):
+class DiffusersFSDPEngine(VerlBatches):
     """See the module."""
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -78,8 +78,6 @@ class DiffusersFSDPEngine(ShardedTransformer):
         """Keeps on the device, while a logical batch is open, what is offloaded between batches."""
         self._stays_loaded = False
         """True between two optimizer steps on the same samples: `_loaded` is not closed."""
-        self._reduce: str | None = None
-        """Choice made for `digen.tsp.reduce=auto`."""
 
     # -- build --------------------------------------------------------------------------------------------
     def initialize(self) -> None:
@@ -215,8 +213,6 @@ class DiffusersFSDPEngine(ShardedTransformer):
                 "advantage_num_nonzero": _number((trained != 0).sum()),
                 "advantage_effective_samples": _number(effective_samples(trained)),
             }
-            if not more:
-                self.copies.follow_batch(self.state.num_updates)
         self._close(stays_loaded=more)
         return outputs
 
@@ -351,6 +347,16 @@ class DiffusersFSDPEngine(ShardedTransformer):
             kwargs["disable_auto_offload"] = True
         return super().eval_mode(**kwargs)
 
+    def train_batch(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """verl's `train_batch`. RuntimeError while a logical batch is open, whose gradient would be zeroed."""
+        self._require_closed("train_batch")
+        return super().train_batch(*args, **kwargs)
+
+    def forward_backward_batch(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """verl's `forward_backward_batch`, see `VerlBatches`. RuntimeError while a logical batch is open."""
+        self._require_closed("train_batch or infer_batch")
+        return super().forward_backward_batch(*args, **kwargs)
+
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """verl's `save_checkpoint`. RuntimeError while a logical batch is open."""
         self._require_closed("save_checkpoint")
@@ -377,21 +383,6 @@ class DiffusersFSDPEngine(ShardedTransformer):
             recomputation=self.recomputation,
         )
 
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        dist.all_reduce(values, group=self.get_data_parallel_group())
-        return values
-
-    def _when_to_reduce(self) -> str:
-        """Value of `digen.tsp.reduce`; auto is decided once, the same on all ranks."""
-        if self.digen.tsp.reduce != "auto":
-            return self.digen.tsp.reduce
-        if self._reduce is None:
-            waiting = gradients.unreduced_bytes(self.module)
-            free = memory.agreed_least(device_memory.free_bytes(dist.get_world_size()), dist.group.WORLD)
-            self._reduce = "batch" if self._is_lora or memory.gradients_may_wait(waiting, free) else "tile"
-            logger.info("gradients are reduced at every %s (%.1f GB unreduced)", self._reduce, waiting / 1e9)
-        return self._reduce
-
     def _rehearse(self, rows: TrainingRows) -> None:
         """Dry run of one tile (forward, and backward if this engine trains) to measure memory. Discards the gradient.
         Rows are on the CPU. See `rejoin` for one of several ranks that runs out of memory with more than one row."""
@@ -415,10 +406,7 @@ class DiffusersFSDPEngine(ShardedTransformer):
 
     def _outputs(self, transaction: GradientTransaction, loss: Tensor, metrics: dict[str, Metric]) -> dict[str, Any]:
         """Outputs in verl's shape, with the metrics of all ranks combined."""
-        gathered: list[dict[str, Metric]] = [{}] * self.get_data_parallel_size()
-        on_host = {name: Metric(metric.value.cpu(), metric.reduce) for name, metric in metrics.items()}
-        dist.all_gather_object(gathered, on_host, group=self.get_data_parallel_group())
-        combined = combine_tiles(gathered)
+        combined = self._of_all_ranks(metrics)
         prompt_tokens = combined.pop("num_prompt_tokens").value.item() / transaction.num_trained_rows
         text, padding = (combined.pop(name).value.item() for name in ("num_text_tokens", "num_padding_tokens"))
         combined |= {

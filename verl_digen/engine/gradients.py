@@ -73,6 +73,13 @@ def scale_(gradient: Gradient, factor: float) -> None:
         piece.mul_(factor)
 
 
+def rescale(module: nn.Module, factor: float) -> None:
+    """Multiply the module's gradient, reduced or not."""
+    gradient = take(module)
+    scale_(gradient, factor)
+    put(module, gradient)
+
+
 @torch.no_grad()
 def add_(gradient: Gradient, other: Gradient) -> None:
     """Add `other`, piece by piece; `gradient` may take over its memory."""

@@ -37,7 +37,7 @@ from verl_digen.engine.gathered import recover
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
 from verl_digen.engine.points import Points
-from verl_digen.engine.policies import Outputs, PolicyForward, moved
+from verl_digen.engine.policies import Evaluated, Outputs, PolicyForward, moved
 from verl_digen.engine.recompute import Recomputation
 from verl_digen.engine.rows import tile_rows
 from verl_digen.engine.texts import padded_tokens
@@ -183,10 +183,8 @@ class GradientTransaction:
         is_final: bool,
         reduces: bool,
     ) -> LossTerms:
-        old, others = self._with_old(rows, others)
         with gradients.reduced_at_end(self.module, reduces):
-            current = self.forward(rows)
-            terms = self.loss(current, others, rows, old, self.num_rows, joint=joint, clamps=is_final)
+            _, terms = tile_loss(self.forward, self.loss, rows, others, self.num_rows, joint=joint, clamps=is_final)
             if is_final or terms.fixed is None:
                 self.backward(terms.total * self.loss_factor, False)
             else:
@@ -194,26 +192,6 @@ class GradientTransaction:
                 with gradients.exchanged(self.module, self._fixed_gradient):
                     self.backward(terms.fixed * self.loss_factor, False)
         return terms
-
-    def _with_old(
-        self, rows: TrainingRows, others: Mapping[str, Outputs]
-    ) -> tuple[Tensor | None, Mapping[str, Outputs]]:
-        """(old log-probs [N], outputs of all policies); without both, the forward's own take their place.
-
-        See `verl_digen.engine.loss`.
-        """
-        denominator, point = self.loss.denominator, rows.point
-        if "old" in others or denominator == "unused" or not isinstance(point, Transitions):
-            return None, others
-        if denominator == "rollout":
-            return point.log_probs, others
-        if point.old_log_probs is not None:
-            return point.old_log_probs, others
-        if denominator == "recompute":  # weights are those of before the update until the batch is complete
-            with torch.no_grad():
-                before = self.forward(rows).outputs(("log_prob", *self.loss.wanted.get("old", ())))
-            return None, {**others, "old": before}
-        return None, others
 
     @torch.no_grad()
     def _joint_columns(
@@ -252,14 +230,10 @@ class GradientTransaction:
         assert not self._unsettled and self.num_trained_rows
         correction = self.num_rows / self.num_trained_rows
         if correction != 1:
-            gradient = gradients.take(self.module)
-            gradients.scale_(gradient, correction)
-            gradients.put(self.module, gradient)
+            gradients.rescale(self.module, correction)
         gradients.reduce_pending(self.module)
         if self.loss_scale != 1:
-            gradient = gradients.take(self.module)
-            gradients.scale_(gradient, 1 / self.loss_scale)
-            gradients.put(self.module, gradient)
+            gradients.rescale(self.module, 1 / self.loss_scale)
         loss = torch.stack([terms.total for terms in self._settled]).sum() * (self.num_ranks * correction)
         metrics = combine_tiles(terms.metrics for terms in self._settled)
         return loss, {name: metric.scaled(correction) for name, metric in metrics.items()} | {
@@ -275,6 +249,43 @@ class GradientTransaction:
             recover(self.module)
         gradients.drop(self.module)
         self._fixed_gradient = {}
+
+
+def tile_loss(
+    forward: PolicyForward,
+    loss: DiffusionLoss,
+    rows: TrainingRows,
+    others: Mapping[str, Outputs],
+    num_rows: float,
+    *,
+    joint: Tensor | None = None,
+    clamps: bool = True,
+) -> tuple[Evaluated, LossTerms]:
+    """(rows under the weights that train, their share of the loss), differentiable; arguments as in `DiffusionLoss`."""
+    old, others = _with_old(forward, loss, rows, others)
+    current = forward(rows)
+    return current, loss(current, others, rows, old, num_rows, joint=joint, clamps=clamps)
+
+
+def _with_old(
+    forward: PolicyForward, loss: DiffusionLoss, rows: TrainingRows, others: Mapping[str, Outputs]
+) -> tuple[Tensor | None, Mapping[str, Outputs]]:
+    """(old log-probs [N], outputs of all policies); without both, the forward's own take their place.
+
+    See `verl_digen.engine.loss`.
+    """
+    denominator, point = loss.denominator, rows.point
+    if "old" in others or denominator == "unused" or not isinstance(point, Transitions):
+        return None, others
+    if denominator == "rollout":
+        return point.log_probs, others
+    if point.old_log_probs is not None:
+        return point.old_log_probs, others
+    if denominator == "recompute":  # weights are those of before the update until the batch is complete
+        with torch.no_grad():
+            before = forward(rows).outputs(("log_prob", *loss.wanted.get("old", ())))
+        return None, {**others, "old": before}
+    return None, others
 
 
 def _moved(policies: Mapping[str, Outputs], device: torch.device | str) -> dict[str, Outputs]:

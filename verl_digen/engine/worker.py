@@ -7,6 +7,8 @@
     assist(requests)                                               in between: generate samples, current weights
     evaluate(fragments)                                            before: log-probs, for several steps on the samples
 
+    update_actor(rows), compute_log_prob(rows), compute_ref_log_prob(rows)     verl's, see `engine.verl_batches`
+
 Weight updates, checkpoints, rollout handles and dispatch are verl's.
 """
 
@@ -21,7 +23,13 @@ from typing import Any
 
 import ray
 import torch
-from verl.single_controller.base.decorator import Dispatch, Execute, register
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    Execute,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray
@@ -35,6 +43,7 @@ from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.rows import Fetch, fetch_samples
+from verl_digen.engine.verl_batches import own_objective
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.rollout.registry import REPLICAS
 from verl_digen.store.conditions import fetch_conditions
@@ -95,6 +104,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
         share_cpu_cores(0 if self._is_rollout else self.config.rollout.n_gpus_per_node)
         super().init_model()
         if self._is_actor:
+            self.trainer.set_loss_fn(own_objective)
             self.engine.shares_device = self._is_rollout
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
             if self.config.rollout.name == "diffusers":  # vLLM-Omni computes in one dtype
@@ -125,6 +135,12 @@ class DiffusionWorker(ActorRolloutRefWorker):
     def device_name(self) -> str | None:
         """The accelerator's name; None on a CPU."""
         return accelerator_name()
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """verl's `compute_ref_log_prob`; the reference is a policy of the actor's engine, and no engine of its own."""
+        tu.assign_non_tensor(data, policy="reference", compute_loss=False)
+        return self.compute_log_prob(data)
 
     # -- one logical batch, fragment by fragment ----------------------------------------------------------
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
