@@ -215,7 +215,12 @@ ENGINE: tuple[Line, ...] = (
     ("engine._behaviour", result("nullcontext()"), "an assist has the weights that train", "invariants: assists"),
     ("engine.commit", given(more="True"), "the learning rate does not move at a commit", "transaction: one_update"),
     ("engine._require_closed", skip(), "a batch is begun beside an open one", "transaction: illegal_calls"),
-    ("engine._close", drop("self.copies.drop"), "the old weights are those of the last batch", "updates: old_mean"),
+    (
+        "verl_batches.lr_scheduler_step",
+        drop("self.copies.drop"),
+        "the old weights are those of the last batch",
+        ": old_weights",
+    ),
     ("loss_scale.update", given(is_finite="True"), "the loss scale only grows", ": scale_halves"),
     ("export.merge", swap("+", "-"), "an adapter is merged with the wrong sign"),
     ("optimizer.settle", skip(), "a run keeps the optimizer implementation of its checkpoint"),
