@@ -47,6 +47,14 @@ def test_the_trainer_is_the_one_that_trainer_mode_names(started, monkeypatch, re
     assert len(started) == 1
 
 
+def test_the_steps_by_hand_are_those_of_one_pool(monkeypatch):
+    trainer = RayFlowGRPOTrainer.__new__(RayFlowGRPOTrainer)
+    trainer.config = composed("recipe=digen_quickstart+disaggregated")
+    trainer._trainer = DisaggregatedTrainer.__new__(DisaggregatedTrainer)
+    with pytest.raises(ValueError, match=r"must be digen_colocated where the steps .* got 'digen_disaggregated'"):
+        trainer.next_prompts()
+
+
 def test_the_signature_is_verls_and_what_is_not_used_is_refused_by_name(started):
     ours, verls = (inspect.signature(kind.__init__) for kind in (RayFlowGRPOTrainer, RayPPOTrainer))
     assert list(ours.parameters) == list(verls.parameters)

@@ -4,17 +4,29 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
+import ray
+from tensordict import TensorDict
+from torch import Tensor
+from verl import DataProto
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.v1 import get_trainer_cls
+from verl.utils import tensordict_utils as tu
 
 from verl_digen.agent_loop.manager import DiffusionAgentLoopManager
+from verl_digen.algorithms.advantages import compute_advantage
+from verl_digen.data.rows import ROW, object_column
+from verl_digen.engine.row_batch import pack_rows
 from verl_digen.preflight import check
 from verl_digen.preflight.notes import notes
 from verl_digen.require import require
+from verl_digen.sampling.outputs import training_rows
 from verl_digen.store.controller import close, start
+from verl_digen.trainer.colocated import ColocatedTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +47,8 @@ DECIDED_BY = {
 
 class RayFlowGRPOTrainer(RayPPOTrainer):
     """`RayPPOTrainer(config)`, `init_workers()` and `fit()` over the trainer that `trainer.v1.trainer_mode` names.
+
+    Or in place of `fit`, one by one, the steps of verl's RFC: see `examples/by_hand.py`.
 
     The config alone decides, as it does under `verl.trainer.main_ppo`, and is checked as there.
 
@@ -81,6 +95,8 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         self.config = config
         config.transfer_queue.enable = True
         start(config.transfer_queue)
+        self._is_awake = True
+        """False from the first call on the ranks in a step until the replicas have its weights."""
         self._trainer: Any = get_trainer_cls(config.trainer.v1.trainer_mode)(config=config)
 
     def init_workers(self) -> None:
@@ -90,17 +106,113 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
     def fit(self) -> None:
         """Train to the end, then close TransferQueue."""
         try:
-            self._trainer.fit(self._make_agent_loops())
+            self._trainer.fit(self._agent_loops)
         finally:
             close()
 
-    def _make_agent_loops(self) -> Any:
+    # -- the steps of verl's RFC by hand, on one pool --------------------------------------------------------
+    def next_prompts(self) -> DataProto:
+        """The run's next `data.train_batch_size` prompts, a row per sample: each `rollout.n` times."""
+        rows = self._by_hand._take_prompts(self.config.data.train_batch_size)
+        size = self.config.actor_rollout_ref.rollout.n
+        columns = {
+            ROW: [row for row in rows for _ in range(size)],
+            "uid": [row.uid for row in rows for _ in range(size)],
+            "sample_index": [number for _ in rows for number in range(size)],
+        }
+        step = {"global_steps": self._by_hand.global_steps + 1}
+        return DataProto(None, {name: object_column(values) for name, values in columns.items()}, step)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Generate and score a sample per row -> the columns of `sampling.outputs.to_dataproto`, with `rm_scores`."""
+        require(self._is_awake, "generate_sequences must come first in a step", "a second call", "call update_actor")
+        worker = self._agent_loops.agent_loop_workers[0]
+        return ray.get(worker.generate_sequences.remote(prompts))
+
+    def compute_rm_score(self, batch: DataProto) -> DataProto:
+        """Score `responses` again, see `DiffusionRewardLoopManager.compute_rm_score`."""
+        return self._by_hand.reward_loop_manager.compute_rm_score(batch)
+
+    def compute_old_log_prob(self, batch: DataProto) -> DataProto:
+        """`old_log_probs` [N, K] of the recorded transitions under the current weights, and their means
+        `latent_sample_means` [N, K, ...]."""
+        names = {"old_log_probs": "log_probs", "latent_sample_means": "latent_sample_means"}
+        return self._evaluate("compute_log_prob", batch, names, compute_loss=False)
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """`ref_log_prob` [N, K] under the reference; ValueError where the run has none. The KL term of the loss does
+        not read it: it compares means, in the same forward."""
+        return self._evaluate("compute_ref_log_prob", batch, {"ref_log_prob": "log_probs"})
+
+    def compute_advantage(self, batch: DataProto) -> DataProto:
+        """`advantages` [N, 1] of `rm_scores`, as `digen.advantage` says."""
+        advantage = self._by_hand.digen.advantage
+        assert batch.batch is not None
+        scores, uids = batch.batch["rm_scores"], batch.non_tensor_batch["uid"]
+        scaling = {"scale": advantage.scale, "ddof": advantage.ddof, "eps": advantage.eps}
+        return _columns(advantages=compute_advantage(scores, list(uids), **scaling))
+
+    def update_actor(self, batch: DataProto) -> dict[str, list[float]]:
+        """Take one optimizer step on the batch, and send the weights to the replicas -> metrics.
+
+        Args:
+            batch: of `generate_sequences`, with `advantages`, and `old_log_probs` if the weights have changed since.
+        """
+        trainer, rows = self._by_hand, self._rows(batch)
+        once = {"mini_batch_size": len(rows), "epochs": 1, "seed": 0, "dataloader_kwargs": {"shuffle": False}}
+        metrics = tu.get(trainer.actor_rollout_wg.update_actor(tu.assign_non_tensor(rows, **once)), "metrics")
+        trainer.global_steps += 1
+        trainer.timing_raw = {}
+        trainer.on_step_end()
+        self._is_awake = True
+        return metrics
+
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of the current step, from which a run resumes."""
+        self._by_hand._save_checkpoint()
+
+    def _evaluate(self, method: str, batch: DataProto, names: Mapping[str, str], **keys: Any) -> DataProto:
+        """The ranks' outputs for the batch's rows, [N, K, ...].
+
+        Args:
+            names: column -> output.
+        """
+        rows = tu.assign_non_tensor(self._rows(batch), **keys)
+        found = getattr(self._by_hand.actor_rollout_wg, method)(rows)
+        return _columns(**{column: found[name].unflatten(0, (len(batch), -1)) for column, name in names.items()})
+
+    def _rows(self, batch: DataProto) -> TensorDict:
+        """The transitions of a batch for the ranks; the replicas sleep from now on."""
+        if self._is_awake:
+            self._by_hand._sleep_replicas()
+            self._is_awake = False
+        return pack_rows(training_rows(batch))
+
+    @property
+    def _by_hand(self) -> ColocatedTrainer:
+        """The trainer, on one pool."""
+        mode = self.config.trainer.v1.trainer_mode
+        require(
+            isinstance(self._trainer, ColocatedTrainer),
+            "trainer.v1.trainer_mode must be digen_colocated where the steps are called one by one",
+            mode,
+            "leave recipe disaggregated out, or call fit",
+        )
+        return self._trainer
+
+    @cached_property
+    def _agent_loops(self) -> Any:
         return DiffusionAgentLoopManager.create(  # awaited by verl's auto_await
             config=self.config,
             llm_client=self._trainer.get_llm_client(),
             teacher_client=None,
             reward_loop_worker_handles=self._trainer.get_reward_handles(),
         )
+
+
+def _columns(**tensors: Tensor) -> DataProto:
+    (size,) = {len(tensor) for tensor in tensors.values()}
+    return DataProto(TensorDict(tensors, batch_size=size))  # pyright: ignore[reportArgumentType]
 
 
 def _require_config_alone(**arguments: Any) -> None:

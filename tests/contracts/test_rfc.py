@@ -48,7 +48,7 @@ from verl_digen.data.rows import prompt_batch as prompt_rows_batch
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling import outputs
-from verl_digen.sampling.outputs import FinishedSample
+from verl_digen.sampling.outputs import FinishedSample, training_rows
 from verl_digen.sampling.sampler import row_velocity, score_rows
 from verl_digen.store.samples import to_batch
 from verl_digen.types import CleanRecord, PartScore, PathRecord, PromptRow, RewardCall
@@ -516,6 +516,22 @@ def test_trained_steps_that_are_not_consecutive_have_positions(server):
     found = to_dataproto([of_steps(0, 2), of_steps(0, 1)])
     assert found.batch["positions"].tolist() == [[0, 2], [0, 1]] and found.batch["latent_samples"].shape[:2] == (2, 4)
     assert not found.batch["latent_samples"][1, 3].any() and found.batch["latent_samples"][0, 3].any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0], ids=["plain", "guided"])
+def test_rows_of_a_batch_have_the_log_probs_that_it_has(server, scale):
+    """Of prompts of two lengths: the rows have the conditions of their own sample, without its padding."""
+    samples = samples_of(server, true_cfg_scale=scale)
+    data = to_dataproto(samples)
+    data.batch["advantages"] = torch.tensor([[1.0], [-2.0]])
+    rows = training_rows(data)
+    assert rows.advantages.tolist() == [1.0] * K + [-2.0] * K and rows.rewards.tolist() == [0.5] * 2 * K
+    with torch.no_grad():
+        scored = score_rows(server._model, server._weights.module, rows)[0]
+    torch.testing.assert_close(scored.log_prob, data.batch["log_probs"].flatten(), rtol=0, atol=1e-5)
+    data.non_tensor_batch["sampling"][1] = replace(samples[1].trajectory.sampling, noise_level=0.1)
+    with pytest.raises(ValueError, match="samples that train together must have one sampling"):
+        training_rows(data)
 
 
 def test_a_finished_batch_in_the_store_gives_the_same_columns(monkeypatch, server):

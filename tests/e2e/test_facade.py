@@ -6,10 +6,12 @@ import re
 import subprocess
 
 import pytest
+import torch
 
 from tests.contracts.test_verl_is_unchanged import replaced
-from tests.e2e.conftest import SMALL, Run
+from tests.e2e.conftest import CHECKPOINT, ROOT, SGD, SMALL, Run, assert_succeeded, run_main, trained_weights
 from tests.fork_server import shared_server
+from verl_digen.models import load_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -61,3 +63,28 @@ def test_a_pipeline_that_swaps_in_our_trainer_trains_and_replaces_nothing_of_ver
     assert [row["step"] for row in Run(0, done.stdout, run_dir).metrics] == [1, 2]
     said = re.search(rf"{trainer} replaced (.*) in (\d+) actors", done.stdout)
     assert said is not None and eval(said[1]) == [[]] * (int(said[2]) + 1) and int(said[2]) >= 3, said
+
+
+def test_the_steps_by_hand_reach_the_weights_of_the_trainers_own(tmp_path):
+    """One rank; with a KL term the reference is part of them."""
+    words = (*SGD, "digen.kl.coef=0.01")
+    done = subprocess.run(
+        [
+            *(shared_server().python, "-m", "examples.by_hand", "recipe=digen_flowgrpo", *SMALL, *words),
+            f"trainer.default_local_dir={tmp_path / 'by_hand'}",
+        ],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    of_main = run_main(tmp_path / "main", *words, "trainer.total_training_steps=2", "trainer.save_freq=2")
+    assert_succeeded(of_main)
+    expected, found = (trained_weights(tmp_path / run, 2) for run in ("main", "by_hand"))
+    start = load_model(CHECKPOINT).load_transformer(torch.float32).state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+    assert max((value - start[name]).abs().max().item() for name, value in expected.items()) > 1e-4, "they moved"

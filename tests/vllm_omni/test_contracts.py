@@ -292,7 +292,7 @@ def test_an_extension_comes_before_the_worker_and_can_override_its_start():
 
 
 def test_a_worker_first_imports_the_users_modules():
-    worker: Any = WeightReceiverExtension.__new__(WeightReceiverExtension)
+    worker: Any = vLLMOmniColocateWorkerExtension.__new__(vLLMOmniColocateWorkerExtension)
     worker.od_config = SimpleNamespace(custom_pipeline_args={"external_lib": "nosuch"})
     with pytest.raises(ValueError, match=r"model\.external_lib must name modules that can be imported, got 'nosuch'"):
         worker.init_device()

@@ -16,7 +16,7 @@ With windows whose trained steps are not consecutive, `latent_samples` is [N, S,
 goes from latent `positions[k]` to the next one. Further columns: `positions`, `sigmas`, `next_sigmas` [N, K] and
 `sigma_max` [N, 1], the schedule that `algorithms.sde` reads; other parts of the model's condition as `prompt_NAME`;
 those of the negative prompt as `negative_prompt_...`; and without tensors `uid`, `sample_index`, `seed`, `version`,
-`data_source`, `ground_truth` and the `PromptRow` as `row`, and `audio` of videos with sound.
+`data_source`, `ground_truth`, the `PromptRow` as `row`, its `Sampling` as `sampling`, and `audio` of videos with sound.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ from verl_digen.types import Condition, Generation, PathRecord, PromptRow, Train
 
 if TYPE_CHECKING:
     from verl_digen.store.samples import KVBatchMeta
+
+FACTS = ("uid", "sample_index", "seed", "version", "sampling")
+"""Fields of a `Trajectory` that are columns without tensors."""
 
 Means = Callable[[TrainingRows], Tensor]
 """Means [K, ...] of a sample's K transitions, e.g. `lambda rows: score_rows(model, network, rows)[0].mean`."""
@@ -171,8 +174,45 @@ def to_dataproto(samples: Sequence[FinishedSample], means: Means | None = None) 
     if len(rewards) == len(samples):
         tensors["rm_scores"] = torch.tensor(rewards).unsqueeze(1)
     if means is not None:
-        tensors["latent_sample_means"] = _stacked("latent_sample_means", [means(_rows(one)) for one in samples])
+        tensors["latent_sample_means"] = _stacked(
+            "latent_sample_means", [means(training_rows(to_dataproto([one]))) for one in samples]
+        )
     return DataProto(TensorDict(tensors, batch_size=len(samples)), _facts(samples))  # pyright: ignore[reportArgumentType]
+
+
+def training_rows(batch: DataProto) -> TrainingRows:
+    """The N * K transitions of a batch that `to_dataproto` made, sample after sample, on the CPU. Columns `advantages`
+    [N] or [N, 1] and `old_log_probs` [N, K] are theirs; without advantages they are 0.
+
+    Raises:
+        ValueError: the samples have several settings.
+    """
+    tensors: Any = batch.batch
+    starts, samplings = tensors["positions"], {*batch.non_tensor_batch["sampling"]}
+    if len(samplings) != 1:
+        raise ValueError(f"samples that train together must have one sampling, got {samplings}; train them apart")
+    num_samples, num_steps = starts.shape
+    samples = torch.arange(num_samples).unsqueeze(1)
+    advantages = tensors["advantages"].flatten() if "advantages" in tensors else torch.zeros(num_samples)
+    rewards = tensors["rm_scores"].flatten() if "rm_scores" in tensors else torch.zeros(num_samples)
+    positive, negative = (_conditions(tensors, prefix) for prefix in ("", "negative_"))
+    return TrainingRows(
+        latents=tensors["latent_samples"][samples, starts].flatten(0, 1),
+        sigmas=tensors["sigmas"].flatten(),
+        point=Transitions(
+            next_latents=tensors["latent_samples"][samples, starts + 1].flatten(0, 1),
+            next_sigmas=tensors["next_sigmas"].flatten(),
+            sigma_max=tensors["sigma_max"].expand(-1, num_steps).flatten(),
+            log_probs=tensors["log_probs"].flatten(),
+            old_log_probs=tensors["old_log_probs"].flatten() if "old_log_probs" in tensors else None,
+        ),
+        conditions=[condition for condition in positive for _ in range(num_steps)],
+        negative_conditions=[condition for condition in negative for _ in range(num_steps)] or None,
+        advantages=advantages.repeat_interleave(num_steps),
+        mask=torch.ones(num_samples * num_steps),
+        sampling=samplings.pop(),
+        rewards=rewards.repeat_interleave(num_steps),
+    )
 
 
 def _facts(samples: Sequence[FinishedSample]) -> dict[str, np.ndarray]:
@@ -181,7 +221,7 @@ def _facts(samples: Sequence[FinishedSample]) -> dict[str, np.ndarray]:
     facts: dict[str, Sequence[Any]] = {
         "prompts": [sample.prompt for sample in samples],
         "data_source": [sample.data_source for sample in samples],
-        **{name: [vars(one)[name] for one in trajectories] for name in ("uid", "sample_index", "seed", "version")},
+        **{name: [vars(one)[name] for one in trajectories] for name in FACTS},
     }
     rows = [sample.row for sample in samples if sample.row is not None]
     if len(rows) == len(samples):
@@ -204,6 +244,20 @@ def _condition_columns(prefix: str, conditions: Sequence[Condition]) -> dict[str
         else:
             columns[name] = _stacked(name, tensors)
     return columns
+
+
+def _conditions(tensors: Any, prefix: str) -> list[Condition]:
+    """Inverse of `_condition_columns`; [] without such columns."""
+    start = f"{prefix}prompt_"
+    names = [name for name in map(str, tensors.keys()) if name.startswith(start) and not name.endswith("_mask")]
+    conditions: list[Condition] = [{} for _ in range(len(tensors) if names else 0)]
+    for name in names:
+        item = name.removeprefix(start).replace("embeddings", "embeds")
+        is_padded = f"{name}_mask" in tensors
+        for number, condition in enumerate(conditions):
+            value = tensors[name][number]
+            condition[item] = value[tensors[f"{name}_mask"][number]] if is_padded else value
+    return conditions
 
 
 def _padded(name: str, tensors: Sequence[Tensor]) -> Tensor:
@@ -230,24 +284,3 @@ def _path(trajectory: Trajectory) -> PathRecord:
             "digen.loss.name that trains transitions, such as flow_grpo"
         )
     return trajectory.record
-
-
-def _rows(sample: FinishedSample) -> TrainingRows:
-    """The K transitions of a sample."""
-    path, (positive, negative) = _path(sample.trajectory), sample.conditions
-    num_rows = len(path.sigmas)
-    return TrainingRows(
-        latents=path.latents[path.positions],
-        sigmas=path.sigmas,
-        point=Transitions(
-            next_latents=path.latents[path.positions + 1],
-            next_sigmas=path.next_sigmas,
-            sigma_max=path.sigma_max.expand(num_rows),
-            log_probs=path.log_probs,
-        ),
-        conditions=[positive] * num_rows,
-        negative_conditions=None if negative is None else [negative] * num_rows,
-        advantages=torch.zeros(num_rows),
-        mask=torch.ones(num_rows),
-        sampling=sample.trajectory.sampling,
-    )
