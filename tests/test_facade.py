@@ -17,7 +17,7 @@ from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 
 @pytest.fixture
 def started(monkeypatch):
-    """What was started: the configs of TransferQueue."""
+    """Configs of TransferQueue that were started."""
     found = []
     monkeypatch.setattr(transfer_queue, "init", found.append)
     return found

@@ -134,18 +134,18 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         return self._by_hand.reward_loop_manager.compute_rm_score(batch)
 
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` [N, K] of the recorded transitions under the current weights, and their means
+        """Evaluate `old_log_probs` [N, K], those of the recorded transitions under the current weights, and their means
         `latent_sample_means` [N, K, ...]."""
         names = {"old_log_probs": "log_probs", "latent_sample_means": "latent_sample_means"}
         return self._evaluate("compute_log_prob", batch, names, compute_loss=False)
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """`ref_log_prob` [N, K] under the reference; ValueError where the run has none. The KL term of the loss does
-        not read it: it compares means, in the same forward."""
+        """Evaluate `ref_log_prob` [N, K], under the reference; ValueError where the run has none. The KL term of the
+        loss does not read it: it compares means, in the same forward."""
         return self._evaluate("compute_ref_log_prob", batch, {"ref_log_prob": "log_probs"})
 
     def compute_advantage(self, batch: DataProto) -> DataProto:
-        """`advantages` [N, 1] of `rm_scores`, as `digen.advantage` says."""
+        """Make `advantages` [N, 1] of `rm_scores`, as `digen.advantage` says."""
         advantage = self._by_hand.digen.advantage
         assert batch.batch is not None
         scores, uids = batch.batch["rm_scores"], batch.non_tensor_batch["uid"]

@@ -32,12 +32,14 @@ OVERRIDDEN = {
     "agent_loop.server_manager:DiffusionServerManager": "get_client",
     "agent_loop.single_turn:DiffusionSingleTurnAgentLoop": "run",
     "engine.checkpoint:DiffusersCheckpointManager": "save_checkpoint load_checkpoint",
-    "engine.engine:DiffusersFSDPEngine": "initialize train_mode eval_mode save_checkpoint load_checkpoint",
+    "engine.engine:DiffusersFSDPEngine": "initialize train_mode eval_mode save_checkpoint load_checkpoint "
+    "train_batch forward_backward_batch",
+    "engine.verl_batches:VerlBatches": "forward_backward_batch forward_step lr_scheduler_step",
     "engine.sharded:ShardedTransformer": "initialize _build_module _build_lora_module _build_fsdp_module "
     "_build_optimizer disable_adapter to optimizer_step get_per_tensor_param",
     "model_config:DiffusionModelConfig": "_mutable_fields",
     "engine.whole_groups:WholeGroup": "unshard wait_for_unshard _to_sharded",
-    "engine.worker:DiffusionWorker": "init_model",
+    "engine.worker:DiffusionWorker": "init_model compute_ref_log_prob",
     "models.experts:Experts": "forward",
     "platforms.placement:TypedPools": "create_resource_pool",
     "preflight.callback:Preflight": "on_run_start on_job_start on_job_end",
@@ -85,11 +87,15 @@ def foreign_method(cls: type, name: str) -> Any:
     return None
 
 
+SET_LATER = {"_abc_impl", "_class_initialized"}
+"""Attributes that Python, or verl where an object is made, sets on a class of ours."""
+
+
 def overridden_by(cls: type) -> set[str]:
     return {
         name
         for name in vars(cls)
-        if not name.startswith("__") and name != "_abc_impl" and foreign_method(cls, name) is not None
+        if not name.startswith("__") and name not in SET_LATER and foreign_method(cls, name) is not None
     }
 
 

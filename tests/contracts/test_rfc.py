@@ -520,7 +520,7 @@ def test_trained_steps_that_are_not_consecutive_have_positions(server):
 
 @pytest.mark.parametrize("scale", [1.0, 3.0], ids=["plain", "guided"])
 def test_rows_of_a_batch_have_the_log_probs_that_it_has(server, scale):
-    """Of prompts of two lengths: the rows have the conditions of their own sample, without its padding."""
+    """Two lengths of prompts: a row has the conditions of its own sample, without the padding."""
     samples = samples_of(server, true_cfg_scale=scale)
     data = to_dataproto(samples)
     data.batch["advantages"] = torch.tensor([[1.0], [-2.0]])

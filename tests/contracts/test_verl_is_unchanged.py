@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of verl is replaced in memory: its modules and classes hold no function and no class of ours."""
+"""verl in memory: its modules and classes hold no function and no class of ours."""
 
 import importlib
 import pkgutil
