@@ -56,10 +56,10 @@ chaos:  ## runs with random faults on a virtual clock; no Ray (5 minutes on 2 co
 	@.ci/setup_env.sh dev
 	$(BIN)/python -W ignore -m tests.chaos --orders $(ORDERS) --seed $(SEED)
 
-test-vllm-omni:  ## what needs the extra vllm-omni, two files at a time; its end-to-end runs alone, because on busy cores the trainer has no time to assist
+test-vllm-omni:  ## what needs the extra vllm-omni, two tests at a time; its end-to-end runs alone, because on busy cores the trainer has no time to assist
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni
 	$(OMNI)/bin/pyright --pythonpath $(OMNI)/bin/python verl_digen/rollout/vllm_omni
-	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/vllm_omni/test_e2e.py tests/vllm_omni
+	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" -n 2 --dist worksteal --ignore tests/vllm_omni/test_e2e.py tests/vllm_omni
 	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" tests/vllm_omni/test_e2e.py
 
 lint: docs  ## style, types, scripts, links of the docs, and that no room imports from a floor above

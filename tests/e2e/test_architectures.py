@@ -161,6 +161,7 @@ FP16 = (
 )
 
 
+@pytest.mark.grid
 def test_stable_diffusion_3_trains_in_fp16(tmp_path: Path) -> None:
     case = Case("sd3", "colocated", is_lora=True, true_cfg_scale=2.0)
     checkpoint = build_tiny(case.name, tmp_path / "checkpoint")

@@ -45,6 +45,7 @@ def test_separate_pools_with_assisting_trainers_leave_the_weights_of_the_colocat
         torch.testing.assert_close(old[1][name], shard, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.grid
 def test_dgpo_trains_groups_on_separate_pools_with_assistance_and_stale_samples(tmp_path):
     """Replicas begin the next batch while the trainer has the open gradient of groups that are complete."""
     run = run_main(

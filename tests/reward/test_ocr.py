@@ -76,6 +76,7 @@ def test_reads_what_rapidocr_reads(fast):
 
 
 @pytest.mark.long
+@pytest.mark.grid
 def test_reads_what_rapidocr_reads_by_its_own_settings():
     reference = RapidOCR(params={"Global.log_level": "error", "Global.use_cls": False})
     assert compare(Ocr(OcrConfig(), torch.device("cpu")), reference, TEXTS) > 0.9

@@ -54,7 +54,7 @@ def test_three_steps_train_what_was_generated(tmp_path, overrides):
 @pytest.mark.parametrize(
     ("objective", "overrides"),
     [
-        pytest.param("nft", LORA, id="nft, LoRA"),
+        pytest.param("nft", LORA, id="nft, LoRA", marks=pytest.mark.grid),
         pytest.param("nft", (), id="nft", marks=pytest.mark.grid),
         pytest.param("awm", (*LORA, "digen.forward.num_points=4"), id="awm, LoRA", marks=pytest.mark.grid),
     ],
