@@ -13,10 +13,10 @@ import pytest
 import ray
 import torch
 
+from tests.grid import in_grid
 from tests.models.cases import draw_image
 from tests.sampling.runs import assert_bitwise
 from tests.tiny_models import build_tiny
-from tests.grid import in_grid
 from tests.vllm_omni.compare import TOLERANCE, assert_same, by_diffusers
 from tests.vllm_omni.conftest import (
     GUIDED,
