@@ -56,9 +56,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import diffusers
 import pytest
 import torch
 import verl  # noqa: F401 - first: it loads the plugin
+from diffusers import ModelMixin
+from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -423,3 +426,9 @@ def test_settings_of_torch_compile_have_the_values_that_compiled_blocks_change()
     assert torch._functorch.config.donated_buffer in (True, False)
     with pytest.raises(AttributeError):
         torch._dynamo.config.recompile_limits = 8
+
+
+@pytest.mark.skipif(Version(diffusers.__version__) < Version("0.42"), reason="earlier ones count a CPU")
+def test_diffusers_counts_no_device_on_a_cpu():
+    """When this fails, remove patches/diffusers_cpu_devices.py."""
+    assert "rank % torch.accelerator.device_count()" in inspect.getsource(ModelMixin)

@@ -28,9 +28,12 @@ def ours(extra=""):
 def resolve(requirements, folder: Path) -> dict[str, str]:
     """Package -> version of one solution for Linux and Python 3.12."""
     (folder / "set.in").write_text("\n".join(requirements))
+    uv = str(Path(sys.executable).with_name("uv"))
     done = subprocess.run(
-        [*(str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--no-annotate", "--no-header")]
-        + ["--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28", str(folder / "set.in")],
+        [
+            *(uv, "pip", "compile", "--quiet", "--no-annotate", "--no-header", str(folder / "set.in")),
+            *("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28"),
+        ],
         capture_output=True,
         text=True,
         timeout=600,

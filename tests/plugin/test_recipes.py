@@ -35,6 +35,16 @@ def test_without_a_recipe_the_config_is_verls_byte_for_byte(tmp_path):
     assert "\ntrainer:\n" in with_plugin
 
 
+def test_without_a_recipe_a_mistyped_key_has_hydras_own_message(tmp_path):
+    slip = "actor_rollout_ref.rollout.nme=vllm"
+    runs = [start_main(slip, cwd=tmp_path, VERL_USE_EXTERNAL_PLUGINS=plugins) for plugins in ("auto", "none")]
+    answers = [run.communicate(timeout=120)[1] for run in runs]
+    with_plugin, without_plugin = (
+        [line for line in text.splitlines() if "WARN" not in line.upper() and "INFO:" not in line] for text in answers
+    )
+    assert with_plugin == without_plugin and f"'{slip.partition('=')[0]}'" in "".join(with_plugin)
+
+
 def test_unknown_recipe_is_one_paragraph_with_the_known_ones_and_no_traceback(tmp_path):
     run = start_main("recipe=nope", cwd=tmp_path)
     _, stderr = run.communicate(timeout=120)

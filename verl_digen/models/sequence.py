@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from verl_digen.image_sizes import SIDE_MULTIPLE
+from verl_digen.patches import diffusers_cpu_devices
 from verl_digen.require import require
 from verl_digen.types import Geometry
 
@@ -110,7 +111,8 @@ def split_networks(model: DiffusionModel, module: nn.Module, mesh: DeviceMesh) -
             continue
         own: Any = network
         plan = layout.plan or {name: part for name, part in own._cp_plan.items() if name not in layout.unsplit}
-        own.enable_parallelism(config=ContextParallelConfig(ulysses_degree=mesh.size(), mesh=mesh), cp_plan=plan)
+        with diffusers_cpu_devices.cpu_is_a_device():
+            own.enable_parallelism(config=ContextParallelConfig(ulysses_degree=mesh.size(), mesh=mesh), cp_plan=plan)
         own.sequence_mesh = mesh
 
 

@@ -50,7 +50,7 @@ def _older(run_dir: Path) -> dict[str, Any]:
     else:
         known = {"config": _newest_yaml(run_dir, "config") or {}, "versions": {}}
     words = _newest_yaml(run_dir, "overrides") or []
-    named = [found[1].split(",") for word in words if (found := RECIPES.fullmatch(word))]
+    named = [re.split(r"[,+]", found[1]) for word in words if (found := RECIPES.fullmatch(word))]
     return {**known, "words": words, "recipes": named[-1] if named else [], "notes": [], "changes": None}
 
 
