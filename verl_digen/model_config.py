@@ -151,7 +151,7 @@ class DiffusionModelConfig(BaseConfig):
             self.whole_base is not True or FSDP2_HAS_SEVERAL_GROUPS,
             f"whole_base must be auto or false with PyTorch {torch.__version__}, whose FSDP2 gathers a block as one",
             self.whole_base,
-            "drop it, or install PyTorch 2.12 or 2.13",
+            "drop it, or install PyTorch 2.12 or newer",
         )
 
     @property

@@ -36,7 +36,7 @@ SUPPORTED = {
     name: Supported(SpecifierSet(can_work), SpecifierSet(tested), tuple(map(SpecifierSet, also)))
     for name, can_work, tested, *also in (
         ("verl", ">=0.9.1,<0.10", "==0.9.1"),
-        ("torch", ">=2.11,<2.14", "==2.13.0", "==2.12.0", "==2.11.0"),
+        ("torch", ">=2.11,<2.15", "==2.13.0", "==2.14.0", "==2.12.0", "==2.11.0"),
         ("TransferQueue", ">=0.1.10,<0.2", "==0.1.11"),
         ("tensordict", ">=0.10,<0.11", "==0.10.0"),
         ("diffusers", ">=0.40,<0.43", "==0.40.0", "==0.42.1", "==0.41.0"),
