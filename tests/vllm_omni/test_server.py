@@ -68,7 +68,7 @@ class Engine:
         path = PathRecord(PATH, STEPS, SIGMAS[:2], SIGMAS[1:], one, one)
         trajectory = Trajectory(asked.uid, 0, path, 0, self.version, self.version, asked.sampling, "")
         record = {"trajectory": trajectory, "pixels": one, "audio": None, "start_s": 0.0, "end_s": 1.0}
-        record |= {"condition": None, "negative_condition": None, "latents": None}
+        record |= {"error": None, "condition": None, "negative_condition": None, "latents": None}
         yield SimpleNamespace(multimodal_output={"trajectory": {RECORDED: record}})
 
     async def check_health(self):
