@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import ray
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 from verl import DataProto
@@ -145,12 +146,22 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         return self._evaluate("compute_ref_log_prob", batch, {"ref_log_prob": "log_probs"})
 
     def compute_advantage(self, batch: DataProto) -> DataProto:
-        """Make `advantages` [N, 1] of `rm_scores`, as `digen.advantage` says."""
-        advantage = self._by_hand.digen.advantage
+        """Make `advantages` [N, 1] of `rm_scores`, as `digen.advantage` says, and `selected` [N, 1]: False for samples
+        of a group that the run's objective leaves out.
+
+        Raises:
+            ValueError: the run combines advantages of several rewards, or its samples share steps.
+        """
+        digen, uids = self._by_hand.digen, list(batch.non_tensor_batch["uid"])
+        require(digen.reward.combine != "gdpo", "digen.reward.combine must be sum here", "gdpo", "call fit")
+        require(not digen.branches.splits, "digen.branches.splits must be [] here", digen.branches.splits, "call fit")
         assert batch.batch is not None
-        scores, uids = batch.batch["rm_scores"], batch.non_tensor_batch["uid"]
-        scaling = {"scale": advantage.scale, "ddof": advantage.ddof, "eps": advantage.eps}
-        return _columns(advantages=compute_advantage(scores, list(uids), **scaling))
+        scores, selected = batch.batch["rm_scores"], torch.zeros(len(uids), 1, dtype=torch.bool)
+        for uid in dict.fromkeys(uids):
+            group = [number for number, own in enumerate(uids) if own == uid]
+            selected[[group[chosen] for chosen in digen.select([scores[number].item() for number in group])]] = True
+        scaling = {"scale": digen.advantage.scale, "ddof": digen.advantage.ddof, "eps": digen.advantage.eps}
+        return _columns(advantages=compute_advantage(scores, uids, **scaling), selected=selected)
 
     def update_actor(self, batch: DataProto) -> dict[str, list[float]]:
         """Take one optimizer step on the batch, and send the weights to the replicas -> metrics.

@@ -524,7 +524,9 @@ def test_rows_of_a_batch_have_the_log_probs_that_it_has(server, scale):
     samples = samples_of(server, true_cfg_scale=scale)
     data = to_dataproto(samples)
     data.batch["advantages"] = torch.tensor([[1.0], [-2.0]])
+    data.batch["selected"] = torch.tensor([[True], [False]])
     rows = training_rows(data)
+    assert rows.mask.tolist() == [1.0] * K + [0.0] * K
     assert rows.advantages.tolist() == [1.0] * K + [-2.0] * K and rows.rewards.tolist() == [0.5] * 2 * K
     with torch.no_grad():
         scored = score_rows(server._model, server._weights.module, rows)[0]

@@ -182,7 +182,8 @@ def to_dataproto(samples: Sequence[FinishedSample], means: Means | None = None) 
 
 def training_rows(batch: DataProto) -> TrainingRows:
     """The N * K transitions of a batch that `to_dataproto` made, sample after sample, on the CPU. Columns `advantages`
-    [N] or [N, 1] and `old_log_probs` [N, K] are theirs; without advantages they are 0.
+    [N] or [N, 1] and `old_log_probs` [N, K] are theirs; without advantages they are 0. Samples that are not `selected`
+    [N, 1] have mask 0.
 
     Raises:
         ValueError: the samples have several settings.
@@ -194,6 +195,7 @@ def training_rows(batch: DataProto) -> TrainingRows:
     num_samples, num_steps = starts.shape
     samples = torch.arange(num_samples).unsqueeze(1)
     advantages = tensors["advantages"].flatten() if "advantages" in tensors else torch.zeros(num_samples)
+    mask = tensors["selected"].flatten().float() if "selected" in tensors else torch.ones(num_samples)
     rewards = tensors["rm_scores"].flatten() if "rm_scores" in tensors else torch.zeros(num_samples)
     positive, negative = (_conditions(tensors, prefix) for prefix in ("", "negative_"))
     return TrainingRows(
@@ -209,7 +211,7 @@ def training_rows(batch: DataProto) -> TrainingRows:
         conditions=[condition for condition in positive for _ in range(num_steps)],
         negative_conditions=[condition for condition in negative for _ in range(num_steps)] or None,
         advantages=advantages.repeat_interleave(num_steps),
-        mask=torch.ones(num_samples * num_steps),
+        mask=mask.repeat_interleave(num_steps),
         sampling=samplings.pop(),
         rewards=rewards.repeat_interleave(num_steps),
     )
