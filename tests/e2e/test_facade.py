@@ -4,6 +4,7 @@
 import inspect
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,6 +43,16 @@ print(f"{{type(inner).__name__}} replaced {{[replaced(), *found]}} in {{len(foun
 """
 
 
+def output_of(module: str, *words: str, cwd: Path) -> str:
+    """Run a module that succeeds -> what it printed."""
+    command = [shared_server().python, "-m", module, *words]
+    done = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     ("recipe", "trainer"),
     [("digen_flowgrpo", "ColocatedTrainer"), ("digen_flowgrpo+disaggregated", "DisaggregatedTrainer")],
@@ -50,37 +61,17 @@ def test_a_pipeline_that_swaps_in_our_trainer_trains_and_replaces_nothing_of_ver
     (tmp_path / "pipeline.py").write_text(PIPELINE.format(replaced=inspect.getsource(replaced)))
     run_dir = tmp_path / "run"
     overrides = [f"recipe={recipe}", *SMALL, f"trainer.default_local_dir={run_dir}"]
-    done = subprocess.run(
-        [shared_server().python, "-m", "pipeline", *overrides, "trainer.total_training_steps=2"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    assert [row["step"] for row in Run(0, done.stdout, run_dir).metrics] == [1, 2]
-    said = re.search(rf"{trainer} replaced (.*) in (\d+) actors", done.stdout)
+    output = output_of("pipeline", *overrides, "trainer.total_training_steps=2", cwd=tmp_path)
+    assert [row["step"] for row in Run(0, output, run_dir).metrics] == [1, 2]
+    said = re.search(rf"{trainer} replaced (.*) in (\d+) actors", output)
     assert said is not None and eval(said[1]) == [[]] * (int(said[2]) + 1) and int(said[2]) >= 3, said
 
 
 def test_the_steps_by_hand_reach_the_weights_of_the_trainers_own(tmp_path):
     """One rank; with a KL term the reference is part of them."""
     words = (*SGD, "digen.kl.coef=0.01")
-    done = subprocess.run(
-        [
-            *(shared_server().python, "-m", "examples.by_hand", "recipe=digen_flowgrpo", *SMALL, *words),
-            f"trainer.default_local_dir={tmp_path / 'by_hand'}",
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+    own = f"trainer.default_local_dir={tmp_path / 'by_hand'}"
+    output_of("examples.by_hand", "recipe=digen_flowgrpo", *SMALL, *words, own, cwd=ROOT)
     of_main = run_main(tmp_path / "main", *words, "trainer.total_training_steps=2", "trainer.save_freq=2")
     assert_succeeded(of_main)
     expected, found = (trained_weights(tmp_path / run, 2) for run in ("main", "by_hand"))
