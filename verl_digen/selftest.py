@@ -31,10 +31,12 @@ from torch import Tensor, nn
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
+from verl_digen.attention import NATIVE
 from verl_digen.config import SamplingConfig
 from verl_digen.inputs import DEFAULT_IMAGE_PX, PromptInputs, SourceImage, source_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.kernels import set_kernels
 from verl_digen.models.tiny import build_tiny
 from verl_digen.sampling.requests import geometry_of, inputs_of
 from verl_digen.sampling.sampler import Sampler, score_rows
@@ -131,6 +133,7 @@ def _check(
     bounds = IN_BF16 if dtype != torch.float32 else ON_CPU if device.type == "cpu" else ON_ACCELERATOR
     model.compute_dtype = dtype
     transformer = model.load_transformer(dtype).to(device)
+    set_kernels(model, transformer, side="trainer", attention=NATIVE, compiles=False)
     geometry = _geometry(model, images)
     conditions = model.load_encoder(dtype, device)(_inputs(images, geometry))
     sampler = Sampler(model, transformer, run_seed=RUN_SEED, device=device, latents_dtype=torch.float32)

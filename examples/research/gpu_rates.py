@@ -53,6 +53,7 @@ from verl_digen.models.flops import forward_flops, peak_flops
 from verl_digen.models.kernels import set_kernels
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.published import write_configs
+from verl_digen.models.random_weights import fill
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.requests import plain_request
@@ -64,6 +65,9 @@ PLATFORM = get_platform()
 DEVICE = own_device(PLATFORM.device_name)
 RECIPES = Path(__file__).parents[2] / "recipes"
 SD3, FLUX = "stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.1-dev"
+QWEN = "Qwen/Qwen-Image"
+NETWORKS = {"sd3": (SD3, "digen_sd3"), "flux": (FLUX, "digen_flux"), "qwen": (QWEN, "digen_qwen_image")}
+"""Name -> repository whose configs it has, recipe."""
 FULL = SimpleNamespace(group=8, batches=(1, 8, 16, 32), batch=16, steps=10, flux_steps=28, px=512, flux_px=1024)
 DRY = SimpleNamespace(group=2, batches=(1, 2), batch=2, steps=3, flux_steps=3, px=64, flux_px=64)
 SHRUNK = {"num_attention_heads": 2, "caption_projection_dim": 128, "dual_attention_layers": [0], "num_layers": 2}
@@ -71,6 +75,10 @@ SHRUNK |= {"num_single_layers": 2, "block_out_channels": [32, 32, 32, 32], "laye
 """Values of the networks' configs in a dry run."""
 STD = 0.02
 """Standard deviation of random weights."""
+MOST_ON_DEVICE = 14e9
+"""Parameters of a network that is drawn on the device."""
+NUM_TOKENS = 64
+"""Length of a prompt, where a model does not pad it."""
 HOST_BYTES = 4 << 30
 TRACE_BYTES = 7 << 20
 """Largest trace that is kept, compressed."""
@@ -80,8 +88,11 @@ NUM_KERNELS, NUM_GAPS = 15, 5
 
 # -- networks ---------------------------------------------------------------------------------------------------------
 def draw_network(folder: Path, architecture: str, dtype: torch.dtype) -> Any:
-    """A network of the folder's config with random weights on the device; takes the place of `load_network`."""
+    """A network of the folder's config with random weights, on the device if an engine's copy fits beside it; takes the
+    place of `load_network`."""
     network = checkpoint.make_meta_network(folder, architecture, dtype)
+    if sum(one.numel() for one in network.parameters()) > MOST_ON_DEVICE:
+        return fill(network).eval()
     weights = {}
     for name, tensor in network.state_dict().items():
         weights[name] = torch.empty_like(tensor, device=DEVICE) if tensor.is_meta else tensor.to(DEVICE)
@@ -96,9 +107,10 @@ def draw_network(folder: Path, architecture: str, dtype: torch.dtype) -> Any:
 def random_condition(model: DiffusionModel, dtype: torch.dtype) -> Condition:
     """A prompt's condition, on the host."""
     layout, config = model.spec.condition, model.read_network_config("transformer")
-    assert layout.num_tokens is not None and layout.pooled is not None
-    embeds, pooled = torch.randn(layout.num_tokens, config[layout.width]), torch.randn(config[layout.pooled])
-    return {"embeds": embeds.to(dtype), "pooled": pooled.to(dtype)}
+    condition = {"embeds": torch.randn(layout.num_tokens or NUM_TOKENS, config[layout.width]).to(dtype)}
+    if layout.pooled is not None:
+        condition["pooled"] = torch.randn(config[layout.pooled]).to(dtype)
+    return condition
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,7 @@ class Generator:
     transformer: Any
     digen: DigenConfig
     condition: Condition
+    negative: Condition
 
     def requests(self, number: int, num_steps: int, uid: str = "g0", **sampling: Any) -> list[SampleRequest]:
         """Requests of one group; each step but the last is stochastic and recorded, or in fp8 none."""
@@ -123,14 +136,14 @@ class Generator:
         dtype = getattr(torch, self.digen.rollout.latents_dtype)
         sampler = Sampler(self.model, self.transformer, run_seed=7, device=DEVICE, latents_dtype=dtype, fp8=fp8)
         conditions = [move_condition(self.condition, DEVICE)] * len(requests)
-        negative = conditions if requests[0].sampling.is_guided else None
+        negative = [move_condition(self.negative, DEVICE)] * len(requests) if requests[0].sampling.is_guided else None
         return sampler.sample(requests, conditions, negative, version=0)[0]
 
 
 class Trainer:
-    """An engine of one rank with the settings of `recipes/digen_sd3.yaml`, and two groups that it generated."""
+    """An engine of one rank with a recipe's settings, and two groups that it generated."""
 
-    def __init__(self, path: Path, recipe: dict[str, Any], size: SimpleNamespace):
+    def __init__(self, path: Path, recipe: dict[str, Any], group: int, num_steps: int):
         if not dist.is_initialized():
             backend = PLATFORM.communication_backend_name()
             backend = backend if DEVICE.type == "cpu" else f"cpu:gloo,{DEVICE.type}:{backend}"
@@ -144,11 +157,14 @@ class Trainer:
         )
         self.engine.initialize()
         self.groups: dict[str, list[Trajectory]] = {}
-        self.conditions = {uid: random_condition(self.engine.model, torch.float16) for uid in ("g0", "g1")}
+        dtype = getattr(torch, recipe["actor_rollout_ref"]["rollout"]["dtype"])
+        self.conditions = {uid: random_condition(self.engine.model, dtype) for uid in ("g0", "g1")}
+        self.generate_s = 0.0  # of the second group
         for uid, condition in self.conditions.items():
             with self.engine.assisting() as module:
-                generator = Generator(self.engine.model, module, self.engine.digen, condition)
-                self.groups[uid] = generator.sample(generator.requests(size.group, size.steps, uid))
+                generator = Generator(self.engine.model, module, self.engine.digen, condition, self.conditions["g0"])
+                self.groups[uid], figures = timed(lambda: generator.sample(generator.requests(group, num_steps, uid)))  # noqa: B023
+                self.generate_s = figures["s"]
 
     def described(self, uid: str, number: int) -> tuple[FragmentSample, ...]:
         """The first samples of a group, with rewards that differ."""
@@ -211,7 +227,7 @@ class Bench:
         return folder
 
     def use(self, name: str) -> Any:
-        """`trainer`, or the generator `sd3` or `flux`; frees the one before."""
+        """A generator, `KEY`, or `KEY trainer` or `compiled KEY trainer`, of NETWORKS; frees the one before."""
         if self._used[0] != name:
             self._used = ("", None)
             free()
@@ -219,17 +235,20 @@ class Bench:
         return self._used[1]
 
     def _make(self, name: str) -> Any:
-        size, repository = self.size, FLUX if name == "flux" else SD3
-        px, steps = (size.flux_px, size.flux_steps) if name == "flux" else (size.px, size.steps)
-        file = RECIPES / f"digen_{'flux' if name == 'flux' else 'sd3'}.yaml"
-        recipe: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=True)
+        size, network = self.size, name.removesuffix(" trainer").removeprefix("compiled ")
+        repository, recipe_name = NETWORKS[network]
+        px, steps = (size.flux_px, size.flux_steps) if network == "flux" else (size.px, size.steps)
+        recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{recipe_name}.yaml"), resolve=True)
         recipe["digen"]["sampling"] |= {"height_px": px, "width_px": px, "num_steps": steps}
         path = self.checkpoint(repository)
-        if name == "trainer":
-            return Trainer(path, recipe, size)
+        if name.endswith("trainer"):
+            recipe["digen"]["compile"] = name.startswith("compiled")
+            recipe["actor_rollout_ref"]["actor"]["fsdp_config"]["param_offload"] = False
+            return Trainer(path, recipe, size.group, steps)
         model, dtype = load_model(path), getattr(torch, recipe["actor_rollout_ref"]["rollout"]["dtype"])
         digen = digen_config(OmegaConf.create({"digen": recipe["digen"]}))
-        return Generator(model, model.load_transformer(dtype), digen, random_condition(model, dtype))
+        condition = random_condition(model, dtype)
+        return Generator(model, model.load_transformer(dtype), digen, condition, condition)
 
     def measure(self, part: str, what: str, drawn: Generator, requests: list[SampleRequest], fp8: Any = None) -> None:
         """Note the rates of one batch, sampled after a warm-up of two steps."""
@@ -249,7 +268,7 @@ class Bench:
 # -- parts ------------------------------------------------------------------------------------------------------------
 def sd3_train(bench: Bench) -> None:
     """Optimizer steps of Stable Diffusion 3.5 medium: LoRA, fp16, KL, guidance, two groups; by size of the tile."""
-    trainer, figures = timed(lambda: bench.use("trainer"))
+    trainer, figures = timed(lambda: bench.use("sd3 trainer"))
     bench.note("sd3_train", what="engine, and its samples", **figures)
     planner, num_samples, tile = trainer.engine.planner, 2 * bench.size.group, 0
     for what, factor, per_group, repeats in (("auto", 1.0, 1, 2), ("half", 0.5, 2, 1), ("double", 2.0, 2, 1)):
@@ -259,21 +278,49 @@ def sd3_train(bench: Bench) -> None:
             planner.tsp = replace(trainer.engine.digen.tsp, **extents)
         trainer.update(max(1, bench.size.group // 4))  # measures memory at first, and warms up
         for _ in range(repeats):
-            found, figures = timed(lambda: trainer.update(bench.size.group // per_group))  # noqa: B023 - called here
-            rows, forward, recomputed = found["num_rows"], found["row_forward_flops"], found["recomputed_share"]
-            flops = rows * found["row_training_flops"]
-            figures |= {"rows_per_s": rows / figures["s"], **rate("tflops", flops, figures["s"])}
-            figures |= rate("tflops_run", flops + rows * (1 + recomputed) * forward, figures["s"])
-            shown = ("num_rows", "num_tiles", "recomputed_share", "grad_norm", "num_skipped_updates")
-            figures |= {name: found[name] for name in (*shown, "rollout_log_prob_gap_max")}
-            bench.note("sd3_train", what=f"{what} tiles", **figures)
-            tile = tile or -int(-rows // found["num_tiles"])
+            found = measure_update(bench, "sd3_train", f"{what} tiles", trainer, bench.size.group // per_group)
+            tile = tile or -int(-found["num_rows"] // found["num_tiles"])
+
+
+def sd3_train_compiled(bench: Bench) -> None:
+    """An optimizer step of the same with plain and with compiled blocks."""
+    for name, what in (("compiled sd3 trainer", "compiled"), ("sd3 trainer", "eager")):
+        trainer, figures = timed(lambda: bench.use(name))  # noqa: B023 - called here
+        figures |= {"images_per_s": bench.size.group / trainer.generate_s}
+        bench.note("sd3_train_compiled", what=f"{what}: engine, and its samples", **figures)
+        # tiles of one size: another one would compile again
+        trainer.engine.planner.tsp = replace(
+            trainer.engine.digen.tsp, samples_per_tile=bench.size.group, steps_per_tile=1
+        )
+        for time_of in ("first", "second"):
+            measure_update(bench, "sd3_train_compiled", f"{what}, {time_of}", trainer, bench.size.group // 2)
+
+
+def qwen_train(bench: Bench) -> None:
+    """Qwen-Image (20 B) with LoRA on one device: what one rank generates and trains, by itself."""
+    trainer, figures = timed(lambda: bench.use("qwen trainer"))
+    figures |= {"images_per_s": bench.size.group / trainer.generate_s}
+    bench.note("qwen_train", what="engine, and its samples", **figures)
+    for time_of in ("first", "second"):
+        measure_update(bench, "qwen_train", time_of, trainer, max(1, bench.size.group // 8))
+
+
+def measure_update(bench: Bench, part: str, what: str, trainer: Trainer, per_group: int) -> dict[str, float]:
+    """Note the rates of one optimizer step -> its metrics."""
+    found, figures = timed(lambda: trainer.update(per_group))
+    rows, forward, recomputed = found["num_rows"], found["row_forward_flops"], found["recomputed_share"]
+    flops = rows * found["row_training_flops"]
+    figures |= {"rows_per_s": rows / figures["s"], **rate("tflops", flops, figures["s"])}
+    figures |= rate("tflops_run", flops + rows * (1 + recomputed) * forward, figures["s"])
+    shown = ("num_rows", "num_tiles", "recomputed_share", "grad_norm", "num_skipped_updates")
+    bench.note(part, what=what, **figures, **{name: found[name] for name in (*shown, "rollout_log_prob_gap_max")})
+    return found
 
 
 def sd3_profile(bench: Bench) -> None:
     """Kernels and idle gaps of a steady training fragment and of four steady denoise steps."""
     trace_of(lambda: torch.ones(1, device=DEVICE).sum())  # starts the profiler
-    trainer = bench.use("trainer")
+    trainer = bench.use("sd3 trainer")
     trainer.engine.planner.tsp = trainer.engine.digen.tsp
     first, second = trainer.described("g0", 2), trainer.described("g1", 2)
     # with a known scale the first group trains at once, as a whole batch does
@@ -444,6 +491,8 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
     "vae": (vae, 5),
     "host": (host, 8),
     "sd3_compiled": (lambda bench: compiled(bench, "sd3"), 40),
+    "sd3_train_compiled": (sd3_train_compiled, 60),
+    "qwen_train": (qwen_train, 60),
     "flux_compiled": (lambda bench: compiled(bench, "flux"), 60),
 }
 """Name -> (part, seconds that must be left for it to start), the most valuable first."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tests.grid import in_grid
 from tests.models.cases import CASES, PROMPTS, Loaded
@@ -16,6 +17,7 @@ from verl_digen.models import kernels
 from verl_digen.models.experts import networks_of
 from verl_digen.models.kernels import block_classes, compute_exactly, set_kernels
 
+DTYPES = (torch.bfloat16, torch.float32)
 ONE = (PROMPTS[0], PROMPTS[0], PROMPTS[0])
 
 
@@ -49,6 +51,48 @@ def test_a_kernel_can_be_chosen_where_the_network_asks_the_dispatcher(loaded: Lo
     if loaded.model.spec.dispatches_attention:
         assert {processor._attention_backend.value for processor in processors} == {"_native_math"}
     set_kernels(loaded.model, network, side="trainer", attention="native", compiles=False)
+
+
+def test_gradients_reach_attention_in_one_layout_per_shape(loaded: Loaded, monkeypatch: pytest.MonkeyPatch):
+    """cuDNN would read those of a second layout at wrong places (`verl_digen/patches/attention_gradient.py`)."""
+    layouts: dict[tuple[Any, ...], set[tuple[int, ...]]] = {}
+    attend = functional.scaled_dot_product_attention
+
+    def spy(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found = attend(query, key, value, *args, **kwargs)
+        plan = tuple((one.shape, one.stride()) for one in (query, key, value))
+        if found.requires_grad:
+            found.register_hook(lambda gradient: layouts.setdefault(plan, set()).add(gradient.stride()))
+        return found
+
+    network = loaded.model.load_transformer(torch.float32)
+    set_kernels(loaded.model, network, side="trainer", attention="native", compiles=False)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    run(loaded, network, ONE[:1])
+    assert layouts and all(len(strides) == 1 for strides in layouts.values()), layouts
+
+
+@pytest.mark.gpu
+def test_cudnn_reads_gradients_of_a_second_layout_at_wrong_places():
+    """If this fails, `verl_digen/patches/attention_gradient.py` is no longer needed with this PyTorch."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("PyTorch prefers cuDNN's attention from Hopper on")
+    queries = torch.randn(1, 144, 24, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    gradient = torch.randn(1, 144, 5 * 24, 64, device="cuda", dtype=torch.bfloat16)[:, :, :24].transpose(1, 2)
+    errors = []
+    for each in (gradient.transpose(1, 2).contiguous().transpose(1, 2), gradient):  # the first one makes the plan
+        found, exact = (
+            _gradient_of_attention(queries.to(dtype), each.to(dtype)) for dtype in (torch.bfloat16, torch.float32)
+        )
+        errors.append(((found - exact).norm() / exact.norm()).item())
+    assert errors[0] < 0.02 < 0.5 < errors[1]
+
+
+def _gradient_of_attention(queries: Tensor, gradient: Tensor) -> Tensor:
+    """Gradient [B, H, S, D] in fp64 of attention of `queries` to themselves."""
+    leaf = queries.detach().requires_grad_()
+    found = functional.scaled_dot_product_attention(leaf, leaf, leaf)
+    return torch.autograd.grad(found, leaf, gradient)[0].double()
 
 
 @pytest.mark.parametrize(

@@ -208,9 +208,10 @@ def _train(setting: Setting, recipes: str, words: Sequence[str], num_steps: int)
 def train_command(setting: Setting, recipes: str, words: Sequence[str], num_steps: int, run_dir: Path) -> list[str]:
     """Command line of a run."""
     is_forced = get_platform().device_name == "cpu" and torch_has_accelerator_support(torch_facts())
+    first, *parts = recipes.split("+")
     return [
         *(sys.executable, "-m", "verl.trainer.main_ppo"),
-        f"recipe={recipes}{'+digen_cpu' if is_forced else ''}",
+        f"recipe={'+'.join([first, *(['digen_cpu'] if is_forced else []), *parts])}",
         f"trainer.n_gpus_per_node={quickstart_devices(setting.num_devices)}",
         f"trainer.total_training_steps={num_steps}",
         *STEPS_ALONE,

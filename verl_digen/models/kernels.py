@@ -28,6 +28,7 @@ from torch._functorch import config as functorch
 from verl_digen.attention import ATTENTION_BACKENDS, NATIVE
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.experts import networks_of
+from verl_digen.patches import attention_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
     Raises:
         RuntimeError: the kernel's package is missing or too old (diffusers).
     """
+    attention_gradient.apply()
     model.takes_masks = ATTENTION_BACKENDS[attention].takes_masks
     networks = networks_of(network)
     for each in networks:
