@@ -22,7 +22,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor
 
 KERNELS = (AttentionBackendName.NATIVE, AttentionBackendName._NATIVE_CUDNN)
-"""Those with which PyTorch may call cuDNN."""
+"""Kernels of diffusers with which PyTorch may call cuDNN."""
 
 
 def apply() -> None:
