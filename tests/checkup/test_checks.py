@@ -6,26 +6,26 @@ The same functions run on the pretend accelerator.
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
+from torch.nn import functional
 from verl.plugin.platform import get_platform
 
 from tests.pretend.process import on_pretend
-from verl_digen.checkup import gradient, identity, numerics, sleeping, training, update
+from verl_digen.checkup import attention, gradient, identity, numerics, sleeping, training, update
 from verl_digen.checkup.outcome import CheckFailed
 from verl_digen.checkup.setting import Setting
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import sd3
+from verl_digen.patches import attention_gradient
 from verl_digen.rollout.birth import SeenDevice
-from verl_digen.selftest import Check
 from verl_digen.weights.own_device import own_device
 from verl_digen.weights.receiver import Live
 
@@ -71,20 +71,29 @@ def test_a_network_that_computes_something_else_in_training_fails(tmp_path: Path
         numerics.check_numerics(setting(tmp_path))
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_numbers_that_hold_without_cudnns_attention_have_a_remedy(monkeypatch: pytest.MonkeyPatch, device: str):
-    def with_cudnn_alone(architecture: str):
-        value = math.nan if torch.backends.cuda.cudnn_sdp_enabled() else 0.0
-        yield "bfloat16", Check("gradient", value, 0.5, "not finite in 1 of 9 parameters: a.weight")
+# -- attention ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("is_dense", [True, False])
+def test_a_kernel_that_reads_a_second_layout_as_the_first_fails_without_dense_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dense: bool
+):
+    attend, plans = functional.scaled_dot_product_attention, dict[Any, Any]()
 
-    monkeypatch.setattr(numerics, "_checks", with_cudnn_alone)
-    monkeypatch.setattr(numerics, "get_platform", lambda: SimpleNamespace(device_name=device))
-    with pytest.raises(
-        CheckFailed, match=r"gradient in bfloat16: nan, .*\(not finite in 1 of 9 parameters: a"
-    ) as failed:
-        numerics._test("flux_dev")
-    remedy = failed.value.remedy
-    assert remedy is None if device == "cpu" else "digen.attention_backend=_native_efficient" in str(remedy)
+    def as_cudnn(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def read(gradient: Tensor) -> Tensor:
+            planned = plans.setdefault((query.shape, kwargs["attn_mask"] is None), gradient.stride())
+            return gradient if gradient.stride() == planned else gradient.flip(-1)
+
+        found = attend(query, *args, **kwargs)
+        found.register_hook(read)
+        return found
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda query, **rest: as_cudnn(query, **rest))
+    if is_dense:
+        assert attention.check_attention(setting(tmp_path)).startswith("gradients of attention differ by at most ")
+        return
+    monkeypatch.setattr(attention_gradient._DenseGradient, "backward", staticmethod(lambda ctx, gradient: gradient))
+    with pytest.raises(CheckFailed, match=r"gradient is off by width 64: 1\..e\+00, width 64, masked: .*at most 0\.02"):
+        attention.check_attention(setting(tmp_path))
 
 
 # -- gradient -----------------------------------------------------------------------------------------------
@@ -176,6 +185,7 @@ def _all_on_the_device(path: Path, folder: Path) -> tuple[str, ...]:
     gap = gradient.gradient_gap(path)
     return (
         numerics.check_numerics(given),
+        attention.check_attention(given),
         gradient.conclude([gap]),
         update.round_trips(SIZE_MB, in_a_thread),
         sleeping.check_sleeping(given),
@@ -184,9 +194,15 @@ def _all_on_the_device(path: Path, folder: Path) -> tuple[str, ...]:
 
 def test_the_checks_run_on_an_accelerator(tiny_qwen_image: Path, tmp_path: Path):
     figures = on_pretend(_all_on_the_device, tiny_qwen_image, tmp_path)
-    starts = "sd3: 6 numbers hold", "1 rank(s) on ", "64 MiB by shared memory: live ", "128 MiB asleep in "
+    starts = (
+        "sd3: 6 numbers hold",
+        "gradients of attention ",
+        "1 rank(s) on ",
+        "64 MiB by shared memory: live ",
+        "128 MiB asleep in ",
+    )
     assert all(figure.startswith(start) for figure, start in zip(figures, starts, strict=True)), figures
-    assert "deferred and immediate gradient differ by " in figures[1] and "GB/s, staged " in figures[2]
+    assert "deferred and immediate gradient differ by " in figures[2] and "GB/s, staged " in figures[3]
 
 
 def _leaking_server(folder: Path) -> str:

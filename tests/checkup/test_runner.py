@@ -34,6 +34,7 @@ open(setting["folder"] + "/figures.jsonl", "w").write(json.dumps({"what": "speed
 print("imports", flush=True)
 if name == "identity": say(figure=f"{setting['num_devices']} devices")
 if name == "numerics": say(cause="too far off", remedy=None)
+if name == "attention": say(figure="fine")
 if name == "gradient": say(cause="no link", remedy="plug it in")
 if name == "update": os.kill(os.getpid(), signal.SIGSEGV)
 if name == "sleep":
@@ -85,7 +86,7 @@ def outcomes(no_time_is_lost: None, tmp: Path) -> dict[str, Outcome]:
 
 
 def test_a_check_that_fails_dies_or_hangs_stops_no_other(outcomes: dict[str, Outcome], tmp: Path):
-    assert [name for name, one in outcomes.items() if one.passed] == ["identity"]
+    assert [name for name, one in outcomes.items() if one.passed] == ["identity", "attention"]
     assert outcomes["identity"].figure == "2 devices"
     causes = {name: one.cause for name, one in outcomes.items() if not one.passed}
     assert causes == {
@@ -153,10 +154,10 @@ def test_options_choose_the_checks_and_the_exit_code_is_theirs(
     assert command.run(arguments(*words, "--skip", "update", "--json", str(tmp_path / "out.json"))) == 0
     (names, given, variables, budget_s) = asked[0]
     assert budget_s == math.inf
-    assert names == ["numerics", "gradient", "sleep"] and variables == {"VERL_PLATFORM": "cpu"}
+    assert names == ["numerics", "attention", "gradient", "sleep"] and variables == {"VERL_PLATFORM": "cpu"}
     assert (given.architecture, given.num_devices) == ("sd3", 1) and not given.folder.exists()
     written = json.loads((tmp_path / "out.json").read_text())
-    assert [check["passed"] for check in written["checks"]] == [True] * 3 and written["device"] == "cpu"
+    assert [check["passed"] for check in written["checks"]] == [True] * 4 and written["device"] == "cpu"
     capsys.readouterr()
     assert command.run(arguments(*words)) == 1
     assert "FAIL  update" in capsys.readouterr().out

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import diffusers
 import torch
 import transformers
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from verl.plugin.platform import get_platform
 
 from verl_digen.checkup.outcome import CheckFailed
@@ -20,13 +19,6 @@ from verl_digen.selftest import LOG_PROBS, Check, run_selftest
 from verl_digen.weights.own_device import own_device
 
 DTYPES = (torch.float32, torch.bfloat16)
-WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-CUDNN_REMEDY = (
-    "it holds without cuDNN's attention, which PyTorch prefers on Hopper from 2.11 on: set "
-    "digen.attention_backend=_native_efficient, or install a newer nvidia-cudnn-cu13"
-)
-
-
 NUM_PROCESSES = 4
 """Architectures that are tested at the same time: their most of the time goes into building networks."""
 
@@ -56,9 +48,8 @@ def check_architectures(setting: Setting) -> str:
             if error is None:
                 setting.note(name, holds=test.result())
             else:
-                is_own = isinstance(error, CheckFailed)
-                failed[name] = error.cause if is_own else f"{type(error).__name__}: {error}"
-                setting.note(name, fails=failed[name], **({"remedy": error.remedy} if is_own and error.remedy else {}))
+                failed[name] = error.cause if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
+                setting.note(name, fails=failed[name])
     if failed:
         raise CheckFailed("; ".join(f"{name}: {cause}" for name, cause in failed.items()))
     return f"{len(names)} architectures hold in fp32 and bf16"
@@ -69,21 +60,16 @@ def _test(architecture: str) -> str:
         library.logging.set_verbosity_error()
         library.logging.disable_progress_bar()
     checks = list(_checks(architecture))
-    if failed := _failures(checks):
-        with sdpa_kernel(WITHOUT_CUDNN):
-            is_cudnns = get_platform().device_name == "cuda" and not _failures(_checks(architecture))
-        raise CheckFailed(f"{architecture}: {'; '.join(failed)}", CUDNN_REMEDY if is_cudnns else None)
-    gaps = [f"{check.value:.0e} in {dtype}" for dtype, check in checks if check.what == LOG_PROBS]
-    return f"{architecture}: {len(checks)} numbers hold; log-probs differ by {', '.join(gaps)}"
-
-
-def _failures(checks: Iterable[tuple[str, Check]]) -> list[str]:
-    return [
+    failed = [
         f"{check.what} in {dtype}: {check.value:.1e}, at most {check.bound:.0e}"
         + f" ({check.cause})" * bool(check.cause)
         for dtype, check in checks
         if not check.holds
     ]
+    if failed:
+        raise CheckFailed(f"{architecture}: {'; '.join(failed)}")
+    gaps = [f"{check.value:.0e} in {dtype}" for dtype, check in checks if check.what == LOG_PROBS]
+    return f"{architecture}: {len(checks)} numbers hold; log-probs differ by {', '.join(gaps)}"
 
 
 def _checks(architecture: str) -> Iterator[tuple[str, Check]]:

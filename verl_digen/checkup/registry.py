@@ -56,6 +56,13 @@ CHECKS: dict[str, CheckSpec] = {
         "compare with `digen doctor --selftest ARCHITECTURE`, which runs on the CPU: if it passes, the device's "
         "kernels are at fault (driver, PyTorch build), else the versions (`digen doctor`)",
     ),
+    "attention": CheckSpec(
+        "attention's gradient in bf16 against fp32",
+        "attention:check_attention",
+        120.0,
+        "set digen.attention_backend=_native_efficient, or _native_flash where no mask is wrong, or install a newer "
+        "nvidia-cudnn-cu13",
+    ),
     "gradient": CheckSpec(
         "the engine's deferred gradient equals the immediate one, on two devices if there are",
         "gradient:check_gradient",
