@@ -41,9 +41,7 @@ def row(tmp_path: Path) -> PromptRow:
 async def play(environment: Any, prompt: PromptRow, shades: list[int]) -> list[TurnResult]:
     """Turns whose pictures have these shades."""
     assert (await environment.reset(prompt, 0)).text == prompt.text
-    turns = [await environment.step(np.full((8, 8, 3), shade, np.uint8)) for shade in shades]
-    await environment.shared._client.close()
-    return turns
+    return [await environment.step(np.full((8, 8, 3), shade, np.uint8)) for shade in shades]
 
 
 def test_it_sees_the_source_and_the_picture_and_asks_on(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_a_sample_without_a_score_fails_alone():
     found = scores(scorer_of(reward), [1, BAD, 3])
     assert [one.value for one in (found[0], found[2])] == [0.01, 0.03]  # type: ignore[union-attr]
     assert isinstance(found[1], ScoringError) and "finite" in str(found[1])
-    assert reward.sizes == [3, 1, 1, 1, 1], "the batch, then each alone, the bad one twice"
+    assert reward.sizes == [3, 1, 1], "the batch, then the bad one alone, twice"
 
 
 def test_a_batch_that_fails_once_is_tried_again_sample_by_sample():

@@ -3,8 +3,9 @@
 
 | event | consequence |
 | --- | --- |
-| on several samples, `score` raises, returns no usable score, or takes `digen.reward.timeout_s` | each is tried alone |
-| `score` raises `RewardUnavailable` on several samples | they are tried again together |
+| `score` raises on several samples, or takes `digen.reward.timeout_s` | each is tried again alone |
+| it returns no usable score of a sample, or an exception | that sample is tried again alone |
+| either is a `RewardUnavailable` | its samples are tried again together |
 | the same on one sample or group | tried again, 1 + `digen.reward.max_retries` times in all; then it fails |
 
 A sync `score` that took too long keeps its thread, and the next call gets a new one.
@@ -21,7 +22,7 @@ import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from verl_digen.reward.base import Reward, RewardUnavailable
 from verl_digen.reward.queue import BatchQueue
@@ -79,21 +80,26 @@ class BatchScorer:
         self, batch: Sequence[Sequence[RewardInput]], num_queued: int
     ) -> list[list[PartScore] | Exception]:
         """Score single samples together; each alone if that fails."""
-        if len(batch) == 1:
-            return [await self._attempts(batch[0], num_queued, 1 + self._max_retries)]
+        samples = [sample for (sample,) in batch]
+        if len(samples) == 1:
+            return [await self._attempts(samples, num_queued, 1 + self._max_retries)]
+        found: dict[int, PartScore | Exception]
         try:
-            scores = await self._call([sample for (sample,) in batch], num_queued)
-        except RewardUnavailable as error:
-            logger.warning("reward %s is not available for a batch of %d: %s", self._name, len(batch), error)
-            together = [sample for (sample,) in batch]
-            outcome = await self._attempts(together, num_queued, max(1, self._max_retries))
-            if isinstance(outcome, Exception):
-                return [outcome] * len(batch)
-            return [[score] for score in outcome]
+            found = dict(enumerate(await self._call(samples, num_queued)))
         except Exception as error:
-            logger.warning("reward %s failed on a batch of %d, trying each alone: %r", self._name, len(batch), error)
-            return [await self._attempts(samples, num_queued, max(1, self._max_retries)) for samples in batch]
-        return [[score] for score in scores]
+            found = dict.fromkeys(range(len(samples)), error)
+        failed = {number: one for number, one in found.items() if isinstance(one, Exception)}
+        together = [number for number, error in failed.items() if isinstance(error, RewardUnavailable)]
+        again = [[number] for number in failed if number not in together] + ([together] if together else [])
+        for numbers in again:
+            error = failed[numbers[0]]
+            logger.warning("reward %s failed on %d of a batch, tried again: %r", self._name, len(numbers), error)
+            outcome = await self._attempts(
+                [samples[number] for number in numbers], num_queued, max(1, self._max_retries)
+            )
+            scores = [outcome] * len(numbers) if isinstance(outcome, Exception) else outcome
+            found.update(zip(numbers, scores, strict=True))
+        return [one if isinstance(one, Exception) else [one] for one in found.values()]
 
     async def _score_groups(
         self, batch: Sequence[Sequence[RewardInput]], num_queued: int
@@ -109,7 +115,11 @@ class BatchScorer:
         last: Exception | None = None
         for attempt in range(num_attempts):
             try:
-                return await self._call(samples, num_queued)
+                scores = await self._call(samples, num_queued)
+                for one in scores:
+                    if isinstance(one, Exception):
+                        raise one
+                return cast("list[PartScore]", scores)
             except Exception as error:
                 last = error
                 is_last = attempt == num_attempts - 1
@@ -125,7 +135,8 @@ class BatchScorer:
         failure.__cause__ = last
         return failure
 
-    async def _call(self, samples: Sequence[RewardInput], num_queued: int) -> list[PartScore]:
+    async def _call(self, samples: Sequence[RewardInput], num_queued: int) -> list[PartScore | Exception]:
+        """A score, or why there is none, per sample."""
         started_s = time.time()
         try:
             results: Any = await asyncio.wait_for(self._invoke(samples), self._timeout_s)
@@ -136,10 +147,19 @@ class BatchScorer:
             raise ValueError(
                 f"reward {self._name!r} must return one score per sample, got {len(results)} for {len(samples)} samples"
             )
-        read = [read_result(self._name, result) for result in results]
+        read = [self._read(result) for result in results]
+        failed = [one for one in read if isinstance(one, Exception)]
+        if len(failed) == len(read):
+            return [*failed]  # the counts go with the next score
         counts = tuple(sorted(self._reward.take_counts().items()))
         made = RewardCall(self._name, started_s, time.time(), len(samples), num_queued, counts)
-        return [PartScore(value, details, made) for value, details in read]
+        return [one if isinstance(one, Exception) else PartScore(*one, made) for one in read]
+
+    def _read(self, result: Any) -> tuple[float, dict[str, float]] | Exception:
+        try:
+            return result if isinstance(result, Exception) else read_result(self._name, result)
+        except (ValueError, TypeError) as error:
+            return error
 
     async def _invoke(self, samples: Sequence[RewardInput]) -> Any:
         if inspect.iscoroutinefunction(self._reward.score):

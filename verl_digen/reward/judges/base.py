@@ -3,7 +3,6 @@
 
 - How it asks, and what it does with an answer that gives no score: `verl_digen/reward/judges/chat.py`. A sample without
   a usable answer fails; it never gets a 0.
-- A sample that is scored again, because another one of its batch failed, costs nothing.
 
 Invariants (tests/reward/judges/test_asking.py): a request has temperature 0; its pictures are the sample's, within
 `max_px`; what the judge may not be used for fails.
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 import torch
 
@@ -38,7 +37,7 @@ class Judge(Reward):
         self._chat = ChatModel(config, self.name)
 
     def take_counts(self) -> Mapping[str, int]:
-        """Retries, openings of breakers and hits of the cache since the last time."""
+        """Retries of requests since the last time."""
         return self._chat.take_counts()
 
     async def all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -55,9 +54,10 @@ class Judge(Reward):
 class SampleJudge(Judge):
     """A judge of single samples."""
 
-    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result | Exception]:
         """Score samples at the same time."""
-        return await self.all(self.judge(sample) for sample in batch)
+        found = await self._chat.outcomes(self.judge(sample) for sample in batch)
+        return [one if isinstance(one, Exception) else cast(Result, one) for one in found]
 
     @abstractmethod
     async def judge(self, sample: RewardInput) -> Result:
