@@ -98,14 +98,14 @@ def test_a_restarted_worker_gets_the_pictures_again_and_the_episodes_go_to_the_o
             await episode.reset()
         assert [len(handle.host._episodes) for handle in handles] == [2, 2]
         before = await episodes[0].step(picture(1))
-        handles[0].restart()
+        episodes[0]._worker.restart()
         after = await episodes[0].step(picture(2))
         assert episodes[0].num_retries == 1 and (before.done, after.reward) == (False, 2 / 255)
         for episode in episodes:
             episode.close()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert not handles[1].host._episodes, "closed environments are forgotten"
+        assert not any(handle.host._episodes for handle in handles), "closed environments are forgotten"
 
     asyncio.run(run())
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +16,16 @@ from tests.pretend.process import on_pretend
 from tests.reward.samples import make_sample
 from verl_digen.reward.base import NoSettings, Reward
 from verl_digen.reward.held import held_modules
-from verl_digen.reward.pool_worker import BatchScorer
-from verl_digen.reward.timeshared import TimesharedScorer
+from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import RewardInput
 
-QUEUE: dict[str, Any] = {"max_retries": 0, "timeout_s": 60.0, "max_batch_size": 4, "batch_wait_s": 0.0}
+QUEUE: dict[str, Any] = {
+    "max_retries": 0,
+    "timeout_s": 60.0,
+    "max_batch_size": 4,
+    "batch_wait_s": 0.0,
+    "is_asleep": True,
+}
 
 
 class Watched(Reward):
@@ -52,12 +56,12 @@ class Watched(Reward):
         return [int(sample.pixels[0, 0, 0]) / 100 for sample in batch]
 
 
-def scorer_of(made: list[Watched]) -> TimesharedScorer:
+def scorer_of(made: list[Watched]) -> BatchScorer:
     def make() -> Watched:
         made.append(Watched())
         return made[-1]
 
-    return TimesharedScorer(make, lambda reward: BatchScorer("r", reward, **QUEUE))
+    return BatchScorer("r", make, **QUEUE)
 
 
 async def idle() -> None:
@@ -185,7 +189,7 @@ def sleeps_on_the_device() -> None:
         return made[-1]
 
     async def run() -> None:
-        scorer = TimesharedScorer(make, partial(BatchScorer, "r", **QUEUE))
+        scorer = BatchScorer("r", make, **QUEUE)
 
         async def scores() -> list[float]:
             return [score.value for found in await asyncio.gather(*map(ask, samples)) for score in found]

@@ -9,12 +9,14 @@ from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 import torch
+from omegaconf import DictConfig
 
 from verl_digen.config import RewardConfig, RewardEntry
 from verl_digen.require import suggestion
 from verl_digen.reward import scorers
 from verl_digen.reward.base import Reward
 from verl_digen.reward.functions import FORM, FunctionReward, require_reward_function
+from verl_digen.reward.scoring import BatchScorer
 
 BUILT_IN = {
     module.name: f"{scorers.__name__}.{module.name}:REWARD" for module in pkgutil.iter_modules(scorers.__path__)
@@ -22,6 +24,8 @@ BUILT_IN = {
 """Name -> "module:REWARD" of each file in `scorers/`; none of them is imported before it is asked for."""
 
 FILE_END = ".py:"
+OWN_MANAGER = "DiffusionRewardManager"
+"""`reward.reward_manager.name` of this project."""
 
 
 def find(entry: RewardEntry) -> Any:
@@ -130,11 +134,25 @@ def settings(entry: RewardEntry, found: type[Reward]) -> Any:
 
 
 def make(entry: RewardEntry, device: torch.device) -> Reward:
-    """Make the reward of a pool on `device`; a function is wrapped."""
+    """Make the reward on `device`; a function is wrapped."""
     found = check(entry)
     if is_class(found):
         return found(settings(entry, found), device)
     return FunctionReward(found, entry.arguments)
+
+
+def scorer_of(entry: RewardEntry, device: torch.device, max_retries: int, timeout_s: float) -> BatchScorer:
+    """Caller of the reward, which is made on `device`: in batches where it has a pool of its own."""
+    pool = entry.pool_settings
+    return BatchScorer(
+        entry.name,
+        lambda: make(entry, device),
+        max_retries=max_retries,
+        timeout_s=timeout_s,
+        max_batch_size=pool.max_batch_size if has_pool(entry) else None,
+        batch_wait_s=pool.batch_wait_s,
+        is_asleep=entry.is_timeshared,
+    )
 
 
 def scope_of(entry: RewardEntry) -> str:
@@ -167,3 +185,19 @@ def pool_entries(config: RewardConfig) -> tuple[RewardEntry, ...]:
 def shared_entries(config: RewardConfig) -> tuple[RewardEntry, ...]:
     """Functions that share the processes of `reward.num_workers`, in order."""
     return tuple(entry for entry in config.entries if not has_pool(entry))
+
+
+def has_custom(config: DictConfig) -> bool:
+    """True if there is a reward function of the user's own."""
+    return config.reward.custom_reward_function.path is not None
+
+
+def has_own_manager(config: DictConfig) -> bool:
+    """True if this project's reward manager calls the functions, and not one of the user's."""
+    return config.reward.reward_manager.name == OWN_MANAGER
+
+
+def num_function_workers(config: DictConfig, reward: RewardConfig) -> int:
+    """Processes that hold all functions without a pool; 0 if there is no such function."""
+    is_needed = has_custom(config) or bool(shared_entries(reward)) or not has_own_manager(config)
+    return config.reward.num_workers if is_needed else 0

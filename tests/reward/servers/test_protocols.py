@@ -23,8 +23,7 @@ from tests.reward.servers.local import RAN, LocalServer, refusing_url
 from tests.reward.servers.services import SERVICES, red
 from verl_digen.config.reward import reward_entry
 from verl_digen.reward.named import make
-from verl_digen.reward.pool_worker import BatchScorer
-from verl_digen.reward.scoring import ScoringError
+from verl_digen.reward.scoring import BatchScorer, ScoringError
 from verl_digen.reward.servers.protocols import PROTOCOLS
 from verl_digen.types import PromptRow, RewardInput, SampleLatents
 
@@ -79,7 +78,7 @@ def samples_of(number, size=16):
 def run(reward, samples, **changed):
     """Score samples as a pool does -> `PartScore`s or errors."""
     settings = {"max_retries": 1, "timeout_s": 60.0, "max_batch_size": 64, "batch_wait_s": 0.001}
-    scorer = BatchScorer("mine", reward, **(settings | changed))
+    scorer = BatchScorer("mine", lambda: reward, **(settings | changed))
 
     async def all_of_them():
         return await asyncio.gather(*(scorer.score((sample,)) for sample in samples), return_exceptions=True)
