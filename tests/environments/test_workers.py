@@ -150,7 +150,7 @@ def test_a_class_of_a_file_is_loaded_once(tmp_path):
     ("given", "message"),
     [
         ({"name": "nonesuch"}, "digen.environment.name must be one of"),
-        ({"path": "nonesuch"}, "digen.environment.path must be FILE.py:NAME or package.module.NAME, got 'nonesuch'"),
+        ({"path": "nonesuch"}, "digen.environment.path must name FILE.py:NAME or package.module.NAME, got 'nonesuch'"),
         ({"path": f"{WORLDS}.Nothing"}, "could not be loaded (AttributeError"),
         ({"path": f"{WORLDS}.BrighterConfig"}, "must name a class of verl_digen.environments.base.Environment, got"),
         (

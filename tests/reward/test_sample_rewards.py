@@ -2,6 +2,7 @@
 """All rewards of a run, as an agent loop worker asks them: functions, pools, groups, and how they are combined."""
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,11 +17,11 @@ from verl_digen.config.reward import reward_entry
 from verl_digen.errors import RunStopped
 from verl_digen.reward.combine import formula
 from verl_digen.reward.manager import DiffusionRewardLoopWorker, RewardPoolWorker, samples_of
-from verl_digen.reward.named import check, make, settings
+from verl_digen.reward.named import check, check_packages, check_rows, make, settings
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.reward.scorers import diversity
 from verl_digen.reward.scoring import ScoringError
-from verl_digen.types import PartScore, RewardCall, SampleLatents
+from verl_digen.types import PartScore, PromptRow, RewardCall, SampleLatents
 
 MINE = """
 from verl_digen.reward.base import Reward
@@ -208,6 +209,37 @@ def test_arguments_that_a_reward_does_not_take_are_refused_with_its_key(name, va
     with pytest.raises(ValueError) as refused:
         check(reward_entry(name, value))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ({"ocr": 1.0}, "b.jsonl:2: digen.reward.functions.ocr: a prompt of a text reward must have the text to show"),
+        ({"ocr_vlm": {"weight": 1.0, "url": "http://h:1"}}, "b.jsonl:2: digen.reward.functions.ocr_vlm: a prompt"),
+        (
+            {"g": {"weight": 1.0, "reward": "server", "protocol": "flow_grpo_geneval", "url": "http://h:1"}},
+            "a.jsonl:1: digen.reward.functions.g: a prompt of GenEval must have the columns tag and include",
+        ),
+        ({"ocr": {"weight": 0.0, "when": "validation"}}, None),
+        ({"ocr": {"weight": 1.0, "data_sources": ["text"]}}, None),
+        ({"diversity": 1.0}, None),
+    ],
+)
+def test_the_first_prompt_that_a_reward_cannot_score_is_named(named, told):
+    rows = [
+        PromptRow('a sign "GO"', "text", None, place="a.jsonl:1"),
+        PromptRow("a cat", "cats", None, place="b.jsonl:2"),
+    ]
+    refused = nullcontext() if told is None else pytest.raises(ValueError, match=told)
+    with refused:
+        check_rows(RewardConfig(named), rows, is_validation=False)
+
+
+def test_a_package_that_is_not_installed_is_named_before_it_is_imported(monkeypatch):
+    check_packages(RewardConfig({"ocr": 1.0, "diversity": 1.0}))
+    monkeypatch.setattr(diversity.Diversity, "packages", ("nosuch",))
+    with pytest.raises(ValueError, match=r"reward far needs the package nosuch, which is not installed; pip install"):
+        check_packages(RewardConfig({"far": {"weight": 1.0, "reward": "diversity"}}))
 
 
 def test_the_arguments_of_an_entry_are_the_settings_of_its_class():

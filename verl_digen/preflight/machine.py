@@ -27,7 +27,7 @@ from verl_digen.pool_sizes import (
 )
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
-from verl_digen.reward.named import num_function_workers, pool_entries
+from verl_digen.reward.named import check_packages, num_function_workers, pool_entries
 from verl_digen.versions import SUPPORTED, outside
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,14 @@ CPUS_PER_REPLICA_DEVICE = 2
 
 
 def check_machine(config: DictConfig) -> None:
-    """Require as many devices as the pools ask for, unless the run joins a Ray cluster, or has no accelerator."""
+    """Require the rewards' packages, and as many devices as the pools ask for, unless the run joins a Ray cluster."""
     from verl.plugin.platform import get_platform
 
     platform = get_platform()
-    address = OmegaConf.select(config, "ray_kwargs.ray_init.address")
-    if platform.device_name == "cpu" or joins_cluster(address):
+    if joins_cluster(OmegaConf.select(config, "ray_kwargs.ray_init.address")):
+        return
+    check_packages(digen_config(config).reward)
+    if platform.device_name == "cpu":
         return
     declared = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
     require_devices(config, platform.device_count() if declared is None else declared)

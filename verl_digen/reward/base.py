@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from verl_digen.reward.held import HeldMemory, held_modules
-from verl_digen.types import RewardInput
+from verl_digen.types import PromptRow, RewardInput
 
 Result = float | Mapping[str, Any]
 """A number, or a mapping with `score` and details."""
@@ -55,6 +55,14 @@ class Reward(ABC):
     scope: ClassVar[Literal["sample", "group"]] = "sample"
     config_class: ClassVar[type] = NoSettings
     """Dataclass of settings: the arguments of the entry in `digen.reward.functions`."""
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Packages that it imports when it is made, beyond those of every installation."""
+
+    @classmethod
+    def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
+        """Raise ValueError if samples of a prompt could not be scored; called for every prompt before a run starts."""
+        return
 
     @classmethod
     def reads_latents(cls, arguments: Mapping[str, Any]) -> bool:

@@ -97,12 +97,12 @@ class Question(SampleJudge):
         pictures = await picture_parts([*sources, *sample_images([sample], config.num_frames, config.max_px)])
         question = filled(config.question, sample.row, f"{self.name}: question")
         if config.answers:
-            found = await self.ask(
+            found = await self.chat.ask(
                 pictures, question, lambda reply: weighed(reply, config.answers), top_logprobs=config.top_logprobs
             )
             return {"score": found.score, "share": found.share}
         pattern = re.compile(config.pattern)
-        number = await self.ask(
+        number = await self.chat.ask(
             pictures, question, lambda reply: number_in(reply, pattern, config.low, config.high, takes_last=True)
         )
         return {"score": (number - config.low) / (config.high - config.low), "number": number}

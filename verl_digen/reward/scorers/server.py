@@ -24,7 +24,7 @@ from verl_digen.reward.servers.answers import Failed, Refused, RefusedForAll, Re
 from verl_digen.reward.servers.client import ServerClient
 from verl_digen.reward.servers.protocol import Later, Protocol, ProtocolSettings
 from verl_digen.reward.servers.protocols import find
-from verl_digen.types import RewardInput
+from verl_digen.types import PromptRow, RewardInput
 
 
 class ServerReward(Reward):
@@ -41,6 +41,11 @@ class ServerReward(Reward):
     def reads_latents(cls, arguments: Mapping[str, Any]) -> bool:
         """True for protocols of latents."""
         return find(arguments.get("protocol", "")).reads_latents
+
+    @classmethod
+    def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
+        """Require what the protocol sends of a prompt."""
+        find(arguments.get("protocol", "")).check_row(row)
 
     def __init__(self, config: Any, device: torch.device):
         super().__init__(config, device)

@@ -85,16 +85,16 @@ class WinRate(Judge):
         sources = [fitted(image, config.max_px) for image in source_images(row)] if config.with_images else []
         before = await picture_parts(sources)
         frames = [await picture_parts(sample_images([sample], config.num_frames, config.max_px)) for sample in batch]
-        outcomes = await self.all(self._outcome([*before, *frames[i], *frames[j]], question) for i, j in pairs)
+        outcomes = await self.chat.all(self._outcome([*before, *frames[i], *frames[j]], question) for i, j in pairs)
         return win_rates(len(batch), dict(zip(pairs, outcomes, strict=True)))
 
     async def _outcome(self, pictures: Sequence[Part], question: str) -> float:
         """Probability that the first sample is better."""
         config = self.config
         if not config.logprobs:
-            return await self.ask(pictures, question, lambda reply: preferred(reply, config.first, config.second))
+            return await self.chat.ask(pictures, question, lambda reply: preferred(reply, config.first, config.second))
         values = {config.first: 1.0, config.second: 0.0}
-        return await self.ask(
+        return await self.chat.ask(
             pictures, question, lambda reply: weighed(reply, values).score, top_logprobs=MAX_TOP_LOGPROBS
         )
 

@@ -18,7 +18,7 @@ from verl_digen.require import require
 from verl_digen.reward.base import Result
 from verl_digen.reward.servers.answers import Answer, Request
 from verl_digen.reward.servers.settings import ServerSettings
-from verl_digen.types import RewardInput
+from verl_digen.types import PromptRow, RewardInput
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,11 @@ class Protocol(ABC):
     """False: a video arrives as several pictures."""
     reads_latents: ClassVar[bool] = False
     """True: `request` reads `RewardInput.latents`, of a whole video."""
+
+    @classmethod
+    def check_row(cls, row: PromptRow) -> None:
+        """Raise ValueError if a prompt lacks what `request` sends of it."""
+        return
 
     def __init__(self, config: Any):
         self.config = config
