@@ -10,15 +10,13 @@ from omegaconf import DictConfig
 from verl.plugin.platform import get_platform
 
 from verl_digen.config import PoolSettings, digen_config
-from verl_digen.environments.base import Instruction, Picture, TurnResult
 from verl_digen.environments.host import EpisodeHost
 from verl_digen.platforms.placement import pool_options
 from verl_digen.reward.workers import RestartingActor
-from verl_digen.types import PromptRow
 
 
-class EnvironmentWorker:
-    """Process of environments, see `verl_digen.environments.host`.
+class EnvironmentWorker(EpisodeHost):
+    """Process of environments.
 
     Args:
         config: verl's.
@@ -26,20 +24,7 @@ class EnvironmentWorker:
 
     def __init__(self, config: DictConfig):
         environment = digen_config(config).environment
-        device = torch.device(get_platform().device_name if environment.num_gpus else "cpu")
-        self._host = EpisodeHost(environment, device)
-
-    async def begin(self, episode: str, row: PromptRow, seed: int) -> Instruction:
-        """Make and reset the environment of an episode."""
-        return await self._host.begin(episode, row, seed)
-
-    async def step(self, episode: str, picture: Picture) -> TurnResult:
-        """Give an environment the picture of its turn."""
-        return await self._host.step(episode, picture)
-
-    async def end(self, episode: str) -> None:
-        """Close the environment of an episode."""
-        await self._host.end(episode)
+        super().__init__(environment, torch.device(get_platform().device_name if environment.num_gpus else "cpu"))
 
 
 class StartedEnvironments:

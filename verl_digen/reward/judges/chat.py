@@ -19,9 +19,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from verl_digen.require import require
-from verl_digen.reward.judges.content import Part
+from verl_digen.reward.judges.content import Part, text_part
 from verl_digen.reward.judges.reply import Reply, read_reply
-from verl_digen.reward.judges.request import MODELS_PATH, OWN_FIELDS, PATH, chat_request, only_model
 from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer
 from verl_digen.reward.servers.client import ServerClient
 from verl_digen.reward.servers.settings import ServerSettings
@@ -30,6 +29,18 @@ REWARD_MODEL = "reward_model"
 """`url` of the servers that verl starts for `reward.reward_model` (`verl_digen/reward/reward_model.py`)."""
 UNKNOWN_SERVER = "http://reward-model"
 """Address in place of `REWARD_MODEL` while its servers do not run."""
+
+PATH = "/chat/completions"
+"""Path below the address of an API, which ends with its version."""
+MODELS_PATH = "/models"
+
+MAX_TOP_LOGPROBS = 20
+"""The protocol's limit, and vLLM's default of `--max-logprobs`."""
+
+OWN_FIELDS = frozenset(
+    ("model", "messages", "temperature", "max_tokens", "seed", "logprobs", "top_logprobs", "n", "stream")
+)
+"""Fields that a judge sets itself, or relies on being left out."""
 
 MAX_TOKENS = 1_000_000
 MAX_SIDE_PX = 16_384
@@ -93,6 +104,42 @@ def api_url(url: str) -> str:
     return url if urlsplit(url).path.strip("/") else f"{url}/v1"
 
 
+def chat_request(
+    config: JudgeConfig, model: str, pictures: Sequence[Part], question: str, top_logprobs: int = 0
+) -> dict[str, Any]:
+    """JSON of a request at temperature 0: one user message of pictures, then the question.
+
+    Fields and limits: https://platform.openai.com/docs/api-reference/chat/create; vLLM and SGLang take the same.
+    """
+    system = [{"role": "system", "content": config.system}] if config.system else []
+    return {
+        "model": model,
+        "messages": [*system, {"role": "user", "content": [*pictures, text_part(question)]}],
+        "temperature": 0.0,
+        "max_tokens": config.max_tokens,
+        "seed": config.seed,
+        **config.request,
+        **({"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}),
+    }
+
+
+def only_model(body: Any) -> str:
+    """The model of a server that serves one, from its answer to GET /v1/models; adapters (with a parent) do not count.
+
+    Raises:
+        ValueError: it serves none or several, or the answer is another one.
+    """
+    listed = body.get("data") if isinstance(body, Mapping) else None
+    if not isinstance(listed, list) or not all(isinstance(model, Mapping) and "id" in model for model in listed):
+        raise ValueError(f"{MODELS_PATH} must list the models of a server, got {str(body)[:200]!r}; set model=NAME")
+    names = [str(model["id"]) for model in listed if not model.get("parent")]
+    if len(names) != 1:
+        raise ValueError(
+            f"a server that is asked without a model must serve one, got {', '.join(names) or 'none'}; set model=NAME"
+        )
+    return names[0]
+
+
 class ChatModel:
     """See the module.
 
@@ -151,17 +198,8 @@ class ChatModel:
         Raises:
             UnusableAnswer: no answer gave a score. ServerError: the server did not answer.
         """
-        config, limit = self.config, 1 + self.config.max_asked_again
-        asked = chat_request(
-            self._model,
-            pictures,
-            question,
-            system=config.system,
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-            top_logprobs=top_logprobs,
-            further=config.request,
-        )
+        limit = 1 + self.config.max_asked_again
+        asked = chat_request(self.config, self._model, pictures, question, top_logprobs)
         request = Request(PATH, json.dumps(asked).encode(), "application/json")
         last = UnusableAnswer()
         for _ in range(limit):
