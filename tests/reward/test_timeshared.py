@@ -87,21 +87,6 @@ def test_a_reward_is_made_by_the_first_wake_and_samples_wait_for_it():
     asyncio.run(run())
 
 
-def test_a_call_while_the_reward_is_asleep_waits_until_it_wakes():
-    async def run() -> None:
-        made: list[Watched] = []
-        scorer = scorer_of(made)
-        await scorer.wake()
-        await scorer.sleep()
-        asked = [asyncio.create_task(scorer.score((make_sample(value=value),))) for value in (1, 2)]
-        await idle()
-        assert made[0].events == ["made", "sleep"] and not any(one.done() for one in asked)
-        await scorer.wake()
-        assert [(await one)[0].value for one in asked] == [0.01, 0.02]
-
-    asyncio.run(run())
-
-
 def test_a_sleep_waits_for_the_call_that_runs_and_starts_no_further_one():
     async def run() -> None:
         made: list[Watched] = []

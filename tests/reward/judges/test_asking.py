@@ -153,13 +153,3 @@ def test_a_setting_that_cannot_be_is_refused(name, settings, rule):
 def test_a_judge_without_a_server_says_how_to_give_it_one():
     with pytest.raises(ValueError, match=r"yes_no: url=reward_model needs .*enable=true; set url="):
         judge_of("yes_no", "reward_model")
-
-
-def test_a_cancelled_call_leaves_no_request_behind():
-    async def call(judge):
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(judge.score([sample_of()]), 0.2)
-        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-
-    with ChatServer(lambda request: (429, {"Retry-After": "60"})) as server:
-        assert asyncio.run(call(judge_of("judge", server, **SCORE))) == []

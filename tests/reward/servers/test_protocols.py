@@ -195,20 +195,6 @@ def assert_matches(error, says):
 
 
 @pytest.mark.parametrize("protocol", SERVICES)
-def test_a_fault_that_passes_costs_a_retry_and_no_sample(protocol):
-    left = [error_500, html]
-
-    async def passing(request):
-        return await left.pop()(request) if left else None
-
-    with Running(protocol, max_retries=2) as running:
-        running.fault = passing
-        found = run(running.reward(), samples_of(3), max_retries=0)
-    assert [one.value for one in found] == pytest.approx([red(one.pixels) for one in samples_of(3)], abs=0.02)
-    assert dict(found[0].call.counts) == {"retries": 2}
-
-
-@pytest.mark.parametrize("protocol", SERVICES)
 def test_a_refused_connection_is_tried_again_and_then_fails_the_batch_as_a_whole(protocol):
     with Running(protocol, max_retries=3) as running:
         reward = running.reward(url=refusing_url())

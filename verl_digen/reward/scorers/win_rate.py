@@ -23,7 +23,7 @@ from verl_digen.require import require
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.base import Judge
 from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig
-from verl_digen.reward.judges.content import Part, fitted, picture_parts, sample_images, source_images
+from verl_digen.reward.judges.content import Part, fitted, picture_parts, sample_images
 from verl_digen.reward.judges.pairs import pairs_of, win_rates
 from verl_digen.reward.judges.question import fields_of, filled
 from verl_digen.reward.judges.reading import preferred, require_distinct, weighed
@@ -81,7 +81,7 @@ class WinRate(Judge):
         if config.both_orders:
             pairs += [(second, first) for first, second in pairs]
         question = filled(config.question, row, f"{self.name}: question")
-        sources = [fitted(image, config.max_px) for image in source_images(row)] if config.with_images else []
+        sources = [fitted(image, config.max_px) for image in batch[0].sources()] if config.with_images else []
         before = await picture_parts(sources)
         frames = [await picture_parts(sample_images([sample], config.num_frames, config.max_px)) for sample in batch]
         outcomes = await self.chat.all(self._outcome([*before, *frames[i], *frames[j]], question) for i, j in pairs)
