@@ -18,7 +18,7 @@ from tests.environments import worlds
 from tests.environments.local import connect
 from tests.environments.worlds import Mortal
 from verl_digen.config import EnvironmentConfig
-from verl_digen.environments.actors import StartedEnvironments
+from verl_digen.environments.host import StartedEnvironments
 from verl_digen.environments.registry import environment_class, environment_settings
 from verl_digen.environments.workers import EnvironmentWorkers, EpisodeDiverged, OpenEpisode
 from verl_digen.schedulers.deadlines import DeadlinesConfig
