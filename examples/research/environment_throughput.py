@@ -36,8 +36,8 @@ from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.agent_loop.first_complete import first_complete
 from verl_digen.config import DigenConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
-from verl_digen.environments.actors import StartedEnvironments
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
+from verl_digen.environments.host import StartedEnvironments
 from verl_digen.environments.workers import EnvironmentWorkers
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling.requests import request_id, turn_request

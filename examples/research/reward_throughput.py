@@ -18,17 +18,17 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 
 from verl_digen.reward.base import NoSettings, Result, Reward
-from verl_digen.reward.functions import call_arguments
-from verl_digen.reward.pool_worker import BatchScorer
-from verl_digen.reward.scoring import Scorer, WeightedReward
+from verl_digen.reward.functions import FunctionReward
+from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import PromptRow, RewardInput
 
-NO_RETRIES = {"max_retries": 0, "timeout_s": 600.0}
+NO_RETRIES: dict[str, Any] = {"max_retries": 0, "timeout_s": 600.0}
 
 
 class Device:
@@ -63,13 +63,16 @@ async def one_by_one(device: Device, samples: Sequence[RewardInput]) -> list[flo
     def brightness(data_source, solution_image, ground_truth, extra_info=None):
         return device.run([solution_image])[0]
 
-    scorer = Scorer((WeightedReward("brightness", brightness, 1.0),), **NO_RETRIES)
-    return [score.total for score in await asyncio.gather(*(scorer.score(**call_arguments(one)) for one in samples))]
+    scorer = BatchScorer("brightness", lambda: FunctionReward(brightness, {}), **NO_RETRIES)
+    found = await asyncio.gather(*(scorer.score((one,)) for one in samples))
+    return [score.value for (score,) in found]
 
 
 async def batched(device: Device, samples: Sequence[RewardInput], size: int) -> list[float]:
     """Score with a reward class in batches of at most `size`."""
-    scorer = BatchScorer("brightness", Brightness(device), max_batch_size=size, batch_wait_s=0.005, **NO_RETRIES)
+    scorer = BatchScorer(
+        "brightness", lambda: Brightness(device), max_batch_size=size, batch_wait_s=0.005, **NO_RETRIES
+    )
     found = await asyncio.gather(*(scorer.score((one,)) for one in samples))
     return [score.value for (score,) in found]
 

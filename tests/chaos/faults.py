@@ -64,7 +64,7 @@ CALLS: dict[str, tuple[str, ...]] = {
         "validate",
         "__ray_ready__",
     ),
-    REWARD: ("compute_score", "__ray_ready__"),
+    REWARD: ("score", "__ray_ready__"),
     RANK: ("begin", "accumulate", "commit", "abort", "assist", "update_weights"),
     QUEUE: ("put", "clear", "list", "__ray_ready__"),
 }

@@ -17,6 +17,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +30,9 @@ from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.algorithms.metric import Plain
-from verl_digen.config import DigenConfig
-from verl_digen.config.reward import reward_entry
+from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.reward.layout import RewardLayout
-from verl_digen.reward.sample_rewards import SampleRewards
+from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.sampling.requests import SINGLE_TURN
@@ -207,11 +206,13 @@ class Reward:
     def __init__(self, cluster: Cluster, name: str):
         self._cluster, self._name, self._num_scored = cluster, name, 0
 
-    async def compute_score(self, data: Any) -> dict[str, Any]:
+    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
         self._num_scored += 1
+        began_s = self._cluster.loop.time()
         await asyncio.sleep(self._cluster.draw_s(SCORE_S, self._name, self._num_scored))
-        reward = reward_of(int(data.batch["responses"].view(-1)[0]))
-        return {"reward_score": reward, "reward_extra_info": {}}
+        call = RewardCall("known", began_s, self._cluster.loop.time(), 1, 0)
+        (name,) = names
+        return {name: [PartScore(reward_of(int(one.pixels.flat[0])), {}, call) for one in samples]}
 
 
 class Judge:
@@ -220,18 +221,18 @@ class Judge:
     def __init__(self, cluster: Cluster, name: str, checks: Checks):
         self._cluster, self._name, self._checks, self._num_scored = cluster, name, checks, 0
 
-    async def compute_score(self, group: Sequence[RewardInput]) -> list[PartScore]:
+    async def score(self, names: Sequence[str], group: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
         self._num_scored += 1
         began_s = self._cluster.loop.time()
         await asyncio.sleep(self._cluster.draw_s(SCORE_S, self._name, self._num_scored))
         uids, indices = {sample.row.uid for sample in group}, [sample.sample_index for sample in group]
         is_whole = len(uids) == 1 and indices == [*range(len(group))]
         self._checks.require(is_whole, "mixed", f"samples {indices} of {uids} are compared")
-        call = RewardCall(COMPARED.name, began_s, self._cluster.loop.time(), len(group), 0)
-        return [PartScore(1.0, {}, call) for _ in group]
+        call = RewardCall(COMPARED, began_s, self._cluster.loop.time(), len(group), 0)
+        return {COMPARED: [PartScore(1.0, {}, call) for _ in group]}
 
 
-COMPARED = reward_entry("diversity", 0.0)
+COMPARED = "diversity"
 """The reward of groups, which only watches."""
 
 
@@ -249,8 +250,10 @@ class Agent(DiffusionAgentLoopWorker):
         self.llm_client, self.digen = client, digen
         loops = SimpleNamespace(default_agent_loop=SINGLE_TURN)
         self.rollout_config = SimpleNamespace(n=group_size, val_kwargs=SimpleNamespace(n=1), agent=loops)
-        layout = RewardLayout(len(rewards), (COMPARED,) if judges else (), {"known": 1.0, COMPARED.name: 0.0})
-        self._rewards = SampleRewards(layout, [*rewards, *judges], digen)
+        handles = {SHARED: rewards, **({COMPARED: judges} if judges else {})}
+        weights = {"known": 1.0, **({COMPARED: 0.0} if judges else {})}
+        named = RewardConfig({COMPARED: 0.0})
+        self._rewards = SampleRewards(handles, weights, replace(digen, reward=named))
         self.config, self.tools = SimpleNamespace(data=None), []
         self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = None
         self._environments = None

@@ -43,7 +43,7 @@ ONLY_AFTER = {
     (AGENT, "discard_chunk"): LONG,
     (AGENT, "__ray_ready__"): LONG,
     (QUEUE, "__ray_ready__"): LONG,
-    (REWARD, "__ray_ready__"): Fault("reward 0", "compute_score", 0, Kind.HANGS),
+    (REWARD, "__ray_ready__"): Fault("reward 0", "score", 0, Kind.HANGS),
 }
 """Call -> the failure that it follows."""
 
@@ -108,7 +108,7 @@ REGRESSIONS = {
         num_prompts=2,
         group_size=1,
         faults=(
-            Fault("reward 0", "compute_score", 0, Kind.HANGS),
+            Fault("reward 0", "score", 0, Kind.HANGS),
             Fault("agent 0", "__ray_ready__", 0, Kind.DIES_BEFORE),
         ),
     ),
@@ -135,7 +135,7 @@ def test_a_planted_bug_is_found(name):
 
 
 def test_a_world_that_fails_shrinks_to_the_fault_that_matters():
-    needless = (Fault("server 0", "generate", 1, Kind.SLOW), Fault("reward 0", "compute_score", 0, Kind.TWICE))
+    needless = (Fault("server 0", "generate", 1, Kind.SLOW), Fault("reward 0", "score", 0, Kind.TWICE))
     deadly = Fault("server 1", "generate", 0, Kind.DIES_BEFORE)
     bug = BUGS["the samples of a lost slot are never generated again"]
     large = World(num_replicas=3, num_prompts=3, num_batches=2, num_rewards=2, faults=(*needless, deadly))

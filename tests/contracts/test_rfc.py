@@ -45,7 +45,7 @@ from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.sde import sde_step, transition_mean
 from verl_digen.config import digen_config
 from verl_digen.data.rows import prompt_batch as prompt_rows_batch
-from verl_digen.reward.sample_rewards import SampleRewards
+from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling import outputs
 from verl_digen.sampling.outputs import FinishedSample, training_rows
@@ -121,7 +121,7 @@ class Scoring:
     """Handle of a reward worker in this process."""
 
     def __init__(self, answer: Callable[..., Any]):
-        self.compute_score = handle(answer)
+        self.score = handle(answer)
 
 
 def reward_worker() -> Any:
@@ -144,7 +144,7 @@ def run_batch(server: DiffusersServer, *, is_scored: bool, batch: DataProto | No
 
     async def calls() -> DataProto:
         if is_scored:
-            worker.reward_loop_worker_handles = [Scoring(reward_worker().compute_score)]
+            worker.reward_loop_worker_handles = {SHARED: [Scoring(reward_worker().score)]}
             worker._rewards = SampleRewards.of_run(CONFIG, worker.reward_loop_worker_handles, worker.digen)
         return await worker.generate_sequences(prompt_batch() if batch is None else batch)
 
@@ -307,13 +307,14 @@ def compared(server: Any, seen: list[Any]) -> DataProto:
     config = CONFIG.copy()
     config.digen.reward.functions = {"diversity": 1.5}
 
-    async def compare(group: Any) -> Any:
+    async def compare(names: Any, group: Any) -> Any:
         seen.append([(one.row.uid, one.sample_index) for one in group])
-        return [PartScore(float(len(group)), {}, RewardCall("diversity", 0.0, 1.0, 2, 0)) for _ in group]
+        call = RewardCall("diversity", 0.0, 1.0, 2, 0)
+        return {"diversity": [PartScore(float(len(group)), {}, call) for _ in group]}
 
     async def calls() -> DataProto:
         worker = make_worker(digen=digen_config(config), llm_client=make_manager(server))
-        worker.reward_loop_worker_handles = [Scoring(compare)]
+        worker.reward_loop_worker_handles = {"diversity": [Scoring(compare)]}
         worker._rewards = SampleRewards.of_run(config, worker.reward_loop_worker_handles, worker.digen)
         return await asyncio.wait_for(worker.generate_sequences(prompt_batch()), 60)
 
@@ -383,8 +384,8 @@ def test_a_reward_manager_takes_the_rfcs_arguments_and_columns(generated: DataPr
 
 def test_compute_rm_score_gives_the_scores_of_the_run(registered, generated: DataProto):
     manager: Any = object.__new__(DiffusionRewardLoopManager)
-    manager.config, manager._order, manager._pool_workers = CONFIG, [], {}
-    manager.reward_loop_workers = [Scoring(reward_worker().compute_score)]
+    manager.config, manager._pools = CONFIG, {}
+    manager.reward_loop_workers = [Scoring(reward_worker().score)]
     found = manager.compute_rm_score(generated)
     assert found.batch["rm_scores"].shape == (4, 1)
     assert torch.equal(found.batch["rm_scores"], generated.batch["rm_scores"]) and found.batch["rm_scores"].any()
@@ -399,17 +400,17 @@ def make_reward_manager(functions: dict[str, Any], **pools: Any) -> Any:
     config.digen.reward.functions = functions
     manager: Any = object.__new__(DiffusionRewardLoopManager)
     manager.config, manager.reward_loop_workers = config, []
-    manager._order = list(pools)
-    manager._pool_workers = {name: [Scoring(answer)] for name, answer in pools.items()}
+    manager._pools = {name: [Scoring(answer)] for name, answer in pools.items()}
     return manager
 
 
 def test_a_reward_of_groups_compares_the_rows_of_a_uid(generated: DataProto):
     seen = []
 
-    async def compare(group: Any) -> Any:
+    async def compare(names: Any, group: Any) -> Any:
         seen.append([(one.row.uid, one.sample_index) for one in group])
-        return [PartScore(float(len(group)), {}, RewardCall("diversity", 0.0, 1.0, 2, 0)) for _ in group]
+        call = RewardCall("diversity", 0.0, 1.0, 2, 0)
+        return {"diversity": [PartScore(float(len(group)), {}, call) for _ in group]}
 
     found = make_reward_manager({"diversity": 1.5}, diversity=compare).compute_rm_score(generated)
     assert found.batch["rm_scores"].tolist() == [[3.0]] * 4
@@ -417,7 +418,7 @@ def test_a_reward_of_groups_compares_the_rows_of_a_uid(generated: DataProto):
 
 
 def test_a_reward_that_does_not_score_a_row_is_nan_and_one_of_latents_is_refused(generated: DataProto):
-    async def never(samples: Any) -> Any:
+    async def never(names: Any, samples: Any) -> Any:
         raise AssertionError
 
     pool = {"weight": 1.0, "reward": "jpeg_compressibility", "num_workers": 1, "data_sources": ["other"]}

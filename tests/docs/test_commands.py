@@ -43,7 +43,7 @@ from verl_digen.preflight.rewards import (
 from verl_digen.preflight.rules import RULES, check
 from verl_digen.preflight.teacher import check_teacher
 from verl_digen.preflight.watching import check_watching
-from verl_digen.reward.layout import has_custom
+from verl_digen.reward.named import has_custom
 
 MAIN = ["python", "-m", "verl.trainer.main_ppo"]
 SHOW = ("--cfg", "job")

@@ -18,7 +18,7 @@ from tests.environments import worlds
 from tests.environments.local import connect
 from tests.environments.worlds import Mortal
 from verl_digen.config import EnvironmentConfig
-from verl_digen.environments.actors import StartedEnvironments
+from verl_digen.environments.host import StartedEnvironments
 from verl_digen.environments.registry import environment_class, environment_settings
 from verl_digen.environments.workers import EnvironmentWorkers, EpisodeDiverged, OpenEpisode
 from verl_digen.schedulers.deadlines import DeadlinesConfig
@@ -98,14 +98,14 @@ def test_a_restarted_worker_gets_the_pictures_again_and_the_episodes_go_to_the_o
             await episode.reset()
         assert [len(handle.host._episodes) for handle in handles] == [2, 2]
         before = await episodes[0].step(picture(1))
-        handles[0].restart()
+        episodes[0]._worker.restart()
         after = await episodes[0].step(picture(2))
         assert episodes[0].num_retries == 1 and (before.done, after.reward) == (False, 2 / 255)
         for episode in episodes:
             episode.close()
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert not handles[1].host._episodes, "closed environments are forgotten"
+        assert not any(handle.host._episodes for handle in handles), "closed environments are forgotten"
 
     asyncio.run(run())
 
@@ -150,7 +150,7 @@ def test_a_class_of_a_file_is_loaded_once(tmp_path):
     ("given", "message"),
     [
         ({"name": "nonesuch"}, "digen.environment.name must be one of"),
-        ({"path": "nonesuch"}, "digen.environment.path must be FILE.py:NAME or package.module.NAME, got 'nonesuch'"),
+        ({"path": "nonesuch"}, "digen.environment.path must name FILE.py:NAME or package.module.NAME, got 'nonesuch'"),
         ({"path": f"{WORLDS}.Nothing"}, "could not be loaded (AttributeError"),
         ({"path": f"{WORLDS}.BrighterConfig"}, "must name a class of verl_digen.environments.base.Environment, got"),
         (

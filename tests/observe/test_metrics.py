@@ -38,14 +38,14 @@ def test_reward_metrics_report_parts_alone_and_count_groups_without_spread():
 
 
 def test_calls_of_rewards_are_counted_once_however_many_samples_share_them():
-    batch = RewardCall("ocr", 1.0, 3.0, 3, 1, counts=(("cache_hits", 0), ("retries", 2)))
-    last = RewardCall("ocr", 3.0, 4.0, 1, 0, counts=(("cache_hits", 0), ("retries", 5)))
+    batch = RewardCall("ocr", 1.0, 3.0, 3, 1, counts=(("retries", 2),))
+    last = RewardCall("ocr", 3.0, 4.0, 1, 0, counts=(("retries", 5),))
     own = [RewardCall("shapes", 0.0, 0.5, 1, 0), RewardCall("shapes", 0.0, 0.7, 1, 0)]
     tags = [make_tag(calls=calls) for calls in ((batch, own[0]), (batch, own[1]), (batch,), (last,))]
     assert call_metrics(tags) == {
         **{"reward_calls/ocr_count": 2.0, "reward_calls/ocr_s": 1.5, "reward_calls/ocr_samples": 2.0},
         "reward_calls/ocr_queued_max_samples": 1.0,
-        **{"reward_calls/ocr_cache_hits": 0.0, "reward_calls/ocr_retries": 7.0},
+        "reward_calls/ocr_retries": 7.0,
         **{"reward_calls/shapes_count": 2.0, "reward_calls/shapes_s": 0.6, "reward_calls/shapes_samples": 1.0},
         "reward_calls/shapes_queued_max_samples": 0.0,
     }

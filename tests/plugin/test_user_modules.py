@@ -19,10 +19,10 @@ from tests import own_parts
 from tests.fork_server import shared_server
 from verl_digen import cli, user_modules
 from verl_digen.config import digen_config
-from verl_digen.environments.actors import EnvironmentWorker
+from verl_digen.environments.host import EnvironmentWorker
 from verl_digen.plan.command import make_plan
 from verl_digen.preflight import check
-from verl_digen.reward.manager import DiffusionRewardManager, RewardPoolWorker, TimesharedRewardWorker
+from verl_digen.reward.manager import DiffusionRewardManager, RewardPoolWorker
 from verl_digen.user_modules import GROUP, KEY, import_user_modules
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ def test_a_run_and_a_plan_accept_what_only_the_users_module_registers(own, start
 
 @pytest.mark.parametrize(
     "process",
-    ["task runner", "trainer rank", "diffusers replica", "functions", "pool", "timeshared", "environment"],
+    ["task runner", "trainer rank", "diffusers replica", "functions", "pool", "environment"],
 )
 def test_a_new_process_registers_them_from_what_it_is_given(own, start: Start, runnable, tmp_path, process):
     words = own_words(runnable, own)
@@ -101,7 +101,6 @@ def test_a_new_process_registers_them_from_what_it_is_given(own, start: Start, r
             "task runner": (digen_config, (config,)),
             "functions": (DiffusionRewardManager, (config,)),
             "pool": (RewardPoolWorker, (config, "own_reward")),
-            "timeshared": (TimesharedRewardWorker, (config, "own_reward")),
             "environment": (EnvironmentWorker, (config,)),
         }[process]
     (tmp_path / "child.py").write_text(CHILD)

@@ -45,6 +45,9 @@ def scores_of(reward: Reward, batch: Sequence[RewardInput]) -> list[tuple[float,
 
     results = asyncio.run(call())
     assert len(results) == len(batch)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
     return [(value, dict(details)) for value, details in (read_result("tested", result) for result in results)]
 
 

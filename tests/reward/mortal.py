@@ -14,7 +14,7 @@ class MortalWorker:
         self.folder = folder
         time.sleep(starts_s)
 
-    async def compute_score(self, sample: tuple[int, int, int]) -> float:
+    async def score(self, sample: tuple[int, int, int]) -> float:
         name, num_signals, number = sample
         record = self.folder / str(name)
         count = len(record.read_text()) if record.exists() else 0

@@ -2,15 +2,14 @@
 """Rewards that ask verl's reward model get its addresses, and no other does."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.reward import get_custom_reward_fn
 
-from verl_digen.config import DigenConfig, RewardConfig
+from tests.reward.samples import make_sample
 from verl_digen.config.reward import reward_entry
-from verl_digen.reward.manager import make_scorer
+from verl_digen.reward.manager import DiffusionRewardManager
 from verl_digen.reward.reward_model import ServedModel, asks_reward_model, connected
 
 SERVED = ServedModel(("10.0.0.1:8000", "[fd00::1]:8000"), "10.0.0.9:9000")
@@ -19,6 +18,14 @@ HERE = "tests.reward.test_reward_model"
 
 async def routed(data_source, solution_image, ground_truth, extra_info=None, *, reward_router_address):
     return float(reward_router_address == SERVED.router)
+
+
+def scores_of(functions, custom):
+    """Values of a sample by the functions and the user's own."""
+    config = OmegaConf.create({"digen": {"reward": {"functions": functions}}})
+    manager = DiffusionRewardManager(config, custom, SERVED.router)
+    found = asyncio.run(manager.score([*functions, "custom"], [make_sample()]))
+    return {name: score.value for name, (score,) in found.items()}
 
 
 def plain(data_source, solution_image, ground_truth, extra_info=None):
@@ -59,9 +66,7 @@ def test_the_users_own_function_gets_the_router_through_verls_wrapper(tmp_path, 
     (tmp_path / "own.py").write_text(f"{'async ' * is_async}{head} return scale * len(reward_router_address)")
     section = {"path": str(tmp_path / "own.py"), "name": "compute_score", "reward_kwargs": {"scale": 2.0}}
     custom = get_custom_reward_fn(OmegaConf.create({"reward": {"custom_reward_function": section}}))
-    scorer = make_scorer(DigenConfig(), custom, SERVED.router)
-    score = asyncio.run(scorer.score(data_source="", solution_image=None, ground_truth=None, extra_info={}))
-    assert score.parts == {"custom": 2.0 * len(SERVED.router)}
+    assert scores_of({}, custom) == {"custom": 2.0 * len(SERVED.router)}
 
 
 def test_functions_get_the_router_and_the_users_own_too():
@@ -69,7 +74,4 @@ def test_functions_get_the_router_and_the_users_own_too():
         "mine": {"weight": 1.0, "reward": f"{HERE}:routed"},
         "plain": {"weight": 1.0, "reward": f"{HERE}:plain"},
     }
-    digen = replace(DigenConfig(), reward=RewardConfig(functions=functions))
-    scorer = make_scorer(digen, routed, SERVED.router)
-    score = asyncio.run(scorer.score(data_source="", solution_image=None, ground_truth=None, extra_info={}))
-    assert score.parts == {"mine": 1.0, "plain": 0.25, "custom": 1.0}
+    assert scores_of(functions, routed) == {"mine": 1.0, "plain": 0.25, "custom": 1.0}

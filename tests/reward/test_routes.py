@@ -3,28 +3,21 @@
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from omegaconf import OmegaConf
-from tensordict import TensorDict
-from verl import DataProto
 
-from tests.reward.samples import make_sample
+from tests.reward.samples import Handle, make_sample
 from tests.tags import make_tag
 from verl_digen.algorithms.advantages import combined_advantages
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.config.reward import reward_entry
 from verl_digen.observe.metrics import reward_metrics
 from verl_digen.reward.combine import formula
-from verl_digen.reward.layout import RewardLayout
-from verl_digen.reward.manager import DiffusionRewardManager, make_scorer
-from verl_digen.reward.sample_rewards import AUDIO, NAMES, ROW, SampleRewards
+from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.trainer.updates import group_rewards
-from verl_digen.types import PartScore, RewardCall, RewardInput
+from verl_digen.types import PartScore, RewardCall
 
 GOLD = {"weight": 0, "gold": True, "reward": "diversity"}
 """A gold reward of groups."""
@@ -38,31 +31,25 @@ NAMED = {
 
 
 class Counting:
-    """A worker that counts its calls: of a pool, or with `functions` of those."""
+    """A worker that counts its calls; a function gives 1, a pool 10."""
 
-    def __init__(self, digen: DigenConfig, name: str | None = None):
-        self.calls: list[Any] = []
-        self._name, self._scorer = name, make_scorer(digen, None)
-        self.compute_score = SimpleNamespace(remote=lambda data: asyncio.ensure_future(self.answer(data)))
+    def __init__(self, pool: str):
+        self._value, self.calls = (1.0 if pool == SHARED else 10.0), list[Any]()
 
-    async def answer(self, data: Any) -> Any:
-        if self._name is not None:
-            self.calls.append([sample.row.uid for sample in data])
-            return [PartScore(10.0, {}, RewardCall(self._name, 0.0, 1.0, len(data), 0)) for _ in data]
-        names = data.non_tensor_batch[NAMES][0]
+    async def score(self, names: Any, samples: Any) -> Any:
         self.calls.append(names)
-        return {"reward_score": 1.0 * len(names), "reward_extra_info": dict.fromkeys(names, 1.0), "calls": ()}
+        call = RewardCall(names[0], 0.0, 1.0, len(samples), 0)
+        return {name: [PartScore(self._value, {}, call) for _ in samples] for name in names}
 
 
 def score(source: str, *, is_validation: bool, combine: str = "sum", named: Any = None):
-    """(score of the first sample of a group of two, calls per worker)."""
+    """(score of the first sample of a group of two, calls per pool)."""
     digen = DigenConfig(reward=RewardConfig(NAMED if named is None else named, combine=combine))
-    pools = tuple(entry for entry in digen.reward.entries if entry.name in ("text", "pool", "gold"))
-    workers = {"functions": Counting(digen), **{entry.name: Counting(digen, entry.name) for entry in pools}}
-    layout = RewardLayout(1, pools, digen.reward.weights(has_custom=False))
+    workers = {pool: Counting(pool) for pool in (SHARED, "text", "pool", "gold")}
 
     async def run():
-        rewards = SampleRewards(layout, list(workers.values()), digen)
+        handles = {pool: [Handle(worker)] for pool, worker in workers.items()}
+        rewards = SampleRewards(handles, digen.reward.weights(has_custom=False), digen)
         samples = [make_sample(index) for index in range(2)]
         samples = [
             replace(one, row=replace(one.row, data_source=source), is_validation=is_validation) for one in samples
@@ -70,7 +57,7 @@ def score(source: str, *, is_validation: bool, combine: str = "sum", named: Any 
         scored = await asyncio.gather(*(rewards.score(one, version=0, group_size=2) for one in samples))
         return scored[0][0]
 
-    return asyncio.run(run()), {name: worker.calls for name, worker in workers.items()}
+    return asyncio.run(run()), {pool: worker.calls for pool, worker in workers.items()}
 
 
 def test_a_gold_reward_scores_no_training_sample_and_every_validation_sample():
@@ -84,16 +71,16 @@ def test_a_gold_reward_scores_no_training_sample_and_every_validation_sample():
 def test_a_source_is_scored_by_its_own_rewards_alone():
     photo, calls = score("photo", is_validation=False)
     assert set(photo.parts) == {"jpeg", "log", "pool"} and calls["text"] == []
-    assert calls["functions"] == [("jpeg", "log")] * 2 and photo.total == 2.0 + 0.5 * 10
+    assert calls[SHARED] == [("jpeg", "log")] * 2 and photo.total == 1.0 + 0.5 * 10
     ocr, calls = score("ocr", is_validation=False)
-    assert set(ocr.parts) == {"log", "text", "pool"} and calls["functions"] == [("log",)] * 2
-    assert ocr.total == 1.0 + 2.0 * 10 + 0.5 * 10, "weights are not normalised"
+    assert set(ocr.parts) == {"log", "text", "pool"} and calls[SHARED] == [("log",)] * 2
+    assert ocr.total == 2.0 * 10 + 0.5 * 10, "weights are not normalised"
 
 
 def test_a_sample_that_no_function_scores_calls_no_function_worker():
     named = {name: value for name, value in NAMED.items() if name != "log"}
     found, calls = score("ocr", is_validation=False, named=named)
-    assert calls["functions"] == [] and found.total == 25.0
+    assert calls[SHARED] == [] and found.total == 25.0
 
 
 def test_a_combination_sees_the_rewards_that_scored_the_sample(tmp_path):
@@ -101,21 +88,6 @@ def test_a_combination_sees_the_rewards_that_scored_the_sample(tmp_path):
     path.write_text("def count(values, weights):\n    assert values.keys() == weights.keys()\n    return len(values)\n")
     for source, num_trained in (("photo", 2), ("ocr", 2), ("other", 0)):
         assert score(source, is_validation=True, combine=f"{path}:count")[0].total == num_trained
-
-
-def test_a_function_worker_calls_the_functions_that_are_asked_for():
-    named = {"jpeg_compressibility": 1.0, "jpeg_incompressibility": 2.0}
-    config = OmegaConf.create({"digen": {"reward": {"functions": named}}})
-    names = np.empty(1, dtype=object)
-    names[0] = ("jpeg_incompressibility",)
-    sample: RewardInput = make_sample(value=7)
-    rows = np.array([sample.row], dtype=object)
-    batch = TensorDict({"responses": torch.from_numpy(sample.pixels)[None]}, batch_size=1)
-    silent = np.array([None], dtype=object)
-    data = DataProto(batch=batch, non_tensor_batch={ROW: rows, NAMES: names, AUDIO: silent})
-    found = asyncio.run(DiffusionRewardManager(config).run_single(data))
-    assert list(found["reward_extra_info"]) == ["jpeg_incompressibility"]
-    assert found["reward_score"] == 2.0 * found["reward_extra_info"]["jpeg_incompressibility"] > 0
 
 
 def test_gdpo_normalises_the_rewards_that_a_group_has():

@@ -2,26 +2,26 @@
 """All rewards of a run, as an agent loop worker asks them: functions, pools, groups, and how they are combined."""
 
 import asyncio
-from dataclasses import replace
-from types import SimpleNamespace
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from tests.reward.samples import make_sample
+from tests.reward.samples import Handle, make_sample
 from verl_digen.config import DigenConfig, PoolSettings, RewardConfig
 from verl_digen.config.reward import reward_entry
 from verl_digen.errors import RunStopped
 from verl_digen.reward.combine import formula
-from verl_digen.reward.layout import RewardLayout
-from verl_digen.reward.named import check, make, settings
-from verl_digen.reward.pool_worker import BatchScorer
-from verl_digen.reward.sample_rewards import ROW, SampleRewards
+from verl_digen.reward.manager import DiffusionRewardLoopWorker, RewardPoolWorker, samples_of
+from verl_digen.reward.named import check, check_packages, check_rows, make, settings
+from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.reward.scorers import diversity
 from verl_digen.reward.scoring import ScoringError
-from verl_digen.types import SampleLatents
+from verl_digen.types import PartScore, PromptRow, RewardCall, SampleLatents
 
 MINE = """
 from verl_digen.reward.base import Reward
@@ -62,31 +62,12 @@ def not_a_number(values, weights):
 """
 
 
-class Handle:
-    """A worker's handle whose calls run in this process."""
+class Lengths:
+    """Worker of the functions: the prompt's length."""
 
-    def __init__(self, worker: Any):
-        self.compute_score = SimpleNamespace(remote=lambda data: asyncio.ensure_future(worker(data)))
-
-
-async def functions(data: Any) -> dict[str, Any]:
-    """The function workers' answer: the prompt's length, weighted by 0.5."""
-    value = float(len(data.non_tensor_batch[ROW][0].text))
-    return {"reward_score": 0.5 * value, "reward_extra_info": {"length": value}, "calls": ()}
-
-
-def pool_handle(digen: DigenConfig, name: str) -> Handle:
-    entry = next(entry for entry in digen.reward.entries if entry.name == name)
-    pool = PoolSettings(batch_wait_s=0.0)
-    scorer = BatchScorer(
-        name,
-        make(entry, torch.device("cpu")),
-        max_retries=digen.reward.max_retries,
-        timeout_s=60.0,
-        max_batch_size=pool.max_batch_size,
-        batch_wait_s=pool.batch_wait_s,
-    )
-    return Handle(scorer.score)
+    async def score(self, names: Any, samples: Any) -> Any:
+        call = RewardCall("length", 0.0, 1.0, 1, 0)
+        return {name: [PartScore(float(len(one.row.text)), {}, call) for one in samples] for name in names}
 
 
 @pytest.fixture
@@ -97,10 +78,11 @@ def mine(tmp_path) -> str:
 
 
 def rewards_of(digen: DigenConfig) -> SampleRewards:
-    """Rewards with a worker for `length` and one for each entry."""
-    entries = digen.reward.entries
-    layout = RewardLayout(1, entries, {"length": 0.5, **digen.reward.weights(has_custom=False)})
-    return SampleRewards(layout, [Handle(functions), *(pool_handle(digen, entry.name) for entry in entries)], digen)
+    """Rewards with a worker for `length`, of weight 0.5, and one for each entry."""
+    config = OmegaConf.create({"digen": {"reward": asdict(digen.reward)}})
+    pools = {entry.name: [Handle(RewardPoolWorker(config, entry.name))] for entry in digen.reward.entries}
+    weights = {"length": 0.5, **digen.reward.weights(has_custom=False)}
+    return SampleRewards({SHARED: [Handle(Lengths())], **pools}, weights, digen)
 
 
 def score_group(digen: DigenConfig, size: int = 2) -> list[Any]:
@@ -127,7 +109,7 @@ def test_the_reward_is_the_weighted_sum_over_functions_pools_and_groups(mine):
             "bright/red": 1.0,
             "diversity": pytest.approx(100 / 255),
         }
-        assert [call.reward for call in score.calls] == ["bright", "diversity"] and start_s <= end_s
+        assert [call.reward for call in score.calls] == ["length", "bright", "diversity"] and start_s <= end_s
 
 
 def test_latents_reach_the_rewards_that_read_them_and_no_other(mine):
@@ -164,12 +146,28 @@ def test_a_reward_that_fails_on_one_sample_leaves_none_of_its_group_waiting(mine
         assert isinstance(one, ScoringError) and "sample 0 of its group has no reward: reward 'broken'" in str(one)
 
 
-def test_the_workers_are_the_functions_and_then_each_pools():
-    pools = (reward_entry("a", {"weight": 1, "num_workers": 2}), reward_entry("b", 1.0))
-    layout = RewardLayout(3, pools, {})
-    assert layout.split([1, 2, 3, 4, 5, 6]) == ([1, 2, 3], [[4, 5], [6]])
-    with pytest.raises(RuntimeError, match="have 6 workers, got 5"):
-        layout.split([1, 2, 3, 4, 5])
+def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine):
+    class Mine:
+        async def run_single(self, data: Any) -> Any:
+            (sample,) = samples_of(data)
+            told = {"light": float(sample.pixels.max()), "text": sample.row.text}
+            return {"reward_score": 1.0 + sample.is_validation, "reward_extra_info": told}
+
+    worker = object.__new__(DiffusionRewardLoopWorker)
+    worker.reward_manager = Mine()
+    named = {"jpeg_compressibility": 1.0, "bright": {"weight": 2.0, "reward": f"{mine}:Bright"}}
+    reward = {"reward_manager": {"name": "Mine"}, "custom_reward_function": {"path": "own.py"}}
+    config = OmegaConf.create({"digen": {"reward": {"functions": named}}, "reward": reward})
+
+    async def run() -> Any:
+        handles = {SHARED: [Handle(worker)], "bright": [Handle(RewardPoolWorker(config, "bright"))]}
+        rewards = SampleRewards.of_run(config, handles, DigenConfig(reward=RewardConfig(named)))
+        sample = replace(make_sample(value=7), is_validation=True)
+        return await rewards.score(sample, version=0, group_size=1)
+
+    score, _ = asyncio.run(run())
+    assert score.total == 2.0 + 2.0 * 7.0
+    assert score.parts == {"manager": 2.0, "manager/light": 7.0, "bright": 7.0, "bright/red": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +209,37 @@ def test_arguments_that_a_reward_does_not_take_are_refused_with_its_key(name, va
     with pytest.raises(ValueError) as refused:
         check(reward_entry(name, value))
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ({"ocr": 1.0}, "b.jsonl:2: digen.reward.functions.ocr: a prompt of a text reward must have the text to show"),
+        ({"ocr_vlm": {"weight": 1.0, "url": "http://h:1"}}, "b.jsonl:2: digen.reward.functions.ocr_vlm: a prompt"),
+        (
+            {"g": {"weight": 1.0, "reward": "server", "protocol": "flow_grpo_geneval", "url": "http://h:1"}},
+            "a.jsonl:1: digen.reward.functions.g: a prompt of GenEval must have the columns tag and include",
+        ),
+        ({"ocr": {"weight": 0.0, "when": "validation"}}, None),
+        ({"ocr": {"weight": 1.0, "data_sources": ["text"]}}, None),
+        ({"diversity": 1.0}, None),
+    ],
+)
+def test_the_first_prompt_that_a_reward_cannot_score_is_named(named, told):
+    rows = [
+        PromptRow('a sign "GO"', "text", None, place="a.jsonl:1"),
+        PromptRow("a cat", "cats", None, place="b.jsonl:2"),
+    ]
+    refused = nullcontext() if told is None else pytest.raises(ValueError, match=told)
+    with refused:
+        check_rows(RewardConfig(named), rows, is_validation=False)
+
+
+def test_a_package_that_is_not_installed_is_named_before_it_is_imported(monkeypatch):
+    check_packages(RewardConfig({"ocr": 1.0, "diversity": 1.0}))
+    monkeypatch.setattr(diversity.Diversity, "packages", ("nosuch",))
+    with pytest.raises(ValueError, match=r"reward far needs the package nosuch, which is not installed; pip install"):
+        check_packages(RewardConfig({"far": {"weight": 1.0, "reward": "diversity"}}))
 
 
 def test_the_arguments_of_an_entry_are_the_settings_of_its_class():

@@ -5,26 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from omegaconf import OmegaConf
 
-from tests.reward.samples import make_sample
+from tests.reward.samples import Handle, make_sample
 from verl_digen.audio import Audio
-from verl_digen.config import DigenConfig, PoolSettings, RewardConfig
+from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.reward.functions import call_arguments
-from verl_digen.reward.layout import RewardLayout
-from verl_digen.reward.manager import DiffusionRewardManager
-from verl_digen.reward.named import make
-from verl_digen.reward.pool_worker import BatchScorer
-from verl_digen.reward.sample_rewards import SampleRewards
+from verl_digen.reward.manager import DiffusionRewardManager, RewardPoolWorker
+from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 LISTENERS = """
@@ -41,13 +35,6 @@ def peak(data_source, solution_image, ground_truth, extra_info=None):
         return -1.0
     return {"score": abs(extra_info["audio"].waveform).max(), "channels": len(extra_info["audio"].waveform)}
 """
-
-
-class Handle:
-    """A worker's handle whose calls run in this process."""
-
-    def __init__(self, answer: Callable[[Any], Coroutine[Any, Any, Any]]):
-        self.compute_score = SimpleNamespace(remote=lambda data: asyncio.ensure_future(answer(data)))
 
 
 @pytest.mark.parametrize(
@@ -68,22 +55,15 @@ def test_a_class_and_a_function_get_the_waveform_and_its_rate(
         "peak": {"weight": 2.0, "reward": f"{path}:peak"},
     }
     digen = DigenConfig(reward=RewardConfig(named))
-    lasting = next(entry for entry in digen.reward.entries if entry.name == "lasting")
     config = OmegaConf.create({"digen": {"reward": {"functions": named}}})
 
     async def run() -> Any:
-        scorer = BatchScorer(
-            "lasting",
-            make(lasting, torch.device("cpu")),
-            max_retries=0,
-            timeout_s=60.0,
-            max_batch_size=PoolSettings().max_batch_size,
-            batch_wait_s=0.0,
-        )
-        layout = RewardLayout(1, (lasting,), digen.reward.weights(has_custom=False))
-        workers = [Handle(DiffusionRewardManager(config).run_single), Handle(scorer.score)]
-        sample = replace(make_sample(), audio=audio)
-        return await SampleRewards(layout, workers, digen).score(sample, version=0, group_size=1)
+        handles = {
+            SHARED: [Handle(DiffusionRewardManager(config))],
+            "lasting": [Handle(RewardPoolWorker(config, "lasting"))],
+        }
+        rewards = SampleRewards(handles, digen.reward.weights(has_custom=False), digen)
+        return await rewards.score(replace(make_sample(), audio=audio), version=0, group_size=1)
 
     score, _ = asyncio.run(run())
     assert (score.parts["lasting"], score.parts["peak"]) == expected

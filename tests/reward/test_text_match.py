@@ -84,6 +84,8 @@ def test_a_target_without_characters_is_an_error_that_says_so(target):
     [
         ('a sign that says "Open Now"', "Open Now"),
         ('"A" and "B"', "A"),
+        ("a sign that says \u201cOpen Now\u201d", "Open Now"),
+        ('ein Schild \u201eAuf\u201c und "Zu"', "Auf"),
         ('quoted over\n"two\nlines"', "two\nlines"),
         ('an empty "" pair before "text"', None),
         ("no quotes at all", None),

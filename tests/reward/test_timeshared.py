@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +16,16 @@ from tests.pretend.process import on_pretend
 from tests.reward.samples import make_sample
 from verl_digen.reward.base import NoSettings, Reward
 from verl_digen.reward.held import held_modules
-from verl_digen.reward.pool_worker import BatchScorer
-from verl_digen.reward.timeshared import TimesharedScorer
+from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import RewardInput
 
-QUEUE: dict[str, Any] = {"max_retries": 0, "timeout_s": 60.0, "max_batch_size": 4, "batch_wait_s": 0.0}
+QUEUE: dict[str, Any] = {
+    "max_retries": 0,
+    "timeout_s": 60.0,
+    "max_batch_size": 4,
+    "batch_wait_s": 0.0,
+    "is_asleep": True,
+}
 
 
 class Watched(Reward):
@@ -52,12 +56,12 @@ class Watched(Reward):
         return [int(sample.pixels[0, 0, 0]) / 100 for sample in batch]
 
 
-def scorer_of(made: list[Watched]) -> TimesharedScorer:
+def scorer_of(made: list[Watched]) -> BatchScorer:
     def make() -> Watched:
         made.append(Watched())
         return made[-1]
 
-    return TimesharedScorer(make, lambda reward: BatchScorer("r", reward, **QUEUE))
+    return BatchScorer("r", make, **QUEUE)
 
 
 async def idle() -> None:
@@ -79,21 +83,6 @@ def test_a_reward_is_made_by_the_first_wake_and_samples_wait_for_it():
         assert [score.value for score in await asked] == [0.07]
         assert await scorer.wake() is None, "it is awake"
         assert made[0].events == ["made", "score"] and len(made) == 1
-
-    asyncio.run(run())
-
-
-def test_a_call_while_the_reward_is_asleep_waits_until_it_wakes():
-    async def run() -> None:
-        made: list[Watched] = []
-        scorer = scorer_of(made)
-        await scorer.wake()
-        await scorer.sleep()
-        asked = [asyncio.create_task(scorer.score((make_sample(value=value),))) for value in (1, 2)]
-        await idle()
-        assert made[0].events == ["made", "sleep"] and not any(one.done() for one in asked)
-        await scorer.wake()
-        assert [(await one)[0].value for one in asked] == [0.01, 0.02]
 
     asyncio.run(run())
 
@@ -185,7 +174,7 @@ def sleeps_on_the_device() -> None:
         return made[-1]
 
     async def run() -> None:
-        scorer = TimesharedScorer(make, partial(BatchScorer, "r", **QUEUE))
+        scorer = BatchScorer("r", make, **QUEUE)
 
         async def scores() -> list[float]:
             return [score.value for found in await asyncio.gather(*map(ask, samples)) for score in found]

@@ -73,12 +73,10 @@ def test_samples_of_a_worker_gone_for_good_go_to_the_others_and_without_any_the_
 
 def test_samples_go_to_a_worker_in_runs_of_its_batch_size_and_then_to_the_one_with_the_fewest():
     workers = RewardWorkers(["a", "b", "c"], 1.0, run=2)
-    taken = []
-    for _ in range(6):
-        taken.append(workers._choose())
-        workers._num_open[taken[-1]] += 1
+    taken = [workers.take() for _ in range(6)]
     assert taken[0] == taken[1] != taken[2] == taken[3] != taken[4] == taken[5] and {*taken} == {"a", "b", "c"}
-    workers._num_open[taken[2]] = 0
-    assert workers._choose() == taken[2]
+    for _ in range(2):
+        workers.release(taken[2])
+    assert workers.take() == taken[2]
     workers._living.remove(taken[2])
-    assert workers._choose() != taken[2], "a run ends with its worker"
+    assert workers.take() != taken[2], "a run ends with its worker"

@@ -113,6 +113,7 @@ def test_prompts_belong_to_files_by_name_place_or_neighbour(folder):
         (["{shapes: {weight: 1, num_workers: 2}}", "out", "--prompt", ""], "num_gpus and timeshare belong to a run"),
         (["{diversity: {weight: 1, size: 2}}", "out", "--prompt", ""], "must be a setting of Diversity"),
         (["shapes", "gone", "--prompt", ""], "must exist, got 'gone'"),
+        (["shapes", "out", "--prompt", "", "--timeout-s", "-1"], "--timeout-s must be > 0 seconds, got -1.0"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(folder, capsys, monkeypatch, words, message):

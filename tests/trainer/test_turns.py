@@ -15,7 +15,7 @@ import pytest
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import read_timeline, step_metrics
 from verl_digen.platforms.placement import timeshared_options
-from verl_digen.reward.timeshared import Turn
+from verl_digen.reward.scoring import Turn
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.store.prompts import PromptStatus, to_listing
 from verl_digen.trainer import colocated_timeline

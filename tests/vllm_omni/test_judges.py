@@ -19,24 +19,21 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.engine.protocol import ModelCard, ModelList, UsageInfo
 
+from verl_digen.reward.judges.chat import JudgeConfig, chat_request, only_model
 from verl_digen.reward.judges.content import picture_part
 from verl_digen.reward.judges.reading import weighed
 from verl_digen.reward.judges.reply import read_reply
-from verl_digen.reward.judges.request import chat_request, only_model
 
 
 def test_vllm_takes_a_judges_request():
-    further = {"chat_template_kwargs": {"enable_thinking": False}}
-    made = chat_request(
-        "m",
-        [picture_part(Image.new("RGB", (4, 4)))],
-        "Yes or no?",
+    config = JudgeConfig(
+        url="http://h:1",
         system="Be strict.",
         max_tokens=16,
         seed=3,
-        top_logprobs=20,
-        further=further,
+        request={"chat_template_kwargs": {"enable_thinking": False}},
     )
+    made = chat_request(config, "m", [picture_part(Image.new("RGB", (4, 4)))], "Yes or no?", top_logprobs=20)
     taken = ChatCompletionRequest.model_validate(made)
     assert not taken.model_extra, "every field is one that vLLM knows"
     assert taken.chat_template_kwargs == {"enable_thinking": False}

@@ -33,7 +33,7 @@ from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, loop_columns, loop_row
-from verl_digen.environments.actors import StartedEnvironments
+from verl_digen.environments.host import StartedEnvironments
 from verl_digen.environments.registry import environment_class
 from verl_digen.environments.workers import EnvironmentWorkers
 from verl_digen.errors import describe

@@ -40,7 +40,7 @@ SPLIT_WORDS = {"train", "training", "test", "val", "valid", "validation", "eval"
 """Words of a file's name that say nothing about the source of its prompts."""
 UNREADABLE = re.compile("[\0\ud800-\udfff]")
 """Characters that no tokenizer takes."""
-QUOTED = re.compile(r'"([^"]+)"')
+QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”|„([^“”]*)[“”]')
 
 
 PAIR = ("chosen", "rejected")
@@ -119,8 +119,13 @@ def default_source(path: Path) -> str:
 
 def default_ground_truth(text: str, data_source: str) -> str:
     """The prompt itself; for OCR prompts, the quoted text that the picture should show, as flow_grpo has it."""
-    quoted = QUOTED.search(text) if "ocr" in re.split(r"[\W_]+", data_source.lower()) else None
-    return text if quoted is None else quoted[1]
+    return quoted_text(text) or text if "ocr" in re.split(r"[\W_]+", data_source.lower()) else text
+
+
+def quoted_text(text: str) -> str:
+    """The first part in double quotes, straight or typographic, as it stands there; "" if there is none."""
+    found = QUOTED.search(text)
+    return "" if found is None else found[found.lastindex or 0]
 
 
 def _read_one(name: str, key: str, columns: Columns) -> list[PromptRow]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process of environments: holds those of many episodes, and runs their calls concurrently. No Ray.
+"""Process of environments: holds those of many episodes, and runs their calls concurrently; and the Ray actors of it.
 
 | event | consequence |
 | --- | --- |
@@ -21,10 +21,14 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import torch
+from omegaconf import DictConfig
+from verl.plugin.platform import get_platform
 
-from verl_digen.config import EnvironmentConfig
+from verl_digen.config import EnvironmentConfig, PoolSettings, digen_config
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.environments.registry import environment_class, environment_settings
+from verl_digen.platforms.placement import pool_options
+from verl_digen.reward.workers import RestartingActor
 from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -103,3 +107,34 @@ class EpisodeHost:
         if not result.done:
             self._checked(result.instruction)
         return result
+
+
+class EnvironmentWorker(EpisodeHost):
+    """Process of environments.
+
+    Args:
+        config: verl's.
+    """
+
+    def __init__(self, config: DictConfig):
+        environment = digen_config(config).environment
+        super().__init__(environment, torch.device(get_platform().device_name if environment.num_gpus else "cpu"))
+
+
+class StartedEnvironments:
+    """The environment workers of a run; keep it as long as they may restart.
+
+    Args:
+        config: verl's, with an environment.
+    """
+
+    def __init__(self, config: DictConfig):
+        digen = digen_config(config)
+        environment = digen.environment
+        # Ray's own retry reaches the restarted process, which answers `UnknownEpisode`
+        options = pool_options(PoolSettings(num_gpus=environment.num_gpus), digen)
+        self._actor = RestartingActor(EnvironmentWorker, 1, **options)
+        self.handles: list[Any] = [
+            self._actor.options(name=f"environment_{number}").remote(config)
+            for number in range(environment.num_workers)
+        ]

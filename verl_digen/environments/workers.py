@@ -18,30 +18,22 @@ an episode whose worker dies goes on at the same turn with the rewards that it h
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import ray
-from ray.exceptions import ActorDiedError, RayActorError
+from ray.exceptions import RayActorError
 
-from verl_digen.actors import is_starting, sign_of_life
 from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.base import Instruction, Picture, TurnResult
 from verl_digen.errors import RunStopped, describe
+from verl_digen.reward.workers import WorkerPool
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
-
-ALL_LOST = (
-    "every environment worker is lost; look above for a crash in the environment, or for too little memory, and start "
-    "again with trainer.resume_mode=auto, which continues after the last checkpoint. The last error was: {error}"
-)
 
 
 class EpisodeFailed(RuntimeError):
@@ -52,7 +44,7 @@ class EpisodeDiverged(RuntimeError):
     """An environment that was made again asks for something else than before."""
 
 
-class EnvironmentWorkers:
+class EnvironmentWorkers(WorkerPool):
     """See the module.
 
     Args:
@@ -60,57 +52,13 @@ class EnvironmentWorkers:
     """
 
     def __init__(self, handles: Sequence[Any], config: EnvironmentConfig, deadlines: DeadlinesConfig):
-        self._living = list(handles)
-        self._deadlines = deadlines
+        super().__init__(handles, deadlines.answer_s, "environment", "digen.environment.num_workers")
         self.max_retries = config.max_retries
-        self._num_open: Counter[Any] = Counter()
-        """Worker -> episodes that it has from here."""
         self._numbers = itertools.count()
 
     def open(self, name: str, row: PromptRow, seed: int) -> OpenEpisode:
         """An episode that is not begun yet; `name` is unique among the processes that have clients."""
         return OpenEpisode(self, f"{name}#{next(self._numbers)}", row, seed)
-
-    def take(self, other_than: Any, error: BaseException | None) -> Any:
-        """Choose a worker for an episode: one with the fewest, and another one than the last where there is one.
-
-        Raises:
-            RunStopped: no worker is left.
-        """
-        if not self._living:
-            raise RunStopped(ALL_LOST.format(error="none" if error is None else describe(error)))
-        others = [worker for worker in self._living if worker != other_than] or self._living
-        chosen = min(others, key=lambda worker: self._num_open[worker])
-        self._num_open[chosen] += 1
-        return chosen
-
-    def release(self, worker: Any, error: BaseException | None = None) -> None:
-        """Give a worker back; one that died permanently gets no further episode."""
-        self._num_open[worker] -= 1
-        if isinstance(error, ActorDiedError) and worker in self._living:
-            self._living.remove(worker)
-            logger.warning("an environment worker is lost, %d are left: %s", len(self._living), error)
-
-    async def answer(self, worker: Any, call: Any) -> Any:
-        """Wait for the answer of a remote call; a worker without a sign of life is killed and starts again."""
-        answering = asyncio.ensure_future(call)
-        try:
-            while not answering.done():
-                await asyncio.wait([answering], timeout=self._deadlines.answer_s)
-                if not answering.done() and not is_starting(worker):
-                    await self._require_life(worker)
-            return answering.result()
-        finally:
-            answering.cancel()
-
-    async def _require_life(self, worker: Any) -> None:
-        try:
-            await sign_of_life(worker, self._deadlines)
-        except asyncio.TimeoutError:
-            logger.error("an environment worker gives no sign of life (digen.deadlines.answer_s): it is started again")
-            ray.kill(worker, no_restart=False)
-        except RayActorError as error:  # its calls get the error themselves
-            logger.warning("an environment worker is out of reach: %s", error)
 
 
 class OpenEpisode:
@@ -174,17 +122,15 @@ class OpenEpisode:
 
     async def _tried(self, picture: Picture | None) -> TurnResult | None:
         """Give a picture, or none to begin; the environment is made again after an error."""
-        error: BaseException | None = None
         while True:
             try:
                 if self._worker is None:
-                    self._last = self._worker = self._workers.take(self._last, error)
+                    self._last = self._worker = self._workers.take(self._last)
                     await self._restore()
                 return None if picture is None else await self._call("step", picture)
             except (EpisodeDiverged, RunStopped):
                 raise
             except Exception as failure:  # of the environment or of Ray
-                error = failure
                 self._give_up_worker(failure)
                 if self.num_retries >= self._workers.max_retries:
                     raise EpisodeFailed(

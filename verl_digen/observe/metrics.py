@@ -9,7 +9,7 @@
 | `reward_calls/NAME_s` | s | mean duration of a call |
 | `reward_calls/NAME_samples` | samples | mean size of a call |
 | `reward_calls/NAME_queued_max_samples` | samples | that waited in the same process when a call began |
-| `reward_calls/NAME_retries`, `_breaker_openings`, `_cache_hits` | events | of a reward that asks a server |
+| `reward_calls/NAME_retries` | requests | of a reward that asks a server |
 | `reward_calls/NAME_wake_s`, `_sleep_s` | s | in which a timeshared reward came to the devices, left them |
 | `reward_calls/NAME_asleep_gb` | GB | device memory of tensors that a process of it held asleep; maximum |
 | `reward/zero_spread_groups` | groups | groups whose samples all scored the same: they carry no gradient |

@@ -14,6 +14,7 @@ from verl_digen.config import digen_config
 from verl_digen.preflight.images import check_prompt_images
 from verl_digen.preflight.sources import check_sources
 from verl_digen.require import require
+from verl_digen.reward.named import check_rows
 
 if TYPE_CHECKING:
     from verl_digen.data.lengths import PromptCheck, TooLong
@@ -35,6 +36,9 @@ def check_prompts(config: DictConfig) -> None:
     if has_checkpoint(config):
         check_prompt_images(config, _load_model(config), [*train.prompts, *val.prompts])
     check_sources(config, train.prompts, val.prompts)
+    generated = [row for row in train.prompts if not row.pair]
+    for prompts, is_validation in ((generated, False), (val.prompts, True)):
+        check_rows(digen_config(config).reward, prompts, is_validation=is_validation)
     found = [*train.too_long, *val.too_long]
     if found and not config.data.filter_overlong_prompts:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

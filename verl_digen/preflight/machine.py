@@ -27,7 +27,7 @@ from verl_digen.pool_sizes import (
 )
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
-from verl_digen.reward.layout import reward_layout
+from verl_digen.reward.named import check_packages, num_function_workers, pool_entries
 from verl_digen.versions import SUPPORTED, outside
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,14 @@ CPUS_PER_REPLICA_DEVICE = 2
 
 
 def check_machine(config: DictConfig) -> None:
-    """Require as many devices as the pools ask for, unless the run joins a Ray cluster, or has no accelerator."""
+    """Require the rewards' packages, and as many devices as the pools ask for, unless the run joins a Ray cluster."""
     from verl.plugin.platform import get_platform
 
     platform = get_platform()
-    address = OmegaConf.select(config, "ray_kwargs.ray_init.address")
-    if platform.device_name == "cpu" or joins_cluster(address):
+    if joins_cluster(OmegaConf.select(config, "ray_kwargs.ray_init.address")):
+        return
+    check_packages(digen_config(config).reward)
+    if platform.device_name == "cpu":
         return
     declared = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
     require_devices(config, platform.device_count() if declared is None else declared)
@@ -92,7 +94,7 @@ def reserved_cpus(config: DictConfig) -> dict[str, int]:
     Agent loop workers, reward functions without devices and the servers of replicas reserve none.
     """
     digen = digen_config(config)
-    layout, mode = reward_layout(config, digen), config.trainer.v1.trainer_mode
+    mode, pools = config.trainer.v1.trainer_mode, pool_entries(digen.reward)
     storage = config.transfer_queue.backend
     has_units = storage.storage_backend == "SimpleStorage"
     has_device_functions = num_function_devices(config) > 0 or digen.placement.reward_accelerator is not None
@@ -105,8 +107,8 @@ def reserved_cpus(config: DictConfig) -> dict[str, int]:
         * num_reward_model_devices(config),
         "TransferQueue's controller": 1,
         UNITS_KEY: storage.SimpleStorage.num_data_storage_units if has_units else 0,
-        "reward.num_workers": layout.num_function_workers if has_device_functions else 0,
-        f"{FUNCTIONS}.NAME.num_workers": layout.num_pool_workers,
+        "reward.num_workers": num_function_workers(config, digen.reward) if has_device_functions else 0,
+        f"{FUNCTIONS}.NAME.num_workers": sum(one.pool_settings.num_workers for one in pools if not one.is_timeshared),
         f"{ENVIRONMENT_KEY}.num_workers": digen.environment.num_workers if digen.environment.is_on else 0,
     }
     return {key: number for key, number in reserved.items() if number}

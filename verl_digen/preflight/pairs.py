@@ -10,7 +10,7 @@ from verl_digen.config import digen_config
 from verl_digen.preflight.inputs import prompts_of, validates
 from verl_digen.preflight.model import load_configs
 from verl_digen.require import require
-from verl_digen.reward.layout import has_custom
+from verl_digen.reward.named import has_custom
 
 PAIR_SIZE = 2
 """Samples of a group: the chosen and the rejected picture."""

@@ -32,7 +32,7 @@ from verl_digen.preflight.rules import RULES, Rule, check
 from verl_digen.preflight.vllm_omni import check_vllm_omni
 from verl_digen.preflight.watching import check_watching
 from verl_digen.preflight.weights import check_weights
-from verl_digen.reward.layout import has_custom
+from verl_digen.reward.named import has_custom
 
 OF_MODEL: tuple[Rule, ...] = (check_vllm_omni, check_model, check_kernel_model, check_model_section)
 """Rules that read the checkpoint's configs."""

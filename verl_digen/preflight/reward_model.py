@@ -12,7 +12,7 @@ from verl_digen.pool_sizes import has_reward_model, num_reward_model_devices
 from verl_digen.preflight.rewards import CUSTOM_KEY
 from verl_digen.require import require
 from verl_digen.reward.judges.chat import REWARD_MODEL
-from verl_digen.reward.layout import has_custom
+from verl_digen.reward.named import has_custom
 from verl_digen.reward.reward_model import ROUTER, asks_reward_model, takes_router
 
 KEY = "reward.reward_model"

@@ -18,8 +18,16 @@ from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.functions import CUSTOM, require_reward_function
-from verl_digen.reward.layout import OWN_MANAGER, has_custom, reward_layout
-from verl_digen.reward.named import check, find, is_class, reads_latents, scope_of
+from verl_digen.reward.named import (
+    OWN_MANAGER,
+    check,
+    find,
+    has_custom,
+    is_class,
+    num_function_workers,
+    reads_latents,
+    scope_of,
+)
 from verl_digen.reward.reward_model import UNKNOWN, connected, router_argument
 
 CUSTOM_KEY = "reward.custom_reward_function"
@@ -92,9 +100,7 @@ def check_reward_devices(config: DictConfig) -> None:
     """Require devices for a pool of reward devices, and processes that use them."""
     model = config.reward.reward_model
     require(
-        model.enable
-        or not model.enable_resource_pool
-        or reward_layout(config, digen_config(config)).num_function_workers > 0,
+        model.enable or not model.enable_resource_pool or num_function_workers(config, digen_config(config).reward) > 0,
         "reward.reward_model.enable_resource_pool must be false where every reward has processes of its own",
         model.enable_resource_pool,
         "give devices with digen.reward.functions.NAME.num_gpus, or serve a model with reward.reward_model.enable=true",

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from verl_digen.config import digen_config
 from verl_digen.require import require, suggestion
-from verl_digen.reward.layout import has_custom
+from verl_digen.reward.named import has_custom
 
 if TYPE_CHECKING:
     from verl_digen.types import PromptRow

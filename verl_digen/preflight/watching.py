@@ -11,8 +11,7 @@ from verl_digen.config import HackingConfig, RewardEntry, digen_config
 from verl_digen.config.reward import ALWAYS, VALIDATION
 from verl_digen.preflight.inputs import validates
 from verl_digen.require import require
-from verl_digen.reward.layout import OWN_MANAGER
-from verl_digen.reward.named import has_pool
+from verl_digen.reward.named import OWN_MANAGER, has_pool
 
 STOP = "digen.reward.stop_on_hacking"
 

@@ -6,7 +6,8 @@
             return [float(sample.pixels.mean()) / 255 for sample in batch]
 
 - `score` gets 1 to `max_batch_size` samples of any prompts; with `scope = "group"` all samples of one prompt at once.
-- It returns one entry per sample, in order: a number, or a mapping with `score` and numeric details.
+- It returns one entry per sample, in order: a number, or a mapping with `score` and numeric details. An entry of a
+  sample that alone failed may be the exception.
 - A sync `score` runs in a thread, an async one in the process's event loop; one call at a time.
 - With `timeshare` it sleeps while replicas generate and the trainer trains: `sleep` frees its device memory, `wake`
   brings it back, and no `score` runs in between. The built-in ones move the modules among its attributes.
@@ -25,7 +26,7 @@ import torch
 from torch import nn
 
 from verl_digen.reward.held import HeldMemory, held_modules
-from verl_digen.types import RewardInput
+from verl_digen.types import PromptRow, RewardInput
 
 Result = float | Mapping[str, Any]
 """A number, or a mapping with `score` and details."""
@@ -34,7 +35,7 @@ Result = float | Mapping[str, Any]
 class RewardUnavailable(RuntimeError):
     """Error of a reward that can score no sample at present, such as a server that does not answer.
 
-    A batch that fails with it is tried again as a whole, not sample by sample.
+    Samples that fail with it are tried again together, not one by one.
     """
 
 
@@ -54,6 +55,14 @@ class Reward(ABC):
     scope: ClassVar[Literal["sample", "group"]] = "sample"
     config_class: ClassVar[type] = NoSettings
     """Dataclass of settings: the arguments of the entry in `digen.reward.functions`."""
+
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Packages that it imports when it is made, beyond those of every installation."""
+
+    @classmethod
+    def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
+        """Raise ValueError if samples of a prompt could not be scored; called for every prompt before a run starts."""
+        return
 
     @classmethod
     def reads_latents(cls, arguments: Mapping[str, Any]) -> bool:
@@ -90,5 +99,7 @@ class Reward(ABC):
         self._held.restore()
 
     @abstractmethod
-    def score(self, batch: Sequence[RewardInput]) -> Sequence[Result] | Awaitable[Sequence[Result]]:
+    def score(
+        self, batch: Sequence[RewardInput]
+    ) -> Sequence[Result | Exception] | Awaitable[Sequence[Result | Exception]]:
         """Score samples; see the module for what a batch holds."""

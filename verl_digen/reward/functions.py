@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from copy import deepcopy
+from typing import Any, cast
 
 import torch
 
@@ -41,31 +42,35 @@ def call_arguments(sample: RewardInput) -> dict[str, Any]:
     sound = {} if sample.audio is None else {"audio": sample.audio}
     return {
         "data_source": row.data_source,
-        "solution_image": sample.pixels,
-        "ground_truth": row.ground_truth,
-        "extra_info": {**row.extra, "prompt": row.text, "images": list(row.images), **sound},
+        "solution_image": sample.pixels.copy(),  # a function may write to what it is given
+        "ground_truth": deepcopy(row.ground_truth),
+        "extra_info": {**deepcopy(dict(row.extra)), "prompt": row.text, "images": list(row.images), **sound},
     }
 
 
-async def call(function: RewardFunction, sample: Mapping[str, Any]) -> Any:
-    """Call a sync function in a thread, an async one here."""
-    if inspect.iscoroutinefunction(function):
-        return await function(**sample)
-    result = await asyncio.to_thread(function, **sample)
-    return await result if inspect.isawaitable(result) else result
-
-
 class FunctionReward(Reward):
-    """A function as a reward with a pool of its own: the samples of a batch are scored at the same time, in threads."""
+    """A function as a reward: it is called once per sample, at the same time for all of a batch.
+
+    Args:
+        arguments: further keyword arguments.
+    """
 
     def __init__(self, function: RewardFunction, arguments: Mapping[str, Any]):
         super().__init__(NoSettings(), torch.device("cpu"))
         self._function, self._arguments = function, arguments
 
-    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result | Exception]:
         """Call the function once per sample."""
-        calls = (call(self._function, call_arguments(sample) | dict(self._arguments)) for sample in batch)
-        return await asyncio.gather(*calls)
+        found = await asyncio.gather(*map(self._call, batch), return_exceptions=True)
+        return [one if isinstance(one, Exception) else cast(Result, one) for one in found]
+
+    async def _call(self, sample: RewardInput) -> Any:
+        """Call a sync function in a thread, an async one here."""
+        arguments = call_arguments(sample) | dict(self._arguments)
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(**arguments)
+        result = await asyncio.to_thread(self._function, **arguments)
+        return await result if inspect.isawaitable(result) else result
 
 
 def require_reward_function(

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's reward loop with pictures: the manager of all reward processes, the worker that holds the functions, the
-reward manager that scores one sample with them, and the workers of a reward's own pool, and of a timeshared reward."""
+reward manager that scores samples with them, and the worker of a reward's own pool."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,20 +21,39 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.plugin.platform import get_platform
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 
-from verl_digen.config import DigenConfig, RewardConfig, RewardEntry, digen_config
-from verl_digen.data.rows import dataproto_rows, is_validation, sample_indices
+from verl_digen.config import digen_config
+from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
 from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
-from verl_digen.reward.base import Reward
-from verl_digen.reward.functions import CUSTOM, call_arguments
-from verl_digen.reward.layout import reward_layout
-from verl_digen.reward.named import find, make, reads_latents, shared_entries
-from verl_digen.reward.pool_worker import BatchScorer
+from verl_digen.reward.functions import CUSTOM, FunctionReward
+from verl_digen.reward.named import num_function_workers, pool_entries, reads_latents, scorer_of, shared_entries
 from verl_digen.reward.reward_model import ServedModel, connected, router_argument
-from verl_digen.reward.sample_rewards import AUDIO, NAMES, SampleRewards
-from verl_digen.reward.scoring import Scorer, WeightedReward
-from verl_digen.reward.timeshared import TimesharedScorer, Turn
+from verl_digen.reward.sample_rewards import MANAGER, SHARED, SampleRewards, weighted
+from verl_digen.reward.scoring import BatchScorer, Turn, read_result
 from verl_digen.reward.workers import RestartingActor
-from verl_digen.types import PartScore, PromptRow, RewardInput, Score
+from verl_digen.types import PartScore, RewardCall, RewardInput, Score
+
+AUDIO = "audio"
+"""Column with the `Audio` of a sample, or None."""
+
+
+def samples_of(data: DataProto) -> list[RewardInput]:
+    """A sample per row of `data`, see `DiffusionRewardLoopManager.compute_rm_score`."""
+    assert data.batch is not None
+    rows, columns, pixels = dataproto_rows(data), data.non_tensor_batch, data.batch["responses"].numpy()
+    validates, sounds = is_validation(data), columns[AUDIO] if AUDIO in columns else [None] * len(rows)
+    return [
+        RewardInput(pixels[number], row, index, is_validation=validates, audio=sounds[number])
+        for number, (row, index) in enumerate(zip(rows, sample_indices(rows, data), strict=True))
+    ]
+
+
+def sample_data(sample: RewardInput) -> DataProto:
+    """The sample as `samples_of` reads it, for a reward manager of the user's own."""
+    return DataProto(
+        TensorDict({"responses": torch.from_numpy(sample.pixels.copy()).unsqueeze(0)}, batch_size=1),
+        {ROW: object_column([sample.row]), AUDIO: object_column([sample.audio])},
+        {"validate": sample.is_validation},
+    )
 
 
 async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
@@ -42,41 +62,14 @@ async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
     Raises:
         ScoringError: a reward kept failing.
     """
-    assert data.batch is not None
-    rows, columns, pixels = dataproto_rows(data), data.non_tensor_batch, data.batch["responses"].numpy()
-    sizes, validates = Counter(row.uid for row in rows), is_validation(data)
-    sounds = columns[AUDIO] if AUDIO in columns else [None] * len(rows)
-    samples = [
-        RewardInput(pixels[number], row, index, is_validation=validates, audio=sounds[number])
-        for number, (row, index) in enumerate(zip(rows, sample_indices(rows, data), strict=True))
-    ]
+    samples = samples_of(data)
+    sizes = Counter(sample.row.uid for sample in samples)
     scored = [rewards.score(sample, version=0, group_size=sizes[sample.row.uid]) for sample in samples]
     return [score for score, _ in await asyncio.gather(*scored)]
 
 
-def make_scorer(digen: DigenConfig, custom: Any, router: str | None = None) -> Scorer:
-    """The weighted functions of a run that have no pool of their own.
-
-    Args:
-        custom: the user's function, or None.
-        router: address of the router to verl's reward model, if the run has one.
-    """
-    rewards = [
-        WeightedReward(
-            entry.name,
-            partial(find(entry), **{**router_argument(find(entry), router), **entry.arguments}),
-            entry.weight,
-        )
-        for entry in shared_entries(digen.reward)
-    ]
-    if custom is not None:
-        function = partial(custom, **router_argument(custom, router))
-        rewards.append(WeightedReward(CUSTOM, function, digen.reward.custom_weight))
-    return Scorer(tuple(rewards), digen.reward.max_retries, digen.reward.timeout_s)
-
-
 class DiffusionRewardManager(RewardManagerBase):
-    """Scores one sample with the run's reward functions that have no pool of their own.
+    """Scores samples with the run's reward functions that have no pool of their own.
 
     Args:
         compute_score: the user's function beside those of `digen.reward.functions`, or None.
@@ -102,42 +95,48 @@ class DiffusionRewardManager(RewardManagerBase):
                 "function as the address; give tokenizer= and compute_score= by keyword"
             )
         super().__init__(config, tokenizer, compute_score)
-        digen = digen_config(config)
-        self._scorer = make_scorer(digen, compute_score, reward_router_address)
-        self._shared = shared_entries(digen.reward)
+        router, reward = reward_router_address, digen_config(config).reward
+        served = None if router is None else ServedModel((), router)
+        self._entries = shared_entries(reward)
+        self._weights = reward.weights(has_custom=compute_score is not None)
+        self._scorers = {
+            entry.name: scorer_of(connected(entry, served), torch.device("cpu"), reward.max_retries, reward.timeout_s)
+            for entry in self._entries
+        }
+        if compute_score is not None:
+            own = partial(FunctionReward, compute_score, router_argument(compute_score, router))
+            self._scorers[CUSTOM] = BatchScorer(CUSTOM, own, max_retries=reward.max_retries, timeout_s=reward.timeout_s)
+
+    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
+        """Score one sample with the functions that are named.
+
+        Raises:
+            ScoringError: one of them kept failing.
+        """
+        found = await asyncio.gather(*(self._scorers[name].score(samples) for name in names))
+        return dict(zip(names, found, strict=True))
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score the one sample of `data`.
 
         Args:
             data: `responses` is uint8 pixels [1, (F,) H, W, 3]; the prompt's columns are those of `loop_row`. Optional:
-                `audio`, its sound, and `reward_names`, the functions to call; without it those that score such a
-                sample in a run, a training one unless `meta_info` has `validate`.
+                `audio`, its sound. The functions are those that score such a sample in a run, a training one unless
+                `meta_info` has `validate`.
 
         Returns:
-            verl's mapping with `reward_score` (float) and `reward_extra_info` (value and details of each function
-            that was called), and `calls`, a `RewardCall` per function.
+            verl's mapping with `reward_score` (float) and `reward_extra_info` (value and details of each function).
         """
-        assert data.batch is not None
-        (row,), columns = dataproto_rows(data), data.non_tensor_batch
-        audio = columns[AUDIO][0] if AUDIO in columns else None
-        arguments = call_arguments(RewardInput(data.batch["responses"][0].numpy(), row, sample_index=0, audio=audio))
-        names = columns[NAMES][0] if NAMES in columns else self._names(row, is_validation=is_validation(data))
-        score = await self._scorer.score(names=names, **arguments)
-        return {
-            "reward_score": score.total,
-            "reward_extra_info": dict(score.parts),
-            "calls": score.calls,
-        }
-
-    def _names(self, row: PromptRow, *, is_validation: bool) -> tuple[str, ...]:
-        """The functions that score a sample of this prompt."""
-        entries = (entry for entry in self._shared if entry.scores(row.data_source, is_validation=is_validation))
-        return (CUSTOM, *(entry.name for entry in entries))
+        (sample,) = samples_of(data)
+        source, validates = sample.row.data_source, sample.is_validation
+        skipped = {entry.name for entry in self._entries if not entry.scores(source, is_validation=validates)}
+        found = await self.score([name for name in self._scorers if name not in skipped], [sample])
+        total, parts = weighted({name: score for name, (score,) in found.items()}, self._weights)
+        return {"reward_score": total, "reward_extra_info": parts}
 
 
 class DiffusionRewardLoopWorker(RewardLoopWorker):
-    """verl's worker without the text tokenizers."""
+    """Process that holds the functions: verl's worker without the text tokenizers."""
 
     def _init_reward_fn(self) -> None:
         router = self.reward_router_address
@@ -147,8 +146,18 @@ class DiffusionRewardLoopWorker(RewardLoopWorker):
             config=self.config, tokenizer=None, compute_score=get_custom_reward_fn(self.config), **further
         )
 
+    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
+        """Score one sample with the functions that are named, or with a reward manager of the user's own."""
+        if names != (MANAGER,):
+            return await self.reward_manager.score(names, samples)
+        (sample,) = samples
+        started_s = time.time()
+        found = await self.reward_manager.run_single(sample_data(sample))
+        value, details = read_result(MANAGER, {**found.get("reward_extra_info", {}), "score": found["reward_score"]})
+        return {MANAGER: [PartScore(value, details, RewardCall(MANAGER, started_s, time.time(), 1, 0))]}
+
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
-        """Score one sample."""
+        """Score one sample, as verl calls it."""
         return await self.reward_manager.run_single(data)
 
 
@@ -162,28 +171,14 @@ class RewardPoolWorker:
 
     def __init__(self, config: DictConfig, name: str, served: ServedModel | None = None):
         reward = digen_config(config).reward
-        entry = connected(_entry(reward, name), served)
-        device = get_platform().device_name if entry.pool_settings.num_gpus else "cpu"
-        self._scorer = _batch_scorer(reward, entry, make(entry, torch.device(device)))
+        entry = connected(next(entry for entry in reward.entries if entry.name == name), served)
+        has_device = entry.pool_settings.num_gpus or entry.is_timeshared
+        device = torch.device(get_platform().device_name if has_device else "cpu")
+        self._name, self._scorer = name, scorer_of(entry, device, reward.max_retries, reward.timeout_s)
 
-    async def compute_score(self, samples: Sequence[RewardInput]) -> list[PartScore]:
+    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
         """Score one sample, or all samples of a group."""
-        return await self._scorer.score(samples)
-
-
-class TimesharedRewardWorker:
-    """Process of one reward on a device of the trainer; see `verl_digen.reward.timeshared`."""
-
-    def __init__(self, config: DictConfig, name: str):
-        reward = digen_config(config).reward
-        entry = _entry(reward, name)
-        self._scorer = TimesharedScorer(
-            lambda: make(entry, torch.device(get_platform().device_name)), partial(_batch_scorer, reward, entry)
-        )
-
-    async def compute_score(self, samples: Sequence[RewardInput]) -> list[PartScore]:
-        """Score one sample, or all samples of a group, once the reward is awake."""
-        return await self._scorer.score(samples)
+        return {self._name: await self._scorer.score(samples)}
 
     async def wake(self) -> Turn | None:
         """Bring the weights to the device, and score what waits."""
@@ -192,22 +187,6 @@ class TimesharedRewardWorker:
     async def sleep(self) -> Turn | None:
         """Free the device memory once the running call has ended; samples wait until `wake`."""
         return await self._scorer.sleep()
-
-
-def _entry(config: RewardConfig, name: str) -> RewardEntry:
-    return next(entry for entry in config.entries if entry.name == name)
-
-
-def _batch_scorer(config: RewardConfig, entry: RewardEntry, reward: Reward) -> BatchScorer:
-    pool = entry.pool_settings
-    return BatchScorer(
-        entry.name,
-        reward,
-        max_retries=config.max_retries,
-        timeout_s=config.timeout_s,
-        max_batch_size=pool.max_batch_size,
-        batch_wait_s=pool.batch_wait_s,
-    )
 
 
 class DiffusionRewardLoopManager(RewardLoopManager):
@@ -220,23 +199,20 @@ class DiffusionRewardLoopManager(RewardLoopManager):
         manager = self.reward_model_manager
         served = None if manager is None else ServedModel.of_manager(manager)
         digen = digen_config(self.config)
-        layout = reward_layout(self.config, digen)
         self.reward_loop_workers: list[Any] = []
-        if layout.num_function_workers:
+        self._actors: list[RestartingActor] = []
+        """Kept: a restart needs the constructor's arguments."""
+        self._pools: dict[str, list[Any]] = {}
+        """Reward -> the workers of its own pool."""
+        if num_function_workers(self.config, digen.reward):
             self.reward_loop_workers_class = RestartingActor(
                 DiffusionRewardLoopWorker, digen.reward.max_retries, **reward_options(self.config, digen)
             )
             super()._init_reward_loop_workers()
-        self._pool_actors: list[RestartingActor] = []
-        """Kept: a restart needs the constructor's arguments."""
-        self._pool_workers: dict[str, list[Any]] = {}
-        for entry in layout.pools:
+        for entry in pool_entries(digen.reward):
             if not entry.is_timeshared:
-                actor = RestartingActor(
-                    RewardPoolWorker, digen.reward.max_retries, **pool_options(entry.pool_settings, digen)
-                )
-                self._start(actor, entry.name, entry.pool_settings.num_workers, served)
-        self._order = [entry.name for entry in layout.pools]
+                options = [pool_options(entry.pool_settings, digen)] * entry.pool_settings.num_workers
+                self._start(entry.name, options, served)
 
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Score finished samples as the run does, by functions, pools and combination. Blocks; not in an event loop.
@@ -274,22 +250,23 @@ class DiffusionRewardLoopManager(RewardLoopManager):
         Args:
             pool: the trainer's devices, reserved.
         """
-        digen = digen_config(self.config)
-        names = [entry.name for entry in digen.reward.timeshared]
-        for options in timeshared_options(pool):
-            actor = RestartingActor(TimesharedRewardWorker, digen.reward.max_retries, **options)
-            for name in names:
-                self._start(actor, name, 1)
-        return {name: self._pool_workers[name] for name in names}
+        names = [entry.name for entry in digen_config(self.config).reward.timeshared]
+        for name in names:
+            self._start(name, timeshared_options(pool))
+        return {name: self._pools[name] for name in names}
 
-    def _start(self, actor: RestartingActor, name: str, num_workers: int, *arguments: Any) -> None:
-        """Start further workers of a reward's pool."""
-        self._pool_actors.append(actor)
-        workers = self._pool_workers.setdefault(name, [])
-        for number in range(len(workers), len(workers) + num_workers):
-            workers.append(actor.options(name=f"reward_{name}_{number}").remote(self.config, name, *arguments))
+    def _start(self, name: str, options: Sequence[Mapping[str, Any]], *arguments: Any) -> None:
+        """Start a reward's own pool, a worker per options."""
+        retries = digen_config(self.config).reward.max_retries
+        actors = [
+            RestartingActor(RewardPoolWorker, retries, name=f"reward_{name}_{number}", **own)
+            for number, own in enumerate(options)
+        ]
+        self._actors += actors
+        self._pools[name] = [actor.remote(self.config, name, *arguments) for actor in actors]
 
     @property
-    def reward_loop_worker_handles(self) -> list[Any]:
-        """Handles of all workers, in the order of `RewardLayout`."""
-        return [*self.reward_loop_workers, *(worker for name in self._order for worker in self._pool_workers[name])]
+    def reward_loop_worker_handles(self) -> dict[str, list[Any]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Pool -> handles of its workers, for `SampleRewards`; verl passes them on."""
+        shared = {SHARED: self.reward_loop_workers} if self.reward_loop_workers else {}
+        return {**shared, **self._pools}

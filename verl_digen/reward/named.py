@@ -4,17 +4,26 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import pkgutil
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
+from hashlib import sha256
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import torch
+from omegaconf import DictConfig
 
 from verl_digen.config import RewardConfig, RewardEntry
 from verl_digen.require import suggestion
 from verl_digen.reward import scorers
 from verl_digen.reward.base import Reward
 from verl_digen.reward.functions import FORM, FunctionReward, require_reward_function
+from verl_digen.reward.packages import require_installed
+from verl_digen.reward.scoring import BatchScorer
+from verl_digen.types import PromptRow
 
 BUILT_IN = {
     module.name: f"{scorers.__name__}.{module.name}:REWARD" for module in pkgutil.iter_modules(scorers.__path__)
@@ -22,6 +31,8 @@ BUILT_IN = {
 """Name -> "module:REWARD" of each file in `scorers/`; none of them is imported before it is asked for."""
 
 FILE_END = ".py:"
+OWN_MANAGER = "DiffusionRewardManager"
+"""`reward.reward_manager.name` of this project."""
 
 
 def find(entry: RewardEntry) -> Any:
@@ -30,11 +41,12 @@ def find(entry: RewardEntry) -> Any:
     Raises:
         ValueError: unknown name (lists the built-in ones), or a module or file that cannot be loaded or lacks it.
     """
-    return load(entry.target, entry.key, f"one of {', '.join(sorted(BUILT_IN))}, or package.module.NAME")
+    known = f"one of {', '.join(sorted(BUILT_IN))}, or FILE.py:NAME or package.module.NAME"
+    return load(BUILT_IN.get(entry.target, entry.target), entry.key, known)
 
 
-def load(name: str, key: str, known: str) -> Any:
-    """Load a built-in name, "package.module:NAME", "package.module.NAME" or "FILE.py:NAME".
+def load(target: str, key: str, known: str) -> Any:
+    """Load "package.module:NAME", "package.module.NAME" or "FILE.py:NAME".
 
     Hydra accepts the second form without a colon on the command line without quotes.
 
@@ -45,25 +57,34 @@ def load(name: str, key: str, known: str) -> Any:
     Raises:
         ValueError: it cannot be loaded.
     """
-    target = BUILT_IN.get(name, name)
     module_name, _, attribute = target.rpartition(":" if ":" in target else ".")
     if not module_name or not attribute:
-        raise ValueError(
-            f"{key} must name {known}, got {name!r}; a function in a file of your own goes to "
-            "reward.custom_reward_function.path, a class to reward: FILE.py:NAME"
-        )
+        raise ValueError(f"{key} must name {known}, got {target!r}; write one of them")
     try:
-        if FILE_END in target:
-            from verl.utils.import_utils import load_extern_object
-
-            return load_extern_object(module_name, attribute)
-        return getattr(importlib.import_module(module_name), attribute)
+        module = _load_file(module_name) if FILE_END in target else importlib.import_module(module_name)
+        return getattr(module, attribute)
     except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         cause = error.__cause__ or error
         raise ValueError(
-            f"{key}: {name!r} could not be loaded ({type(cause).__name__}: {cause}); check its name, and that it is "
+            f"{key}: {target!r} could not be loaded ({type(cause).__name__}: {cause}); check its name, and that it is "
             "installed"
         ) from error
+
+
+def _load_file(path: str) -> ModuleType:
+    """Import a file as a module of a name of its own, once per process: dataclasses in it look their module up, which
+    verl's `load_extern_object` does not register."""
+    name = f"{__name__}_{sha256(path.encode()).hexdigest()[:12]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def is_class(found: Any) -> bool:
@@ -91,50 +112,92 @@ def check(entry: RewardEntry) -> Any:
 
 
 def settings(entry: RewardEntry, found: type[Reward]) -> Any:
-    """The entry's arguments as an instance of the class's `config_class`.
+    """The entry's arguments as an instance of the class's settings.
 
     Raises:
         ValueError: an unknown argument, a value of the wrong type, or a broken rule of the class.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         config_class = found.settings_class(entry.arguments)
     except ValueError as error:
         raise ValueError(f"{entry.key}: {error}") from error
+    return settings_of(found, config_class, entry.arguments, entry.key)
+
+
+def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], key: str) -> Any:
+    """Arguments of a class as an instance of its dataclass of settings.
+
+    Raises:
+        ValueError: an unknown argument, a value of the wrong type, or a broken rule of the dataclass.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
     if not is_dataclass(config_class):
         raise ValueError(
-            f"{entry.key}: {found.__name__}.config_class must be a dataclass, got {config_class!r}; decorate it with "
+            f"{key}: {owner.__name__}.config_class must be a dataclass, got {config_class!r}; decorate it with "
             "@dataclass(frozen=True)"
         )
     known = list(get_type_hints(config_class))
-    for name in entry.arguments:
+    for name, value in arguments.items():
         if name not in known:
             raise ValueError(
-                f"{entry.key}.{name} must be a setting of {found.__name__} ({', '.join(known) or 'it has none'}), got "
-                f"{entry.arguments[name]!r}; {suggestion(name, known)}take it out"
+                f"{key}.{name} must be a setting of {owner.__name__} ({', '.join(known) or 'it has none'}), got "
+                f"{value!r}; {suggestion(name, known)}take it out"
             )
     try:
         schema: Any = OmegaConf.structured(config_class)
         OmegaConf.set_readonly(schema, False)
-        made = OmegaConf.to_object(OmegaConf.merge(schema, dict(entry.arguments)))
+        return OmegaConf.to_object(OmegaConf.merge(schema, dict(arguments)))
     except OmegaConfBaseException as error:
         raise ValueError(
-            f"{entry.key}.{error.full_key} must have a value of its type, got "
-            f"{entry.arguments.get(str(error.full_key))!r}; {str(error.msg or error).splitlines()[0]}"
+            f"{key}.{error.full_key} must have a value of its type, got {arguments.get(str(error.full_key))!r}; "
+            f"{str(error.msg or error).splitlines()[0]}"
         ) from error
     except ValueError as error:  # a rule of the class
-        raise ValueError(f"{entry.key}: {error}") from error
-    return made
+        raise ValueError(f"{key}: {error}") from error
 
 
 def make(entry: RewardEntry, device: torch.device) -> Reward:
-    """Make the reward of a pool on `device`; a function is wrapped."""
+    """Make the reward on `device`; a function is wrapped."""
     found = check(entry)
     if is_class(found):
         return found(settings(entry, found), device)
     return FunctionReward(found, entry.arguments)
+
+
+def scorer_of(entry: RewardEntry, device: torch.device, max_retries: int, timeout_s: float) -> BatchScorer:
+    """Caller of the reward, which is made on `device`: in batches where it has a pool of its own."""
+    pool = entry.pool_settings
+    return BatchScorer(
+        entry.name,
+        lambda: make(entry, device),
+        max_retries=max_retries,
+        timeout_s=timeout_s,
+        max_batch_size=pool.max_batch_size if has_pool(entry) else None,
+        batch_wait_s=pool.batch_wait_s,
+        is_asleep=entry.is_timeshared,
+    )
+
+
+def check_packages(config: RewardConfig) -> None:
+    """Require the packages of every reward on this machine."""
+    for entry in config.entries:
+        found = find(entry)
+        if is_class(found):
+            require_installed(found.packages, entry.name)
+
+
+def check_rows(config: RewardConfig, rows: Iterable[PromptRow], *, is_validation: bool) -> None:
+    """Require every prompt to have what the rewards read that score it; the error names the first that has not."""
+    entries = [(entry, found) for entry in config.entries if is_class(found := find(entry))]
+    for row in rows:
+        for entry, found in entries:
+            if entry.scores(row.data_source, is_validation=is_validation):
+                try:
+                    found.check_row(entry.arguments, row)
+                except ValueError as error:
+                    raise ValueError(f"{row.place or repr(row.text)}: {entry.key}: {error}") from error
 
 
 def scope_of(entry: RewardEntry) -> str:
@@ -167,3 +230,19 @@ def pool_entries(config: RewardConfig) -> tuple[RewardEntry, ...]:
 def shared_entries(config: RewardConfig) -> tuple[RewardEntry, ...]:
     """Functions that share the processes of `reward.num_workers`, in order."""
     return tuple(entry for entry in config.entries if not has_pool(entry))
+
+
+def has_custom(config: DictConfig) -> bool:
+    """True if there is a reward function of the user's own."""
+    return config.reward.custom_reward_function.path is not None
+
+
+def has_own_manager(config: DictConfig) -> bool:
+    """True if this project's reward manager calls the functions, and not one of the user's."""
+    return config.reward.reward_manager.name == OWN_MANAGER
+
+
+def num_function_workers(config: DictConfig, reward: RewardConfig) -> int:
+    """Processes that hold all functions without a pool; 0 if there is no such function."""
+    is_needed = has_custom(config) or bool(shared_entries(reward)) or not has_own_manager(config)
+    return config.reward.num_workers if is_needed else 0

@@ -6,7 +6,7 @@
 - Samples are taken in the order in which they came; a caller that is cancelled leaves the queue.
 - A queue that is paused takes samples and starts no call.
 
-Invariants (tests/reward/test_pool_worker.py, test_timeshared.py): n samples that wait together make
+Invariants (tests/reward/test_scoring.py, test_timeshared.py): n samples that wait together make
 ceil(n / max_batch_size) calls; every sample gets its own outcome; no call runs while the queue is paused.
 
 Bound: one entry per caller, because each caller waits for its own outcome.
@@ -38,7 +38,7 @@ class BatchQueue(Generic[Item, Outcome]):
         max_batch_size: int,
         wait_s: float,
     ):
-        self._run_batch, self._max_batch_size, self._wait_s = run, max_batch_size, wait_s
+        self._run_batch, self.max_batch_size, self._wait_s = run, max_batch_size, wait_s
         self._pending: list[tuple[Item, asyncio.Future[Outcome]]] = []
         self._arrived = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
@@ -47,9 +47,13 @@ class BatchQueue(Generic[Item, Outcome]):
         self._running = asyncio.Lock()
         """Held by a call."""
 
+    def hold(self) -> None:
+        """Start no further call."""
+        self._is_open.clear()
+
     async def pause(self) -> None:
         """Start no further call, and return when the one that runs has ended."""
-        self._is_open.clear()
+        self.hold()
         async with self._running:
             pass
 
@@ -72,7 +76,7 @@ class BatchQueue(Generic[Item, Outcome]):
             while not self._is_open.is_set():  # it may be paused again before this goes on
                 await self._is_open.wait()
             waiting = [entry for entry in self._pending if not entry[1].done()]  # the others were cancelled
-            batch, self._pending = waiting[: self._max_batch_size], waiting[self._max_batch_size :]
+            batch, self._pending = waiting[: self.max_batch_size], waiting[self.max_batch_size :]
             if not batch:
                 continue
             try:
@@ -86,7 +90,7 @@ class BatchQueue(Generic[Item, Outcome]):
         while not self._pending:
             self._arrived.clear()
             await self._arrived.wait()
-        while len(self._pending) < self._max_batch_size:
+        while len(self._pending) < self.max_batch_size:
             self._arrived.clear()
             try:
                 await asyncio.wait_for(self._arrived.wait(), self._wait_s)

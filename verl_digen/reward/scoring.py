@@ -1,91 +1,235 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring of one sample with several weighted reward functions: retries, timeout, no silent zero. No verl, no Ray.
+"""Scores of one reward in its process: batches of what is queued, retries, timeout, turns on a device. No Ray.
 
-Invariants (tests/reward/test_scoring.py): the reward is the weighted sum; a function that raises is called
-1 + `max_retries` times and then the sample fails with its error; nan and inf are errors.
+| event | consequence |
+| --- | --- |
+| `score` raises on several samples, or takes `digen.reward.timeout_s` | each is tried again alone |
+| it returns no usable score of a sample, or an exception | that sample is tried again alone |
+| either is a `RewardUnavailable` | its samples are tried again together |
+| the same on one sample or group | tried again, 1 + `digen.reward.max_retries` times in all; then it fails |
+| `sleep` of a timeshared reward | no further call starts; after the running one the device is freed |
+| a sample comes while it is asleep | it waits |
+| `wake` | the reward is made, or its weights come back to the device; then what is queued is scored |
+
+A sync `score` that took too long keeps its thread, and the next call gets a new one. `wake` and `sleep` are idempotent,
+so that the driver may repeat them to a process that was restarted, which is asleep and holds nothing.
+
+Invariants (tests/reward/test_scoring.py, test_timeshared.py): a sample that fails does not fail the others of its
+batch; every sample gets its own score or an error, and never a zero for a failure; no call runs while the reward is
+asleep; scores after a sleep are bitwise those before; asleep, the weights take no byte of the device.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
-from verl_digen.reward.functions import RewardFunction, call
-from verl_digen.types import RewardCall, Score
+from verl_digen.platforms.device_memory import allocated_bytes
+from verl_digen.reward.base import Reward, RewardUnavailable
+from verl_digen.reward.queue import BatchQueue
+from verl_digen.types import PartScore, RewardCall, RewardInput
 
 logger = logging.getLogger(__name__)
 
+Got = TypeVar("Got")
+
 
 class ScoringError(RuntimeError):
-    """A reward function kept failing; the sample has no reward."""
+    """A reward kept failing; the sample has no reward."""
 
 
 @dataclass(frozen=True)
-class WeightedReward:
-    """One reward function of the sum."""
+class Turn:
+    """A change of one process from asleep to awake, or back."""
 
-    name: str
-    function: RewardFunction
-    weight: float
+    start_s: float
+    end_s: float
+    """Unix seconds of the process's clock."""
+    held_bytes: int
+    """Device memory of its tensors afterwards."""
 
 
-@dataclass(frozen=True)
-class Scorer:
-    """Calls every reward function on a sample."""
+class BatchScorer:
+    """See the module.
 
-    rewards: tuple[WeightedReward, ...]
-    max_retries: int
-    timeout_s: float
+    Args:
+        name: the reward's name, for messages and metrics.
+        make: makes it.
+        max_batch_size: maximum samples per call of a reward of samples; None calls it for each sample at once.
+        is_asleep: begin asleep; the first `wake` makes the reward.
+    """
 
-    async def score(self, *, names: Collection[str] | None = None, **sample: Any) -> Score:
-        """Score one sample; the other keyword arguments are those of a reward function.
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Reward],
+        *,
+        max_retries: int,
+        timeout_s: float,
+        max_batch_size: int | None = None,
+        batch_wait_s: float = 0.0,
+        is_asleep: bool = False,
+    ):
+        self._name, self._make = name, make
+        self._max_retries, self._timeout_s = max_retries, timeout_s
+        self._queue = BatchQueue(self._score_batch, max_batch_size=max_batch_size or 1, wait_s=batch_wait_s)
+        self._is_queued = max_batch_size is not None
+        self._thread = ThreadPoolExecutor(1)
+        self._turning = asyncio.Lock()
+        """Held by a change, so that two never run at once."""
+        self._is_awake = not is_asleep
+        self._made: Reward | None = None
+        if is_asleep:
+            self._queue.hold()
+        else:
+            self._keep(make())
 
-        Args:
-            names: the rewards to call; None: all.
+    async def score(self, samples: Sequence[RewardInput]) -> list[PartScore]:
+        """Score one sample, or all samples of a group, once the calls before are done -> a score per sample.
 
         Raises:
-            ScoringError: a reward function failed 1 + max_retries times.
+            ScoringError: the reward kept failing on it.
         """
-        rewards = [reward for reward in self.rewards if names is None or reward.name in names]
-        results = await asyncio.gather(*[self._call(reward, sample) for reward in rewards])
-        total = 0.0
-        parts: dict[str, float] = {}
-        for reward, (result, _) in zip(rewards, results, strict=True):
-            value, details = read_result(reward.name, result)
-            total += reward.weight * value
-            parts[reward.name] = value
-            parts |= {f"{reward.name}/{name}": detail for name, detail in details.items()}
-        return Score(total=total, parts=parts, calls=tuple(made for _, made in results))
+        if self._is_queued:
+            return await self._queue.submit(tuple(samples))
+        return _given(await self._attempts(samples, 0, 1 + self._max_retries))
 
-    async def _call(self, reward: WeightedReward, sample: Mapping[str, Any]) -> tuple[Any, RewardCall]:
+    async def wake(self) -> Turn | None:
+        """Bring the weights to the device, and score what waits; None if it is awake already.
+
+        Raises: what making the reward raises, or `Reward.wake`.
+        """
+        async with self._turning:
+            if self._is_awake:
+                return None
+            start_s = time.time()
+            # in threads: the event loop must answer signs of life meanwhile
+            if self._made is None:
+                self._keep(await asyncio.to_thread(self._make))
+            else:
+                await asyncio.to_thread(self._made.wake)
+            self._queue.resume()
+            self._is_awake = True
+            return Turn(start_s, time.time(), allocated_bytes())
+
+    async def sleep(self) -> Turn | None:
+        """Wait for the running call, then free the device memory; None if it is asleep already.
+
+        Raises: what `Reward.sleep` raises.
+        """
+        async with self._turning:
+            if not self._is_awake:
+                return None
+            start_s = time.time()
+            await self._queue.pause()
+            await asyncio.to_thread(self._reward.sleep)
+            self._is_awake = False
+            return Turn(start_s, time.time(), allocated_bytes())
+
+    def _keep(self, reward: Reward) -> None:
+        self._made = reward
+        if reward.scope == "group":
+            self._queue.max_batch_size = 1
+
+    @property
+    def _reward(self) -> Reward:
+        assert self._made is not None
+        return self._made
+
+    async def _score_batch(
+        self, batch: Sequence[Sequence[RewardInput]], num_queued: int
+    ) -> list[list[PartScore] | Exception]:
+        """Score single samples together, or one whole group."""
+        if len(batch) == 1:
+            return [await self._attempts(batch[0], num_queued, 1 + self._max_retries)]
+        samples = [sample for (sample,) in batch]
+        found: dict[int, PartScore | Exception]
+        try:
+            found = dict(enumerate(await self._call(samples, num_queued)))
+        except Exception as error:
+            found = dict.fromkeys(range(len(samples)), error)
+        failed = {number: one for number, one in found.items() if isinstance(one, Exception)}
+        together = [number for number, error in failed.items() if isinstance(error, RewardUnavailable)]
+        again = [[number] for number in failed if number not in together] + ([together] if together else [])
+        for numbers in again:
+            error = failed[numbers[0]]
+            logger.warning("reward %s failed on %d of a batch, tried again: %r", self._name, len(numbers), error)
+            outcome = await self._attempts(
+                [samples[number] for number in numbers], num_queued, max(1, self._max_retries)
+            )
+            scores = [outcome] * len(numbers) if isinstance(outcome, Exception) else outcome
+            found.update(zip(numbers, scores, strict=True))
+        return [one if isinstance(one, Exception) else [one] for one in found.values()]
+
+    async def _attempts(
+        self, samples: Sequence[RewardInput], num_queued: int, num_attempts: int
+    ) -> list[PartScore] | Exception:
+        """The scores of one call, or the error after `num_attempts`."""
         last: Exception | None = None
-        for attempt in range(1 + self.max_retries):
+        for attempt in range(num_attempts):
             try:
-                started_s = time.time()
-                result = await asyncio.wait_for(call(reward.function, sample), self.timeout_s)
-                read_result(reward.name, result)  # an unusable answer is a failure of this attempt
-                return result, RewardCall(reward.name, started_s, time.time(), num_samples=1, num_queued=0)
+                return [_given(one) for one in await self._call(samples, num_queued)]
             except Exception as error:
                 last = error
-                is_last = attempt == self.max_retries
+                is_last = attempt == num_attempts - 1
                 logger.warning(
                     "reward %s failed (attempt %d of %d): %r",
-                    reward.name,
-                    attempt + 1,
-                    1 + self.max_retries,
-                    error,
+                    *(self._name, attempt + 1, num_attempts, error),
                     exc_info=error if is_last else None,
                 )
-        raise ScoringError(
-            f"reward function {reward.name!r} failed {1 + self.max_retries} times, last with "
-            f"{type(last).__name__}: {str(last) or f'no answer within digen.reward.timeout_s={self.timeout_s}'}"
-        ) from last
+        failure = ScoringError(
+            f"reward {self._name!r} failed {num_attempts} times, last with "
+            f"{type(last).__name__}: {str(last) or f'no answer within digen.reward.timeout_s={self._timeout_s}'}"
+        )
+        failure.__cause__ = last
+        return failure
+
+    async def _call(self, samples: Sequence[RewardInput], num_queued: int) -> list[PartScore | Exception]:
+        """A score, or why there is none, per sample."""
+        started_s = time.time()
+        try:
+            results: Any = await asyncio.wait_for(self._invoke(samples), self._timeout_s)
+        except asyncio.TimeoutError:
+            self._thread = ThreadPoolExecutor(1)
+            raise
+        if len(results) != len(samples):
+            raise ValueError(
+                f"reward {self._name!r} must return one score per sample, got {len(results)} for {len(samples)} samples"
+            )
+        read = [self._read(result) for result in results]
+        failed = [one for one in read if isinstance(one, Exception)]
+        if len(failed) == len(read):
+            return [*failed]  # the counts go with the next score
+        counts = tuple(sorted(self._reward.take_counts().items()))
+        made = RewardCall(self._name, started_s, time.time(), len(samples), num_queued, counts)
+        return [one if isinstance(one, Exception) else PartScore(*one, made) for one in read]
+
+    def _read(self, result: Any) -> tuple[float, dict[str, float]] | Exception:
+        try:
+            return result if isinstance(result, Exception) else read_result(self._name, result)
+        except Exception as error:  # float of what the user's reward returned
+            return error
+
+    async def _invoke(self, samples: Sequence[RewardInput]) -> Any:
+        if inspect.iscoroutinefunction(self._reward.score):
+            return await self._reward.score(samples)
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._reward.score, samples)
+        return await found if inspect.isawaitable(found) else found
+
+
+def _given(outcome: Got | Exception) -> Got:
+    """The outcome; raises it if it is an exception."""
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def read_result(name: str, result: Any) -> tuple[float, dict[str, float]]:
@@ -94,9 +238,7 @@ def read_result(name: str, result: Any) -> tuple[float, dict[str, float]]:
     score = result
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise ValueError(
-                f"reward function {name!r} must return a number or a dict with 'score', got {dict(result)!r}"
-            )
+            raise ValueError(f"reward {name!r} must return a number or a dict with 'score', got {dict(result)!r}")
         score = result["score"]
         details = {
             key: float(value)
@@ -105,5 +247,5 @@ def read_result(name: str, result: Any) -> tuple[float, dict[str, float]]:
         }
     value = float(score)
     if not math.isfinite(value):
-        raise ValueError(f"reward function {name!r} must return a finite number, got {value}")
+        raise ValueError(f"reward {name!r} must return a finite number, got {value}")
     return value, details

@@ -12,12 +12,9 @@ Source: flow_grpo/ocr.py of https://github.com/yifan123/flow_grpo.
 
 from __future__ import annotations
 
-import re
-
+from verl_digen.data.prompts import quoted_text
 from verl_digen.require import require
 from verl_digen.reward.packages import imported
-
-QUOTED = re.compile(r'"([^"]*)"')
 
 
 def text_target(prompt: str) -> str:
@@ -29,13 +26,13 @@ def text_target(prompt: str) -> str:
     Example:
         text_target('a shop sign that says "Open Now"')  # 'Open Now'
     """
-    quoted = QUOTED.search(prompt)
-    if quoted is None or not quoted[1]:
+    quoted = quoted_text(prompt)
+    if not quoted:
         raise ValueError(
             f"a prompt of a text reward must have the text to show in double quotes, got {prompt[:200]!r}; quote it, "
             "or give it as the row's ground truth"
         )
-    return quoted[1]
+    return quoted
 
 
 def text_reward(read: str, target: str) -> float:

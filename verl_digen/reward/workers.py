@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the reward workers: a worker that dies costs time, not samples.
+"""Worker processes that die cost time, not samples: those of rewards, and of environments.
 
 | event | consequence |
 | --- | --- |
@@ -18,7 +18,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from copy import copy
 from typing import Any
 
@@ -36,12 +36,6 @@ MAX_RESTARTS = 20
 
 MAX_CALLS = 100_000
 """Maximum concurrent calls of a worker. With Ray's 1000 a sign of life would queue behind the samples of a batch."""
-
-ALL_LOST = (
-    "every reward worker is lost, the last one with: {error}; if that names no cause, look above for a crash in a "
-    "reward function, or for too little memory, where fewer reward.num_workers help. Then start again with "
-    "trainer.resume_mode=auto, which continues after the last checkpoint"
-)
 
 
 class RestartingActor:
@@ -78,72 +72,67 @@ class RestartingActor:
         return self._actor.options(**self._options).remote(*references)
 
 
-class RewardWorkers:
-    """See the module.
+class WorkerPool:
+    """Workers of one kind, started with `RestartingActor`.
 
     Args:
-        handles: handles of workers started with `RestartingActor`.
-        answer_s: `digen.deadlines.answer_s`. A worker that scores for longer is asked for a sign of life.
-        run: consecutive samples that go to the same worker, its batch size, so that it finds full batches.
+        answer_s: `digen.deadlines.answer_s`. A worker that takes longer to answer is asked for a sign of life.
+        kind: what they are, for messages.
+        key: config key of their number.
     """
 
-    def __init__(self, handles: Sequence[Any], answer_s: float, run: int = 1):
+    def __init__(self, handles: Sequence[Any], answer_s: float, kind: str, key: str):
         self._living = list(handles)
-        self._run = run
+        self._kind, self._key = kind, key
         self._num_open: Counter[Any] = Counter()
-        """Worker -> samples that it has from here."""
-        self._chosen: Any = None
-        self._num_left = 0
-        """Further samples that go to the chosen worker."""
+        """Worker -> samples or episodes that it has from here."""
         self._answer_s = answer_s
         self._asked: dict[Any, asyncio.Task[None]] = {}
         self._last_error = "none was started"
 
-    async def score(self, data: Any) -> Any:
-        """Score one sample -> the answer of the worker's `compute_score`.
+    def take(self, other_than: Any = None) -> Any:
+        """Choose a worker: one of those with the fewest samples, and another one than given where there is one.
 
         Raises:
-            ScoringError: the worker died on the sample too often. RunStopped: no worker is left.
+            RunStopped: no worker is left.
         """
-        while self._living:
-            worker = self._choose()
-            self._num_open[worker] += 1
-            try:
-                return await self._score_on(worker, data)
-            except ActorDiedError as error:
-                if worker in self._living:  # the first of its samples to see the error
-                    self._living.remove(worker)
-                    self._last_error = str(error).strip().splitlines()[-1]  # below the remote traceback
-                    logger.warning("a reward worker is lost, %d are left: %s", len(self._living), error)
-            except ActorUnavailableError as error:
-                raise ScoringError(f"the reward worker died whenever it scored this sample: {error}") from error
-            finally:
-                self._num_open[worker] -= 1
-        raise RunStopped(ALL_LOST.format(error=self._last_error))
+        if not self._living:
+            raise RunStopped(
+                f"every {self._kind} worker is lost, the last one with: {self._last_error}; if that names no cause, "
+                f"look above for a crash in the {self._kind}, or for too little memory, where fewer {self._key} help. "
+                "Then start again with trainer.resume_mode=auto, which continues after the last checkpoint"
+            )
+        others = [worker for worker in self._living if worker != other_than] or self._living
+        chosen = self._choose(others)
+        self._num_open[chosen] += 1
+        return chosen
 
-    def _choose(self) -> Any:
-        """The worker of the last sample, until it has its run; then one of those with the fewest open samples."""
-        if self._num_left == 0 or self._chosen not in self._living:
-            fewest = min(self._num_open[worker] for worker in self._living)
-            self._chosen = random.choice([worker for worker in self._living if self._num_open[worker] == fewest])
-            self._num_left = self._run
-        self._num_left -= 1
-        return self._chosen
+    def _choose(self, workers: Sequence[Any]) -> Any:
+        fewest = min(self._num_open[worker] for worker in workers)
+        return random.choice([worker for worker in workers if self._num_open[worker] == fewest])
 
-    async def _score_on(self, worker: Any, data: Any) -> Any:
-        """The worker's answer; no timeout while the worker is alive."""
-        scoring = asyncio.ensure_future(worker.compute_score.remote(data))
+    def release(self, worker: Any, error: BaseException | None = None) -> None:
+        """Give a worker back; one that died permanently is removed."""
+        self._num_open[worker] -= 1
+        if isinstance(error, ActorDiedError) and worker in self._living:  # the first of its calls to see the error
+            self._living.remove(worker)
+            self._last_error = str(error).strip().splitlines()[-1]  # below the remote traceback
+            logger.warning("a worker (%s) is lost, %d are left: %s", self._kind, len(self._living), error)
+
+    async def answer(self, worker: Any, call: Awaitable[Any]) -> Any:
+        """The answer of a remote call; no timeout while the worker is alive."""
+        answering = asyncio.ensure_future(call)
         try:
-            while not scoring.done():
-                await asyncio.wait([scoring], timeout=self._answer_s)
-                if not scoring.done():
+            while not answering.done():
+                await asyncio.wait([answering], timeout=self._answer_s)
+                if not answering.done():
                     await self._require_life(worker)
         finally:
-            scoring.cancel()
-        return scoring.result()
+            answering.cancel()
+        return answering.result()
 
     async def _require_life(self, worker: Any) -> None:
-        """Kill the worker if it gives no sign of life; one check for all samples that wait for it."""
+        """Kill the worker if it gives no sign of life; one check for all calls that wait for it."""
         if worker not in self._asked:
             self._asked[worker] = asyncio.create_task(self._end_if_silent(worker))
             self._asked[worker].add_done_callback(lambda asked: self._asked.pop(worker))
@@ -156,10 +145,49 @@ class RewardWorkers:
             if is_starting(worker):  # or restarting
                 return
             logger.error(
-                "a reward worker gives no sign of life for %.0f s (digen.deadlines.answer_s): it is ended, and started "
-                "again. A reward function that holds Python's lock for so long looks the same",
-                self._answer_s,
+                "a worker (%s) gives no sign of life for %.0f s (digen.deadlines.answer_s): it is ended, and started "
+                "again. Code of yours that holds Python's lock for so long looks the same",
+                *(self._kind, self._answer_s),
             )
             ray.kill(worker, no_restart=False)
         except RayActorError as error:
-            logger.warning("a reward worker is out of reach: %s", error)  # its samples get the error themselves
+            logger.warning("a worker (%s) is out of reach: %s", self._kind, error)  # its calls get the error themselves
+
+
+class RewardWorkers(WorkerPool):
+    """Client of the workers of one pool.
+
+    Args:
+        run: consecutive samples that go to the same worker, its batch size, so that it finds full batches.
+    """
+
+    def __init__(self, handles: Sequence[Any], answer_s: float, run: int = 1):
+        super().__init__(handles, answer_s, "reward", "reward.num_workers or digen.reward.functions.NAME.num_workers")
+        self._run = run
+        self._chosen: Any = None
+        self._num_left = 0
+        """Further samples that go to the chosen worker."""
+
+    async def score(self, *sample: Any) -> Any:
+        """Score one sample or group -> the answer of the worker's `score`.
+
+        Raises:
+            ScoringError: the worker died on the sample too often. RunStopped: no worker is left.
+        """
+        while True:
+            worker, lost = self.take(), None
+            try:
+                return await self.answer(worker, worker.score.remote(*sample))
+            except ActorDiedError as error:
+                lost = error
+            except ActorUnavailableError as error:
+                raise ScoringError(f"the reward worker died whenever it scored this sample: {error}") from error
+            finally:
+                self.release(worker, lost)
+
+    def _choose(self, workers: Sequence[Any]) -> Any:
+        """The worker of the last sample, until it has its run; then one of those with the fewest open samples."""
+        if self._num_left == 0 or self._chosen not in workers:
+            self._chosen, self._num_left = super()._choose(workers), self._run
+        self._num_left -= 1
+        return self._chosen

@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 from verl_digen.config import RewardEntry
 from verl_digen.config.reward import reward_entry
 from verl_digen.require import require
-from verl_digen.reward.named import make, scope_of
-from verl_digen.reward.pool_worker import BatchScorer
+from verl_digen.reward.named import scope_of, scorer_of
 from verl_digen.reward.scoring import ScoringError
 from verl_digen.types import PartScore, RewardInput
 
@@ -77,6 +76,8 @@ class LocalRewards:
     """
 
     def __init__(self, entries: Sequence[RewardEntry], device: torch.device, *, max_retries: int, timeout_s: float):
+        require(timeout_s > 0, "--timeout-s must be > 0 seconds", timeout_s, "600 is the default")
+        require(max_retries >= 0, "--max-retries must be >= 0", max_retries, "0 is the default")
         for entry in entries:
             pool = entry.pool_settings
             require(
@@ -87,9 +88,7 @@ class LocalRewards:
             )
         self.entries = tuple(entries)
         self._scopes = {entry.name: scope_of(entry) for entry in entries}
-        self._scorers = {
-            entry.name: _scorer(entry, device, max_retries=max_retries, timeout_s=timeout_s) for entry in entries
-        }
+        self._scorers = {entry.name: scorer_of(entry, device, max_retries, timeout_s) for entry in entries}
 
     @property
     def compare_groups(self) -> bool:
@@ -133,18 +132,6 @@ class LocalRewards:
                 parts |= {f"{entry.name}/{detail}": value for detail, value in score.details.items()}
                 total += entry.weight * score.value
         return Scored(parts, errors, None if errors else total)
-
-
-def _scorer(entry: RewardEntry, device: torch.device, *, max_retries: int, timeout_s: float) -> BatchScorer:
-    pool = entry.pool_settings
-    return BatchScorer(
-        entry.name,
-        make(entry, device),
-        max_retries=max_retries,
-        timeout_s=timeout_s,
-        max_batch_size=pool.max_batch_size,
-        batch_wait_s=pool.batch_wait_s,
-    )
 
 
 def chosen_device(given: str | None) -> torch.device:

@@ -28,7 +28,7 @@ from verl_digen.observe.group_pictures import best_and_worst, is_group_logged, i
 from verl_digen.observe.images import Shown, save_grid
 from verl_digen.observe.run_files import group_dir
 from verl_digen.observe.wandb_media import log_to_wandb
-from verl_digen.reward.layout import has_custom
+from verl_digen.reward.named import has_custom
 from verl_digen.store.keys import group_number, parse_key
 from verl_digen.trainer.checkpoint import replace_text
 from verl_digen.types import SampleTag

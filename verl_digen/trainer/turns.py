@@ -26,7 +26,7 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from verl.plugin.platform import get_platform
 
 from verl_digen.errors import DeadlineMissed, RunStopped, describe
-from verl_digen.reward.timeshared import Turn
+from verl_digen.reward.scoring import Turn
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.store.prompts import PromptStatus
 
@@ -72,7 +72,7 @@ class RewardProcesses:
     """The processes of all timeshared rewards, which wake and sleep together.
 
     Args:
-        workers: reward -> handles of its `TimesharedRewardWorker`s, asleep.
+        workers: reward -> handles of its `RewardPoolWorker`s, asleep.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ from verl_digen.algorithms.objectives import Denominator, Select
 from verl_digen.config import AdvantageConfig, DigenConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES
-from verl_digen.reward.layout import has_custom
+from verl_digen.reward.named import has_custom
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.types import GroupTags, SampleTag

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.reward.contract import make_picture
-from verl_digen.reward.judges.content import fitted, picture_part, sample_images, source_images
+from verl_digen.reward.judges.content import fitted, picture_part, sample_images
 from verl_digen.types import PromptRow, RewardInput
 
 
@@ -41,19 +41,3 @@ def test_frames_of_samples_come_one_sample_after_the_other():
         video.pixels[...] = np.arange(5)[:, None, None, None] + 100 * number
     values = [np.asarray(image)[0, 0, 0] for image in sample_images(videos, 3, 64)]
     assert values == [0, 2, 4, 100, 102, 104]
-
-
-def test_source_pictures_are_read_as_rgb_in_their_order(tmp_path):
-    paths = [str(tmp_path / name) for name in ("b.png", "a.png")]
-    Image.new("L", (6, 4), 7).save(paths[0])
-    Image.new("RGBA", (4, 6), (1, 2, 3, 0)).save(paths[1])
-    images = source_images(PromptRow("edit", "test", None, images=tuple(paths)))
-    assert [(image.mode, image.size, image.getpixel((0, 0))) for image in images] == [
-        ("RGB", (6, 4), (7, 7, 7)),
-        ("RGB", (4, 6), (1, 2, 3)),
-    ]
-
-
-def test_a_source_picture_that_is_missing_is_named(tmp_path):
-    with pytest.raises(ValueError, match="missing"):
-        source_images(PromptRow("edit", "test", None, images=(str(tmp_path / "missing.png"),)))

@@ -157,7 +157,7 @@ def test_a_picture_of_a_group_is_encoded_once(monkeypatch):
     made = []
     monkeypatch.setattr(content, "encoded", lambda image: made.append(image) or b"png")
     with ChatServer(lambda request: likely(**{"1": 0.5, "2": 0.5})) as server:
-        asyncio.run(judge_of("win_rate", server, cache_size=0).score(group_of(range(5))))
+        asyncio.run(judge_of("win_rate", server).score(group_of(range(5))))
     assert len(server.asked) == 20 and len(made) == 5
 
 

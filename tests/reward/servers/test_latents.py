@@ -45,24 +45,14 @@ def test_one_sample_per_request_and_no_seed_if_so_configured():
     assert all("seeds" not in one for one in running.service.bodies)
 
 
-def test_equal_pixels_of_other_latents_are_asked_for_again():
-    (sample,) = samples_of(1)
-    other = replace(sample, latents=SampleLatents(255 - sample.latents.final, sample.latents.condition))
-    with Running("drm_latents") as running:
-        reward = running.reward()
-        first, second, again = (scores_of(reward, [one])[0][0] for one in (sample, other, sample))
-    assert first == again == pytest.approx(red(sample.pixels)) and second == pytest.approx(1 - first)
-    assert len(running.service.bodies) == 2
-
-
 def test_a_server_of_another_version_is_refused_and_not_asked_again():
     async def newer(request):
         return web.json_response({"protocol_version": "2", "raw_scores": [0.5, 0.5]})
 
     with Running("drm_latents") as running:
         running.fault = newer
-        with pytest.raises(RuntimeError, match="protocol_version must be '1', got '2'"):
-            asyncio.run(running.reward().score(samples_of(2)))
+        errors = asyncio.run(running.reward().score(samples_of(2)))
+    assert all("protocol_version must be '1', got '2'" in str(error) for error in errors)
     assert len(running.server.requests) == 1
 
 

@@ -19,15 +19,16 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
+from verl_digen.inputs import read_images
 from verl_digen.require import require
 from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig
-from verl_digen.reward.judges.content import Part, fitted, picture_parts, source_images
+from verl_digen.reward.judges.content import Part, fitted, picture_parts
 from verl_digen.reward.judges.reply import Reply, shown
+from verl_digen.reward.pictures import frames_of
 from verl_digen.reward.servers.answers import UnusableAnswer
 from verl_digen.types import PromptRow
 
@@ -110,7 +111,7 @@ class VlmJudge(Environment):
     async def reset(self, row: PromptRow, seed: int) -> Instruction:
         """Begin with the prompt."""
         self._task = self._asked = row.text
-        images = [fitted(image, self.config.max_px) for image in source_images(row)]
+        images = [fitted(image, self.config.max_px) for image in read_images(row.images)]
         self._sources = await picture_parts(images)
         return Instruction(row.text)
 
@@ -121,9 +122,8 @@ class VlmJudge(Environment):
             UnusableAnswer: no answer could be read. ServerError: the server did not answer.
         """
         config = self.config
-        frames = picture if picture.ndim == 4 else picture[None]
-        kept = np.linspace(0, len(frames) - 1, min(len(frames), config.num_frames)).round().astype(int)
-        parts = await picture_parts([fitted(Image.fromarray(frames[number]), config.max_px) for number in kept])
+        frames = frames_of(picture, config.num_frames)
+        parts = await picture_parts([fitted(Image.fromarray(frame), config.max_px) for frame in frames])
         question = config.asked(self._task, self._asked)
         call = self._chat.ask([*self._sources, *parts], question, self._read, unusable=self._unusable)
         (verdict,) = await self._chat.all([call])

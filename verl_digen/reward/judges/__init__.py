@@ -3,10 +3,10 @@
 
     question.py     the text of a question, from a template and the prompt's row
     content.py      pictures of a request: size limit, data URI, order
-    request.py      JSON of a request
     reply.py        text and tokens of an answer, without its thoughts; what makes it unusable
     reading.py      numbers in a text; probabilities of answers from `top_logprobs`
+    chat.py         `ChatModel`: asks, again where an answer cannot be read
     base.py         `Judge`: the reward that the scorers are made of
 
-All but `base.py` are pure.
+All but the last two are pure.
 """

@@ -3,7 +3,6 @@
 
 - How it asks, and what it does with an answer that gives no score: `verl_digen/reward/judges/chat.py`. A sample without
   a usable answer fails; it never gets a 0.
-- A sample that is scored again, because another one of its batch failed, costs nothing.
 
 Invariants (tests/reward/judges/test_asking.py): a request has temperature 0; its pictures are the sample's, within
 `max_px`; what the judge may not be used for fails.
@@ -12,15 +11,13 @@ Invariants (tests/reward/judges/test_asking.py): a request has temperature 0; it
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, TypeVar, cast
 
 import torch
 
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.judges.chat import ChatModel, JudgeConfig
-from verl_digen.reward.judges.content import Part
-from verl_digen.reward.judges.reply import Reply
 from verl_digen.types import RewardInput
 
 T = TypeVar("T")
@@ -35,29 +32,20 @@ class Judge(Reward):
 
     def __init__(self, config: JudgeConfig, device: torch.device):
         super().__init__(config, device)
-        self._chat = ChatModel(config, self.name)
+        self.chat = ChatModel(config, self.name)
 
     def take_counts(self) -> Mapping[str, int]:
-        """Retries, openings of breakers and hits of the cache since the last time."""
-        return self._chat.take_counts()
-
-    async def all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
-        """Results of calls at the same time, see `ChatModel.all`."""
-        return await self._chat.all(calls)
-
-    async def ask(
-        self, pictures: Sequence[Part], question: str, read: Callable[[Reply], T], *, top_logprobs: int = 0
-    ) -> T:
-        """Ask one question within `all`, see `ChatModel.ask`."""
-        return await self._chat.ask(pictures, question, read, top_logprobs=top_logprobs)
+        """Retries of requests since the last time."""
+        return self.chat.take_counts()
 
 
 class SampleJudge(Judge):
     """A judge of single samples."""
 
-    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result | Exception]:
         """Score samples at the same time."""
-        return await self.all(self.judge(sample) for sample in batch)
+        found = await self.chat.outcomes(self.judge(sample) for sample in batch)
+        return [one if isinstance(one, Exception) else cast(Result, one) for one in found]
 
     @abstractmethod
     async def judge(self, sample: RewardInput) -> Result:

@@ -4,7 +4,6 @@
 - It is asked at temperature 0, with a fixed seed.
 - An answer that cannot be read (a refusal, another form, none) is asked for again, at most `max_asked_again` times;
   then the call fails with the answer's start in the message.
-- What was read for a request is kept: the same question about the same pictures costs nothing.
 
 Rewards ask through `verl_digen.reward.judges.base.Judge`, environments directly.
 """
@@ -15,17 +14,14 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from verl_digen.require import require
-from verl_digen.reward.base import RewardUnavailable
-from verl_digen.reward.judges.content import Part
+from verl_digen.reward.judges.content import Part, text_part
 from verl_digen.reward.judges.reply import Reply, read_reply
-from verl_digen.reward.judges.request import MODELS_PATH, OWN_FIELDS, PATH, chat_request, only_model
-from verl_digen.reward.servers.answers import Answer, UnusableAnswer
-from verl_digen.reward.servers.cache import content_key
+from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer
 from verl_digen.reward.servers.client import ServerClient
 from verl_digen.reward.servers.settings import ServerSettings
 
@@ -33,6 +29,18 @@ REWARD_MODEL = "reward_model"
 """`url` of the servers that verl starts for `reward.reward_model` (`verl_digen/reward/reward_model.py`)."""
 UNKNOWN_SERVER = "http://reward-model"
 """Address in place of `REWARD_MODEL` while its servers do not run."""
+
+PATH = "/chat/completions"
+"""Path below the address of an API, which ends with its version."""
+MODELS_PATH = "/models"
+
+MAX_TOP_LOGPROBS = 20
+"""The protocol's limit, and vLLM's default of `--max-logprobs`."""
+
+OWN_FIELDS = frozenset(
+    ("model", "messages", "temperature", "max_tokens", "seed", "logprobs", "top_logprobs", "n", "stream")
+)
+"""Fields that a judge sets itself, or relies on being left out."""
 
 MAX_TOKENS = 1_000_000
 MAX_SIDE_PX = 16_384
@@ -90,15 +98,46 @@ class JudgeConfig(ServerSettings):
             "model, max_tokens and seed are settings of their own; the temperature is always 0",
         )
 
-    def server_settings(self) -> ServerSettings:
-        """Settings of the client, with the full address of each server's API."""
-        shared = {one.name: getattr(self, one.name) for one in fields(ServerSettings)}
-        return ServerSettings(**{**shared, "url": [api_url(url) for url in self.urls]})
-
 
 def api_url(url: str) -> str:
     """Address of the API that `PATH` is appended to; version 1 where the URL has no path."""
     return url if urlsplit(url).path.strip("/") else f"{url}/v1"
+
+
+def chat_request(
+    config: JudgeConfig, model: str, pictures: Sequence[Part], question: str, top_logprobs: int = 0
+) -> dict[str, Any]:
+    """JSON of a request at temperature 0: one user message of pictures, then the question.
+
+    Fields and limits: https://platform.openai.com/docs/api-reference/chat/create; vLLM and SGLang take the same.
+    """
+    system = [{"role": "system", "content": config.system}] if config.system else []
+    return {
+        "model": model,
+        "messages": [*system, {"role": "user", "content": [*pictures, text_part(question)]}],
+        "temperature": 0.0,
+        "max_tokens": config.max_tokens,
+        "seed": config.seed,
+        **config.request,
+        **({"logprobs": True, "top_logprobs": top_logprobs} if top_logprobs else {}),
+    }
+
+
+def only_model(body: Any) -> str:
+    """The model of a server that serves one, from its answer to GET /v1/models; adapters (with a parent) do not count.
+
+    Raises:
+        ValueError: it serves none or several, or the answer is another one.
+    """
+    listed = body.get("data") if isinstance(body, Mapping) else None
+    if not isinstance(listed, list) or not all(isinstance(model, Mapping) and "id" in model for model in listed):
+        raise ValueError(f"{MODELS_PATH} must list the models of a server, got {str(body)[:200]!r}; set model=NAME")
+    names = [str(model["id"]) for model in listed if not model.get("parent")]
+    if len(names) != 1:
+        raise ValueError(
+            f"a server that is asked without a model must serve one, got {', '.join(names) or 'none'}; set model=NAME"
+        )
+    return names[0]
 
 
 class ChatModel:
@@ -119,28 +158,26 @@ class ChatModel:
                 f"{name}: url={REWARD_MODEL} needs the servers of a run with reward.reward_model.enable=true; "
                 "set url=http://HOST:PORT of a server that runs"
             )
-        self._client = ServerClient(config.server_settings(), f"{kind} {name}")
+        self._client = ServerClient(config, f"{kind} {name}", [api_url(url) for url in config.urls])
         self._model = config.model
-        self._num_slots = config.max_concurrency * len(config.urls)
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        """Bound on the requests that are held in memory, of one event loop."""
 
     def take_counts(self) -> Mapping[str, int]:
-        """Retries, openings of breakers and hits of the cache since the last time."""
+        """Retries of requests since the last time."""
         return self._client.take_counts()
 
     async def all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
-        """Results of calls at the same time, once every one has ended.
-
-        Raises:
-            Exception: the first that a call raised; first of all one that concerns the server and not a sample.
-        """
-        await self._know_model()
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        failed = [result for result in results if isinstance(result, BaseException)]
-        for error in sorted(failed, key=lambda one: not isinstance(one, RewardUnavailable)):
-            raise error
+        """Results of calls at the same time, once every one has ended; raises the first error."""
+        results = await self.outcomes(calls)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
         return results  # type: ignore[return-value] - none of them is an exception
+
+    async def outcomes(self, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
+        """Results or errors of calls at the same time."""
+        if not self._model:
+            self._model = only_model(await self._client.send(Request(MODELS_PATH, None), _json))
+        return await asyncio.gather(*calls, return_exceptions=True)
 
     async def ask(
         self,
@@ -151,7 +188,7 @@ class ChatModel:
         top_logprobs: int = 0,
         unusable: Counter[str] | None = None,
     ) -> T:
-        """Ask one question -> what `read` makes of the answer. To be called within `all`, which knows the model.
+        """Ask one question -> what `read` makes of the answer. `all` and `outcomes` know the model.
 
         Args:
             pictures: in the order in which the judge sees them.
@@ -161,51 +198,19 @@ class ChatModel:
         Raises:
             UnusableAnswer: no answer gave a score. ServerError: the server did not answer.
         """
-        config = self.config
-        async with self._slot():
-            request = chat_request(
-                self._model,
-                pictures,
-                question,
-                system=config.system,
-                max_tokens=config.max_tokens,
-                seed=config.seed,
-                top_logprobs=top_logprobs,
-                further=config.request,
-            )
-            return await self._answered(json.dumps(request).encode(), read, Counter() if unusable is None else unusable)
-
-    async def _answered(self, body: bytes, read: Callable[[Reply], T], unusable: Counter[str]) -> T:
-        """Ask until `read` can use an answer -> its result."""
-        key, limit = content_key(body), 1 + self.config.max_asked_again
-        known = self._client.cache.find(key)
-        if known is not None:
-            return read(known)
-        num_asked, last = 0, UnusableAnswer()
-        while num_asked < limit:
-            answer = await self._client.post(PATH, body, content_type="application/json", read=_json)
-            num_asked += 1
+        limit = 1 + self.config.max_asked_again
+        asked = chat_request(self.config, self._model, pictures, question, top_logprobs)
+        request = Request(PATH, json.dumps(asked).encode(), "application/json")
+        last = UnusableAnswer()
+        for _ in range(limit):
+            answer = await self._client.send(request, _json)
             try:
-                reply = read_reply(answer)
-                result = read(reply)
+                return read(read_reply(answer))
             except UnusableAnswer as error:
                 last = error
-                unusable["asked_again"] += 1
-                continue
-            self._client.cache.put(key, reply)
-            return result
-        raise UnusableAnswer(f"{self._name}: {last} (asked {num_asked} times)") from last
-
-    def _slot(self) -> asyncio.Semaphore:
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = loop, asyncio.Semaphore(self._num_slots)
-        return self._slots[1]
-
-    async def _know_model(self) -> None:
-        """Ask for the model's name, once."""
-        if not self._model:
-            self._model = only_model(await self._client.get(MODELS_PATH, read=_json))
+                if unusable is not None:
+                    unusable["asked_again"] += 1
+        raise UnusableAnswer(f"{self._name}: {last} (asked {limit} times)") from last
 
 
 def _json(answer: Answer) -> Any:

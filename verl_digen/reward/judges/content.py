@@ -10,9 +10,8 @@ from typing import Any
 
 from PIL import Image
 
-from verl_digen.inputs import read_images
 from verl_digen.reward.pictures import encoded, images_of
-from verl_digen.types import PromptRow, RewardInput
+from verl_digen.types import RewardInput
 
 Part = dict[str, Any]
 """One part of a message's content."""
@@ -41,15 +40,6 @@ async def picture_parts(images: Sequence[Image.Image]) -> list[Part]:
 def text_part(text: str) -> Part:
     """A text as a part of a message."""
     return {"type": "text", "text": text}
-
-
-def source_images(row: PromptRow) -> list[Image.Image]:
-    """The pictures that the prompt is about, as RGB.
-
-    Raises:
-        ValueError: a file is missing or no picture.
-    """
-    return read_images(row.images)
 
 
 def sample_images(samples: Sequence[RewardInput], num_frames: int, max_px: int) -> list[Image.Image]:

@@ -95,6 +95,7 @@ class HpsV2(FrameReward):
     """See the module."""
 
     config_class = HpsV2Config
+    packages = ("ftfy",)
 
     def __init__(self, config: HpsV2Config, device: torch.device):
         super().__init__(config, device)

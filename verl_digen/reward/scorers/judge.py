@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from verl_digen.require import require
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.base import SampleJudge
-from verl_digen.reward.judges.chat import JudgeConfig
-from verl_digen.reward.judges.content import fitted, picture_parts, sample_images, source_images
+from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig
+from verl_digen.reward.judges.content import fitted, picture_parts, sample_images
 from verl_digen.reward.judges.question import fields_of, filled
 from verl_digen.reward.judges.reading import number_in, require_distinct, weighed
-from verl_digen.reward.judges.request import MAX_TOP_LOGPROBS
 from verl_digen.types import RewardInput
 
 
@@ -93,16 +92,16 @@ class Question(SampleJudge):
     async def judge(self, sample: RewardInput) -> Result:
         """Ask about one sample."""
         config = self.config
-        sources = [fitted(image, config.max_px) for image in source_images(sample.row)] if config.with_images else []
+        sources = [fitted(image, config.max_px) for image in sample.sources()] if config.with_images else []
         pictures = await picture_parts([*sources, *sample_images([sample], config.num_frames, config.max_px)])
         question = filled(config.question, sample.row, f"{self.name}: question")
         if config.answers:
-            found = await self.ask(
+            found = await self.chat.ask(
                 pictures, question, lambda reply: weighed(reply, config.answers), top_logprobs=config.top_logprobs
             )
             return {"score": found.score, "share": found.share}
         pattern = re.compile(config.pattern)
-        number = await self.ask(
+        number = await self.chat.ask(
             pictures, question, lambda reply: number_in(reply, pattern, config.low, config.high, takes_last=True)
         )
         return {"score": (number - config.low) / (config.high - config.low), "number": number}

@@ -21,7 +21,7 @@ Sources: flow_grpo/ocr.py of https://github.com/yifan123/flow_grpo, https://gith
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,12 @@ class Ocr(Reward):
     """See the module."""
 
     config_class = OcrConfig
+    packages = ("rapidocr", "onnxruntime", "rapidfuzz")
+
+    @classmethod
+    def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
+        """Require a text to show."""
+        target_of(row)
 
     def __init__(self, config: OcrConfig, device: torch.device):
         super().__init__(config, device)

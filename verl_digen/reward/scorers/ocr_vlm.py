@@ -11,19 +11,18 @@ Model: any that reads, e.g. Qwen/Qwen2.5-VL-7B-Instruct (Apache 2.0), served by 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-
-import torch
+from typing import Any
 
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.base import SampleJudge
 from verl_digen.reward.judges.chat import JudgeConfig
 from verl_digen.reward.judges.content import Part, picture_parts, sample_images
 from verl_digen.reward.judges.question import fields_of, filled
-from verl_digen.reward.packages import imported
 from verl_digen.reward.text_match import text_reward, text_target
-from verl_digen.types import RewardInput
+from verl_digen.types import PromptRow, RewardInput
 
 QUESTION = "Please output only the text content from the image without any additional descriptions or formatting."
 
@@ -49,21 +48,23 @@ class OcrVlm(SampleJudge):
 
     name = "ocr_vlm"
     config_class = OcrVlmConfig
+    packages = ("rapidfuzz",)
 
-    def __init__(self, config: OcrVlmConfig, device: torch.device):
-        super().__init__(config, device)
-        imported("rapidfuzz", self.name)  # here, so that a run ends before its first sample
+    @classmethod
+    def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
+        """Require a quoted text."""
+        text_target(row.text)
 
     async def judge(self, sample: RewardInput) -> Result:
         """Read each frame."""
         target = text_target(sample.row.text)
         question = filled(self.config.question, sample.row, f"{self.name}: question")
         frames = await picture_parts(sample_images([sample], self.config.num_frames, self.config.max_px))
-        read = await self.all(self._text(frame, question) for frame in frames)
+        read = await self.chat.all(self._text(frame, question) for frame in frames)
         return fmean(text_reward(text, target) for text in read)
 
     async def _text(self, frame: Part, question: str) -> str:
-        return await self.ask([frame], question, lambda reply: reply.text)
+        return await self.chat.ask([frame], question, lambda reply: reply.text)
 
 
 REWARD = OcrVlm

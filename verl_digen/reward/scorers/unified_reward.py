@@ -70,13 +70,13 @@ class UnifiedReward(SampleJudge):
         """Ask about each frame."""
         question = filled(self.config.question, sample.row, f"{self.name}: question")
         frames = images_of(sample, self.config.num_frames)
-        numbers = await self.all(self._number(frame, question) for frame in frames)
+        numbers = await self.chat.all(self._number(frame, question) for frame in frames)
         return fmean(numbers) / HIGH
 
     async def _number(self, frame: Image.Image, question: str) -> float:
         size = self.config.size_px
         image = frame.resize((size, size)) if size else fitted(frame, self.config.max_px)
-        return await self.ask(
+        return await self.chat.ask(
             await picture_parts([image]),
             question,
             lambda reply: number_in(reply, FINAL_SCORE, LOW, HIGH, takes_last=False),

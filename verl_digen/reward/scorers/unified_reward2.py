@@ -82,7 +82,7 @@ class UnifiedReward2(SampleJudge):
         pictures = await picture_parts(sample_images([sample], config.num_frames, config.max_px))
         question = filled(getattr(config, key), sample.row, f"{self.name}: {key}")
         names = VIDEO_NAMES if is_video else IMAGE_NAMES
-        axes = await self.ask(pictures, question, lambda reply: axes_in(reply, names))
+        axes = await self.chat.ask(pictures, question, lambda reply: axes_in(reply, names))
         return {"score": (fmean(axes.values()) - LOW) / (HIGH - LOW), **axes}
 
 

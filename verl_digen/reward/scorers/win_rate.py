@@ -22,12 +22,11 @@ from dataclasses import dataclass
 from verl_digen.require import require
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.base import Judge
-from verl_digen.reward.judges.chat import JudgeConfig
-from verl_digen.reward.judges.content import Part, fitted, picture_parts, sample_images, source_images
+from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig
+from verl_digen.reward.judges.content import Part, fitted, picture_parts, sample_images
 from verl_digen.reward.judges.pairs import pairs_of, win_rates
 from verl_digen.reward.judges.question import fields_of, filled
 from verl_digen.reward.judges.reading import preferred, require_distinct, weighed
-from verl_digen.reward.judges.request import MAX_TOP_LOGPROBS
 from verl_digen.types import RewardInput
 
 QUESTION = (
@@ -82,19 +81,19 @@ class WinRate(Judge):
         if config.both_orders:
             pairs += [(second, first) for first, second in pairs]
         question = filled(config.question, row, f"{self.name}: question")
-        sources = [fitted(image, config.max_px) for image in source_images(row)] if config.with_images else []
+        sources = [fitted(image, config.max_px) for image in batch[0].sources()] if config.with_images else []
         before = await picture_parts(sources)
         frames = [await picture_parts(sample_images([sample], config.num_frames, config.max_px)) for sample in batch]
-        outcomes = await self.all(self._outcome([*before, *frames[i], *frames[j]], question) for i, j in pairs)
+        outcomes = await self.chat.all(self._outcome([*before, *frames[i], *frames[j]], question) for i, j in pairs)
         return win_rates(len(batch), dict(zip(pairs, outcomes, strict=True)))
 
     async def _outcome(self, pictures: Sequence[Part], question: str) -> float:
         """Probability that the first sample is better."""
         config = self.config
         if not config.logprobs:
-            return await self.ask(pictures, question, lambda reply: preferred(reply, config.first, config.second))
+            return await self.chat.ask(pictures, question, lambda reply: preferred(reply, config.first, config.second))
         values = {config.first: 1.0, config.second: 0.0}
-        return await self.ask(
+        return await self.chat.ask(
             pictures, question, lambda reply: weighed(reply, values).score, top_logprobs=MAX_TOP_LOGPROBS
         )
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of a server, and the errors of a call that got none that can be used."""
+"""One exchange with a server: the request, its answer, and the errors of a call."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from email.utils import parsedate_to_datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from verl_digen.reward.base import RewardUnavailable
 
@@ -14,13 +13,25 @@ EXCERPT_CHARS = 200
 
 
 @dataclass(frozen=True)
+class Request:
+    """One HTTP request."""
+
+    path: str
+    """Appended to the URL; begins with a slash, or is empty."""
+    body: bytes | None
+    """None makes it a GET."""
+    content_type: str = "application/octet-stream"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    accept: tuple[int, ...] = ()
+    """Statuses beside 2xx whose answer is read."""
+
+
+@dataclass(frozen=True)
 class Answer:
-    """Complete answer with a status of 2xx, or one that the caller accepts."""
+    """Complete answer with a status of 2xx, or one that the request accepts."""
 
     status: int
     body: bytes
-    content_type: str
-    """Lower-case type without parameters."""
     url: str
     """Setting that named the server, for further requests to the same one."""
 
@@ -49,39 +60,19 @@ class RefusedForAll(Refused, RewardUnavailable):
 
 
 class Failed(ServerError):
-    """An attempt failed; another may not."""
+    """An attempt failed; another may not.
 
+    Args:
+        retry_after_s: the server's own wish (Retry-After), in seconds.
+    """
 
-class Unreachable(Failed, RewardUnavailable):
-    """No connection; samples have nothing to do with it."""
-
-
-class Paused(Failed):
-    """The server asked to wait (429, or a status with Retry-After)."""
-
-    def __init__(self, message: str, retry_after_s: float):
+    def __init__(self, message: str, retry_after_s: float = 0.0):
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-def retry_after_s(value: str | None, now: datetime) -> float | None:
-    """Seconds of a Retry-After header, a number or a date; None if there is none or it cannot be read.
-
-    Args:
-        now: present time, with a time zone.
-    """
-    if value is None:
-        return None
-    text = value.strip()
-    if text.isascii() and text.isdigit():
-        return float(text)
-    try:
-        date = parsedate_to_datetime(text)
-    except ValueError:
-        return None
-    if date.tzinfo is None:
-        date = date.replace(tzinfo=timezone.utc)
-    return max(0.0, (date - now).total_seconds())
+class Unreachable(Failed, RewardUnavailable):
+    """No connection; samples have nothing to do with it."""
 
 
 def excerpt(body: bytes, content_type: str, secret: str = "") -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 from verl_digen.require import require
 from verl_digen.reward.pictures import encoded, images_of
-from verl_digen.reward.servers.protocol import ProtocolSettings, Request
+from verl_digen.reward.servers.answers import Request
+from verl_digen.reward.servers.protocol import ProtocolSettings
 from verl_digen.types import RewardInput
 
 

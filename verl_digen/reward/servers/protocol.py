@@ -10,15 +10,15 @@ keys of the entry beside those of every server.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from verl_digen.require import require
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer
+from verl_digen.reward.servers.answers import Answer, Request
 from verl_digen.reward.servers.settings import ServerSettings
-from verl_digen.types import RewardInput
+from verl_digen.types import PromptRow, RewardInput
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,6 @@ class ProtocolSettings(ServerSettings):
         for name in ("samples_per_request", "max_frames"):
             value = getattr(self, name)
             require(value >= 1, f"{name} must be >= 1", value, "leave it out for the default")
-
-
-@dataclass(frozen=True)
-class Request:
-    """One HTTP request."""
-
-    path: str
-    body: bytes | None
-    """None makes it a GET."""
-    content_type: str = "application/octet-stream"
-    headers: Mapping[str, str] = field(default_factory=dict)
-    accept: tuple[int, ...] = ()
-    """Statuses beside 2xx whose answer is read."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +63,11 @@ class Protocol(ABC):
     """False: a video arrives as several pictures."""
     reads_latents: ClassVar[bool] = False
     """True: `request` reads `RewardInput.latents`, of a whole video."""
+
+    @classmethod
+    def check_row(cls, row: PromptRow) -> None:
+        """Raise ValueError if a prompt lacks what `request` sends of it."""
+        return
 
     def __init__(self, config: Any):
         self.config = config

@@ -10,8 +10,6 @@ from urllib.parse import urlsplit
 from verl_digen.require import require
 
 SCHEMES = ("http", "https")
-MAX_BREAKER_FAILURES = 1_000_000
-"""Failures in a row that no run reaches; switches the breaker off."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +36,6 @@ class ServerSettings:
     """Retries of a connection that failed, a status of 429 or 5xx, or an answer that cannot be used."""
     backoff_s: float = 0.5
     """Upper bound of the random wait before the first retry; it doubles with each further one."""
-    max_backoff_s: float = 10.0
-    """Upper bound of the wait before any retry."""
-    breaker_failures: int = 8
-    """Failures in a row after which a URL gets no request for a while."""
-    breaker_cool_down_s: float = 15.0
-    """Time that it gets none. Then one request tries it."""
-    max_answer_mb: float = 16.0
-    """Maximum size of an answer in MB (1e6 bytes), unpacked."""
-    cache_size: int = 4096
-    """Scores that are kept for equal pictures and prompts; 0 keeps none."""
 
     def __post_init__(self) -> None:
         require(bool(self.urls), "url must be a URL or a list of URLs", self.url, "e.g. url: http://host:18085")
@@ -56,20 +44,13 @@ class ServerSettings:
         require(
             len(set(self.urls)) == len(self.urls), "url must name each server once", list(self.urls), "take one out"
         )
-        for name, least, most in (
-            ("max_concurrency", 1, 10_000),
-            ("max_retries", 0, 1000),
-            ("breaker_failures", 1, MAX_BREAKER_FAILURES),
-            ("cache_size", 0, 10_000_000),
-        ):
+        for name, least, most in (("max_concurrency", 1, 10_000), ("max_retries", 0, 1000)):
             value = getattr(self, name)
             require(least <= value <= most, f"{name} must lie in [{least}, {most}]", value, "leave it out")
-        for name in ("connect_timeout_s", "read_timeout_s", "timeout_s", "max_answer_mb"):
+        for name in ("connect_timeout_s", "read_timeout_s", "timeout_s"):
             value = getattr(self, name)
             require(0 < value < float("inf"), f"{name} must be > 0 and finite", value, "leave it out")
-        for name in ("backoff_s", "max_backoff_s", "breaker_cool_down_s"):
-            value = getattr(self, name)
-            require(0 <= value < float("inf"), f"{name} must be >= 0 seconds and finite", value, "leave it out")
+        require(0 <= self.backoff_s < float("inf"), "backoff_s must be >= 0 and finite", self.backoff_s, "leave it out")
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -25,8 +25,8 @@ import numpy as np
 
 from verl_digen.require import require
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, UnusableAnswer
-from verl_digen.reward.servers.protocol import Later, Protocol, ProtocolSettings, Request
+from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer
+from verl_digen.reward.servers.protocol import Later, Protocol, ProtocolSettings
 from verl_digen.reward.servers.values import entry_of, headline, json_of, numbers_of, require_weights, shown
 from verl_digen.types import RewardInput
 

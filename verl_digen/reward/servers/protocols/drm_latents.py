@@ -25,8 +25,8 @@ from safetensors.torch import save
 
 from verl_digen.require import require
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Declined
-from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings, Request
+from verl_digen.reward.servers.answers import Answer, Declined, Request
+from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
 from verl_digen.reward.servers.values import entry_of, json_of, numbers_of, shown
 from verl_digen.types import RewardInput, SampleLatents
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer
+from verl_digen.reward.servers.answers import Answer, Request
 from verl_digen.reward.servers.jpegs import JpegSettings, jpegs_of, pickled
 from verl_digen.reward.servers.pickles import pickle_of
-from verl_digen.reward.servers.protocol import Protocol, Request
+from verl_digen.reward.servers.protocol import Protocol
 from verl_digen.reward.servers.values import entry_of, numbers_of
-from verl_digen.types import RewardInput
+from verl_digen.types import PromptRow, RewardInput
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,17 @@ class Geneval(Protocol):
 
     settings = GenevalSettings
 
+    @classmethod
+    def check_row(cls, row: PromptRow) -> None:
+        """Require GenEval's columns."""
+        meta_data(row)
+
     def request(self, batch: Sequence[RewardInput]) -> Request:
         """Encode pictures with the meta data of their prompts."""
         return pickled(
             {
                 "images": jpegs_of(batch, self.config.jpeg_quality),
-                "meta_datas": [meta_data(sample) for sample in batch],
+                "meta_datas": [meta_data(sample.row) for sample in batch],
                 "only_strict": self.config.only_strict,
             }
         )
@@ -65,13 +70,12 @@ class Geneval(Protocol):
         ]
 
 
-def meta_data(sample: RewardInput) -> dict[str, Any]:
+def meta_data(row: PromptRow) -> dict[str, Any]:
     """GenEval's meta data of a prompt.
 
     Raises:
         ValueError: its row has none.
     """
-    row = sample.row
     missing = [name for name in ("tag", "include") if name not in row.extra]
     if missing:
         raise ValueError(

@@ -9,28 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer
-from verl_digen.reward.servers.jpegs import JpegSettings, jpegs_of, pickled
-from verl_digen.reward.servers.pickles import pickle_of
-from verl_digen.reward.servers.protocol import Protocol, Request
-from verl_digen.reward.servers.values import entry_of, numbers_of
+from verl_digen.reward.servers.answers import Request
+from verl_digen.reward.servers.jpegs import jpegs_of, pickled
+from verl_digen.reward.servers.protocols.flow_grpo_deqa import Deqa
 from verl_digen.types import RewardInput
 
 
-class UnifiedRewardRemote(Protocol):
-    """See the module."""
-
-    settings = JpegSettings
+class UnifiedRewardRemote(Deqa):
+    """See the module; an answer is as DeQA's."""
 
     def request(self, batch: Sequence[RewardInput]) -> Request:
         """Encode pictures and prompts."""
         prompts = [sample.row.text for sample in batch]
         return pickled({"images": jpegs_of(batch, self.config.jpeg_quality), "prompts": prompts})
-
-    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
-        """Read `outputs`."""
-        return [*numbers_of(entry_of(pickle_of(answer), "outputs"), len(batch), "outputs")]
 
 
 PROTOCOL = UnifiedRewardRemote

@@ -25,8 +25,8 @@ from verl_digen.inputs import source_image
 from verl_digen.require import require
 from verl_digen.reward.base import Result
 from verl_digen.reward.pictures import encoded, images_of
-from verl_digen.reward.servers.answers import Answer, Declined
-from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings, Request
+from verl_digen.reward.servers.answers import Answer, Declined, Request
+from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
 from verl_digen.reward.servers.values import entry_of, headline, json_of, list_of, number_of, require_weights
 from verl_digen.types import RewardInput
 
