@@ -21,7 +21,6 @@ from verl_digen.config import SamplingConfig
 from verl_digen.inputs import SourceImage, source_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptEncoder
-from verl_digen.models.ltx2 import PLAIN_GUIDANCE
 from verl_digen.sampling.requests import geometry_of, inputs_of
 from verl_digen.selftest import final_latents, images_read_at, load_pipeline, pictures_of, size_of
 from verl_digen.types import Condition, Geometry
@@ -58,6 +57,8 @@ def cfg_from_zero(scale: float) -> dict[str, Any]:
 
 def one_scale_for_both_parts(scale: float) -> dict[str, Any]:
     """Arguments of LTX-2's pipeline, with its other guidance off."""
+    from verl_digen.models.ltx2 import PLAIN_GUIDANCE  # needs transformers 5.10
+
     return plain_cfg(scale) | PLAIN_GUIDANCE | {"guidance_scale": scale, "audio_guidance_scale": scale}
 
 
