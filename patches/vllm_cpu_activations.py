@@ -4,7 +4,7 @@
 Limitation:  an activation's constructor looks up its compiled operator, even on a CPU, where it computes in PyTorch
              and never calls it. The published wheel of vLLM has no operators for a CPU.
 Effect:      without this, FLUX.1 (whose T5 has gelu_new) and Z-Image (silu_and_mul) cannot be served on a CPU.
-Affects:     vllm ==0.28.*
+Affects:     vllm >=0.28,<0.31
 Remove when: an activation that computes in PyTorch needs no operator; tests/vllm_omni/test_patches.py::
              test_an_activation_looks_up_an_operator_that_a_cpu_does_not_call fails then.
 """
@@ -16,7 +16,7 @@ from packaging.specifiers import SpecifierSet
 
 from verl_digen.patches import is_for
 
-VERSIONS = SpecifierSet("==0.28.*")
+VERSIONS = SpecifierSet(">=0.28,<0.31")
 OPERATORS = ("gelu_new", "silu_and_mul")
 
 _library: torch.library.Library | None = None

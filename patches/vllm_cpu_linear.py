@@ -5,7 +5,7 @@ Limitation:  on a CPU with AMX, linear layers in bf16 pack their weights with an
              look whether it is there (fp16 and int8, too). The published wheel has no operators for a CPU.
 Effect:      without this, a replica in bf16 does not start there: "'_OpNamespace' '_C' object has no attribute
              'convert_weight_packed'". CPUs without AMX use PyTorch's own linear layer, as all do with this.
-Affects:     vllm ==0.28.*
+Affects:     vllm >=0.28,<0.31
 Remove when: a linear layer looks whether the operator is there; tests/vllm_omni/test_patches.py::
              test_a_linear_layer_packs_weights_with_an_operator_that_may_be_missing fails then.
 """
@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from verl_digen.patches import is_for
 
-VERSIONS = SpecifierSet("==0.28.*")
+VERSIONS = SpecifierSet(">=0.28,<0.31")
 OPERATOR = "convert_weight_packed"
 
 

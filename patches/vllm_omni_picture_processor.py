@@ -6,7 +6,7 @@ Limitation:  they load transformers' Qwen2VLProcessor, whose parts for videos an
 Effect:      without this, they cannot be made with a CPU build of PyTorch, where the torchvision that vLLM installs
              cannot be imported; elsewhere torchvision resizes images, and conditions differ from those of a `diffusers`
              replica, which prepares them with PIL.
-Affects:     vllm-omni ==0.28.*
+Affects:     vllm-omni >=0.28,<0.31
 Remove when: the processor is an argument of the pipelines; tests/vllm_omni/test_patches.py::
              test_an_edit_pipeline_loads_its_own_processor fails then.
 """
@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 
 from verl_digen.patches import is_for
 
-VERSIONS = SpecifierSet("==0.28.*")
+VERSIONS = SpecifierSet(">=0.28,<0.31")
 NAME = "Qwen2VLProcessor"
 
 

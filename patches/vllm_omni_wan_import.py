@@ -5,7 +5,7 @@ Limitation:  vllm_omni.diffusion.models.wan2_2 imports its image- and speech-to-
              torchvision at module level. Image to video calls one function of it, for the image of a warm-up.
 Effect:      without this, Wan cannot be served with a CPU build of PyTorch, where the torchvision that vLLM installs
              cannot be imported and must be uninstalled.
-Affects:     vllm-omni ==0.28.*
+Affects:     vllm-omni >=0.28,<0.31
 Remove when: that package can be imported without torchvision; tests/vllm_omni/test_patches.py::
              test_importing_wan_imports_torchvision fails then.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from verl_digen.patches import is_for
 
-VERSIONS = SpecifierSet("==0.28.*")
+VERSIONS = SpecifierSet(">=0.28,<0.31")
 PIPELINES = frozenset({"WanImageToVideoPipeline", "WanPipeline"})
 """Names in vLLM-Omni's registry."""
 PACKAGE = "vllm_omni.diffusion.models.wan2_2"

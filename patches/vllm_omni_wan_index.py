@@ -5,7 +5,7 @@ Limitation:  Wan22I2VPipeline.__init__ loads a second expert if the index has th
              [null, null], too, which diffusers writes for a checkpoint of one network.
 Effect:      without this, Wan2.1 image to video as diffusers 0.35 and later save it cannot be loaded ("Cannot find any
              model weights"). The published checkpoints are older and lack the key.
-Affects:     vllm-omni ==0.28.*
+Affects:     vllm-omni >=0.28,<0.31
 Remove when: it reads the value; tests/vllm_omni/test_patches.py::test_wan_takes_a_key_without_a_part_for_a_part fails
              then.
 """
@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 from verl_digen.patches import is_for
 
-VERSIONS = SpecifierSet("==0.28.*")
+VERSIONS = SpecifierSet(">=0.28,<0.31")
 NO_PART = [None, None]
 """An index's entry for a part that the checkpoint does not have."""
 

@@ -3,7 +3,7 @@
 
 Limitation:  ZImagePipeline.__init__ builds its network with default sizes, those of the published checkpoints.
 Effect:      without this, a checkpoint of another size cannot be loaded; its first tensor has another shape.
-Affects:     vllm-omni ==0.28.*
+Affects:     vllm-omni >=0.28,<0.31
 Remove when: ZImagePipeline reads the sizes; tests/vllm_omni/test_patches.py::test_z_image_ignores_a_checkpoints_sizes
              fails then.
 """
@@ -22,7 +22,7 @@ from verl_digen.patches import is_for
 if TYPE_CHECKING:
     from vllm_omni.diffusion.data import OmniDiffusionConfig
 
-VERSIONS = SpecifierSet("==0.28.*")
+VERSIONS = SpecifierSet(">=0.28,<0.31")
 
 
 @contextmanager

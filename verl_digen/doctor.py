@@ -33,6 +33,7 @@ from packaging.requirements import Requirement
 from verl_digen.checkup import command as checkup
 from verl_digen.models.tiny import BUILDERS
 from verl_digen.require import require_one_of
+from verl_digen.rollout.vllm_omni.settings import ENGINE_PACKAGES, TESTED, are_tested
 from verl_digen.versions import SUPPORTED, outside
 
 NAME = "doctor"
@@ -244,16 +245,13 @@ def _check_vllm_omni(report: Report) -> None:
 
     if "vllm-omni" not in report.versions:
         return
-    for line in requires("verl-digen") or []:
-        requirement = Requirement(line)
-        if requirement.marker is None or not requirement.marker.evaluate({"extra": "vllm-omni"}):
-            continue
-        found = report.versions.get(requirement.name)
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
-            report.add_problem(
-                f"{requirement.name} {found or '(not installed)'} is not {requirement.specifier}, which was tested",
-                "pip install 'verl-digen[vllm-omni]'",
-            )
+    found = [report.versions.get(package) for package in ENGINE_PACKAGES]
+    if not are_tested(found):
+        report.add_problem(
+            f"vllm and vllm-omni are {' and '.join(number or '(not installed)' for number in found)}, and were "
+            f"tested as {' or '.join(TESTED)}, both the same",
+            "pip install 'verl-digen[vllm-omni]'",
+        )
     if torch.version.cuda is None:
         for name in MISFITS:
             if find_spec(name) is None:

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.long
 
 UNREACHABLE = ("Failed to fetch", "error sending request", "dns error")
 VLLM_OMNI = {"vllm": "0.28.0", "vllm-omni": "0.28.0", "torch": "2.13.0", "diffusers": "0.40.0"}
+NEWER = {**VLLM_OMNI, "vllm": "0.30.0", "vllm-omni": "0.30.0", "verl": "0.9.1"}
+OVERRIDE = Path(__file__).parents[2] / "docs" / "vllm_omni_0.30.txt"
 
 
 def ours(extra=""):
@@ -25,14 +27,14 @@ def ours(extra=""):
     ]
 
 
-def resolve(requirements, folder: Path) -> dict[str, str]:
+def resolve(requirements, folder: Path, *options: str) -> dict[str, str]:
     """Package -> version of one solution for Linux and Python 3.12."""
     (folder / "set.in").write_text("\n".join(requirements))
     uv = str(Path(sys.executable).with_name("uv"))
     done = subprocess.run(
         [
             *(uv, "pip", "compile", "--quiet", "--no-annotate", "--no-header", str(folder / "set.in")),
-            *("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28"),
+            *("--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28", *options),
         ],
         capture_output=True,
         text=True,
@@ -46,16 +48,17 @@ def resolve(requirements, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("beside", "extra", "expected"),
+    ("beside", "extra", "options", "expected"),
     [
-        ((), "", {"verl": "0.9.1"}),
-        (("verl[vllm]==0.9.1",), "", {"torch": "2.11.0", "vllm": "0.24.0"}),
-        (("verl[fsdp]==0.9.1",), "", {"torch": "2.11.0"}),
-        ((), "vllm-omni", VLLM_OMNI),
+        ((), "", (), {"verl": "0.9.1"}),
+        (("verl[vllm]==0.9.1",), "", (), {"torch": "2.11.0", "vllm": "0.24.0"}),
+        (("verl[fsdp]==0.9.1",), "", (), {"torch": "2.11.0"}),
+        ((), "vllm-omni", (), VLLM_OMNI),
+        ((), "vllm-omni", ("--override", str(OVERRIDE)), NEWER),
     ],
-    ids=["alone", "verl[vllm]", "verl[fsdp]", "vllm-omni"],
+    ids=["alone", "verl[vllm]", "verl[fsdp]", "vllm-omni", "vllm-omni 0.30"],
 )
-def test_a_set_of_the_install_page_has_a_solution(tmp_path, beside, extra, expected):
-    found = resolve([*ours(extra), *beside], tmp_path)
+def test_a_set_of_the_install_page_has_a_solution(tmp_path, beside, extra, options, expected):
+    found = resolve([*ours(extra), *beside], tmp_path, *options)
     for name, version in expected.items():
         assert found[name].partition("+")[0] == version, f"{name} {found[name]}"

@@ -3,6 +3,7 @@ import json
 
 import pytest
 
+from verl_digen import doctor
 from verl_digen.cli import main
 from verl_digen.doctor import Problem, Report, to_text
 
@@ -20,6 +21,13 @@ def test_doctor_finds_everything_in_place_here(capsys):
     assert "diffusers" in registered["replicas"]
     assert "flow_grpo" in registered["losses"]
     assert report["devices"]
+
+
+@pytest.mark.parametrize(("found", "is_tested"), [(("0.30.0", "0.30.0"), True), (("0.30.0", "0.28.0"), False)])
+def test_doctor_names_versions_of_vllm_and_vllm_omni_that_were_not_tested_together(found, is_tested):
+    doctor._check_vllm_omni(report := Report(versions=dict(zip(("vllm", "vllm-omni"), found, strict=True))))
+    said = [one.what for one in report.problems if "were tested as 0.28.0 or 0.30.0" in one.what]
+    assert len(said) == (not is_tested)
 
 
 def test_text_ends_with_problems_and_their_remedies():

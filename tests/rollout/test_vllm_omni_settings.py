@@ -9,7 +9,14 @@ import pytest
 from packaging.requirements import Requirement
 
 from verl_digen.rollout.vllm_omni import settings
-from verl_digen.rollout.vllm_omni.settings import ALLOWED, REFUSED, TESTED, check_settings, check_versions
+from verl_digen.rollout.vllm_omni.settings import (
+    ALLOWED,
+    ENGINE_PACKAGES,
+    REFUSED,
+    TESTED,
+    check_settings,
+    check_versions,
+)
 
 GOOD = {bool: True, int: 900, str: "auto"}
 
@@ -55,15 +62,21 @@ def test_no_setting_is_both_taken_and_refused():
     assert not ALLOWED.keys() & REFUSED.keys()
 
 
-def test_another_version_is_refused_with_the_tested_one_unless_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(settings, "version", dict(TESTED).__getitem__)
+@pytest.mark.parametrize("tested", TESTED)
+def test_tested_versions_may_serve(tested, monkeypatch):
+    monkeypatch.setattr(settings, "version", dict.fromkeys(ENGINE_PACKAGES, tested).__getitem__)
     check_versions(allow_untested=False)
-    monkeypatch.setattr(settings, "version", {**TESTED, "vllm-omni": "0.30.0"}.__getitem__)
-    with pytest.raises(ValueError, match=r"tested with vllm-omni==0\.28\.0 .*got '0\.30\.0'.*allow_untested"):
+
+
+@pytest.mark.parametrize("found", [("0.28.0", "0.30.0"), ("0.29.0", "0.29.0")], ids=" and ".join)
+def test_another_pair_of_versions_is_refused_with_the_tested_ones_unless_it_is_asked_for(found, monkeypatch):
+    monkeypatch.setattr(settings, "version", dict(zip(ENGINE_PACKAGES, found, strict=True)).__getitem__)
+    refused = rf"tested with vllm and vllm-omni 0\.28\.0 or 0\.30\.0, .*got '{' and '.join(found)}'.*allow_untested"
+    with pytest.raises(ValueError, match=refused):
         check_versions(allow_untested=False)
     check_versions(allow_untested=True)
 
 
-def test_the_tested_versions_are_those_that_the_extra_installs():
+def test_the_extra_installs_the_first_of_the_tested_versions():
     pinned = [Requirement(line) for line in requires("verl-digen") or [] if 'extra == "vllm-omni"' in line]
-    assert {one.name: str(one.specifier) for one in pinned} == {name: f"=={tested}" for name, tested in TESTED.items()}
+    assert {one.name: str(one.specifier) for one in pinned} == dict.fromkeys(ENGINE_PACKAGES, f"=={TESTED[0]}")

@@ -52,8 +52,10 @@ def broken(replica: Replica, spoil: Callable[[Any], None]) -> Iterator[None]:
             setattr(vLLMOmniColocateWorkerExtension, name, server.sound[name])
 
     ray.get(replica.server.__ray_call__.remote(begin))
-    yield
-    ray.get(replica.server.__ray_call__.remote(end))
+    try:
+        yield
+    finally:
+        ray.get(replica.server.__ray_call__.remote(end))
 
 
 def load_nothing(worker: Any) -> None:

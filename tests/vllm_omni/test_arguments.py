@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from verl.utils.config import omega_conf_to_dataclass
 
@@ -63,6 +65,16 @@ def test_a_given_first_frame_runs_in_the_pipeline_that_reads_the_indexs_flag(tmp
     assert made["custom_pipeline_args"]["pipeline_class"].endswith(".pipeline.RecordingWanPipeline")
     assert made["custom_pipeline_args"]["external_lib"] is None
     assert made["model_class_name"] == "WanPipeline"
+
+
+def test_an_engine_without_the_version_barrier_is_an_error(tmp_path):
+    from verl_digen.rollout.vllm_omni.arguments import OF_STAGE, check_taken
+
+    path = build_tiny("sd3", tmp_path)
+    composed, made = compose_actor_rollout(path), arguments(path)
+    taken = {name: made[name] for name in OF_STAGE} | {"engine_backend": "default"}
+    with pytest.raises(RuntimeError, match=r"engine_backend='verl_digen.*VersionedEngine' and runs with 'default'"):
+        check_taken(made, composed.rollout, omega_conf_to_dataclass(composed.model), SimpleNamespace(**taken))
 
 
 def test_a_pipeline_that_vllm_omni_lacks_is_refused_with_the_remedy(tmp_path):

@@ -16,8 +16,9 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     ChatMessage,
+    UsageInfo,
 )
-from vllm.entrypoints.openai.engine.protocol import ModelCard, ModelList, UsageInfo
+from vllm.entrypoints.openai.models.serving import ModelCard, ModelList
 
 from verl_digen.reward.judges.chat import JudgeConfig, chat_request, only_model
 from verl_digen.reward.judges.content import picture_part

@@ -13,7 +13,7 @@ from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
 from verl_digen.rollout.vllm_omni.served import require_served
-from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, check_settings
+from verl_digen.rollout.vllm_omni.settings import KEY, TESTED, check_attention, check_settings
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,10 @@ NOT_KEPT = frozenset({"init_timeout", "stage_init_timeout"})
 
 ATTENTION = "diffusion_attention_backend"
 """Short name of the setting for the attention kernel."""
+
+OF_STAGE = ("engine_backend", "num_gpus", "enable_prompt_embed_cache", "prompt_embed_cache_size")
+"""Arguments that vLLM-Omni 0.30 ignores for a pipeline with a deploy config (Wan, HunyuanVideo 1.5), unless they are
+given for its stage, too."""
 
 WAIT_PER_WINDOW = 5
 """vLLM-Omni stops waiting for a fuller batch when no request arrived for 1 / this of the maximum wait, or for 50 ms."""
@@ -54,7 +58,7 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
             f"actor_rollout_ref.rollout.tensor_model_parallel_size must be 1 on a CPU for {pipeline}, whose workers do "
             f"not answer there because vLLM-Omni runs it in one go, got {size}; set it to 1"
         )
-    return {
+    arguments: dict[str, Any] = {
         "model": model.local_path,
         "model_class_name": pipeline,  # else vLLM-Omni may take it from the folder's name
         "dtype": rollout.dtype,
@@ -79,6 +83,7 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         # not by its short name, which vLLM-Omni merges twice where a pipeline has a deploy config
         "diffusion_attention_config": {"default": {"backend": attention}},
     }
+    return arguments | {"stage_overrides": {"0": {name: arguments[name] for name in OF_STAGE}}}
 
 
 def pipeline_of_checkpoint(path: str) -> str:
@@ -87,12 +92,19 @@ def pipeline_of_checkpoint(path: str) -> str:
     return (model.spec.vllm_omni or require_served(model.pipeline)).pipeline
 
 
-def check_taken(rollout: Any, model: DiffusionModelConfig, engine_config: Any) -> None:
-    """Raise RuntimeError for a setting that vLLM-Omni silently ignored.
+def check_taken(arguments: dict[str, Any], rollout: Any, model: DiffusionModelConfig, engine_config: Any) -> None:
+    """Raise RuntimeError for an argument or a setting that vLLM-Omni silently ignored.
 
     Args:
+        arguments: those of `engine_arguments`.
         engine_config: the engine's `OmniDiffusionConfig`.
     """
+    for name in OF_STAGE:
+        if (taken := getattr(engine_config, name)) != arguments[name]:
+            raise RuntimeError(
+                f"vLLM-Omni was to run with {name}={arguments[name]!r} and runs with {taken!r}; install a version that "
+                f"was tested: {' or '.join(TESTED)}"
+            )
     extra = _extra(rollout)
     attention = check_attention(model.digen, extra.get(ATTENTION))
     for key, value in {**extra, ATTENTION: attention}.items():

@@ -35,6 +35,12 @@ from verl_digen.types import Condition, SampleLatents, SampleRequest, move_condi
 RECORDED = "digen_recorded"
 """Key of a finished request's record in vLLM-Omni's trajectory outputs."""
 
+OTHER_MODULES = (
+    "choose other actor_rollout_ref.model.target_modules, or send merged weights "
+    "(actor_rollout_ref.model.lora.merge=true)"
+)
+"""Remedy for modules of an adapter that the network has no layer for."""
+
 
 @dataclass
 class Recording:
@@ -136,8 +142,7 @@ class RecordingPipeline:
 
     def finish_recording(self, recording: Recording, output: DiffusionOutput) -> None:
         """Replace the pixels of `output` ([1, 3, H, W] or [1, 3, F, H, W] in [-1, 1]) with the record."""
-        request, pixels = recording.request, output.output
-        assert isinstance(pixels, Tensor)
+        request, pixels = recording.request, _take_pixels(output)
         trajectory = record_trajectory(
             request,
             seed=initial_seed(recording.order.run_seed, request),
@@ -184,8 +189,7 @@ class RecordingPipeline:
         if unbound:
             raise RuntimeError(
                 f"{len(unbound)} modules of the adapter have no layer in {type(self).__name__}, e.g. {unbound[0]}; "
-                "choose other actor_rollout_ref.model.target_modules, or send merged weights "
-                "(actor_rollout_ref.model.lora.merge=true)"
+                f"{OTHER_MODULES}"
             )
 
 
@@ -233,6 +237,15 @@ def _take_steps_of_kind(
         recording.latents = taken.next_sample[index : index + 1]
         recording.log_probs.append(taken.log_prob[index])
         recording.predicted = None if predicted is None else predicted.rows([index])
+
+
+def _take_pixels(output: Any) -> Tensor:
+    """Pixels of an output; vLLM-Omni 0.30 has those of Wan in `media`, which is empty afterwards."""
+    pixels = output.output
+    if "media" in vars(output) and output.media is not None:
+        pixels, output.media = output.media.video.tensor, None
+    assert isinstance(pixels, Tensor)
+    return pixels
 
 
 def _joined(rows: list[Tensor]) -> Tensor:

@@ -82,6 +82,7 @@ class RecordedSchedule:
         device: torch.device | str | None = None,
         sigmas: Any = None,
         mu: float | None = None,
+        shift: float | None = None,
     ) -> None:
         """No-op: the schedule is fixed."""
 
@@ -161,6 +162,11 @@ class RequestRecordingMixin(PrefixSharing):
         readable = [pair for pair in zip(req.requests, begun, strict=True) if isinstance(pair[1], Recording)]
         made = iter(self._denoise(readable) if readable else ())
         return [next(made) if isinstance(found, Recording) else found for found in begun]
+
+    def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Predict in fp32; in a warm-up, which the pipeline's own scheduler steps, in the network's dtype."""
+        velocity = super().predict_noise(*args, **kwargs)
+        return velocity.to(self.od_config.dtype) if self._schedule is None else velocity
 
     def _denoise(self, readable: Sequence[tuple[OmniDiffusionRequest, Recording]]) -> list[DiffusionOutput]:
         """Run the pipeline's own `forward` for requests whose recordings have begun -> their outputs, in order."""

@@ -9,7 +9,7 @@ the recorded log-probs would be those of another policy than the trainer's. A se
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
@@ -19,8 +19,9 @@ from verl_digen.require import require, require_one_of
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm_omni"
 
-TESTED = {"vllm": "0.28.0", "vllm-omni": "0.28.0"}
-"""Package -> the version that this code was tested with; setup.py pins the same."""
+ENGINE_PACKAGES = ("vllm", "vllm-omni")
+TESTED = ("0.28.0", "0.30.0")
+"""Versions, of both packages alike, that this code was tested with; setup.py pins the first."""
 
 ALLOWED: dict[str, type] = {
     "diffusion_attention_backend": str,
@@ -156,17 +157,23 @@ def check_attention(digen: DigenConfig, given: str | None) -> str:
     return OF_KERNEL[digen.rollout_attention_backend]
 
 
+def are_tested(found: Sequence[str | None]) -> bool:
+    """True if these versions of `ENGINE_PACKAGES` were tested with each other."""
+    return any(found.count(tested) == len(ENGINE_PACKAGES) for tested in TESTED)
+
+
 def check_versions(*, allow_untested: bool) -> None:
-    """Raise ValueError unless the installed versions are the tested ones.
+    """Raise ValueError unless the installed versions were tested with each other.
 
     Args:
         allow_untested: `digen.rollout.allow_untested_versions`.
     """
-    for package, tested in TESTED.items():
-        require(
-            allow_untested or version(package) == tested,
-            f"actor_rollout_ref.rollout.name=vllm_omni was tested with {package}=={tested} and uses internals of it",
-            version(package),
-            f"pip install {package}=={tested}, or run tests/vllm_omni against yours and set "
-            "digen.rollout.allow_untested_versions=true",
-        )
+    found = [version(package) for package in ENGINE_PACKAGES]
+    require(
+        allow_untested or are_tested(found),
+        f"actor_rollout_ref.rollout.name=vllm_omni was tested with vllm and vllm-omni {' or '.join(TESTED)}, both the "
+        "same, and uses internals of them",
+        " and ".join(found),
+        f"pip install vllm=={TESTED[0]} vllm-omni=={TESTED[0]}, or run tests/vllm_omni against yours and set "
+        "digen.rollout.allow_untested_versions=true",
+    )

@@ -54,6 +54,7 @@ from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.vllm_omni.full_update import FullUpdate
 from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
+from verl_digen.rollout.vllm_omni.recorder import OTHER_MODULES
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.rollout.vllm_omni.sockets import address
 from verl_digen.types import Condition
@@ -266,7 +267,12 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
                     f"vLLM-Omni kept an older adapter in place of update {published.serial} (version "
                     f"{published.version}); the old weights keep serving"
                 )
-            self.lora_manager.set_active_adapter(request)
+            try:
+                self.lora_manager.set_active_adapter(request)
+            except ValueError as error:  # of vLLM-Omni 0.30, which compares before it asks the pipeline
+                raise RuntimeError(
+                    f"modules of the adapter have no layer that takes them: {error}; {OTHER_MODULES}"
+                ) from error
             bound = self._pipeline.bound_modules
             if not modules or bound != modules:
                 raise RuntimeError(
