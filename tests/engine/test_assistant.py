@@ -141,9 +141,7 @@ def test_the_trainer_refuses_pixels_that_are_not_finite(one_rank, tiny_qwen_imag
     assistant, asked = assistant_of(make_engine(tiny_qwen_image)), requests(2)
     (vae,) = assistant._decode.modules
     next(vae.decoder.parameters()).data.fill_(torch.nan)
-    with pytest.raises(
-        ValueError, match="sample 0 of group p3 must have finite pixels, got NaN"
-    ):
+    with pytest.raises(ValueError, match="sample 0 of group p3 must have finite pixels, got NaN"):
         assistant.generate(asked, of_prompts(asked), version=VERSION)
 
 

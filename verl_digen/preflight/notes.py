@@ -9,6 +9,7 @@ from verl_digen.algorithms.solvers import FIRST_ORDER, SCHEDULERS
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.config.loss import unused_settings
 from verl_digen.data.lengths import describe_dropped
+from verl_digen.preflight.adapter import adapter_notes
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.kernels import kernel_notes
 from verl_digen.preflight.precision import precision_notes
@@ -30,6 +31,7 @@ def notes(config: DictConfig) -> list[str]:
     found += solver_notes(config, digen)
     found += kernel_notes(config)
     found += precision_notes(config, digen)
+    found += adapter_notes(config)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     if config.trainer.n_gpus_per_node % sharing:
         found.append(

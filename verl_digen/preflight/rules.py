@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from verl_digen.config.load import read_only
+from verl_digen.preflight.adapter import check_adapter
 from verl_digen.preflight.agent_loop import check_agent_loop
 from verl_digen.preflight.branches import check_branches
 from verl_digen.preflight.classes import check_classes
@@ -110,6 +111,7 @@ RULES: tuple[Rule, ...] = (
     check_kernel_model,
     check_weights,
     check_model_section,
+    check_adapter,
     check_prompts,
     check_validation,
     check_loss,

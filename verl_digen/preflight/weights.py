@@ -48,7 +48,7 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{KEY} must hold weights, but {str(folder)!r} has no *.safetensors; complete the download")
     shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(names):
-        of_file = _shapes_of(folder / name)
+        of_file = shapes_of(folder / name)
         if of_file is None:
             size = (folder / name).stat().st_size
             raise ValueError(
@@ -59,7 +59,7 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
+def shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
     """Tensors that the file's header names; None if the file's length is not what the header says."""
     size = file.stat().st_size
     with open(file, "rb") as content:
