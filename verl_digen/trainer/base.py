@@ -67,7 +67,7 @@ from verl_digen.trainer.run_output import RunOutput
 from verl_digen.trainer.step_result import StepResult, StepTimes, result_metrics, utilisation
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.utilisation import PoolDevices
-from verl_digen.trainer.validation import allow_no_prompts
+from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 from verl_digen.trainer.validation_run import Validation
 from verl_digen.trainer.watch import RewardWatch
 from verl_digen.types import PromptRow
@@ -93,6 +93,7 @@ class DiffusionTrainer(PPOTrainerSync):
 
     def __init__(self, config: Any):
         allow_no_prompts(config)
+        take_all_steps(config)
         name_splits(config)
         self.digen = digen_config(config)
         super().__init__(config)
