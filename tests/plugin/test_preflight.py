@@ -692,6 +692,17 @@ def test_the_steps_that_were_asked_for_are_taken(start, runnable, steps, is_note
     assert config.trainer.total_epochs == {"60": 60, "8": 8, "null": 4}[steps]
 
 
+def test_a_warm_up_that_is_longer_than_the_run_is_noted(start, runnable):
+    warmup = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+    said = f"{warmup}=100 is more than the 5 steps of the run: the learning rate reaches 4% of"
+    assert any(
+        note.startswith(said) for note in notes(start(*runnable, "trainer.total_training_steps=5", f"{warmup}=100"))
+    )
+    assert not any(
+        "warmup" in note for note in notes(start(*runnable, "trainer.total_training_steps=5", f"{warmup}=4"))
+    )
+
+
 def test_columns_that_hold_an_edits_images_are_named(start, runnable, tmp_path):
     rows = [{"prompt": "a", "image": "a.png", "note": "b"}] * 4
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))

@@ -90,15 +90,22 @@ def prompt_notes(digen: DigenConfig, rows: Sequence[PromptRow], image_key: str) 
 
 
 def step_notes(config: DictConfig, num_prompts: int) -> list[str]:
-    """A sentence where the steps are more passes over the prompts than the config says."""
-    steps, epochs = config.trainer.total_training_steps, config.trainer.total_epochs
+    """A sentence where the steps are more passes over the prompts than the config says, or fewer than the warm-up."""
+    given, epochs = config.trainer.total_training_steps, config.trainer.total_epochs
     per_epoch = num_prompts // config.data.train_batch_size
-    if steps is None or steps <= epochs * per_epoch:
-        return []
-    return [
-        f"trainer.total_training_steps={steps} are {-(-steps // per_epoch)} passes over data.train_files: the run "
-        f"takes them all, beyond trainer.total_epochs={epochs}"
-    ]
+    steps, optim = given or epochs * per_epoch, config.actor_rollout_ref.actor.optim
+    found = []
+    if steps > epochs * per_epoch:
+        found.append(
+            f"trainer.total_training_steps={steps} are {-(-steps // per_epoch)} passes over data.train_files: the run "
+            f"takes them all, beyond trainer.total_epochs={epochs}"
+        )
+    if (optim.lr_warmup_steps or 0) > steps:
+        found.append(
+            f"actor_rollout_ref.actor.optim.lr_warmup_steps={optim.lr_warmup_steps} is more than the {steps} steps of "
+            f"the run: the learning rate reaches {(steps - 1) / optim.lr_warmup_steps:.0%} of {optim.lr}"
+        )
+    return found
 
 
 def solver_notes(config: DictConfig, digen: DigenConfig) -> list[str]:
