@@ -151,9 +151,20 @@ def _size(reference: str, file: IO[bytes]) -> tuple[int, int]:
 
 def _opened(reference: str, content: bytes) -> Image.Image:
     try:
-        return ImageOps.exif_transpose(Image.open(io.BytesIO(content))).convert("RGB")
+        return _in_8_bits(ImageOps.exif_transpose(Image.open(io.BytesIO(content)))).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _unreadable(reference, error) from error
+
+
+def _in_8_bits(picture: Image.Image) -> Image.Image:
+    """The picture, with grey values of 16 or 32 bits, or floats in [0, 1], scaled; Pillow would cut them at 255."""
+    if not picture.mode.startswith(("I", "F")):
+        return picture
+    values = np.asarray(picture)
+    most = 1.0 if picture.mode == "F" else 255 if picture.mode == "I" and values.max() <= 255 else 65535
+    if not (values.min() >= 0 and values.max() <= most):  # NaN fails both
+        raise ValueError(f"its grey values must lie in [0, {most:g}], got {values.min():g} to {values.max():g}")
+    return Image.fromarray(np.round(values * (255 / most)).astype(np.uint8))
 
 
 def _unreadable(reference: str, error: Exception) -> ValueError:

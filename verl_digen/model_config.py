@@ -42,6 +42,9 @@ MODEL_TYPE = "diffusion_model"
 LORA_KEYS = frozenset({"rank", "alpha", "merge"})
 """Allowed keys of `actor_rollout_ref.model.lora`."""
 
+KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of peft's `init_lora_weights` that leave the base's weights as they are."""
+
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """peft's name for an adapter's config file."""
 
@@ -103,10 +106,9 @@ class DiffusionModelConfig(BaseConfig):
     """Module-name suffixes LoRA wraps, or one regex; null takes the model's own list."""
     exclude_modules: Any = None
     """Modules LoRA leaves alone, as for `target_modules`."""
-    target_parameters: list[str] | None = None
-    """Parameters LoRA adapts directly; they cannot be merged or sent to a replica."""
     lora_adapter_path: str | None = None
-    """peft folder of an adapter to continue training; its rank and alpha apply. The KL reference is the bare model."""
+    """peft folder of an adapter to continue training; its rank and alpha apply, its dropout does not. The KL reference
+    is the bare model."""
 
     # -- read by verl, without meaning here ---------------------------------------------------------------
     model_type: str = MODEL_TYPE
@@ -190,6 +192,8 @@ class DiffusionModelConfig(BaseConfig):
     def _settle_lora(self) -> None:
         """Reduce verl's spellings and a given adapter to `lora_rank` and `lora_alpha`."""
         self.lora = dict(self.lora)
+        given = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
+        given |= {f"lora.{name}": self.lora.get(name) for name in ("alpha", "merge")}
         unknown = sorted(self.lora.keys() - LORA_KEYS)
         _require(
             not unknown,
@@ -216,13 +220,21 @@ class DiffusionModelConfig(BaseConfig):
             self.lora_rank, self.lora_alpha = nested, self.lora["alpha"]
         if self.lora_adapter_path is not None:
             self._adopt_adapter(self.lora_adapter_path)
-        _require(self.lora_alpha > 0, "lora_alpha must be > 0", self.lora_alpha, "twice the rank is usual")
         _require(
             self.target_modules is None or isinstance(self.target_modules, str) or _are_names(self.target_modules),
             "target_modules must be null, a regex, or a list of module-name suffixes",
             self.target_modules,
             "null takes the model's own list",
         )
+        if self.lora_rank == 0:
+            for key, value in given.items():
+                _require(
+                    not value,
+                    f"{key} must be left out with lora_rank=0, which trains all weights and no adapter",
+                    value,
+                    "set actor_rollout_ref.model.lora_rank, e.g. 32",
+                )
+        _require(self.lora_alpha > 0, "lora_alpha must be > 0", self.lora_alpha, "twice the rank is usual")
 
     def _adopt_adapter(self, adapter_path: str) -> None:
         self.lora_adapter_path = copy_to_local(os.path.expanduser(adapter_path), use_shm=self.use_shm)
@@ -240,6 +252,16 @@ class DiffusionModelConfig(BaseConfig):
             f"lora_adapter_path must hold a {ADAPTER_CONFIG_NAME} with r and lora_alpha",
             f"one without {missing}",
             "save it with peft",
+        )
+        kind = saved.get("peft_type", "LORA")
+        _require(kind == "LORA", "lora_adapter_path must hold a LoRA adapter", kind, "choose another one")
+        start = saved.get("init_lora_weights", True)
+        _require(
+            start in KEEPS_BASE,
+            f"lora_adapter_path must hold an adapter that leaves its base alone, and init_lora_weights={start} changes "
+            "the base's weights, which replicas and the KL reference keep",
+            adapter_path,
+            "convert it with peft's `path_initial_model_for_weight_conversion`",
         )
         _require(
             self.lora_rank in (0, saved["r"]),
@@ -268,18 +290,19 @@ class DiffusionModelConfig(BaseConfig):
 
         if self.lora_adapter_path is not None:
             config = PeftConfig.from_pretrained(self.lora_adapter_path)
-            assert isinstance(config, LoraConfig)
+            assert isinstance(config, LoraConfig)  # `_adopt_adapter` requires it
             config.inference_mode = False
+            config.lora_dropout = 0.0  # replicas draw without: log-probs of the trainer would be others
+            config.init_lora_weights = True  # its weights are loaded
             return config
         targets = self.target_modules
-        if targets is None and self.target_parameters is None:
+        if targets is None:
             targets = list(load_model(self.local_path).spec.lora_targets)
         return LoraConfig(
             r=self.lora_rank,
             lora_alpha=self.lora_alpha,
-            target_modules=targets if targets is None or isinstance(targets, str) else list(targets),
+            target_modules=targets if isinstance(targets, str) else list(targets),
             exclude_modules=self.exclude_modules,
-            target_parameters=self.target_parameters,
             bias="none",
         )
 

@@ -81,12 +81,8 @@ def test_loss_kl_and_gradient_agree_with_flow_grpo():
     log_prob = oracle["log_prob_new"].requires_grad_()
     inputs = {"log_prob": log_prob, "old_log_prob": oracle["log_prob_old"], "advantage": oracle["advantages"]}
     policy = policy_loss("flow_grpo", inputs, ClipConfig(clip_range=1e-4, advantage_clip=5.0))
-    sqrt_dt, s = oracle["sqrt_dt"].flatten(), oracle["std_dev_t"].flatten()
-    steps = {"sigma": sqrt_dt.square(), "sigma_next": torch.zeros_like(sqrt_dt)}
-    kl = kl_loss(
-        "flow_grpo",
-        {"mean": oracle["mean"], "reference_mean": oracle["mean_ref"], "std": s * sqrt_dt} | steps,
-    )
+    means = {"mean": oracle["mean"], "reference_mean": oracle["mean_ref"]}
+    kl = kl_loss("flow_grpo", means | {"noise_rate": oracle["std_dev_t"].flatten()})
     exact = dict(rtol=1e-6, atol=0.0)
     torch.testing.assert_close(policy.loss, expected["policy_loss"].squeeze(), **exact)
     torch.testing.assert_close(kl.loss, expected["kl_loss"].squeeze(), **exact)
@@ -287,9 +283,8 @@ def test_kl_kinds_are_what_their_formulas_say():
     inputs = some_inputs(4)
     double = {name: tensor.double() for name, tensor in inputs.items()}
     of_means = (double["mean"] - double["reference_mean"]).square().flatten(1).mean(1)
-    s = double["std"] / (double["sigma"] - double["sigma_next"]).sqrt()
     expected = {
-        "flow_grpo": (of_means / (2 * s**2)).mean(),
+        "flow_grpo": (of_means / (2 * double["noise_rate"] ** 2)).mean(),
         "exact": (of_means / (2 * double["std"] ** 2)).mean(),
         "velocity": (double["velocity"] - double["reference_velocity"]).square().mean(),
         "longcat": (of_means / (2 * double["std"] ** 2) / (0.5 - double["sigma_next"])).mean(),  # sigma 0.5

@@ -131,6 +131,11 @@ def test_comma_separated_values_are_read_with_quotes_line_breaks_and_a_byte_orde
     [
         ("a.tsv", "prompt\ttag\na cat, a dog\tx\n", ["a cat, a dog"]),
         ("a.tsv", 'prompt\nA sign "Hi" here\n', ['A sign "Hi" here']),  # a quote inside a text is a letter
+        ("a.tsv", 'prompt\ttag\n"G O" on a wall\tx\na "cat\ty\n', ['"G O" on a wall', 'a "cat']),
+        ("a.tsv", 'prompt\ttag\n"a\tx\ncat"\ty\n', ['"a', 'cat"']),
+        ("a.tsv", 'prompt\ttag\n"a ""big"" cat"\tx\n', ['a "big" cat']),
+        ("a.tsv", 'prompt\ttag\n"two\nlines"\tx\n', ["two\nlines"]),
+        ("a.csv", "prompt,meta\na cat," + "x" * 200_000 + "\n", ["a cat"]),
         ("a.CSV", ",prompt\n0,a cat\n1,a dog\n", ["a cat", "a dog"]),  # the index that pandas writes
         ("a.csv", " prompt , tag \n a cat ,x\n", [" a cat "]),
         ("a.csv", "prompt\r007\r", ["007"]),

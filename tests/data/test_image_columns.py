@@ -6,6 +6,7 @@ import json
 import logging
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 from verl_digen import image_tables
 from verl_digen.data.prompts import Columns, read_prompts
 from verl_digen.hub import HubName
-from verl_digen.inputs import MAX_PIXELS, source_image
+from verl_digen.inputs import MAX_PIXELS, read_images, source_image
 
 COLOURS = ["red", "green", "blue", "white", "black"]
 
@@ -175,3 +176,48 @@ def test_an_image_is_as_large_as_it_is_shown_and_not_too_large(tmp_path):
     Image.new("1", (10_001, 10_000)).save(tmp_path / "large.png")
     with pytest.raises(ValueError, match=rf"at most {MAX_PIXELS} pixels, but '.*large.png' has 10001 x 10000; make"):
         source_image(str(tmp_path / "large.png"))
+
+
+@pytest.mark.parametrize("kind", ["struct", "list"])
+def test_images_in_other_fields_than_the_hubs_are_refused_when_they_are_read(tmp_path, kind):
+    other = {"image": "a.png"} if kind == "struct" else [{"image": "a.png"}]
+    pyarrow.parquet.write_table(pa.table({"prompt": ["a"], "images": [other]}), tmp_path / "a.parquet")
+    rule = r"data.train_files: images of .*a.parquet' must have images as the fields bytes and path, .* got \['image'\]"
+    with pytest.raises(ValueError, match=rule):
+        read_prompts(str(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize("given", ["https://host/a.png", "file:///a.png", "data:image/png;base64," + "A" * 4000])
+def test_an_image_is_a_file_and_no_address(tmp_path, given):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "images": [given]}))
+    with pytest.raises(
+        ValueError, match=r"must have images that are files, got .*; write the pictures to files"
+    ) as told:
+        read_prompts(str(tmp_path / "a.jsonl"))
+    assert len(str(told.value)) < 400
+
+
+RAMP = np.tile(np.linspace(0, 1, 64, dtype=np.float32), (64, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("a.png", np.round(RAMP * 65535).astype(np.uint16)),
+        ("a.tif", np.round(RAMP * 65535).astype(np.uint16)),
+        ("b.tif", np.round(RAMP * 65535).astype(np.int32)),
+        ("c.tif", np.round(RAMP * 255).astype(np.int32)),
+        ("d.tif", RAMP),
+    ],
+)
+def test_grey_values_of_more_than_8_bits_are_scaled(tmp_path, name, values):
+    Image.fromarray(values).save(tmp_path / name)
+    (picture,) = read_images([str(tmp_path / name)])
+    assert np.abs(np.asarray(picture) - RAMP[..., None] * 255).max() <= 1
+
+
+@pytest.mark.parametrize("values", [RAMP * 255, RAMP - 1, np.full((4, 4), np.nan, np.float32)])
+def test_floats_of_another_range_are_refused(tmp_path, values):
+    Image.fromarray(values).save(tmp_path / "a.tif")
+    with pytest.raises(ValueError, match=r"its grey values must lie in \[0, 1\], got"):
+        read_images([str(tmp_path / "a.tif")])

@@ -151,7 +151,6 @@ def test_the_prompt_of_a_chat_is_its_users_last_message(tmp_path):
         ),
         ("ragged.tsv", "prompt\ta\nx\ty\tz\n", "got 3; put quotes around a text with tabs"),
         ("open.csv", 'prompt\n"a cat\n', "with quotes in pairs, but line 2 is not (unexpected end of data)"),
-        ("long.csv", 'prompt\n"' + "a" * 200_000 + '"\n', "but line 2 is not (field larger than field limit"),
         (
             "twice.csv",
             "prompt,tag,tag\na,b,c\n",
@@ -275,3 +274,16 @@ def test_the_dataset_warns_of_what_it_leaves_out_and_refuses_to_be_empty(tmp_pat
     (tmp_path / "p.txt").write_text("red " * 600)
     with pytest.raises(ValueError, match="must hold a prompt that the model reads to its end, got none"):
         DiffusionPromptDataset(str(tmp_path / "p.txt"), config=config)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".json", ".csv", ".parquet", ".txt.gz"])
+@pytest.mark.parametrize(
+    ("content", "said"), [(POINTER, "a pointer of Git LFS; fetch"), ("\ufeff\n<!DOCTYPE html><html>", "a page of HTML")]
+)
+def test_what_a_download_left_in_place_of_a_file_is_refused(tmp_path, suffix, content, said):
+    (tmp_path / f"a{suffix}").write_text(content)
+    with pytest.raises(ValueError, match=f"must name files of prompts, got .*, which is {said}"):
+        read_prompts(str(tmp_path / f"a{suffix}"))

@@ -137,6 +137,14 @@ def test_the_trainer_refuses_latents_that_are_not_finite(one_rank, tiny_qwen_ima
         assistant.generate(asked, conditions, version=VERSION)
 
 
+def test_the_trainer_refuses_pixels_that_are_not_finite(one_rank, tiny_qwen_image):
+    assistant, asked = assistant_of(make_engine(tiny_qwen_image)), requests(2)
+    (vae,) = assistant._decode.modules
+    next(vae.decoder.parameters()).data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="sample 0 of group p3 must have finite pixels, got NaN"):
+        assistant.generate(asked, of_prompts(asked), version=VERSION)
+
+
 def test_a_later_assist_of_the_group_begins_at_its_window_under_the_same_version_alone(one_rank, tiny_qwen_image):
     engine = make_engine(tiny_qwen_image)
     assistant = assistant_of(engine)

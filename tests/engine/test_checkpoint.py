@@ -115,6 +115,21 @@ def test_only_the_latest_are_kept(tiny_qwen_image: Path, tmp_path: Path):
     assert [(tmp_path / f"step_{step}" / "actor").exists() for step in (1, 2, 3)] == [False, True, True]
 
 
+def test_checkpoints_of_the_start_before_count_in_the_same_run(tiny_qwen_image: Path, tmp_path: Path):
+    def start(run: str, *steps: int, resumed: Path | None = None) -> list[int]:
+        engine = make_engine(tiny_qwen_image)
+        if resumed is not None:
+            engine.load_checkpoint(str(resumed), del_local_after_load=False)
+        for step in steps:
+            engine.save_checkpoint(str(tmp_path / run / f"step_{step}" / "actor"), max_ckpt_to_keep=2)
+        return sorted(int(path.parent.name[5:]) for path in (tmp_path / run).glob("step_*/actor"))
+
+    assert start("run", 8, 9, 10) == [9, 10]
+    assert start("run", 11, resumed=tmp_path / "run" / "step_10" / "actor") == [10, 11]
+    assert start("other", 11, resumed=tmp_path / "run" / "step_11" / "actor") == [11]
+    assert start("run") == [10, 11], "a run elsewhere leaves them"
+
+
 def test_a_kept_checkpoint_stays_and_does_not_count(tiny_qwen_image: Path, tmp_path: Path):
     engine = make_engine(tiny_qwen_image)
 

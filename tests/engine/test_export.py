@@ -142,7 +142,7 @@ def test_adapter_that_cannot_be_merged_is_refused(tiny_qwen_image: Path):
     config.use_dora = True
     engine.module = get_peft_model(plain_transformer(tiny_qwen_image), config)
     with pytest.raises(
-        ValueError, match=r"lora.merge=true needs plain LoRA on linear layers, got Linear around img_in"
+        ValueError, match=r"lora.merge=true needs plain LoRA on linear layers, got Linear with DoRA around img_in"
     ):
         weights(engine)
 

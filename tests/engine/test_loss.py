@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.harness import SAMPLING
 from verl_digen.algorithms.metric import Metric, combine_tiles, combine_updates, numbers
-from verl_digen.algorithms.sde import SdeStep
-from verl_digen.config import DigenConfig, KlConfig
+from verl_digen.algorithms.sde import LAWS, SdeStep, sde_step
+from verl_digen.config import DigenConfig, KlConfig, SdeConfig
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
 from verl_digen.engine.policies import Evaluated
 from verl_digen.types import TrainingRows, Transitions
@@ -83,6 +85,58 @@ def test_kl_is_weighed_and_added():
     assert with_kl.fixed is not None and without.fixed is None
     assert with_kl.fixed.item() == pytest.approx(0.1 * kl, rel=1e-5)
     assert (with_kl.total - without.total).item() == pytest.approx(0.1 * kl, rel=1e-5)
+
+
+def spread(law: str, sigma: float, sigma_next: float, eta: float) -> tuple[float, float]:
+    """(std of x', noise rate) of a step, in fp64 by each law's own formula."""
+    root = math.sqrt(sigma - sigma_next)
+    rate = eta * math.sqrt(sigma / (1 - sigma))
+    if law == "cps":
+        std = sigma_next * math.sin(eta * math.pi / 2)
+        return std, std
+    rate = {"flow": rate, "flow_clipped": min(rate, 0.45 / root), "dance": eta}[law]
+    return rate * root, rate
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_divergences_are_divided_by_the_spread_of_their_law(law):
+    """Policies of constant velocities 0.3 and 0.1 on steps that the sampler's own kernel takes; all in fp64 by hand."""
+    steps = [(0.95, 0.5), (0.8, 0.7), (0.6, 0.1)]
+    sigma, following = (torch.tensor(each) for each in zip(*steps, strict=True))
+    rows = replace(make_rows((1.0, 1.0, 1.0)), sigmas=sigma, sampling=replace(SAMPLING, law=law, noise_level=0.8))
+    assert isinstance(rows.point, Transitions)
+    rows = replace(rows, point=replace(rows.point, next_sigmas=following))
+    taken, other = (
+        sde_step(
+            torch.full((3, 2), velocity), torch.full((3, 2), 0.4), sigma, following,
+            law=law, noise_level=0.8, sigma_max=0.9, next_sample=torch.zeros(3, 2),
+        )
+        for velocity in (0.3, 0.1)
+    )  # fmt: skip
+    square = (taken.mean - other.mean).double()[:, 0].square().tolist()
+    by_std, by_rate = (
+        sum(each / (2 * spread(law, *step, 0.8)[place] ** 2) for each, step in zip(square, steps, strict=True)) / 3
+        for place in (0, 1)
+    )
+    outputs = {"mean": other.mean, "velocity": torch.full((3, 2), 0.1), "log_prob": other.log_prob}
+    others = {"reference": outputs, "teacher": outputs, "old": outputs}
+
+    def metric(name: str, **digen: Any) -> float:
+        loss = DiffusionLoss(DigenConfig(sde=SdeConfig(law=law), **digen))
+        return loss(Evaluated(torch.full((3, 2), 0.3), taken), others, rows, None, 3).metrics[name].value.item()
+
+    assert metric("kl", kl=KlConfig(0.1, "flow_grpo")) == pytest.approx(by_rate, rel=1e-5)
+    assert metric("kl", kl=KlConfig(0.1, "exact")) == pytest.approx(by_std, rel=1e-5)
+    assert metric("teacher_kl", loss={"name": "opd"}) == pytest.approx(by_rate, rel=1e-5)
+    assert metric("divergence", loss={"name": "flow_dppo"}) == pytest.approx(by_std, rel=1e-5)
+    if law == "flow":
+        assert metric("ratio_drift", loss={"name": "grpo_guard"}) == pytest.approx(by_std, rel=1e-5)
+
+
+@pytest.mark.parametrize("law", ["dance", "cps"])
+def test_longcats_kl_is_refused_with_laws_that_its_weight_does_not_fit(law):
+    with pytest.raises(ValueError, match=r"digen.sde.law must be flow or flow_clipped with digen.kl.kind=longcat, got"):
+        DigenConfig(sde=SdeConfig(law=law), kl=KlConfig(coef=0.1, kind="longcat"))
 
 
 def test_longcats_weights_are_made_of_the_rows_own_schedule():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import wave
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageSequence
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.harness import LORA, make_engine, perturb, process_group
@@ -109,6 +111,15 @@ def test_pictures_are_those_of_validation(saved, policy: str, prompts: Path, tmp
     for path in expected:
         assert abs(pixels(out / path.name) - pixels(path)).max() <= 1, path.name
     assert abs(pixels(expected[0]) - pixels(expected[1])).max() > 8, "samples of a prompt have noise of their own"
+
+
+def test_pixels_that_are_not_finite_are_no_picture(saved, tiny_qwen_image: Path, tmp_path: Path, capsys):
+    broken, out = tmp_path / "broken", tmp_path / "out"
+    shutil.copytree(tiny_qwen_image, broken)
+    (file,) = (broken / "vae").glob("*.safetensors")
+    save_file({name: value.fill_(torch.nan) for name, value in load_file(file).items()}, file)
+    assert digen("sample", saved[0], "--base", broken, "--prompt", "a circle", "--output", out) == 2
+    assert "of group val-00000 must have finite pixels, got NaN" in capsys.readouterr().err and not out.exists()
 
 
 def test_videos_have_the_sound_of_validation(tiny_ltx2: Path, prompts: Path, tmp_path: Path):

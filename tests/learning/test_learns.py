@@ -85,7 +85,7 @@ class Run:
         with self.engine.assisting() as module:
             sampler = Sampler(self.engine.model, module, run_seed=self.seed, device="cpu", latents_dtype=torch.float32)
             trajectories, latents = sampler.sample(requests, conditions, None, version=number)
-        pixels = self.decode(latents, SAMPLING.geometry)
+        pixels = self.decode(latents, SAMPLING.geometry).pixels
         columns = {
             name: torch.stack([trajectory.record.columns()[name] for trajectory in trajectories])
             for name in trajectories[0].record.columns()

@@ -138,7 +138,7 @@ def test_a_pictures_latents_are_those_of_the_diffusers_pipeline(loaded: Loaded, 
     assert latents.shape == (2, *loaded.model.latent_shape(PICTURE)) and latents.std() > 0.1
     torch.testing.assert_close(latents, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(torch.cat([decoder.encode(one) for one in pixels.split(1)]), latents, atol=1e-5, rtol=0)
-    assert decoder(latents, PICTURE).shape == pixels.shape
+    assert decoder(latents, PICTURE).pixels.shape == pixels.shape
 
 
 def test_a_video_has_the_latents_that_its_size_says(loaded: Loaded) -> None:
@@ -151,12 +151,20 @@ def test_a_video_has_the_latents_that_its_size_says(loaded: Loaded) -> None:
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
         latents = decoder.encode(pixels)
         assert latents.shape == (1, *loaded.model.latent_shape(geometry))
-        assert decoder(latents, geometry).shape == shape
+        assert decoder(latents, geometry).pixels.shape == shape
 
 
 def test_pixels_come_back_from_the_range_of_the_vae() -> None:
     pixels = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16, 1).expand(1, 16, 16, 3)
-    assert torch.equal(to_pixels(from_pixels(pixels, CPU, FLOAT)), pixels)
+    assert torch.equal(to_pixels(from_pixels(pixels, CPU, FLOAT)).pixels, pixels)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 8, 8), (4, 3, 2, 8, 8)], ids=["pictures", "videos"])
+def test_one_value_that_is_not_finite_marks_its_picture(shape: tuple[int, ...]) -> None:
+    frames = torch.full(shape, 6e4, dtype=torch.float16)
+    for row, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        frames[row].view(-1)[77] = value
+    assert to_pixels(frames).is_finite.tolist() == [False, False, False, True]
 
 
 @pytest.mark.parametrize("size", [(96, 64), (192, 128), (200, 64), (96, 300), (48, 32)], ids=str)

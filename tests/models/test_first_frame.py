@@ -105,7 +105,7 @@ def test_one_checkpoint_makes_both_kinds_of_videos_as_both_pipelines_do(
     expected = pipeline(prompt=TEXT, output_type="latent", **given)[0]
     torch.testing.assert_close(whole, expected, atol=1e-5, rtol=0)
     frames = torch.as_tensor(pipeline(prompt=TEXT, output_type="np", **given)[0])
-    pixels = model.load_decoder(torch.float32, CPU)(whole, geometry)
+    pixels = model.load_decoder(torch.float32, CPU)(whole, geometry).pixels
     assert pixels.shape == frames.shape == (1, 9, geometry.height_px, geometry.width_px, 3)
     assert (pixels.float() - frames * 255).abs().max() < 0.5 + 0.02
 

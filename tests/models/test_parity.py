@@ -28,6 +28,7 @@ from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import MODELS, load_model
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.loaded import Decoded
 from verl_digen.models.locate import CONFIG_FILES
 from verl_digen.models.pixels import decode_in, in_batches
 from verl_digen.models.tiny.vae import image_vae
@@ -120,8 +121,9 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(loaded: Loaded, size: in
         return
     decode = loaded.model.load_decoder(torch.float32, CPU)
     latents = loaded.model.completed(latents, conditions(loaded, scale, geometry)[0])
-    pixels = decode(latents, geometry)
-    gap = (in_batches(decode, latents, geometry, 1).int() - pixels.int()).abs()
+    pixels, is_finite = decode(latents, geometry)
+    assert is_finite.tolist() == [True, True]
+    gap = (in_batches(decode, latents, geometry, 1).pixels.int() - pixels.int()).abs()
     assert (
         gap.max() <= 1 and gap.count_nonzero() <= 2e-3 * gap.numel()
     )  # a batch of another size is summed in another order
@@ -136,11 +138,11 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(loaded: Loaded, size: in
 def test_at_most_so_many_pictures_are_decoded_together() -> None:
     sizes = []
 
-    def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+    def decode(latents: Tensor, geometry: Geometry) -> Decoded:
         sizes.append(len(latents))
-        return latents.to(torch.uint8)
+        return Decoded(latents.to(torch.uint8), latents >= 0)
 
-    assert in_batches(decode, torch.arange(7), Geometry(16, 16), 3).tolist() == list(range(7))
+    assert in_batches(decode, torch.arange(7), Geometry(16, 16), 3).pixels.tolist() == list(range(7))
     assert sizes == [3, 3, 1]
 
 

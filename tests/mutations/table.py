@@ -120,7 +120,7 @@ ALGORITHMS: tuple[Line, ...] = (
     ("dpm2.second_order", result("0 * result"), "dpm2 is of first order", "solvers"),
     ("rows.mean", swap("self.num_rows", "self.is_row.sum()"), "a tile's mean is over its own rows", "losses"),
     ("rows.mean", result("per_row.sum() / self.num_rows"), "padding rows add to a loss", "losses"),
-    ("kl._flow_grpo", swap("*", "/"), "flow_grpo's KL grows with the step", "losses"),
+    ("kl._flow_grpo", result("_exact(rows)"), "flow_grpo's KL is that of the step's std", "losses"),
     ("ratio.ppo_clip", swap("torch.maximum", "torch.minimum"), "the clip takes the better of two", "losses"),
     ("ratio.clamped_advantage", result("rows['advantage']"), "advantages are not clamped", "losses"),
     ("ratio.ratio_of", result("log_ratio.exp()"), "an extreme ratio is infinite", "losses"),
@@ -172,6 +172,7 @@ ENGINE: tuple[Line, ...] = (
     ("gradients.exchanged", drop("put", 2), "a gradient that was moved aside does not come back"),
     ("gradients.reduce_pending", skip(), "what no backward reduced is never reduced"),
     ("loss.total", result("self.scaled"), "the KL term is not trained"),
+    ("loss._noise_rate", swap("rows.sampling.law", "'flow'"), "KL terms of cps are those of an SDE", ": spread"),
     ("loss.__call__", given(clamps="True"), "advantages that are still to be divided are clamped"),
     (
         "logical_batch.__init__",

@@ -95,6 +95,8 @@ def test_a_resumed_run_continues_the_metrics_file_without_repeating_steps(tmp_pa
     first.keep_until(0)
     for step in (1, 2, 3):
         first.append(step, {"reward/mean": step / 10, "note": "text stays out", "array": np.float32(1)})
+    with open(path, "a") as file:
+        file.write('{"step": 4, "rew')  # the disk was full
     resumed = MetricsFile(path)
     resumed.keep_until(2)
     resumed.append(3, {"reward/mean": 0.9})

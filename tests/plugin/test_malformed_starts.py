@@ -222,6 +222,16 @@ def _shard_missing(network):
     (network / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
 
 
+def _renamed(name, content=None):
+    def damage(network):
+        (file,) = network.glob("*.safetensors")
+        file.rename(network / name)
+        if content is not None:
+            (network / name).write_bytes(content)
+
+    return damage
+
+
 def _with_config(**changed):
     def damage(network):
         config = json.loads((network / "config.json").read_text())
@@ -241,6 +251,9 @@ def _with_config(**changed):
         (_with_weights(lambda data: data[:-1]), "was cut short; download it again"),
         (_with_weights(lambda data: b"\x04\0\0\0\0\0\0\0junk"), "with 12 bytes, which was cut short"),
         (_shard_missing, "lacks model-00001.safetensors; complete the download"),
+        (_with_config(quantization_config={"quant_method": "bitsandbytes"}), "weights that train, but"),
+        (_renamed("diffusion_pytorch_model.fp16.safetensors"), "weights without a variant in the names of their files"),
+        (_renamed("diffusion_pytorch_model.bin", b"version https://git-lfs"), "with 23 bytes, which was cut short"),
     ],
 )
 def test_weights_that_are_not_whole_are_told_before_they_are_loaded(start, runnable, tmp_path, damage, found):
@@ -249,6 +262,37 @@ def test_weights_that_are_not_whole_are_told_before_they_are_loaded(start, runna
     damage(path / "transformer")
     said = said_of(start, *runnable, f"actor_rollout_ref.model.path={path}")
     assert said is not None and said.startswith("actor_rollout_ref.model.path must hold") and found in said
+
+
+@pytest.mark.parametrize("part", ["vae", "text_encoder"])
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (_with_weights(lambda data: data[:1000]), "with 1000 bytes, which was cut short"),
+        (_with_weights(None), "has no *.safetensors"),
+        (_renamed("model.fp16.safetensors"), "weights without a variant"),
+    ],
+)
+def test_other_parts_of_a_checkpoint_are_looked_at_too(start, runnable, tmp_path, part, damage, found):
+    path = tmp_path / "checkpoint"
+    shutil.copytree(runnable[1].partition("=")[2], path)
+    damage(path / part)
+    said = said_of(start, *runnable, f"actor_rollout_ref.model.path={path}")
+    assert said is not None and said.startswith("actor_rollout_ref.model.path must hold") and found in said
+
+
+@pytest.mark.parametrize("name", ["mlflow", "[console,swanlab]", "vemlp_wandb"])
+def test_a_tracker_that_is_not_installed_is_told(start, runnable, monkeypatch, name):
+    monkeypatch.setattr("verl_digen.preflight.machine.find_spec", lambda package: None)
+    said = said_of(start, *runnable, f"trainer.logger={name}")
+    assert said is not None and "trainer.logger must name trackers that are installed, and" in said
+
+
+def test_resources_of_one_machine_are_refused_in_a_cluster(start, runnable, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    said = said_of(start, *runnable)
+    assert said is not None and "ray_kwargs.ray_init.num_cpus and ray_kwargs.ray_init.num_gpus must be null" in said
+    assert said_of(start, *runnable, "ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.num_gpus=null") is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.models.published import checkpoint_folder
+from verl_digen.preflight.effect import effect_problems
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.machine import check_cpus, require_devices, reserved_cpus
 from verl_digen.preflight.model import check_model
@@ -25,7 +26,7 @@ from verl_digen.preflight.notes import notes
 from verl_digen.preflight.plannable import check_plannable
 from verl_digen.preflight.precision import check_precision
 from verl_digen.preflight.verl_keys import check_digen
-from verl_digen.trainer.validation import allow_no_prompts
+from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 
 pytestmark = pytest.mark.slow
 
@@ -638,3 +639,73 @@ def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatc
     ]
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert joins_cluster(None)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (["digen.ema.max_decay=0.99"], "digen.ema.max_decay must be 0.9 with digen.ema.enable=false"),
+        (["digen.ema.every_steps=2"], "digen.ema.every_steps must be 8 with digen.ema.enable=false"),
+        (["digen.kl.kind=velocity"], "digen.kl.kind must be flow_grpo with digen.kl.coef=0"),
+        (["digen.sampling.sa_high=0.5"], "digen.sampling.sa_high must be 0.9 without digen.sampling.solver=sa"),
+        (["digen.reward.custom_weight=2"], "digen.reward.custom_weight must be 1.0 without a reward function of your"),
+        (["digen.kl.kind=velocity", "digen.kl.coef=0.1"], None),
+        (["digen.ema.max_decay=0.99", "digen.ema.enable=true"], None),
+    ],
+)
+def test_keys_that_a_switch_leaves_unread_are_refused(start, runnable, typed, message):
+    found = effect_problems(start(*runnable, *typed))
+    assert [message in problem for problem in found] == ([True] if message else [])
+
+
+@pytest.mark.parametrize("recipe", ["digen_wan2_1+longcat", "digen_sd3+dgpo", "digen_sd3", "digen_flux+awm"])
+@pytest.mark.parametrize(
+    "off", ["digen.kl.coef=0", "digen.ema.enable=false digen.ema.validate=false", "digen.sampling.solver=euler"]
+)
+def test_a_switch_that_is_typed_leaves_a_recipes_keys_alone(start, runnable, recipe, off):
+    others = [one for one in runnable if not one.startswith("recipe=")]
+    assert effect_problems(start(f"recipe={recipe}", *others, *off.split())) == []
+
+
+def test_what_looks_like_a_setting_in_a_prompt_file_is_noted(start, runnable, tmp_path):
+    rows = [
+        {"prompt": f"{number} <image> cats", "seed": 1, "height": 32, "negative_prompt": "dogs"} for number in "abcd"
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    said = "\n".join(notes(start(*runnable, f"data.train_files={tmp_path / 'rows.jsonl'}")))
+    assert "columns height, seed of the prompts go to the rewards alone" in said
+    assert (
+        "negative_prompt of 4 prompts is not read: digen.sampling.true_cfg_scale and val_true_cfg_scale are 1" in said
+    )
+    assert "rows.jsonl' and 3 more have marks such as <image>" in said and "column 'images'" in said
+    guided = start(*runnable, f"data.train_files={tmp_path / 'rows.jsonl'}", "digen.sampling.true_cfg_scale=3")
+    assert not any("is not read" in note for note in notes(guided))
+    assert not any("columns" in note or "marks" in note for note in notes(start(*runnable)))
+
+
+@pytest.mark.parametrize(("steps", "is_noted"), [("60", True), ("8", False), ("null", False)])
+def test_the_steps_that_were_asked_for_are_taken(start, runnable, steps, is_noted):
+    config = start(*runnable, f"trainer.total_training_steps={steps}", "trainer.total_epochs=4")
+    said = "trainer.total_training_steps=60 are 30 passes over data.train_files: the run takes them all"
+    assert any(said in note for note in notes(config)) == is_noted
+    take_all_steps(config)
+    assert config.trainer.total_epochs == {"60": 60, "8": 8, "null": 4}[steps]
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_noted(start, runnable):
+    warmup = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+    said = f"{warmup}=100 is more than the 5 steps of the run: the learning rate reaches 4% of"
+    assert any(
+        note.startswith(said) for note in notes(start(*runnable, "trainer.total_training_steps=5", f"{warmup}=100"))
+    )
+    assert not any(
+        "warmup" in note for note in notes(start(*runnable, "trainer.total_training_steps=5", f"{warmup}=4"))
+    )
+
+
+def test_columns_that_hold_an_edits_images_are_named(start, runnable, tmp_path):
+    rows = [{"prompt": "a", "image": "a.png", "note": "b"}] * 4
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    path = build_tiny("qwen_image_edit_plus", tmp_path / "edit")
+    overrides = f"actor_rollout_ref.model.path={path}", f"data.train_files={tmp_path / 'rows.jsonl'}"
+    assert "got 0; set data.image_key=image, the column that has paths" in problem(start, *runnable, *overrides)

@@ -95,7 +95,7 @@ def measure(name: str, path: Path) -> Measured:
         lambda: server._sampler.sample(asked, found, negatives, version=0, should_stop=note_start),
     )
     server._decode(latents, sampling.geometry)
-    pixels = counted("decode", lambda: server._decode(latents, sampling.geometry))
+    pixels = counted("decode", lambda: server._decode(latents, sampling.geometry)).pixels
     assert pixels.device.type == "cpu" and len(pixels) == len(PROMPTS)
     training = _train(server, _tile(trajectories, found, negatives), counted)
     host = {tensor: value.cpu() for tensor, value in model.load_transformer(torch.bfloat16).state_dict().items()}

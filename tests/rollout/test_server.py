@@ -15,11 +15,12 @@ from tests.sampling.runs import assert_bitwise as assert_same_record
 from tests.sampling.runs import close
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.window import Window
+from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.rollout.server import DiffusersServer
-from verl_digen.types import Geometry, SampleRequest, Sampling
+from verl_digen.types import Generation, Geometry, SampleRequest, Sampling
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.sending import Wire, send_update
 
@@ -126,7 +127,7 @@ def test_a_sample_for_a_reward_of_latents_carries_what_its_picture_was_decoded_f
     with_latents, without = generate(server, [replace(second, wants_latents=True), first])
     assert without.latents is None and with_latents.condition is None
     latents = with_latents.latents
-    pixels = server._decode(latents.final[None], second.sampling.geometry)
+    pixels = server._decode(latents.final[None], second.sampling.geometry).pixels
     assert (pixels[0].int() - with_latents.pixels.int()).abs().max() <= 1
     assert latents.condition.keys() == without.condition.keys()
     for name, tensor in without.condition.items():
@@ -207,6 +208,31 @@ def test_latents_that_are_not_finite_fail_their_own_samples_alone(tiny_qwen_imag
             assert isinstance(got, ValueError) and str(got).startswith(said) and "external_lib" in str(got)
         else:
             close(got.trajectory.record.latents, own.trajectory.record.latents)
+
+
+@pytest.mark.parametrize("part", ["pixels", "sound"])
+def test_pixels_and_sound_that_are_not_finite_fail_their_own_samples_alone(tiny_qwen_image, part):
+    server, asked = make_server(tiny_qwen_image, max_batch_size=9), make_requests()[:4]
+    decode = server._decode.decode
+
+    def decode_one_badly(latents, geometry):
+        found = decode(latents, geometry)
+        return found._replace(is_finite=torch.tensor([True, part != "pixels", True, True]))
+
+    def sounds(latents, geometry):
+        loud = Audio(np.array([[0.0, np.inf if part == "sound" else 1.0]], np.float32), 8000)
+        return [None, loud, None, None]
+
+    server._samples.decoder = replace(server._decode, decode=decode_one_badly)
+    server._samples.audio_decoder = replace(server._decode_audio, decode=sounds)
+
+    async def run():
+        calls = [server.generate("id", [], {"request": one}) for one in asked]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    answers = asyncio.run(run())
+    assert [isinstance(answer, Generation) for answer in answers] == [True, False, True, True]
+    assert f"sample {asked[1].sample_index} of group {asked[1].uid} must have finite {part}, got NaN" in str(answers[1])
 
 
 @pytest.mark.parametrize("is_live", [True, False], ids=["live", "staged"])

@@ -22,9 +22,9 @@ PROMPT = PromptRow(
 
 
 def test_the_driver_state_survives_a_round_trip(tmp_path):
-    save_driver_state(tmp_path / "global_step_3", DriverState(num_prompts_drawn=24), {"position": 24}, [PROMPT])
+    save_driver_state(tmp_path / "global_step_3", DriverState(24, "0f"), {"position": 24}, [PROMPT])
     assert load_open_prompts(tmp_path / "global_step_3") == [PROMPT]
-    assert load_driver_state(tmp_path / "global_step_3") == DriverState(num_prompts_drawn=24)
+    assert load_driver_state(tmp_path / "global_step_3") == DriverState(24, "0f")
 
 
 def test_verl_finds_the_published_checkpoint(tmp_path):

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from vllm_omni.diffusion.worker import diffusion_worker
 import verl_digen
 from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.algorithms.window import Window
+from verl_digen.audio import Audio
 from verl_digen.rollout.vllm_omni import engine, pipeline
 from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
 from verl_digen.rollout.vllm_omni.pipeline import recording_class
@@ -304,8 +306,9 @@ def test_a_worker_first_imports_the_users_modules():
         worker.init_device()
 
 
+@pytest.mark.parametrize("part", ["latents", "pixels", "sound"])
 @pytest.mark.parametrize(("number", "is_refused"), [(0.5, False), (torch.nan, True), (torch.inf, True)])
-def test_a_record_says_that_its_latents_are_not_finite(number, is_refused):
+def test_a_record_says_that_its_numbers_are_not_finite(part, number, is_refused):
     asked = replace(request(2), window=Window((), ()))
     pipeline = RecordingPipeline()
     recording = pipeline.begin_recording(
@@ -318,12 +321,15 @@ def test_a_record_says_that_its_latents_are_not_finite(number, is_refused):
         start_s=0.0,
         adapter=None,
     )
-    recording.latents[0, 1, 2] = number
     recording.log_probs = [torch.zeros(())] * asked.sampling.num_steps
-    output = DiffusionOutput(output=torch.zeros(1, 3, 4, 4))
-    pipeline.finish_recording(recording, output)
+    pixels, waveform = torch.zeros(1, 3, 4, 4), np.zeros((1, 8), np.float32)
+    place = {"latents": recording.latents, "pixels": pixels, "sound": waveform}[part]
+    place[(0,) * place.ndim] = number
+    output = DiffusionOutput(output=pixels)
+    pipeline.finish_recording(recording, output, Audio(waveform, 8000))
     assert output.output is not None
-    assert (output.output["payload"]["trajectory"][RECORDED]["error"] is not None) == is_refused
+    error = output.output["payload"]["trajectory"][RECORDED]["error"]
+    assert (error is not None) == is_refused and (not is_refused or f"finite {part}" in str(error))
 
 
 # -- pipelines (pipeline.py, flux_pipelines.py) ------------------------------------------------------------

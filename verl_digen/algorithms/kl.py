@@ -3,10 +3,10 @@
 
 | kind | per row |
 | --- | --- |
-| `flow_grpo` | mean[(μ - μ_ref)²] / (2 s²), s = std / sqrt(sigma - sigma') |
+| `flow_grpo` | mean[(μ - μ_ref)²] / (2 s²), s the noise rate of the step (`sde.noise_rate`) |
 | `exact` | mean[(μ - μ_ref)²] / (2 std²), the KL of the two Gaussians per latent dim |
 | `velocity` | mean[(v - v_ref)²] |
-| `longcat` | k² mean[(μ - μ_ref)²] / (2 std²), k the weight of the step in the loss `longcat` |
+| `longcat` | k² mean[(μ - μ_ref)²] / (2 std²), k the weight of the step in the loss `longcat`; see `LAWS` |
 
 Published betas are for `flow_grpo`: 0.04 (OCR, GenEval), 0.01 (PickScore), 0.004 (Wan); and 3e-4 for `longcat` (Wan).
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.algorithms.sde import gaussian_kl, latent_mean, step_weight
+from verl_digen.algorithms.sde import STEP_WEIGHT_LAWS, gaussian_kl, latent_mean, step_weight
 
 
 def kl_loss(kind: str, inputs: Mapping[str, Tensor]) -> LossOutput:
@@ -26,8 +26,8 @@ def kl_loss(kind: str, inputs: Mapping[str, Tensor]) -> LossOutput:
 
     Args:
         inputs: what `kl_inputs(kind)` lists: latents `mean` and `reference_mean` of x', or `velocity` and
-            `reference_velocity`; columns `std` (as `SdeStep.std`), `sigma`, `sigma_next` and `sigma_max`. `mask` and
-            `num_rows` as in `losses.policy_loss`.
+            `reference_velocity`; columns `std` (as `SdeStep.std`), `noise_rate` (as `sde.noise_rate`), `sigma`,
+            `sigma_next` and `sigma_max`. `mask` and `num_rows` as in `losses.policy_loss`.
 
     Raises:
         ValueError: unknown kind; an input is missing or misshapen.
@@ -52,7 +52,7 @@ def _require_known(kind: str) -> None:
 
 
 def _flow_grpo(rows: LossInputs) -> Tensor:
-    return _exact(rows) * (rows["sigma"] - rows["sigma_next"])
+    return gaussian_kl(rows["mean"], rows["reference_mean"], rows["noise_rate"])
 
 
 def _exact(rows: LossInputs) -> Tensor:
@@ -69,9 +69,11 @@ def _longcat(rows: LossInputs) -> Tensor:
 
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[LossInputs], Tensor]]] = {
-    "flow_grpo": (("std", "sigma", "sigma_next"), ("mean", "reference_mean"), _flow_grpo),
+    "flow_grpo": (("noise_rate",), ("mean", "reference_mean"), _flow_grpo),
     "exact": (("std",), ("mean", "reference_mean"), _exact),
     "velocity": ((), ("velocity", "reference_velocity"), _velocity),
     "longcat": (("std", "sigma", "sigma_next", "sigma_max"), ("mean", "reference_mean"), _longcat),
 }
 """kind -> (columns [N] it needs, latents [N, ...] it needs, divergence per row [N])."""
+LAWS = {"longcat": STEP_WEIGHT_LAWS}
+"""kind -> values of `digen.sde.law` that it is defined for; others are defined for all."""

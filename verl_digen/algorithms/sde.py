@@ -155,6 +155,10 @@ def noise_rate(law: str, std: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tens
     return std if law == "cps" else std * (sigma - sigma_next).rsqrt()
 
 
+STEP_WEIGHT_LAWS = ("flow", "flow_clipped")
+"""Laws whose gradients `step_weight` makes alike."""
+
+
 def step_weight(sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor) -> Tensor:
     """LongCat's weight of a step, sqrt(sigma / (1 - sigma)) / sqrt(sigma - sigma'), [N] each; `sigma_max` is put in
     place of a sigma of 1 in the denominator, as in law flow."""

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from verl_digen.algorithms.forward import ForwardConfig
+from verl_digen.algorithms.kl import LAWS as KL_LAWS
 from verl_digen.algorithms.objectives import (
     Denominator,
     LossConfig,
@@ -174,6 +175,7 @@ class DigenConfig:
                 self.window, self.sampling.num_steps, shares_noise=self.sampling.shared_initial_noise
             )
             self._check_ode_steps()
+            self._check_law()
             return
         require(
             self.sampling.outside == EXACT,
@@ -196,6 +198,20 @@ class DigenConfig:
             self.kl.kind,
             "set it, or digen.kl.coef=0",
         )
+
+    def _check_law(self) -> None:
+        """Require a law of the stochastic steps that the loss and the KL term are defined for."""
+        of_kl = KL_LAWS.get(self.kl.kind, ()) if self.kl.coef > 0 else ()
+        for key, value, laws in (
+            ("digen.loss.name", self.loss_name, find_objective(self.loss_name).loss.laws),
+            ("digen.kl.kind", self.kl.kind, of_kl),
+        ):
+            require(
+                not laws or self.sde.law in laws,
+                f"digen.sde.law must be {' or '.join(laws)} with {key}={value}",
+                self.sde.law,
+                f"choose that law, or another {key}",
+            )
 
     def _check_ode_steps(self) -> None:
         """Require a solver of recorded paths, with steps outside the window where it, or `outside`, needs some."""

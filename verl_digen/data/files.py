@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import json
@@ -52,6 +53,7 @@ def rows_of(
     name = repr(str(path))
     try:
         kind = _require_file(path, key)
+        _require_content(path, key)
         numbered = parquet_rows(path, key, kept, images) if kind == ".parquet" else _text_rows(path, kind, key)
         for place, row in numbered:
             if not isinstance(row, str | dict):
@@ -88,6 +90,19 @@ def _require_file(path: Path, key: str) -> str:
         )
         raise ValueError(f"{key} must name an existing file, got {str(path)!r}; {where}")
     return kind
+
+
+def _require_content(path: Path, key: str) -> None:
+    """Refuse what a download may leave in place of a file."""
+    with open(path, "rb") as file:
+        start = file.read(200).removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    for mark, what, remedy in (
+        (b"version https://git-lfs", "a pointer of Git LFS", "fetch the file itself with `git lfs pull`"),
+        (b"<!doctype html", "a page of HTML", "download the file itself, e.g. the raw one"),
+        (b"<html", "a page of HTML", "download the file itself, e.g. the raw one"),
+    ):
+        if start.startswith(mark):
+            raise ValueError(f"{key} must name files of prompts, got {str(path)!r}, which is {what}; {remedy}")
 
 
 def _text_rows(path: Path, kind: str, key: str) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_digen.image_tables import TableImage
+from verl_digen.require import require
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,6 +35,25 @@ def holds_images(kind: pyarrow.DataType) -> bool:
         return holds_images(kind.value_type)
     is_bytes = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
     return is_bytes or types.is_struct(kind)
+
+
+def require_form(kind: pyarrow.DataType, where: str) -> None:
+    """Require the hub's fields in a column of structs, or lists of them.
+
+    Raises:
+        ValueError: others.
+    """
+    from pyarrow import types
+
+    if types.is_nested(kind) and not types.is_struct(kind):
+        return require_form(kind.field(0).type, where)
+    names = [field.name for field in kind] if types.is_struct(kind) else ["bytes"]
+    require(
+        not {"bytes", "path"}.isdisjoint(names),
+        f"{where} must have images as the fields bytes and path, as the hub has them, or as paths",
+        names,
+        "rename the fields",
+    )
 
 
 def table_references(column: Iterable[pyarrow.Array], source: str, name: str) -> list[References]:

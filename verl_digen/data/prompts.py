@@ -231,6 +231,11 @@ def _images(value: Any, column: str, folder: Path, where: str) -> tuple[str, ...
 
 
 def _reference(given: str, column: str, folder: Path, where: str) -> str:
+    if re.match(r"data:|(?!hf:)\w+://", given):
+        raise ValueError(
+            f"{where} must have {column} that are files, got {shown(given)}; write the pictures to files, and their "
+            "paths here"
+        )
     if given.startswith(TABLE):
         try:
             image = TableImage.parse(given).relative_to(folder)
@@ -243,7 +248,7 @@ def _reference(given: str, column: str, folder: Path, where: str) -> str:
         is_there = Path(place).is_file()
     if not is_there:
         raise ValueError(
-            f"{where} must have {column} that are files, but {place!r} is missing; paths are relative to "
+            f"{where} must have {column} that are files, but {shown(place)} is missing; paths are relative to "
             f"{str(folder)!r}"
         )
     return reference

@@ -5,7 +5,8 @@
   pictures, dates, decimals) is left out with a warning. A prompt is part of checkpoints as JSON, and travels to every
   reward.
 - Comma- and tab-separated values have a header row, quotes as RFC 4180 has them, and texts only. An empty cell is a
-  missing value; a column without a name (an index, as pandas writes it) is left out.
+  missing value; a column without a name (an index, as pandas writes it) is left out. Tab-separated values whose quotes
+  are not in pairs on each line have none: there they are letters.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_digen.data.image_columns import References, holds_images, parquet_references, table_references
+from verl_digen.data.image_columns import References, holds_images, parquet_references, require_form, table_references
 
 if TYPE_CHECKING:
     import pyarrow
@@ -36,6 +37,13 @@ def parquet_rows(
     import pyarrow.lib  # a heavy import that text users do not need
     import pyarrow.parquet
 
+    try:
+        schema = pyarrow.parquet.read_schema(path)
+    except (OSError, pyarrow.lib.ArrowException):
+        pass  # told below
+    else:
+        for name in _of_images(schema, images):
+            require_form(schema.field(name).type, f"{key}: {name} of {str(path)!r}")
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             found = {name: parquet_references(file, path, name) for name in _of_images(file.schema_arrow, images)}
@@ -65,6 +73,8 @@ def rows_of_table(
     """
     if found is None:
         pictured = _of_images(table.schema, images)
+        for column in pictured:
+            require_form(table.schema.field(column).type, f"{column} of {name!r}")
         found = {column: table_references(table.column(column).chunks, name, column) for column in pictured}
         table = table.drop_columns(pictured)
     columns = [one.name for one in table.schema if one.name in kept or _is_plain(one.type)]
@@ -95,7 +105,9 @@ def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[
     Raises:
         ValueError: a header without names or with one twice; a row with another number of cells; stray quotes.
     """
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
+    quoting = csv.QUOTE_NONE if delimiter == "\t" and _has_letters_for_quotes(text) else csv.QUOTE_MINIMAL
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, quoting=quoting)
     header: list[str] = []
     start = 1
     try:
@@ -117,6 +129,19 @@ def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[
             f"{where} must be comma- or tab-separated values with quotes in pairs, but line {start} is not ({error}); "
             'put quotes around a text that begins with one, and write "" for a quote in it'
         ) from error
+
+
+def _has_letters_for_quotes(text: str) -> bool:
+    """True for tab-separated lines of equally many cells, the quotes of one of which are not in pairs."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    if len({line.count("\t") for line in lines}) != 1:
+        return False
+    try:
+        for line in lines:
+            next(csv.reader([line], delimiter="\t", strict=True))
+    except csv.Error:
+        return True
+    return False
 
 
 def _header(cells: list[str], where: str, place: str) -> list[str]:

@@ -65,7 +65,7 @@ class Assistant:
             version: weight version.
 
         Raises:
-            ValueError: latents of one of them are not finite.
+            ValueError: latents, pixels or sound of one of them are not finite.
         """
         rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         kinds = [self._kind(request, *conditions[request.condition_key]) for request in requests]
@@ -76,11 +76,8 @@ class Assistant:
         if not self._engine.is_mp_src_rank_with_outputs():
             return []
         made = [(batch, samples) for batch, samples in zip(batches, denoised, strict=True) if batch]
-        for batch, (_, latents, _) in made:  # after the last forward, for which other ranks need this one
-            for request, final in zip(batch, latents, strict=True):
-                if (error := not_finite(request, final, version)) is not None:
-                    raise error
-        finished = [self._finish(*samples, started_s) for _, samples in made]
+        # after the last forward, for which other ranks need this one
+        finished = [self._finish(batch, *samples, started_s) for batch, samples in made]
         return [generation for batch in finished for generation in batch]
 
     def _kind(self, request: SampleRequest, condition: Condition, negative: Condition | None) -> Hashable:
@@ -104,18 +101,27 @@ class Assistant:
         return *self._sampler.sample(batch, positive, negative, version=version), positive
 
     def _finish(
-        self, trajectories: Sequence[Trajectory], latents: Tensor, conditions: Sequence[Condition], started_s: float
+        self,
+        batch: Sequence[SampleRequest],
+        trajectories: Sequence[Trajectory],
+        latents: Tensor,
+        conditions: Sequence[Condition],
+        started_s: float,
     ) -> list[Generation]:
         """Decode a batch."""
         geometry = trajectories[0].sampling.geometry
-        latents = self._engine.model.completed(latents, conditions)
-        pixels = in_batches(self._decode, latents, geometry, self._engine.digen.rollout.decode_batch_size)
-        audio = self._decode_audio(latents, geometry)
+        whole = self._engine.model.completed(latents, conditions)
+        pictures = in_batches(self._decode, whole, geometry, self._engine.digen.rollout.decode_batch_size)
+        audio = self._decode_audio(whole, geometry)
+        version = trajectories[0].version
+        for request, final, is_finite, sound in zip(batch, latents, pictures.is_finite, audio, strict=True):
+            if (error := not_finite(request, final, version, is_finite, sound)) is not None:
+                raise error
         ended_s = time.time()
         return [
             Generation(
                 trajectory=trajectory,
-                pixels=pixels[index],
+                pixels=pictures.pixels[index],
                 audio=audio[index],
                 started_s=started_s,
                 ended_s=ended_s,

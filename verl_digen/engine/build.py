@@ -67,6 +67,7 @@ def add_adapter(module: nn.Module, model_config: DiffusionModelConfig, rank: int
             module,  # type: ignore[arg-type]
             model_config.lora_adapter_path,
             is_trainable=True,
+            config=config,
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model_config.digen.seed)

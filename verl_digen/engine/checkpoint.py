@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import warnings
@@ -76,6 +77,8 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         self.update_state, self.copies = update_state, copies
         self.kept: frozenset[str] = frozenset()
         """`local_path` of checkpoints that are not removed, and not counted, whatever `max_ckpt_to_keep` is."""
+        self._resumed_from: Path | None = None
+        """Checkpoint that was loaded; None again once the next one is saved."""
 
     # -- save ---------------------------------------------------------------------------------------------
     def save_checkpoint(  # verl's signature
@@ -93,6 +96,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         if local_path is None:
             return
         self.previous_global_step = global_step
+        self._count_earlier(Path(local_path))
         kept = [path for path in self.previous_saved_paths if path in self.kept]
         self.previous_saved_paths = [path for path in self.previous_saved_paths if path not in self.kept]
         if self.rank == 0:
@@ -108,6 +112,16 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
                 logger.info("saved checkpoint %s", local_path)
         finally:
             self.previous_saved_paths = [*kept, *self.previous_saved_paths]
+
+    def _count_earlier(self, target: Path) -> None:
+        """Count the checkpoints of the start before, if this one resumed in the same run, as its own."""
+        resumed, self._resumed_from = self._resumed_from, None
+        run_dir = target.parent.parent
+        if resumed is None or resumed.parent.parent.absolute() != run_dir.absolute():
+            return
+        prefix, last = resumed.parent.name.rstrip("0123456789"), _number(resumed.parent)
+        earlier = [path for path in run_dir.glob(f"{prefix}*/{target.name}") if 0 <= _number(path.parent) <= last]
+        self.previous_saved_paths = [str(path) for path in sorted(earlier, key=lambda path: _number(path.parent))]
 
     def _save_shards(self, folder: Path) -> None:
         with warnings.catch_warnings():
@@ -176,6 +190,7 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
             fingerprint = found.fingerprint(self.model)
             _on_every_rank(lambda: _check_base(saved["frozen"], fingerprint, local_path))
         _on_every_rank(lambda: self._load(found, saved))
+        self._resumed_from = Path(local_path)
         if isinstance(found, OtherRanks):
             logger.info("resharded %s: this rank read %.3f GB", local_path, found.num_bytes / 1e9)
 
@@ -366,3 +381,9 @@ def _save(value: Any, path: Path) -> None:
         torch.save(value, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _number(step_dir: Path) -> int:
+    """The step in the name of a checkpoint's folder; -1 without one."""
+    digits = re.search(r"[0-9]+$", step_dir.name)
+    return int(digits[0]) if digits else -1

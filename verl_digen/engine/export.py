@@ -124,8 +124,11 @@ def is_adapter(name: str) -> bool:
     return any(part.startswith("lora_") for part in name.split("."))
 
 
-def mergeable(module: nn.Module) -> dict[str, LoraLayer]:
+def mergeable(module: nn.Module, asked: str = "actor_rollout_ref.model.lora.merge=true") -> dict[str, LoraLayer]:
     """State-dict name of each wrapped weight -> its layer.
+
+    Args:
+        asked: what the user typed to have it merged.
 
     Raises:
         ValueError: a layer that `merge` is not for.
@@ -136,9 +139,9 @@ def mergeable(module: nn.Module) -> dict[str, LoraLayer]:
             continue
         if not isinstance(layer.get_base_layer(), nn.Linear) or layer.lora_variant:
             raise ValueError(
-                "actor_rollout_ref.model.lora.merge=true needs plain LoRA on linear layers, got "
-                f"{type(layer).__name__} around {plain_name(name)}; set it to false, or leave this module out of "
-                "target_modules"
+                f"{asked} needs plain LoRA on linear layers, got {type(layer).__name__}"
+                f"{' with DoRA' if layer.lora_variant else ''} around {plain_name(name)}; leave it out, or train "
+                "without this in actor_rollout_ref.model.target_modules or the adapter"
             )
         layers[f"{name}{BASE_LAYER}weight"] = layer
     return layers

@@ -58,7 +58,10 @@ class BaseWeights:
         with safe_open(file, framework="pt") as tensors:
             found = tensors.get_slice(inner).get_dtype()
         require(
-            found in DTYPES, f"{name} of the base checkpoint must have a floating dtype", found, "take another base"
+            found in DTYPES,
+            f"{name} of the base checkpoint must have a dtype of {', '.join(DTYPES)} where none is asked for",
+            found,
+            "give one, e.g. --dtype bf16",
         )
         return DTYPES[found]
 
@@ -79,5 +82,11 @@ def _files_of(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(set(names))]
     duplicates = {file for pattern in VARIANTS for file in folder.glob(pattern)}
     files = sorted(set(folder.glob("*.safetensors")) - duplicates)
-    require(bool(files), f"{str(folder)!r} must hold weights as safetensors", "none", "download the checkpoint again")
+    others = sorted(file.name for file in folder.glob("*.bin"))
+    require(
+        bool(files),
+        f"{str(folder)!r} must hold weights as safetensors",
+        others or "none",
+        "name a base with safetensors, --base DIR; `save_pretrained` of diffusers writes them",
+    )
     return files

@@ -29,6 +29,7 @@ from verl_digen.require import require
 from verl_digen.rollout.network import LoadedNetwork, load_network
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.sampling.branches import GuidanceBranches
+from verl_digen.sampling.recording import not_finite
 from verl_digen.sampling.requests import sample_request
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.trainer.validation import validation_uid
@@ -107,7 +108,8 @@ class Painter:
         """Pixels uint8 [H, W, 3], or [F, H, W, 3], and the sound of each sample of one prompt.
 
         Raises:
-            ValueError: a prompt that the encoder refuses, or an image of it that cannot be read.
+            ValueError: a prompt that the encoder refuses, an image of it that cannot be read, or a sample that is not
+                finite.
         """
         requests = [
             sample_request(self._digen, row, index, step=self._step, validate=True) for index in range(num_samples)
@@ -129,9 +131,13 @@ class Painter:
         guided = requests[0].sampling.is_guided
         _, latents = self._sampler.sample(requests, positive, negative[0] if guided else None, version=self._step)
         geometry = requests[0].sampling.geometry
-        latents = self._network.model.completed(latents, positive)
-        pixels = in_batches(self._decode, latents, geometry, self._digen.rollout.decode_batch_size)
-        return zip(pixels, self._decode_audio(latents, geometry), strict=True)
+        whole = self._network.model.completed(latents, positive)
+        pictures = in_batches(self._decode, whole, geometry, self._digen.rollout.decode_batch_size)
+        audio = self._decode_audio(whole, geometry)
+        for request, final, is_finite, sound in zip(requests, latents, pictures.is_finite, audio, strict=True):
+            if (error := not_finite(request, final, self._step, is_finite, sound)) is not None:
+                raise error
+        return zip(pictures.pixels, audio, strict=True)
 
 
 @torch.no_grad()

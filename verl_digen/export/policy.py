@@ -89,7 +89,7 @@ class PolicyWeights:
 
     @torch.no_grad()
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        layers, adapter = mergeable(self.network), dict(self._shards.tensors(self._name))
+        layers, adapter = mergeable(self.network, "--format merged"), dict(self._shards.tensors(self._name))
         for name in self.network.state_dict():
             if is_adapter(name):
                 continue

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from verl_digen.image_sizes import limited_size
 from verl_digen.inputs import PromptInputs, SourceImage
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.loaded import Decoded
 from verl_digen.models.pixels import from_pixels, posterior_mode, to_pixels
 from verl_digen.models.sizes import check_size
 from verl_digen.models.sources import ReadsImages
@@ -80,7 +81,7 @@ class Flux2Network(DiffusionModel):
             return vae.bn.running_mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
 
         @torch.no_grad()
-        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+        def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             # After "7. Denoising loop" of Flux2KleinPipeline.__call__.
             mean, std = statistics()
             grid = self.pipeline_start(latents, geometry).to(device, vae.dtype)

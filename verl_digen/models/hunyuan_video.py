@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN, run_unmasked
+from verl_digen.models.loaded import Decoded
 from verl_digen.models.pixels import decode_each, encode_each
 from verl_digen.models.sizes import num_video_tokens, video_latent_shape
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout
@@ -109,7 +110,7 @@ class HunyuanVideo(DiffusionModel):
         vae.enable_tiling()
 
         @torch.no_grad()
-        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+        def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             # The end of HunyuanVideoPipeline.__call__.
             return decode_each(vae, latents.to(device, dtype) / vae.config.scaling_factor)
 

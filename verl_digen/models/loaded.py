@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from verl_digen.audio import Audio
 from verl_digen.inputs import PromptInputs
+from verl_digen.transfers import HostCopies
 from verl_digen.types import Condition, Geometry
 
 
@@ -27,19 +29,33 @@ class PromptEncoder:
         return self.encode(prompts)
 
 
+class Decoded(NamedTuple):
+    """B pictures or videos, as `verl_digen.models.pixels.to_pixels` makes them."""
+
+    pixels: Tensor
+    """uint8 [B, H, W, 3], or [B, F, H, W, 3] of videos; what was not finite is 0 or 255."""
+    is_finite: Tensor
+    """[B] bool: every value of the VAE was."""
+
+
 @dataclass(frozen=True)
 class Decoder:
-    """Packed latents [B, ...] -> pixels uint8 [B, H, W, 3] (image) or [B, F, H, W, 3] (video), on the CPU."""
+    """Packed latents [B, ...] -> pictures or videos, on the CPU."""
 
-    decode: Callable[[Tensor, Geometry], Tensor]
+    decode: Callable[[Tensor, Geometry], Decoded]
     """Function that leaves the pixels on the VAE's device and does not wait for it."""
     modules: tuple[nn.Module, ...]
     encode: Callable[[Tensor], Tensor]
-    """The way back: pixels as `decode` gives them, of a size that the model makes -> packed latents [B, ...] on the
+    """The way back: uint8 pixels of a size that the model makes -> packed latents [B, ...] on the
     VAE's device, in its dtype. The mode of the VAE's posterior, without noise."""
 
-    def __call__(self, latents: Tensor, geometry: Geometry) -> Tensor:
-        return self.decode(latents, geometry).cpu()
+    def __call__(self, latents: Tensor, geometry: Geometry) -> Decoded:
+        decoded = self.decode(latents, geometry)
+        copies = HostCopies(decoded.pixels.device)
+        on_host = Decoded(*map(copies.begin, decoded))
+        copies.end()
+        copies.wait()
+        return on_host
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from verl_digen.audio import Audio
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
-from verl_digen.models.loaded import AudioDecoder
+from verl_digen.models.loaded import AudioDecoder, Decoded
 from verl_digen.models.ltx2_latents import Parts
 from verl_digen.models.ltx2_text import connected
 from verl_digen.models.pixels import decode_each
@@ -147,7 +147,7 @@ class LTX2(DiffusionModel):
         vae.eval().to(device)
 
         @torch.no_grad()
-        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+        def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             # The end of LTX2Pipeline.__call__.
             return decode_each(vae, self.parts(geometry).for_vae(latents.to(device, dtype), vae))
 

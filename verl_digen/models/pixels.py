@@ -10,7 +10,7 @@ edge of rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,21 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from torch import Tensor
 
-from verl_digen.models.loaded import Decoder
+from verl_digen.models.loaded import Decoded, Decoder
 from verl_digen.transfers import to_device
 from verl_digen.types import Geometry
 
 
-def to_pixels(frames: Tensor) -> Tensor:
+def to_pixels(frames: Tensor) -> Decoded:
     """[B, 3, H, W] or [B, 3, F, H, W] in [-1, 1] -> uint8 with channels last, on the same device."""
+    of_each = tuple(range(1, frames.ndim))
+    is_finite = frames.amin(of_each).isfinite() & frames.amax(of_each).isfinite()  # NaN is both; copies no frames
     in_unit_range = (frames * 0.5 + 0.5).clamp(0, 1).float()
-    return (in_unit_range.movedim(1, -1) * 255).round().to(torch.uint8)
+    return Decoded((in_unit_range.movedim(1, -1) * 255).round().to(torch.uint8), is_finite)
 
 
 def from_pixels(pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Inverse of `to_pixels`: uint8 [B, H, W, 3] or [B, F, H, W, 3] -> channels second, in [-1, 1], on `device`."""
+    """The way back: uint8 [B, H, W, 3] or [B, F, H, W, 3] -> channels second, in [-1, 1], on `device`."""
     return to_device(pixels, device).movedim(-1, 1).to(torch.float32).div(255).mul(2).sub(1).to(dtype)
 
 
@@ -56,16 +58,21 @@ def encode_each(vae: Any, pixels: Tensor, device: torch.device, dtype: torch.dty
 
 
 def in_batches(
-    decode: Callable[[Tensor, Geometry], Tensor], latents: Tensor, geometry: Geometry, batch_size: int
-) -> Tensor:
-    """Pixels of all `latents` [B, ...], decoded at most `batch_size` (`digen.rollout.decode_batch_size`) at a time."""
-    return torch.cat([decode(part, geometry) for part in latents.split(batch_size)])
+    decode: Callable[[Tensor, Geometry], Decoded], latents: Tensor, geometry: Geometry, batch_size: int
+) -> Decoded:
+    """All `latents` [B, ...], decoded at most `batch_size` (`digen.rollout.decode_batch_size`) at a time."""
+    return joined([decode(part, geometry) for part in latents.split(batch_size)])
 
 
-def decode_each(vae: Any, latents: Tensor) -> Tensor:
+def joined(parts: Sequence[Decoded]) -> Decoded:
+    """Parts of a batch as one."""
+    return Decoded(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def decode_each(vae: Any, latents: Tensor) -> Decoded:
     """Decode one video after the other, [B, C, F, H, W] -> uint8 [B, F', H', W', 3], or [B, H', W', 3] of one frame."""
-    videos = torch.cat([to_pixels(vae.decode(one, return_dict=False)[0]) for one in latents.split(1)])
-    return videos.squeeze(1)
+    videos = joined([to_pixels(vae.decode(one, return_dict=False)[0]) for one in latents.split(1)])
+    return videos._replace(pixels=videos.pixels.squeeze(1))
 
 
 def decode_in(vae: Any, dtype: torch.dtype) -> None:
@@ -96,7 +103,7 @@ def load_image_decoder(
     vae.eval().to(device)
 
     @torch.no_grad()
-    def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+    def decode(latents: Tensor, geometry: Geometry) -> Decoded:
         unpacked = unpack(latents, geometry).to(device, dtype)
         denormalised = unpacked / vae.config.scaling_factor + vae.config.shift_factor
         return to_pixels(vae.decode(denormalised, return_dict=False)[0])

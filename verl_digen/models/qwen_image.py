@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.loaded import Decoded
 from verl_digen.models.pixels import encode_each, to_pixels
 from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.sequence import pad_prompts
@@ -119,7 +120,7 @@ class QwenImage(DiffusionModel):
         inverse_std = 1.0 / torch.tensor(vae.config["latents_std"]).view(per_channel).to(device, dtype)
 
         @torch.no_grad()
-        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+        def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             # The end of QwenImagePipeline.__call__.
             unpacked = QwenImagePipeline._unpack_latents(
                 latents, geometry.height_px, geometry.width_px, self._vae_scale

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.checkpoint import check_components
+from verl_digen.models.loaded import Decoded
 from verl_digen.models.pixels import decode_each, encode_each
 from verl_digen.models.sizes import num_video_tokens, video_latent_shape
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
@@ -106,7 +107,7 @@ class Wan(DiffusionModel):
         inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(per_channel).to(device, dtype)
 
         @torch.no_grad()
-        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+        def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             # The end of WanPipeline.__call__.
             return decode_each(vae, latents.to(device, dtype) / inverse_std + mean)
 

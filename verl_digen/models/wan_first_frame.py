@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from verl_digen.inputs import PromptInputs
 from verl_digen.models.base import Collated, Decoder, PromptEncoder
+from verl_digen.models.loaded import Decoded
 from verl_digen.models.sizes import num_video_tokens
 from verl_digen.models.wan import SEQUENCE, Wan
 from verl_digen.models.wan_frames import frame_latents, load_frame_encoder
@@ -66,7 +67,7 @@ class WanFirstFrame(Wan):
         """Decoder of whole videos, `completed` ones where their first frame was given."""
         decoder = super().load_decoder(dtype, device)
 
-        def decode(latents: Tensor, geometry: Geometry) -> Tensor:
+        def decode(latents: Tensor, geometry: Geometry) -> Decoded:
             whole = super(WanFirstFrame, self).latent_shape(geometry)
             if latents.shape[1:] != whole:
                 raise RuntimeError(

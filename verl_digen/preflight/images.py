@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 NUM_READERS = 16
 """Files that are opened at the same time: on a network's storage, opening one is waiting."""
+PICTURE = re.compile(r"\.(png|jpe?g|webp|bmp|gif|tiff?)\b", re.IGNORECASE)
+"""A picture's path in a value of a prompt's row."""
 REMEDY = "or take the images out of the prompts, and set digen.sampling.planned_images=0"
 
 
@@ -57,7 +60,7 @@ def check_prompt_images(config: DictConfig, model: DiffusionModel, prompts: Sequ
             least <= len(prompt.images) <= most,
             f"{prompt.place} must have {_number_of_images(least, most)} for {model.spec.title}",
             len(prompt.images),
-            "choose a checkpoint that reads them, or rename the column 'images'" if prompt.images else "add them",
+            "choose a checkpoint that reads them, or rename the column 'images'" if prompt.images else _missing(prompt),
         )
     if not any(prompt.images for prompt in prompts):
         return
@@ -104,6 +107,12 @@ def _check_takers(config: DictConfig, model: DiffusionModel) -> None:
         size,
         f"set it to 1, {REMEDY}",
     )
+
+
+def _missing(prompt: PromptRow) -> str:
+    """The remedy for a prompt without images: the columns that hold paths of pictures, if there are any."""
+    columns = [name for name, value in prompt.extra.items() if PICTURE.search(str(value))]
+    return f"set data.image_key={' or '.join(columns)}, the column that has paths" if columns else "add them"
 
 
 def _number_of_images(least: int, most: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from importlib.metadata import version
+from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,6 +32,14 @@ from verl_digen.reward.named import check_packages, num_function_workers, pool_e
 from verl_digen.versions import SUPPORTED, outside
 
 logger = logging.getLogger(__name__)
+
+TRACKERS = {
+    **{name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio", "rl_insight")},
+    "vemlp_wandb": "volcengine_ml_platform",
+    "console": None,
+    "file": None,
+}
+"""Value of trainer.logger -> the package that verl imports for it."""
 
 CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
 UNITS_KEY = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
@@ -112,6 +121,33 @@ def reserved_cpus(config: DictConfig) -> dict[str, int]:
         f"{ENVIRONMENT_KEY}.num_workers": digen.environment.num_workers if digen.environment.is_on else 0,
     }
     return {key: number for key, number in reserved.items() if number}
+
+
+def check_trackers(config: DictConfig) -> None:
+    """Require the packages of the trackers: verl imports them when all models are loaded."""
+    given = config.trainer.logger
+    names = [given] if isinstance(given, str) else list(given)
+    for name in names:
+        package = TRACKERS[name]
+        require(
+            package is None or find_spec(package) is not None,
+            f"trainer.logger must name trackers that are installed, and {name} needs the package {package}",
+            names,
+            f"install it on this machine (pip install {package}), or take {name} out",
+        )
+
+
+def check_address(config: DictConfig) -> None:
+    """Require no resources of one machine where the run joins a Ray cluster, which has its own."""
+    settings = config.ray_kwargs.ray_init
+    given = [f"ray_kwargs.ray_init.{key}" for key in ("num_cpus", "num_gpus") if settings.get(key) is not None]
+    require(
+        not given or not joins_cluster(settings.get("address")),
+        f"{' and '.join(given)} must be null where a run joins a Ray cluster, here by RAY_ADDRESS, an address or a "
+        "cluster that runs on this machine",
+        [settings[key.rpartition(".")[2]] for key in given],
+        f"set {' '.join(f'{key}=null' for key in given)}, or unset RAY_ADDRESS and RAY_ADDRESS=local for a run alone",
+    )
 
 
 def check_versions(config: DictConfig, found: Callable[[str], str] = version) -> None:

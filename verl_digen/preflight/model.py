@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.preflight.images import check_image_settings
+from verl_digen.preflight.recipes import typed_keys
 from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 KEY = "actor_rollout_ref.model"
 OF_VERL = frozenset({"_target_", "digen", "model_type", "hf_config", "tokenizer", "processor", "mtp"})
 """Fields of `DiffusionModelConfig` that a user has no reason to set."""
-ALL_LINEAR = "all-linear"
-"""peft's word for every linear layer."""
 
 
 def check_model(config: DictConfig) -> None:
@@ -45,8 +41,6 @@ def check_model(config: DictConfig) -> None:
             targets=section.target_modules,
             excluded=section.exclude_modules,
         )
-    for key in ("target_modules", "exclude_modules"):
-        _check_names(model, f"{KEY}.{key}", section[key])
     sampling = digen_config(config).sampling
     check_image_settings(config, model)
     _check_guidance(model, sampling)
@@ -80,17 +74,22 @@ def check_model_section(config: DictConfig) -> None:
             f"{KEY}.{name} must be a key of a diffusion model, got {section[name]!r}; {suggestion(name, known)}"
             f"known are {', '.join(known)}"
         )
-    if not _is_here(section["path"]):
+    if not isinstance(section["path"], str) or "://" in section["path"]:
         return
     section.pop("_target_", None)
-    DiffusionModelConfig(**section | {"digen": digen_config(config)})
+    made = DiffusionModelConfig(**section | {"digen": digen_config(config)})
+    require(
+        made.lora_rank > 0 or "lora_alpha" not in typed_keys(config, KEY),  # recipes hold one, too
+        f"{KEY}.lora_alpha must be left out with lora_rank=0, which trains all weights and no adapter",
+        made.lora_alpha,
+        f"set {KEY}.lora_rank, e.g. 32",
+    )
 
 
 def check_loss(config: DictConfig) -> None:
     """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
     from verl_digen.algorithms.objectives import find_objective, objective_names
     from verl_digen.config.loss import unused_settings
-    from verl_digen.preflight.recipes import typed_keys
 
     digen = digen_config(config)
     require_one_of("digen.loss.name", digen.loss_name, objective_names())
@@ -108,15 +107,7 @@ def check_loss(config: DictConfig) -> None:
                 f"digen.{section}.{typed[0]} must be left out, because it has no effect with digen.loss.name="
                 f"{digen.loss_name}, got {config.digen[section][typed[0]]!r}; {trained} says what is trained"
             )
-    objective = find_objective(digen.loss_name)
-    objective.check_inputs(digen.loss_settings)
-    loss = objective.loss
-    require(
-        not loss.laws or digen.sde.law in loss.laws,
-        f"digen.sde.law must be {' or '.join(loss.laws)} with digen.loss.name={digen.loss_name}",
-        digen.sde.law,
-        "choose that law, or another loss",
-    )
+    find_objective(digen.loss_name).check_inputs(digen.loss_settings)
 
 
 def load_configs(path: str) -> DiffusionModel:
@@ -136,45 +127,3 @@ def load_configs(path: str) -> DiffusionModel:
             f"{KEY}.path must hold the configs of a diffusers pipeline, got {str(folder)!r}, in which they are damaged "
             f"({type(error).__name__}: {error}); complete the download"
         ) from error
-
-
-def _is_here(path: Any) -> bool:
-    return isinstance(path, str) and Path(path).expanduser().is_dir()
-
-
-def _check_names(model: DiffusionModel, key: str, given: Any) -> None:
-    """Require every name the user gives to match a module, in the way peft reads it: a suffix, or a whole regex."""
-    if given is None or given == ALL_LINEAR:
-        return
-    import torch
-
-    names = [name for name, _ in model.load_transformer(torch.float32, meta=True).named_modules() if name]
-    if isinstance(given, str):
-        try:
-            found = any(re.fullmatch(given, name) for name in names)
-        except re.error as error:
-            raise ValueError(f"{key} must be a regular expression, got {given!r} ({error}); repair it") from error
-        require(
-            found,
-            f"{key} must match a module of this {model.spec.title}",
-            given,
-            f"a regular expression must match a whole name, such as {names[-1]!r}; null takes {_own(model)}",
-        )
-        return
-    for target in given:
-        require(
-            any(name == target or name.endswith(f".{target}") for name in names),
-            f"{key} must hold endings of names of modules of this {model.spec.title}",
-            target,
-            f"{suggestion(target, _endings(names))}null takes {_own(model)}",
-        )
-
-
-def _own(model: DiffusionModel) -> str:
-    return f"the model's own, {', '.join(model.spec.lora_targets)}"
-
-
-def _endings(names: Iterable[str]) -> set[str]:
-    """The last one and the last two parts of each name: `to_out.0`, `to_q`."""
-    endings = {".".join(name.split(".")[-count:]) for name in names for count in (1, 2)}
-    return {ending for ending in endings if not ending.isdecimal()}

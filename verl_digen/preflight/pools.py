@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import (
     REPLICA_KEY,
@@ -44,7 +45,7 @@ def check_device(config: DictConfig) -> None:
         config.trainer.device,
         "to train on the CPU, set VERL_PLATFORM=cpu in the environment",
     )
-    if platform == "cpu":
+    if platform == "cpu" and not joins_cluster(OmegaConf.select(config, "ray_kwargs.ray_init.address")):
         num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
         needed = num_trainer_devices(config) + num_generator_devices(config) + num_reward_devices(config)
         needed += num_environment_devices(config)

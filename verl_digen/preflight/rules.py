@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from verl_digen.config.load import read_only
+from verl_digen.preflight.adapter import check_adapter
 from verl_digen.preflight.agent_loop import check_agent_loop
 from verl_digen.preflight.branches import check_branches
 from verl_digen.preflight.classes import check_classes
@@ -17,7 +18,7 @@ from verl_digen.preflight.effect import effect_problems
 from verl_digen.preflight.environment import check_environment
 from verl_digen.preflight.inputs import check_prompts, check_validation
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model, check_kernels
-from verl_digen.preflight.machine import check_cpus, check_machine, check_versions
+from verl_digen.preflight.machine import check_address, check_cpus, check_machine, check_trackers, check_versions
 from verl_digen.preflight.model import check_loss, check_model, check_model_section
 from verl_digen.preflight.outside import check_outside
 from verl_digen.preflight.pairs import check_pairs
@@ -82,7 +83,9 @@ RULES: tuple[Rule, ...] = (
     check_digen,
     check_device,
     check_machine,
+    check_address,
     check_cpus,
+    check_trackers,
     _raising(unknown_problems),
     _raising(unused_problems),
     check_strategy,
@@ -110,6 +113,7 @@ RULES: tuple[Rule, ...] = (
     check_kernel_model,
     check_weights,
     check_model_section,
+    check_adapter,
     check_prompts,
     check_validation,
     check_loss,

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_digen.config import digen_config
+from verl_digen.preflight.adapter import build_on_meta, load_on_meta
 from verl_digen.preflight.inputs import has_checkpoint
 from verl_digen.preflight.precision import trains_all
 from verl_digen.require import require
@@ -48,22 +47,12 @@ def check_teacher(config: DictConfig) -> None:
         "leave it out",
     )
     if has_checkpoint(config):
-        _check_files(config.actor_rollout_ref.model, settings.taught_by, digen)
+        _check_files(config, settings.taught_by)
 
 
-def _check_files(section: DictConfig, teacher: str, digen: Any) -> None:
+def _check_files(config: DictConfig, teacher: str) -> None:
     """Compare the folder with the adapter that the run would train."""
-    import torch
-
-    from verl_digen.engine.build import add_adapter
     from verl_digen.engine.teacher import adapter_shapes, check_teacher_files
-    from verl_digen.model_config import DiffusionModelConfig
-    from verl_digen.preflight.model import load_configs
 
-    given: Any = OmegaConf.to_container(section, resolve=True, throw_on_missing=True)
-    given.pop("_target_", None)
-    model_config = DiffusionModelConfig(**given | {"digen": digen})
-    network = load_configs(section.path).load_transformer(torch.float32, meta=True)
-    with torch.device("meta"):
-        adapted = add_adapter(network, model_config, rank=1)
-    check_teacher_files(teacher, adapter_shapes(adapted))
+    _, network, model_config = load_on_meta(config)
+    check_teacher_files(teacher, adapter_shapes(build_on_meta(network, model_config)))

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files of a checkpoint on this machine: all are there, none is truncated, and they hold the tensors of the
-network that the configuration beside them describes."""
+"""Weight files of a checkpoint on this machine: those of every part have names that are read, all are there and none is
+truncated; those of the networks that train hold the tensors that the configuration beside them describes."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -12,31 +13,60 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from verl_digen.models.json_file import read_object
+from verl_digen.models.locate import INDEX
 from verl_digen.models.random_weights import MARKER
+from verl_digen.require import require
 
 KEY = "actor_rollout_ref.model.path"
 INDEX_SUFFIX = ".safetensors.index.json"
 LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header, which names each tensor's place behind it."""
 MAX_HEADER_BYTES = 10**8
+WEIGHTLESS = re.compile("Tokenizer|Processor|Extractor|Scheduler|Guider|Guidance")
+"""Classes of parts of a pipeline without weights."""
+MIN_BIN_BYTES = 1000
+"""A pickle of less is a pointer of Git LFS."""
 
 
 def check_weights(config: DictConfig) -> None:
-    """Require every network of a local checkpoint to have its weight files, whole, with its own tensors in them."""
+    """Require every part of a local checkpoint to have its weight files, whole, and networks their own tensors."""
     path = config.actor_rollout_ref.model.path
     folder = Path(path).expanduser()
-    if not folder.is_dir() or not (folder / "model_index.json").is_file():
+    if not folder.is_dir() or not (folder / INDEX).is_file():
         return
-    for network in sorted(folder.glob("transformer*/config.json")):
-        if (network.parent / MARKER).exists():
+    index = read_object(folder / INDEX, KEY).items()
+    listed = {name for name, entry in index if isinstance(entry, list) and entry[0] and not WEIGHTLESS.search(entry[1])}
+    for part in sorted(folder.glob("*/config.json")):
+        trains = part.parent.name.startswith("transformer")
+        if not (trains or part.parent.name in listed) or (part.parent / MARKER).exists():
             continue
-        if shapes := _shapes_in_files(network.parent):
-            _check_tensors(network, shapes)
+        shapes = _shapes_in_files(part.parent)
+        if trains:
+            _check_plain(part)
+        if trains and shapes:
+            _check_tensors(part, shapes)
+
+
+def _check_plain(config: Path) -> None:
+    """Require weights that can be trained, not quantised ones."""
+    method = read_object(config, KEY).get("quantization_config")
+    require(
+        method is None,
+        f"{KEY} must hold weights that train, but {str(config)!r} has a quantization_config",
+        method,
+        "take the checkpoint that it was made of; digen.sampling.outside.fp8 and dtypes save memory",
+    )
 
 
 def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
     """Tensors of the safetensors in `folder`; none where the weights have another format."""
-    names = {file.name for file in folder.glob("*.safetensors")}
+    every = {file.name for file in folder.glob("*.safetensors")}
+    names = {name for name in every if "." not in name.removesuffix(".safetensors")}  # x.fp16.safetensors is a variant
+    if not names and every and not any(folder.glob("*.bin")):
+        raise ValueError(
+            f"{KEY} must hold weights without a variant in the names of their files, but {str(folder)!r} has "
+            f"{', '.join(sorted(every)[:3])} alone; download the others, or rename these"
+        )
     for index in folder.glob(f"*{INDEX_SUFFIX}"):
         named = set(read_object(index, KEY).get("weight_map", {}).values())
         if missing := sorted(named - names):
@@ -46,20 +76,26 @@ def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
             )
     if not names and not any(folder.glob("*.bin")):
         raise ValueError(f"{KEY} must hold weights, but {str(folder)!r} has no *.safetensors; complete the download")
+    for file in folder.glob("*.bin") if not names else ():
+        if file.stat().st_size < MIN_BIN_BYTES:
+            raise _cut(file)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(names):
-        of_file = _shapes_of(folder / name)
+        of_file = shapes_of(folder / name)
         if of_file is None:
-            size = (folder / name).stat().st_size
-            raise ValueError(
-                f"{KEY} must hold whole weight files, got {str(folder / name)!r} with {size} bytes, which was cut "
-                "short; download it again"
-            )
+            raise _cut(folder / name)
         shapes |= of_file
     return shapes
 
 
-def _shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
+def _cut(file: Path) -> ValueError:
+    return ValueError(
+        f"{KEY} must hold whole weight files, got {str(file)!r} with {file.stat().st_size} bytes, which was cut short; "
+        "download it again"
+    )
+
+
+def shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
     """Tensors that the file's header names; None if the file's length is not what the header says."""
     size = file.stat().st_size
     with open(file, "rb") as content:

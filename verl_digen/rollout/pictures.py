@@ -18,7 +18,7 @@ from torch import Tensor
 from verl_digen.models.loaded import Decoder
 from verl_digen.models.pixels import fitted
 from verl_digen.rollout.prompt_cache import PromptCache
-from verl_digen.sampling.recording import experts_of, initial_seed, record_trajectory
+from verl_digen.sampling.recording import experts_of, initial_seed, not_finite, record_trajectory
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest, move_condition
 
@@ -52,7 +52,9 @@ class PictureSamples:
                 answers.append(found)
                 continue
             conditions = [known[inputs] for inputs in request.branches] if request.wants_condition else []
-            answers.append(self._answer(request, found, next(latents), conditions, version, started_s))
+            final = next(latents)
+            error = not_finite(request, final, version, torch.tensor(True), None)
+            answers.append(error or self._answer(request, found, final, conditions, version, started_s))
         return answers
 
     def _read(self, request: SampleRequest, conditions: Sequence[Condition | ValueError]) -> Tensor | ValueError:

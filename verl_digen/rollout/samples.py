@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_digen.audio import Audio
-from verl_digen.models.loaded import AudioDecoder, Decoder
+from verl_digen.models.loaded import AudioDecoder, Decoded, Decoder
 from verl_digen.models.pixels import in_batches
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.pictures import PictureSamples
@@ -32,7 +32,7 @@ from verl_digen.transfers import HostCopies
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest
 
 Answers = list[Generation | ValueError]
-"""Answers in the order of the requests; an error for a prompt that the encoder refuses, or latents that are not
+"""Answers in the order of the requests; an error for a prompt that the encoder refuses, or numbers that are not
 finite."""
 
 
@@ -43,8 +43,7 @@ class _Made:
     places: Sequence[int]
     """Places in the batch."""
     denoised: Denoised
-    pixels: Tensor
-    """uint8 [B, ...]."""
+    pictures: Decoded
     audio: Sequence[Audio | None]
     conditions: Sequence[Sequence[Condition] | None]
     """Per sample: the prompt's condition, then with guidance the negative prompt's; None where no answer has them."""
@@ -151,7 +150,7 @@ class SampleMaker:
         return _Made(
             places,
             denoised.moved(copies.begin),
-            copies.begin(in_batches(self.decoder.decode, latents, geometry, self._batch_size)),
+            Decoded(*map(copies.begin, in_batches(self.decoder.decode, latents, geometry, self._batch_size))),
             self.audio_decoder(latents, geometry),
             [
                 [{name: copies.begin(tensor) for name, tensor in condition.items()} for condition in of_sample]
@@ -169,15 +168,16 @@ class SampleMaker:
         answers: list[tuple[int, Generation | ValueError]] = []
         for row, trajectory in enumerate(made.denoised.trajectories()):
             request, conditions = made.denoised.requests[row], made.conditions[row]
-            error = not_finite(request, made.denoised.latents[row], trajectory.version)
+            is_finite, audio = made.pictures.is_finite[row], made.audio[row]
+            error = not_finite(request, made.denoised.latents[row], trajectory.version, is_finite, audio)
             if error is not None:
                 answers.append((made.places[row], error))
                 continue
             carried = conditions if request.wants_condition and conditions else []
             generation = Generation(
                 trajectory=trajectory,
-                pixels=made.pixels[row].clone(),  # a view would be sent with the whole batch
-                audio=made.audio[row],
+                pixels=made.pictures.pixels[row].clone(),  # a view would be sent with the whole batch
+                audio=audio,
                 started_s=began_s,
                 ended_s=ended_s,
                 experts=experts_of(self._model, trajectory),

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.noise import sample_seed
 from verl_digen.algorithms.window import Window
+from verl_digen.audio import Audio
 from verl_digen.models.base import DiffusionModel
 from verl_digen.types import CleanRecord, PathRecord, SampleRequest, Trajectory
 
@@ -37,20 +39,31 @@ def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]
     return tuple(model.expert_of(trajectory.record.sigmas).tolist()) if len(model.experts) > 1 else ()
 
 
-def not_finite(request: SampleRequest, final: Tensor, version: int) -> ValueError | None:
-    """The error of a sample whose latents `final` [...], after the last step, are not all finite numbers; None for
-    others. Waits for a device that holds them.
+def not_finite(
+    request: SampleRequest, final: Tensor, version: int, is_finite: Tensor, audio: Audio | None
+) -> ValueError | None:
+    """The error of a sample whose numbers are not all finite; None for others. Waits for a device that holds them.
 
-    A decoder makes a black picture of such latents, which rewards score as any other.
+    8 bits cannot show what is not finite: rewards would score a black picture as any other.
+
+    Args:
+        final: [...] latents after the last step. is_finite: [] of its pixels, see `Decoded`.
     """
-    if final.isfinite().all():
+    sample = f"sample {request.sample_index} of group {request.uid} must have finite"
+    if not final.isfinite().all():
+        return ValueError(
+            f"{sample} latents after its last step, got NaN or inf under weight version {version}; if that is the "
+            "first version, the network overflows in actor_rollout_ref.rollout.dtype (bfloat16 has the range of "
+            "float32), or is your own and no module of actor_rollout_ref.model.external_lib registers it; if it is a "
+            "later one, resume from a checkpoint before it with a lower actor_rollout_ref.actor.optim.lr"
+        )
+    has_sound = audio is None or np.isfinite(audio.waveform).all()
+    if is_finite and has_sound:
         return None
     return ValueError(
-        f"sample {request.sample_index} of group {request.uid} must have finite latents after its last step, got NaN "
-        f"or inf under weight version {version}; if that is the first version, the network overflows in "
-        "actor_rollout_ref.rollout.dtype (bfloat16 has the range of float32), or is your own and no module of "
-        "actor_rollout_ref.model.external_lib registers it; if it is a later one, resume from a checkpoint before it "
-        "with a lower actor_rollout_ref.actor.optim.lr"
+        f"{sample} {'sound' if is_finite else 'pixels'}, got NaN or inf of finite latents; what decodes them overflows "
+        "in actor_rollout_ref.rollout.dtype (bfloat16 has the range of float32), or its weights in "
+        "actor_rollout_ref.model.path are damaged: download them again"
     )
 
 

@@ -50,6 +50,7 @@ from verl_digen.store.samples import to_batch
 from verl_digen.trainer.agreement import check_log_prob_gap
 from verl_digen.trainer.checkpoint import (
     DriverState,
+    digest,
     load_driver_state,
     load_open_prompts,
     publish,
@@ -67,7 +68,7 @@ from verl_digen.trainer.run_output import RunOutput
 from verl_digen.trainer.step_result import StepResult, StepTimes, result_metrics, utilisation
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.utilisation import PoolDevices
-from verl_digen.trainer.validation import allow_no_prompts
+from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 from verl_digen.trainer.validation_run import Validation
 from verl_digen.trainer.watch import RewardWatch
 from verl_digen.types import PromptRow
@@ -84,6 +85,7 @@ class DiffusionTrainer(PPOTrainerSync):
 
     agent_loop_manager: Any
     checkpoint_manager: Any
+    train_dataset: Any
 
     _enable_hybrid_replicas = True
     """verl's switch: replicas on the trainer's devices."""
@@ -93,6 +95,7 @@ class DiffusionTrainer(PPOTrainerSync):
 
     def __init__(self, config: Any):
         allow_no_prompts(config)
+        take_all_steps(config)
         name_splits(config)
         self.digen = digen_config(config)
         super().__init__(config)
@@ -400,7 +403,8 @@ class DiffusionTrainer(PPOTrainerSync):
                     self.global_steps,
                     max_ckpt_to_keep=self.config.trainer.max_actor_ckpt_to_keep,
                 )
-            driver, open_prompts = DriverState(self._num_prompts_drawn), self._open_prompts()
+            driver = DriverState(self._num_prompts_drawn, digest(self.train_dataset.prompts))
+            open_prompts = self._open_prompts()
             save_driver_state(step_dir, driver, self.train_dataloader.state_dict(), open_prompts)
             save_run_description(step_dir, self.config)
             self._watch.save(step_dir)
@@ -429,7 +433,17 @@ class DiffusionTrainer(PPOTrainerSync):
             step_dir = self.run_dir / f"global_step_{self.global_steps}"
             if self.config.trainer.resume_mode == "resume_path":
                 step_dir = Path(self.config.trainer.resume_from_path)
-            self._num_prompts_drawn = load_driver_state(step_dir).num_prompts_drawn
+            state = load_driver_state(step_dir)
+            self._num_prompts_drawn = state.num_prompts_drawn
             self._drawn = load_open_prompts(step_dir)
+            if state.drawn_from not in (None, digest(self.train_dataset.prompts)):
+                self._init_dataloader()
+                logger.warning(
+                    "data.train_files has other prompts than those that %s was drawn from: they are drawn from their "
+                    "start, after %d that were drawn before",
+                    *(step_dir, len(self._drawn)),
+                )
             self._watch.load(step_dir)
+            if self.digen.reward.stop_on_hacking:
+                self.actor_rollout_wg.keep_checkpoints(self._watch.kept_checkpoints)
             logger.info("resumed from %s after %d steps", step_dir, self.global_steps)

@@ -19,6 +19,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ class DriverState:
 
     num_prompts_drawn: int
     """Prompts taken from the data loader so far; numbers the groups, so that resumed runs draw the same noise."""
+    drawn_from: str | None = None
+    """`digest` of the prompts that they were taken from; None in a checkpoint of an older version."""
+
+
+def digest(prompts: Sequence[PromptRow]) -> str:
+    """Hash of a set of prompts, in order: what is drawn."""
+    content = [[row.text, row.negative, row.images, row.pair] for row in prompts]
+    return sha256(json.dumps(content).encode()).hexdigest()
 
 
 def save_driver_state(

@@ -119,7 +119,8 @@ class MetricsFile:
         """Drop the lines of steps after `step`, which a run resumed there repeats; 0 drops all."""
         if not self._path.exists():
             return
-        lines = self._path.read_text().splitlines()
+        text = self._path.read_text(encoding="utf-8")
+        lines = text[: text.rfind("\n") + 1].splitlines()  # without half a line, which a full disk leaves
         kept = [line for line in lines if step > 0 and json.loads(line)["step"] <= step]
         self._path.write_text("".join(line + "\n" for line in kept))
 

@@ -33,6 +33,17 @@ def allow_no_prompts(config: DictConfig) -> None:
             config.data.update(val_files=None, val_batch_size=1, validation_shuffle=False)
 
 
+def take_all_steps(config: DictConfig) -> None:
+    """Let `trainer.total_training_steps` alone end a run, where it is given.
+
+    verl's loop also ends after `trainer.total_epochs`, then without the last checkpoint and validation. A pass has at
+    least one step.
+    """
+    steps = config.trainer.total_training_steps
+    if steps is not None:
+        config.trainer.total_epochs = max(config.trainer.total_epochs, steps)
+
+
 def validation_uid(index: int) -> str:
     """The group id, and so the noise, of the validation prompt at `index`: the same at every validation."""
     return f"val-{index:05d}"

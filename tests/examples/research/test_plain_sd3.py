@@ -15,7 +15,7 @@ from torch import Tensor
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.kl import kl_loss
 from verl_digen.algorithms.objectives import default_config, policy_loss
-from verl_digen.algorithms.sde import sde_step
+from verl_digen.algorithms.sde import noise_rate, sde_step
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.tiny import build_tiny
@@ -102,9 +102,10 @@ def test_gradients_are_those_of_verl_digens_loss_with_some_ratios_clipped(checkp
     now = scored()
     config = replace(default_config("flow_grpo"), clip_range=settings.clip)
     columns = {"log_prob": now.log_prob, "old_log_prob": old_log_probs[0], "advantage": advantages}
-    means = {"mean": now.mean, "reference_mean": base.mean, "std": now.std}
+    rate = noise_rate(law, now.std, *ends.values())
+    means = {"mean": now.mean, "reference_mean": base.mean, "noise_rate": rate}
     loss = policy_loss("flow_grpo", columns, config).loss
-    (loss + settings.kl_coef * kl_loss("flow_grpo", {**means, **ends}).loss).backward()
+    (loss + settings.kl_coef * kl_loss("flow_grpo", means).loss).backward()
     for exact, each in zip(run.exact, run.adapter, strict=True):
         torch.testing.assert_close(exact.grad, each.grad, rtol=1e-4, atol=1e-7)
 
@@ -130,9 +131,9 @@ def test_steps_have_the_mean_log_prob_and_kl_of_verl_digen(law):
         torch.testing.assert_close(torch.tensor([step.std] * 3), expected.std, rtol=1e-5, atol=0)
         torch.testing.assert_close(step.log_prob(following, mean), expected.log_prob, rtol=1e-5, atol=0)
         if law == "flow":
-            means = {"mean": expected.mean, "reference_mean": reference.mean}
-            ends = {"sigma": torch.full((3,), sigma), "sigma_next": torch.full((3,), sigma_next)}
-            kl = kl_loss("flow_grpo", {**means, **ends, "std": expected.std}).loss
+            rate = noise_rate(law, expected.std, torch.full((3,), sigma), torch.full((3,), sigma_next))
+            means = {"mean": expected.mean, "reference_mean": reference.mean, "noise_rate": rate}
+            kl = kl_loss("flow_grpo", means).loss
             torch.testing.assert_close(step.divergence(mean, base).mean(), kl, rtol=1e-5, atol=0)
 
 

@@ -26,7 +26,7 @@ from verl_digen.algorithms.objectives.objective import OLD
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.algorithms.sde import step_weight
+from verl_digen.algorithms.sde import STEP_WEIGHT_LAWS, step_weight
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LongcatConfig(ClipConfig):
     config=LongcatConfig,
     columns=("log_prob", OLD, "advantage", "sigma", "sigma_next", "sigma_max"),
     homogeneous=True,
-    laws=("flow", "flow_clipped"),
+    laws=STEP_WEIGHT_LAWS,
 )
 def reweighted_ratio(rows: LossInputs, config: LongcatConfig) -> LossOutput:
     """mean[k max(-A r, -A clamp(r, 1 - c, 1 + c'))], r = exp(log_prob - old_log_prob)."""

@@ -31,7 +31,7 @@ from verl_digen.models.base import Collated
 from verl_digen.models.ltx2 import FRAMES_PER_S, LTX2, MAX_TEXT_TOKENS
 from verl_digen.models.ltx2_latents import Parts
 from verl_digen.models.ltx2_text import connected
-from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording
+from verl_digen.rollout.vllm_omni.recorder import Recording
 from verl_digen.rollout.vllm_omni.request_mode import RequestRecordingMixin
 from verl_digen.types import Condition, Sampling
 
@@ -113,14 +113,12 @@ class LTX2Recording(RequestRecordingMixin):
     def prompt_fields(self, recording: Recording) -> dict[str, Any]:
         return {}
 
-    def finish_recording(self, recording: Recording, output: DiffusionOutput) -> None:
+    def finish_recording(self, recording: Recording, output: DiffusionOutput, audio: Audio | None = None) -> None:
         """Replace video and sound of `output` with the record."""
         assert isinstance(output.output, tuple)
         output.output, waveform = output.output
-        super().finish_recording(recording, output)
         rate_hz = self.vocoder.config.output_sampling_rate  # type: ignore[attr-defined]
-        sound = Audio(waveform[0].float().cpu().numpy(), rate_hz)
-        output.output["payload"]["trajectory"][RECORDED]["audio"] = sound  # type: ignore[index]
+        super().finish_recording(recording, output, Audio(waveform[0].float().cpu().numpy(), rate_hz))
 
     # -- vLLM-Omni's --------------------------------------------------------------------------------------
     def _hand_over(self, request: OmniDiffusionRequest, recording: Recording) -> OmniDiffusionRequest:

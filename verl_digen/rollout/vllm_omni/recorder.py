@@ -26,7 +26,9 @@ from vllm_omni.diffusion.data import DiffusionOutput
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
 from verl_digen.algorithms.solvers import NOISY, Prediction, SolverNoise, denoise_step
+from verl_digen.audio import Audio
 from verl_digen.inputs import PromptInputs
+from verl_digen.models.pixels import to_pixels
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.recording import initial_seed, noise_seed, not_finite, record_trajectory, trained_latents
 from verl_digen.transfers import to_device
@@ -140,9 +142,9 @@ class RecordingPipeline:
             adapter_id=None if adapter is None else adapter.lora_int_id,
         )
 
-    def finish_recording(self, recording: Recording, output: DiffusionOutput) -> None:
+    def finish_recording(self, recording: Recording, output: DiffusionOutput, audio: Audio | None = None) -> None:
         """Replace the pixels of `output` ([1, 3, H, W] or [1, 3, F, H, W] in [-1, 1]) with the record."""
-        request, pixels = recording.request, _take_pixels(output)
+        request, decoded = recording.request, to_pixels(_take_pixels(output))
         trajectory = record_trajectory(
             request,
             seed=initial_seed(recording.order.run_seed, request),
@@ -154,10 +156,10 @@ class RecordingPipeline:
             num_shared_steps=recording.num_shared_steps,
         )
         record = {
-            "error": not_finite(request, recording.latents[0], trajectory.version),
+            "error": not_finite(request, recording.latents[0], trajectory.version, decoded.is_finite[0], audio),
             "trajectory": trajectory,
-            "pixels": _to_uint8(pixels[0]),
-            "audio": None,
+            "pixels": decoded.pixels[0].cpu(),
+            "audio": audio,
             "start_s": recording.start_s,
             "end_s": time.time(),
             "condition": _to_cpu(recording.condition) if request.wants_condition else None,
@@ -251,12 +253,6 @@ def _take_pixels(output: Any) -> Tensor:
 def _joined(rows: list[Tensor]) -> Tensor:
     """[N, ...] of N tensors [1, ...]; one alone is not copied."""
     return rows[0] if len(rows) == 1 else torch.cat(rows)
-
-
-def _to_uint8(pixels: Tensor) -> Tensor:
-    """[3, (F,) H, W] in [-1, 1] -> uint8 [(F,) H, W, 3] on the CPU, rounded as diffusers' image processor does."""
-    channels_last = pixels.movedim(0, -1)
-    return ((channels_last * 0.5 + 0.5).clamp(0, 1).float() * 255).round().to(torch.uint8).cpu()
 
 
 def _to_cpu(condition: Condition | None) -> Condition | None:

@@ -144,7 +144,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             sampling_params: `request`, a `SampleRequest`; or for a text arguments of `text_request`.
 
         Raises:
-            ValueError: the encoder refuses a prompt, or latents are not finite; no other request is affected. Or there
+            ValueError: the encoder refuses a prompt, or numbers are not finite; no other request is affected. Or there
                 is neither a text nor a request.
             RuntimeError: the engine failed the request; has the engine's message.
         """

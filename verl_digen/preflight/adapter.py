@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for the adapter that trains: before Ray starts it is built on the meta device, as every rank will build it, and
+compared with the headers of the files that it starts from."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen.config import digen_config
+from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
+from verl_digen.models.json_file import read_object
+from verl_digen.preflight.model import KEY, load_configs
+from verl_digen.preflight.precision import trains_all
+from verl_digen.preflight.weights import shapes_of
+from verl_digen.require import require, suggestion
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from torch import nn
+
+    from verl_digen.models.base import DiffusionModel
+
+FOLDER = f"{KEY}.lora_adapter_path"
+ALL_LINEAR = "all-linear"
+"""peft's word for every linear layer."""
+NOT_SENT = ("bias", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
+"""peft's settings that train something else than matrices beside layers, which no replica and no export takes."""
+
+
+def check_adapter(config: DictConfig) -> None:
+    """Require layers that take an adapter, and files with the tensors of the one that trains."""
+    section: Any = config.actor_rollout_ref.model
+    given = {key: section[key] for key in ("target_modules", "exclude_modules", "lora_adapter_path")}
+    if trains_all(config) or "://" in section.path or not any(given.values()):  # the model's own layers take one
+        return
+    model, network, model_config = load_on_meta(config)
+    for key in ("target_modules", "exclude_modules"):
+        _check_names(model, network, f"{KEY}.{key}", given[key])
+    adapted = build_on_meta(network, model_config)
+    if model_config.lora_adapter_path is not None:
+        folder = Path(model_config.lora_adapter_path)
+        compare(FOLDER, folder, _shapes_in(folder), saved_shapes(adapted))
+
+
+def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> PeftModel:
+    """The adapter around a network on the meta device.
+
+    Raises:
+        ValueError: peft refuses it, or it trains more than an adapter.
+    """
+    import torch
+
+    from verl_digen.engine.build import add_adapter
+
+    given = model_config.lora_config()
+    _check_settings(model_config, given)
+    names = [name for name, _ in network.named_modules() if name]
+    try:
+        with torch.device("meta"):
+            adapted: Any = add_adapter(network, model_config, rank=1)
+    except (ValueError, LookupError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        targets = given.target_modules
+        key = "target_modules" if model_config.lora_adapter_path is None else "lora_adapter_path"
+        raise ValueError(
+            f"{KEY}.{key} must name layers of the network that take an adapter, such as "
+            f"{next(iter(_linear(network, names)), 'none of it')}, got "
+            f"{targets if isinstance(targets, str) else sorted(targets or ())}"
+            f"{f' without {sorted(given.exclude_modules)}' if given.exclude_modules else ''}: "
+            f"{str(error).splitlines()[0]}; name linear layers, or leave it out for the model's own"
+        ) from error
+    return adapted
+
+
+def _linear(network: nn.Module, names: Collection[str]) -> list[str]:
+    from torch import nn
+
+    return [name for name, module in network.named_modules() if name in names and isinstance(module, nn.Linear)]
+
+
+def _check_settings(model_config: DiffusionModelConfig, given: LoraConfig) -> None:
+    """Require settings of a file that train an adapter alone."""
+    from peft import LoraConfig
+
+    if model_config.lora_adapter_path is None:
+        return
+    plain = LoraConfig()
+    for name in NOT_SENT:
+        value = getattr(given, name, None)
+        require(
+            not value or value == getattr(plain, name),
+            f"{name} in the adapter_config.json of {FOLDER} must be left out: what it trains beside the matrices is "
+            "neither sent to replicas nor exported",
+            value,
+            "train an adapter without it, or merge this one into the base checkpoint",
+        )
+
+
+def compare(key: str, folder: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Require the tensors `own` in a file that has `found`: name -> shape."""
+    fit = {name for name, shape in own.items() if found.get(name) == shape}
+    if len(fit) == len(own) == len(found):
+        return
+    listed = [
+        ", ".join(f"{name} {list(shapes[name])}" for name in sorted(shapes.keys() - fit)[:3]) or "nothing more"
+        for shapes in (found, own)
+    ]
+    raise ValueError(
+        f"{key} must hold the {len(own)} tensors of the adapter that trains, got {str(folder)!r}, of whose "
+        f"{len(found)} tensors {len(fit)} fit: it has {listed[0]}; the network takes {listed[1]}; rename them, or take "
+        "an adapter of this network, with the rank and the layers in its adapter_config.json"
+    )
+
+
+def saved_shapes(adapted: PeftModel) -> dict[str, tuple[int, ...]]:
+    """Tensors of an adapter as peft saves them: name -> shape."""
+    from peft import get_peft_model_state_dict
+
+    return {
+        name: tuple(value.shape)
+        for name, value in get_peft_model_state_dict(adapted, save_embedding_layers=False).items()
+    }
+
+
+def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """Tensors of an adapter's file: name -> shape."""
+    import torch
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+
+    file = next((file for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME) if (file := folder / name).is_file()), None)
+    require(
+        file is not None,
+        f"{FOLDER} must hold an adapter's weights, {SAFETENSORS_WEIGHTS_NAME}",
+        str(folder),
+        "complete the download",
+    )
+    assert file is not None
+    if file.suffix == ".safetensors":
+        shapes = shapes_of(file)
+    else:
+        try:
+            shapes = {name: tuple(value.shape) for name, value in torch.load(file, "meta", weights_only=True).items()}
+        except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, EOFError, AttributeError):
+            shapes = None
+    if shapes is None:
+        raise ValueError(
+            f"{FOLDER} must hold whole weight files, got {str(file)!r} with {file.stat().st_size} bytes, which is "
+            "none; download it again"
+        )
+    return shapes
+
+
+def adapter_notes(config: DictConfig) -> list[str]:
+    """A note where the adapter's file has a setting that the run does not take."""
+    folder = config.actor_rollout_ref.model.lora_adapter_path
+    file = Path(folder or "").expanduser() / ADAPTER_CONFIG_NAME
+    if folder is None or not file.is_file():
+        return []
+    dropout = read_object(file, FOLDER).get("lora_dropout", 0)
+    return [f"{FOLDER}: its lora_dropout={dropout} is 0 here, because replicas draw without"] if dropout else []
+
+
+def load_on_meta(config: DictConfig) -> tuple[DiffusionModel, nn.Module, DiffusionModelConfig]:
+    """The model, its network on the meta device, and its section, all of the checkpoint's configs alone."""
+    import torch
+
+    from verl_digen.models.locate import locate_configs
+
+    section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
+    section.pop("_target_", None)
+    model_config = DiffusionModelConfig(
+        **section | {"digen": digen_config(config), "path": str(locate_configs(section["path"]))}
+    )
+    model = load_configs(section["path"])
+    return model, model.load_transformer(torch.float32, meta=True), model_config
+
+
+def _check_names(model: DiffusionModel, network: nn.Module, key: str, given: Any) -> None:
+    """Require every name the user gives to match a module, in the way peft reads it: a suffix, or a whole regex."""
+    if given is None or given == ALL_LINEAR:
+        return
+    names = [name for name, _ in network.named_modules() if name]
+    if isinstance(given, str):
+        try:
+            found = any(re.fullmatch(given, name) for name in names)
+        except re.error as error:
+            raise ValueError(f"{key} must be a regular expression, got {given!r} ({error}); repair it") from error
+        require(
+            found,
+            f"{key} must match a module of this {model.spec.title}",
+            given,
+            f"a regular expression must match a whole name, such as {names[-1]!r}; null takes {_own(model)}",
+        )
+        return
+    for target in given:
+        require(
+            any(name == target or name.endswith(f".{target}") for name in names),
+            f"{key} must hold endings of names of modules of this {model.spec.title}",
+            target,
+            f"{suggestion(target, _endings(names))}null takes {_own(model)}",
+        )
+
+
+def _own(model: DiffusionModel) -> str:
+    return f"the model's own, {', '.join(model.spec.lora_targets)}"
+
+
+def _endings(names: Iterable[str]) -> set[str]:
+    """The last one and the last two parts of each name: `to_out.0`, `to_q`."""
+    endings = {".".join(name.split(".")[-count:]) for name in names for count in (1, 2)}
+    return {ending for ending in endings if not ending.isdecimal()}
