@@ -33,8 +33,7 @@ from packaging.requirements import Requirement
 from verl_digen.checkup import command as checkup
 from verl_digen.models.tiny import BUILDERS
 from verl_digen.require import require_one_of
-from verl_digen.rollout.vllm_omni.settings import ENGINE_PACKAGES, TESTED, are_tested
-from verl_digen.versions import SUPPORTED, outside
+from verl_digen.versions import ENGINE_PACKAGES, ENGINE_TESTED, SUPPORTED, is_engine_tested, outside
 
 NAME = "doctor"
 
@@ -246,10 +245,10 @@ def _check_vllm_omni(report: Report) -> None:
     if "vllm-omni" not in report.versions:
         return
     found = [report.versions.get(package) for package in ENGINE_PACKAGES]
-    if not are_tested(found):
+    if not is_engine_tested(found):
         report.add_problem(
             f"vllm and vllm-omni are {' and '.join(number or '(not installed)' for number in found)}, and were "
-            f"tested as {' or '.join(TESTED)}, both the same",
+            f"tested as {' or '.join(ENGINE_TESTED)}, both the same",
             "pip install 'verl-digen[vllm-omni]'",
         )
     if torch.version.cuda is None:

@@ -7,7 +7,7 @@ error. `digen doctor` prints the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -46,6 +46,9 @@ SUPPORTED = {
     )
 }
 """Package -> what was tested with this version of verl-digen."""
+ENGINE_PACKAGES = ("vllm", "vllm-omni")
+ENGINE_TESTED = ("0.28.0", "0.30.0")
+"""Versions, of both packages alike, that `rollout/vllm_omni` was tested with; setup.py pins the first."""
 
 
 def installed() -> dict[str, str]:
@@ -68,3 +71,8 @@ def outside(found: Mapping[str, str], *, tested: bool) -> Iterator[tuple[str, st
         ranges = supported.all_tested if tested else (supported.can_work,)
         if not any(one.contains(number, prereleases=True) for one in ranges):  # +cpu of 2.13.0+cpu does not count
             yield name, number, ranges[0]
+
+
+def is_engine_tested(found: Sequence[str | None]) -> bool:
+    """True if these versions of `ENGINE_PACKAGES` were tested with each other."""
+    return any(found.count(tested) == len(ENGINE_PACKAGES) for tested in ENGINE_TESTED)

@@ -52,7 +52,7 @@ def test_a_kernel_for_split_tokens_is_one_that_diffusers_lets_run(name: str):
     if not REGISTRY._is_context_parallel_available(backend):
         assert split is None
         return
-    named = inspect.getclosurevars(REGISTRY._backends[backend]).globals
+    named = inspect.getclosurevars(inspect.unwrap(REGISTRY._backends[backend])).globals
     forward = next(operation for each, operation in named.items() if each.endswith("_forward_op"))
     backward = next(operation for each, operation in named.items() if each.endswith("_backward_op"))
     assert (split is not None) == ("NotImplementedError" not in inspect.getsource(backward))

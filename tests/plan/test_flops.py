@@ -83,6 +83,12 @@ def test_an_adapters_layers_count_too(tiny_qwen_image):
         ("NVIDIA GH200 480GB", None),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA RTX A6000", "A6000"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", None),
         ("cpu", None),
     ],
 )

@@ -9,14 +9,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from verl_digen.rollout.vllm_omni import settings
-from verl_digen.rollout.vllm_omni.settings import (
-    ALLOWED,
-    ENGINE_PACKAGES,
-    REFUSED,
-    TESTED,
-    check_settings,
-    check_versions,
-)
+from verl_digen.rollout.vllm_omni.settings import ALLOWED, REFUSED, check_settings, check_versions
+from verl_digen.versions import ENGINE_PACKAGES, ENGINE_TESTED
 
 GOOD = {bool: True, int: 900, str: "auto"}
 
@@ -62,7 +56,7 @@ def test_no_setting_is_both_taken_and_refused():
     assert not ALLOWED.keys() & REFUSED.keys()
 
 
-@pytest.mark.parametrize("tested", TESTED)
+@pytest.mark.parametrize("tested", ENGINE_TESTED)
 def test_tested_versions_may_serve(tested, monkeypatch):
     monkeypatch.setattr(settings, "version", dict.fromkeys(ENGINE_PACKAGES, tested).__getitem__)
     check_versions(allow_untested=False)
@@ -79,4 +73,4 @@ def test_another_pair_of_versions_is_refused_with_the_tested_ones_unless_it_is_a
 
 def test_the_extra_installs_the_first_of_the_tested_versions():
     pinned = [Requirement(line) for line in requires("verl-digen") or [] if 'extra == "vllm-omni"' in line]
-    assert {one.name: str(one.specifier) for one in pinned} == dict.fromkeys(ENGINE_PACKAGES, f"=={TESTED[0]}")
+    assert {one.name: str(one.specifier) for one in pinned} == dict.fromkeys(ENGINE_PACKAGES, f"=={ENGINE_TESTED[0]}")

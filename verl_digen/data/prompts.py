@@ -27,7 +27,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_digen.data.files import COMPRESSED, rows_of, shown
+from verl_digen.data.files import COMPRESSED, MAX_CHARACTERS_SHOWN, rows_of, shown
 from verl_digen.data.hub import hub_rows, saved_rows
 from verl_digen.data.splits import TRAIN, resolve
 from verl_digen.hub import SCHEME, HubName
@@ -248,8 +248,8 @@ def _reference(given: str, column: str, folder: Path, where: str) -> str:
         is_there = Path(place).is_file()
     if not is_there:
         raise ValueError(
-            f"{where} must have {column} that are files, but {shown(place)} is missing; paths are relative to "
-            f"{str(folder)!r}"
+            f"{where} must have {column} that are files, but {str(place)[-MAX_CHARACTERS_SHOWN:]!r} is missing; paths "
+            f"are relative to {str(folder)!r}"
         )
     return reference
 

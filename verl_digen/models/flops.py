@@ -116,8 +116,8 @@ def _padded(count: int, multiple: int) -> int:
 
 
 # -- utilisation ------------------------------------------------------------------------------------------------
-BOARDS_APART = re.compile(r"\b(PCIe|NVL)\b", re.IGNORECASE)
-"""Boards whose peak differs from that of the type's SXM module, the only one known."""
+BOARDS_APART = re.compile(r"\b(PCIe|NVL|Laptop|Ti|D)\b", re.IGNORECASE)
+"""Boards whose peak differs from that of the type's own: the SXM module, the desktop card."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -132,7 +132,7 @@ def peak_flops(device_name: str) -> float | None:
 
 def device_type(device_name: str) -> str | None:
     """Type of a device in `verl_digen.devices`, or None."""
-    words = set(re.split(r"[\s_-]+", device_name))
+    words = set(re.split(r"[\s_-]+", device_name.replace("RTX ", "RTX")) + device_name.split())
     found = [kind for kind in PEAK_TFLOPS if kind in words]
     is_apart = BOARDS_APART.search(device_name) is not None and "A100" not in found
     return found[0] if found and not is_apart else None

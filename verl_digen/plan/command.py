@@ -2,8 +2,8 @@
 """Calculate before the first out-of-memory whether a run fits its devices, what it moves, and how long a step takes.
 
 The words are those of verl's main; nothing is downloaded for a local folder or a checkpoint this knows. Beside them
-  gpus=8              devices of the whole run (separate pools share them), in place of the pools' own keys; of two
-                      types gpus=20xH800+24xA100, which train and which generate
+  gpus=8              devices of the whole run (separate pools share them), in place of the pools' own keys; also
+                      gpus=8xH100, gpus=2x24GB, or of two types gpus=20xH800+24xA100, which train and which generate
   gpu_mem=80          GB of each
   device=H100         their type, for the seconds; this machine's without it
   host_mem=1000       GB of host memory of a node, for a verdict about it
@@ -301,6 +301,7 @@ def _seconds(plan: Plan) -> list[str]:
         f"{' and '.join(dict.fromkeys(plan.words.types or (plan.device,)))}: "
         f"{time.generating_s:.1f} s to generate, {time.training_s:.1f} s to train, "
         f"a step in {time.step_s:.1f} s or more",
+        time.run_words(plan.run.settings),
     ]
 
 
@@ -414,9 +415,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
 
 def _split_json(plan: Plan) -> dict[str, Any] | None:
     split = plan.split
-    if split is None:
-        return None
-    return {
+    return split and {
         "given": None if split.given is None else str(split.given),
         "given_s": split.given_s,
         "together": split.together,

@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_digen.devices import Pool, parse_pool
+from verl_digen.devices import DEVICE_GB, Pool, parse_pool
 from verl_digen.require import require, require_one_of, suggestion
 from verl_digen.simulate.layout import NODE_SIZE, arrange, pool_overrides, pooled_nodes, type_overrides
 
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
 GB = 10**9
 
-DEVICE_GB = {"A100": 80, "L40S": 48, "H20": 96, "H800": 80, "H100": 80, "H200": 141, "B200": 180}
-"""Memory of a device by the data sheets of NVIDIA; an A100 also comes with 40 GB. Has every accelerator of
-`verl_digen.devices.PEAK_TFLOPS`."""
 MFU = 0.4
 """Assumed share of the peak: 6.1 steps/s of FLUX.1 at 1024 px on an H100 are 0.46 (huggingface.co/fireworks-ai/
 FLUX.1-dev-fp8-flumina), and training also communicates."""
@@ -129,8 +127,8 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
         if key not in kinds:
             overrides.append(argument)
             continue
-        if key == "gpus" and "+" in value:
-            own["pools"] = _typed_pools(value)
+        if key == "gpus" and "x" in value:
+            own |= _typed_pools(value)
             continue
         try:
             own[key] = kinds[key](value)
@@ -139,16 +137,21 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
     return Words(**own), overrides
 
 
-def _typed_pools(text: str) -> tuple[Pool, Pool]:
-    parts = text.split("+")
+def _typed_pools(text: str) -> dict[str, Any]:
+    """Words of `8xH100`, `2x24GB`, or of devices that train + devices that generate."""
+    parts = [part.partition("x") for part in text.split("+")]
     require(
-        len(parts) == 2 and all("x" in part for part in parts),
-        "gpus must be a number, or devices that train + devices that generate",
+        len(parts) <= 2 and all(number.isdecimal() and kind for number, _, kind in parts),
+        "gpus must be a number, with a type or a memory, or devices that train + devices that generate",
         text,
-        "e.g. gpus=20xH800+24xA100",
+        "e.g. gpus=8xH100, gpus=2x24GB, or gpus=20xH800+24xA100",
     )
-    trainer, generator = (parse_pool("gpus", part, default_device=part) for part in parts)
-    return trainer, generator
+    (number, _, kind), *others = parts
+    if others:
+        trainer, generator = (parse_pool("gpus", part, default_device=part) for part in text.split("+"))
+        return {"pools": (trainer, generator)}
+    memory = re.fullmatch(r"(\d+)GB", kind)
+    return {"gpus": int(number), **({"device": kind} if memory is None else {"gpu_mem": float(memory[1])})}
 
 
 def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:

@@ -98,6 +98,13 @@ class Settings:
     dtypes: Dtypes
     episodes: Episodes
     limits: Limits
+    num_steps: int | None = None
+    """Steps of the run; None: as many as its epochs have."""
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the run."""
+        return self.num_trainer_devices + self.num_generator_devices * self.is_split
 
     @property
     def num_samples(self) -> int:
@@ -248,6 +255,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         num_shards=num_shards(fsdp.fsdp_size, num_trainer),
         num_prompts=config.data.train_batch_size,
         group_size=rollout.n,
+        num_steps=config.trainer.total_training_steps,
         is_lora=model.lora_rank > 0,
         merges_lora=model.merges_lora,
         recompute=model.recomputed,

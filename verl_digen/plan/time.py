@@ -21,7 +21,9 @@ from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.plan.policies import policies_read
-from verl_digen.plan.run import Run
+from verl_digen.plan.run import Run, Settings
+
+SHOWN_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,14 @@ class StepTime:
     training_s: float | None
     step_s: float | None
     """max(generating_s, training_s) on separate pools with `digen.gap.enable`; else their sum."""
+
+    def run_words(self, settings: Settings) -> str:
+        """Hours of the run, or of SHOWN_STEPS where its steps are as many as its epochs have; `step_s` is known."""
+        assert self.step_s is not None
+        num_steps = settings.num_steps or SHOWN_STEPS
+        hours = self.step_s * num_steps / 3600
+        shown = f"{hours:.3g} h" if hours >= 1 else f"{hours * 60:.3g} min"
+        return f"{num_steps} steps in {shown} or more, {hours * settings.num_devices:.3g} GPU-hours"
 
 
 def plan_time(

@@ -39,9 +39,10 @@ def check_adapter(config: DictConfig) -> None:
     given = {key: section[key] for key in ("target_modules", "exclude_modules", "lora_adapter_path")}
     if trains_all(config) or "://" in section.path or not any(given.values()):  # the model's own layers take one
         return
-    model, network, model_config = load_on_meta(config)
+    model, network = load_on_meta(section.path)
     for key in ("target_modules", "exclude_modules"):
         _check_names(model, network, f"{KEY}.{key}", given[key])
+    model_config = model_section(config)
     adapted = build_on_meta(network, model_config)
     if model_config.lora_adapter_path is not None:
         folder = Path(model_config.lora_adapter_path)
@@ -165,19 +166,22 @@ def adapter_notes(config: DictConfig) -> list[str]:
     return [f"{FOLDER}: its lora_dropout={dropout} is 0 here, because replicas draw without"] if dropout else []
 
 
-def load_on_meta(config: DictConfig) -> tuple[DiffusionModel, nn.Module, DiffusionModelConfig]:
-    """The model, its network on the meta device, and its section, all of the checkpoint's configs alone."""
+def load_on_meta(path: str) -> tuple[DiffusionModel, nn.Module]:
+    """The model at `path` and its network on the meta device, of the checkpoint's configs alone."""
     import torch
 
+    model = load_configs(path)
+    return model, model.load_transformer(torch.float32, meta=True)
+
+
+def model_section(config: DictConfig) -> DiffusionModelConfig:
+    """The section `actor_rollout_ref.model` as the ranks get it, of the checkpoint's configs alone."""
     from verl_digen.models.locate import locate_configs
 
     section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
     section.pop("_target_", None)
-    model_config = DiffusionModelConfig(
-        **section | {"digen": digen_config(config), "path": str(locate_configs(section["path"]))}
-    )
-    model = load_configs(section["path"])
-    return model, model.load_transformer(torch.float32, meta=True), model_config
+    located = str(locate_configs(section["path"]))
+    return DiffusionModelConfig(**section | {"digen": digen_config(config), "path": located})
 
 
 def _check_names(model: DiffusionModel, network: nn.Module, key: str, given: Any) -> None:

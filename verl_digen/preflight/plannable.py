@@ -14,6 +14,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf, flag_override
 
 from verl_digen.config import digen_config
+from verl_digen.preflight.adapter import check_adapter
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model
 from verl_digen.preflight.machine import check_cpus, check_machine
@@ -34,7 +35,7 @@ from verl_digen.preflight.watching import check_watching
 from verl_digen.preflight.weights import check_weights
 from verl_digen.reward.named import has_custom
 
-OF_MODEL: tuple[Rule, ...] = (check_vllm_omni, check_model, check_kernel_model, check_model_section)
+OF_MODEL: tuple[Rule, ...] = (check_vllm_omni, check_model, check_kernel_model, check_model_section, check_adapter)
 """Rules that read the checkpoint's configs."""
 OF_RUN: tuple[Rule, ...] = (
     check_machine,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from verl_digen.config import digen_config
-from verl_digen.preflight.adapter import build_on_meta, load_on_meta
+from verl_digen.preflight.adapter import build_on_meta, load_on_meta, model_section
 from verl_digen.preflight.inputs import has_checkpoint
 from verl_digen.preflight.precision import trains_all
 from verl_digen.require import require
@@ -54,5 +54,5 @@ def _check_files(config: DictConfig, teacher: str) -> None:
     """Compare the folder with the adapter that the run would train."""
     from verl_digen.engine.teacher import adapter_shapes, check_teacher_files
 
-    _, network, model_config = load_on_meta(config)
-    check_teacher_files(teacher, adapter_shapes(build_on_meta(network, model_config)))
+    _, network = load_on_meta(config.actor_rollout_ref.model.path)
+    check_teacher_files(teacher, adapter_shapes(build_on_meta(network, model_section(config))))

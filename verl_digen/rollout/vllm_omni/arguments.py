@@ -13,8 +13,9 @@ from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
 from verl_digen.rollout.vllm_omni.served import require_served
-from verl_digen.rollout.vllm_omni.settings import KEY, TESTED, check_attention, check_settings
+from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, check_settings
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
+from verl_digen.versions import ENGINE_TESTED
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def check_taken(arguments: dict[str, Any], rollout: Any, model: DiffusionModelCo
         if (taken := getattr(engine_config, name)) != arguments[name]:
             raise RuntimeError(
                 f"vLLM-Omni was to run with {name}={arguments[name]!r} and runs with {taken!r}; install a version that "
-                f"was tested: {' or '.join(TESTED)}"
+                f"was tested: {' or '.join(ENGINE_TESTED)}"
             )
     extra = _extra(rollout)
     attention = check_attention(model.digen, extra.get(ATTENTION))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM-Omni settings that a run may set (`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`), and its tested
-versions. Does not import vLLM-Omni: used before Ray starts, on any machine.
+"""vLLM-Omni settings that a run may set (`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`).
+Does not import vLLM-Omni: used before Ray starts, on any machine.
 
 A setting is passed on if it changes speed, memory or waiting. A setting that changes the numbers of a step is refused:
 the recorded log-probs would be those of another policy than the trainer's. A setting that a key of verl or of
@@ -9,19 +9,16 @@ the recorded log-probs would be those of another policy than the trainer's. A se
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
 from verl_digen.config import DigenConfig
 from verl_digen.require import require, require_one_of
+from verl_digen.versions import ENGINE_PACKAGES, ENGINE_TESTED, is_engine_tested
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm_omni"
-
-ENGINE_PACKAGES = ("vllm", "vllm-omni")
-TESTED = ("0.28.0", "0.30.0")
-"""Versions, of both packages alike, that this code was tested with; setup.py pins the first."""
 
 ALLOWED: dict[str, type] = {
     "diffusion_attention_backend": str,
@@ -157,11 +154,6 @@ def check_attention(digen: DigenConfig, given: str | None) -> str:
     return OF_KERNEL[digen.rollout_attention_backend]
 
 
-def are_tested(found: Sequence[str | None]) -> bool:
-    """True if these versions of `ENGINE_PACKAGES` were tested with each other."""
-    return any(found.count(tested) == len(ENGINE_PACKAGES) for tested in TESTED)
-
-
 def check_versions(*, allow_untested: bool) -> None:
     """Raise ValueError unless the installed versions were tested with each other.
 
@@ -170,10 +162,10 @@ def check_versions(*, allow_untested: bool) -> None:
     """
     found = [version(package) for package in ENGINE_PACKAGES]
     require(
-        allow_untested or are_tested(found),
-        f"actor_rollout_ref.rollout.name=vllm_omni was tested with vllm and vllm-omni {' or '.join(TESTED)}, both the "
-        "same, and uses internals of them",
+        allow_untested or is_engine_tested(found),
+        "actor_rollout_ref.rollout.name=vllm_omni was tested with vllm and vllm-omni "
+        f"{' or '.join(ENGINE_TESTED)}, both the same, and uses internals of them",
         " and ".join(found),
-        f"pip install vllm=={TESTED[0]} vllm-omni=={TESTED[0]}, or run tests/vllm_omni against yours and set "
-        "digen.rollout.allow_untested_versions=true",
+        f"pip install vllm=={ENGINE_TESTED[0]} vllm-omni=={ENGINE_TESTED[0]}, or run tests/vllm_omni against yours and "
+        "set digen.rollout.allow_untested_versions=true",
     )
