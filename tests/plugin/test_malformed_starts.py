@@ -293,6 +293,8 @@ def test_resources_of_one_machine_are_refused_in_a_cluster(start, runnable, monk
     said = said_of(start, *runnable)
     assert said is not None and "ray_kwargs.ray_init.num_cpus and ray_kwargs.ray_init.num_gpus must be null" in said
     assert said_of(start, *runnable, "ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.num_gpus=null") is None
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    assert said_of(start, *runnable) is None, "a program that has started Ray itself"
 
 
 @pytest.mark.parametrize(

@@ -138,11 +138,13 @@ def check_trackers(config: DictConfig) -> None:
 
 
 def check_address(config: DictConfig) -> None:
-    """Require no resources of one machine where the run joins a Ray cluster, which has its own."""
+    """Require no resources of one machine where verl's main joins a Ray cluster, which has its own."""
+    import ray
+
     settings = config.ray_kwargs.ray_init
     given = [f"ray_kwargs.ray_init.{key}" for key in ("num_cpus", "num_gpus") if settings.get(key) is not None]
     require(
-        not given or not joins_cluster(settings.get("address")),
+        not given or ray.is_initialized() or not joins_cluster(settings.get("address")),  # Ray: a program's own
         f"{' and '.join(given)} must be null where a run joins a Ray cluster, here by RAY_ADDRESS, an address or a "
         "cluster that runs on this machine",
         [settings[key.rpartition(".")[2]] for key in given],
