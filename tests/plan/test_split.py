@@ -104,7 +104,8 @@ def test_gpus_names_two_types():
     words, _ = split_words(["gpus=20xH800+24xA100"])
     assert words.types == ("H800", "A100") and words.names_accelerator and words.gpus is None
     for wrong, message in (
-        ("gpus=20+24", r"gpus must be a number, or devices that train \+ devices that generate, got '20\+24'"),
+        ("gpus=20+24", r"gpus must be a number, with a type or a memory, or devices that train \+ .*, got '20\+24'"),
+        ("gpus=8xX1", "device must be one of RTX3090"),
         ("gpus=8xH800+8xX1", "gpus must name a device type"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -127,7 +127,7 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
         if key not in kinds:
             overrides.append(argument)
             continue
-        if key == "gpus" and "x" in value:
+        if key == "gpus" and {"x", "+"} & set(value):
             own |= _typed_pools(value)
             continue
         try:
