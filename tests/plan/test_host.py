@@ -62,6 +62,7 @@ def test_a_node_holds_the_state_of_all_its_ranks_and_replicas():
         "checkpoint of rank 0 while it loads": 32 * GB,
         "offloaded parameters": 8 * 4 * GB,
         "replicas that wait": 8 * 11 * GB,
+        "prompt cache": 0,
     }
     assert memory.host_bytes == sum(memory.host.values())
 
@@ -75,4 +76,8 @@ def test_sleeping_processes_of_a_node_share_one_copy_of_what_an_adapter_leaves_a
 
 def test_of_separate_pools_the_fuller_node_counts():
     split = plan_memory(make_run(is_split=True, frees_replica=False, param_offload=True), DEVICE).host
-    assert split.keys() == {"trajectories and conditions", "staged weight updates"}  # 128 GB to the trainer's 64
+    assert split.keys() == {
+        "trajectories and conditions",
+        "staged weight updates",
+        "prompt cache",
+    }  # 128 GB to the trainer's 64

@@ -222,12 +222,38 @@ def test_processes_take_memory_of_an_accelerator_that_no_tensor_is():
     assert alone == [CONTEXT_BYTES + NCCL_BYTES, CONTEXT_BYTES, CONTEXT_BYTES]
 
 
-def test_cached_prompts_stay_on_the_device_as_encoders_do():
-    run = replace(make_run(), measured=replace(MEASURED, embedding_bytes=4 * 10**6))
-    memory = plan_memory(run, DEVICE)
-    assert memory.generating.items[PROMPT_CACHE] == 1024 * 4 * 10**6  # digen.rollout.embed_cache_size prompts
-    left = (
-        memory.training.items["replica that waits"]
-        - plan_memory(make_run(), DEVICE).training.items["replica that waits"]
+def test_cached_prompts_lie_on_the_host_and_of_vllm_omni_on_the_device():
+    memory, other = (
+        plan_memory(replace(make_run(rollout_name=name), measured=replace(MEASURED, embedding_bytes=4 * 10**6)), DEVICE)
+        for name in ("diffusers", "vllm_omni")
     )
-    assert left == 1024 * 4 * 10**6
+    size = 1024 * 4 * 10**6  # digen.rollout.embed_cache_size prompts
+    assert PROMPT_CACHE not in memory.generating.items and memory.host[PROMPT_CACHE] == 8 * size
+    assert other.generating.items[PROMPT_CACHE] == size == other.training.items["replica that waits"]
+    assert PROMPT_CACHE not in other.host
+
+
+def test_encoders_that_wait_on_the_host_and_the_transformer_are_never_there_together():
+    """16 GB of transformer, 10 of encoder and 1 of VAE."""
+    settings = {"is_accelerated": True, "is_split": True, "frees_replica": False, "shares_host_copies": True}
+    on_device, on_host = (
+        plan_memory(make_run(lora=True, digen={"rollout": RolloutConfig(encoders=place)}, **settings), DEVICE)
+        for place in ("device", "host")
+    )
+    assert on_device.encoding is None and on_device.generating.items["text encoder"] == 10 * GB
+    assert on_host.encoding is not None and on_host.encoding.total == 10 * GB + CONTEXT_BYTES
+    for phase, before in ((on_host.generating, on_device.generating), (on_host.decoding, on_device.decoding)):
+        assert before.total - phase.total == 10 * GB
+    assert "replicas that wait" not in on_device.host
+    adapters = 8 * on_host.generating.items["adapter"]  # they train, so each replica has its own copy
+    assert on_host.host["replicas that wait"] == 27 * GB + adapters
+    assert_invariants(on_host)
+    assert plan_memory(make_run(lora=True, **settings), 60 * GB).encoding is not None, "auto: 10 of 60 GB are a lot"
+    assert plan_memory(make_run(lora=True, **(settings | {"is_accelerated": False})), 60 * GB).encoding is None
+    colocated = {"is_accelerated": True, "frees_replica": False}
+    awake = (
+        plan_memory(make_run(lora=True, digen={"rollout": RolloutConfig(encoders=place)}, **colocated), DEVICE)
+        for place in ("device", "host")
+    )
+    left = [memory.training.items["replica that waits"] for memory in awake]
+    assert left[0] - left[1] == 10 * GB

@@ -3,6 +3,7 @@ import random
 from dataclasses import replace
 
 from tests.plan.runs import BLOCK, GB, LORA, MEASURED, make_run
+from verl_digen.config import RolloutConfig
 from verl_digen.plan.memory import plan_memory
 from verl_digen.plan.remedies import find_remedies
 from verl_digen.plan.run import Run
@@ -48,6 +49,13 @@ def test_what_turns_out_needless_is_not_asked_for():
     )
     names = _names(huge, 80 * GB)
     assert names == ["digen.rollout.max_batch_size=1"]
+
+
+def test_encoders_leave_the_device_before_a_batch_is_cut():
+    run = make_run(lora=True, is_accelerated=True, digen={"rollout": RolloutConfig(encoders="device")})
+    needed = plan_memory(run, 200 * GB).replica_bytes
+    names = _names(run, int((needed - 9 * GB) / 0.9))
+    assert names[-1] == "digen.rollout.encoders=host" and len(names) <= 2
 
 
 def test_tensor_parallelism_is_for_replicas_that_do_it():

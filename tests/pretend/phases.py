@@ -74,8 +74,8 @@ def measure(name: str, path: Path) -> Measured:
     server = make_server(path)
     model = server._model
     sampling = _sampling(name)
-    found = counted("encode", lambda: server._encoder([PromptInputs(prompt) for prompt in PROMPTS]))
-    negative = server._encoder([PromptInputs(" ")])[0]
+    found = counted("encode", lambda: server._encoders.encode([PromptInputs(prompt) for prompt in PROMPTS]))
+    negative = server._encoders.encode([PromptInputs(" ")])[0]
     negatives = [negative] * len(PROMPTS) if sampling.is_guided else None
     # the last two steps are ODE steps of both, the second of the first
     windows = (Window((0,), (0,)), Window((0, 1), (0, 1)))
@@ -107,9 +107,9 @@ def measure(name: str, path: Path) -> Measured:
     return Measured(records, worst_step, training[0], len(host), training[1], asleep)
 
 
-def make_server(path: Path, max_batch_size: int | str = 4) -> DiffusersServer:
+def make_server(path: Path, max_batch_size: int | str = 4, **rollout: Any) -> DiffusersServer:
     """A replica's server in this process, in bf16."""
-    digen = DigenConfig(seed=7, rollout=RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.01))
+    digen = DigenConfig(seed=7, rollout=RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.01, **rollout))
     model = SimpleNamespace(local_path=path, digen=digen, adapter_config=lambda: None, lora_rank=0)
     return DiffusersServer(SimpleNamespace(dtype="bfloat16"), model, num_threads=1)
 
@@ -166,7 +166,7 @@ def _sleep(server: DiffusersServer, records: dict[str, Record]) -> int:
     def allocated() -> int:
         return torch.get_device_module(server._device).memory_allocated()
 
-    modules = (server._network.transformer, *server._encoder.modules, *server._decode.modules)
+    modules = (server._network.transformer, *server._encoders.encode.modules, *server._decode.modules)
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     own = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
     awake = allocated()

@@ -20,7 +20,7 @@ from tests.tiny_models import build_tiny
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models.pixels import in_batches
-from verl_digen.types import Burst, Generation, Geometry, SampleRequest, Sampling, Trajectory
+from verl_digen.types import Burst, Generation, Geometry, SampleRequest, Sampling, Trajectory, move_condition
 
 NUM_STEPS = 4
 
@@ -75,7 +75,8 @@ def run_two_batches(name: str, path: Path) -> tuple[list[str], list[str]]:
 
 def check(server, batch: list[SampleRequest], answers: list[Generation]) -> None:
     """Compare with the same batch, made one thing after the other."""
-    known = server._prompts.lookup([inputs for one in batch for inputs in one.branches])
+    on_host = server._prompts.lookup([inputs for one in batch for inputs in one.branches])
+    known = {inputs: move_condition(condition, "pretend") for inputs, condition in on_host.items()}
     positive = [known[one.inputs] for one in batch]
     negative = [known[one.negative_inputs] for one in batch] if batch[0].sampling.is_guided else None
     trajectories, latents = server._sampler.sample(batch, positive, negative, version=0)

@@ -295,7 +295,7 @@ def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image)
     server = make_server(tiny_qwen_image)
     server._frees_memory = True
     weights = {name: tensor.clone() for name, tensor in weights_of(server).items()}
-    modules = [server._weights.module, *server._encoder.modules, *server._decode.modules]
+    modules = [server._weights.module, *server._encoders.encode.modules, *server._decode.modules]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     copied_out = []
@@ -304,7 +304,8 @@ def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image)
         for version in (1, 2):
             await server.sleep()
             assert not any(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel() > 0)
-            copied_out.append(server._memory.num_bytes_copied_out)
+            memories = server._memory, server._encoders._memory
+            copied_out.append(sum(memory.num_bytes_copied_out for memory in memories))
             with pytest.raises(RuntimeError, match="a sleeping replica cannot encode"):
                 await server.encode(make_requests()[0])
             waiting = asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in make_requests()[:2]])

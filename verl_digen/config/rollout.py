@@ -12,6 +12,9 @@ MAX_SAMPLES = 1_000_000
 """Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
+ENCODERS = (AUTO, "device", "host")
+LARGE_ENCODERS = 0.15
+"""Share of the device's memory beyond which encoders wait on the host, under `encoders=auto`."""
 AUTO_BATCH_SIZE = 8
 """Samples of a batch under `max_batch_size=auto`, where memory does not limit it or is not measured yet."""
 MOST_AUTO = 64
@@ -31,6 +34,11 @@ class RolloutConfig:
     """Run the two branches of classifier-free guidance one after the other, in half the memory, rather than in one
     forward, while a `diffusers` replica or an assisting trainer generates. auto: a replica does where both together
     would not fit, measured at the first step of each kind of batch; never on a CPU. The numbers differ by rounding."""
+    encoders: str = "auto"
+    """Where the text encoders of a `diffusers` replica wait between two encodings. device: on its device. host: in host
+    memory; to encode they take the transformer's place on the device, once for all prompts that wait, which costs a
+    copy of both to the device. auto: on the host, if they alone take more than 15 % of the device's memory. On a CPU
+    nothing moves; a `vllm_omni` replica keeps them on its device."""
     attention_backend: str | None = None
     """Attention kernel of the replicas. null: as the trainer, `digen.attention_backend`; a `vllm_omni` replica runs its
     own kernel of that kind, unless `engine_kwargs.vllm_omni.diffusion_attention_backend` names one. Other kernels than
@@ -87,6 +95,7 @@ class RolloutConfig:
             self.split_guidance,
             "auto is the default",
         )
+        require_one_of("digen.rollout.encoders", self.encoders, ENCODERS)
         if self.attention_backend is not None:
             check_name("digen.rollout.attention_backend", self.attention_backend)
         require(
@@ -114,6 +123,12 @@ class RolloutConfig:
             "600 suits most runs",
         )
         require_one_of("digen.rollout.latents_dtype", self.latents_dtype, DTYPES)
+
+    def hosts_encoders(self, num_bytes: int, device_bytes: int | None) -> bool:
+        """True if encoders of `num_bytes` wait in host memory, beside a device of `device_bytes`; None: unknown."""
+        if self.encoders != AUTO:
+            return self.encoders == "host"
+        return device_bytes is not None and num_bytes > LARGE_ENCODERS * device_bytes
 
     @property
     def batch_size(self) -> int:

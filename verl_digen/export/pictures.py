@@ -25,15 +25,16 @@ from verl_digen.export.policy import PolicyWeights
 from verl_digen.export.saved_run import SavedRun
 from verl_digen.models.pixels import in_batches
 from verl_digen.observe.images import Shown, save_grid, save_pixels
+from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.require import require
-from verl_digen.rollout.network import LoadedNetwork, load_network
-from verl_digen.rollout.prompt_cache import PromptCache
+from verl_digen.rollout.encoders import Encoders
+from verl_digen.rollout.network import LoadedNetwork, load_network, open_checkpoint
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.recording import not_finite
 from verl_digen.sampling.requests import sample_request
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.trainer.validation import validation_uid
-from verl_digen.types import Condition, PromptRow, SampleRequest
+from verl_digen.types import Condition, PromptRow, SampleRequest, move_condition
 from verl_digen.weights.checksum import Checksum
 
 
@@ -89,12 +90,15 @@ class Painter:
     def __init__(self, run: SavedRun, policy: str, digen: DigenConfig):
         self._digen, self._step = digen, run.step
         weights = PolicyWeights(run, policy)
-        self._network = network = load_network(run.config.actor_rollout_ref.rollout, run.model_config, num_threads=0)
+        checkpoint = open_checkpoint(run.config.actor_rollout_ref.rollout, run.model_config, num_threads=0)
+        encoders = Encoders(*checkpoint, digen.rollout)
+        self._prompts = encoders.prompts
+        self._network = network = load_network(checkpoint, run.model_config)
         _load(network, weights, carries_adapter=run.model_config.adapter_config() is not None)
-        encoder = network.model.load_encoder(network.dtype, network.device)
-        self._prompts = PromptCache(encoder, digen.rollout.embed_cache_size)
         self._decode = network.model.load_decoder(network.dtype, network.device)
         self._decode_audio = network.model.load_audio_decoder(network.dtype, network.device)
+        modules = [network.weights.module, *self._decode.modules, *self._decode_audio.modules]
+        encoders.alternate_with(DeviceMemory(modules, network.device), changed=tuple)
         self._sampler = Sampler(
             network.model,
             network.weights.module,
@@ -126,7 +130,7 @@ class Painter:
             condition = found[inputs]
             if isinstance(condition, ValueError):
                 raise condition
-            conditions.append(condition)
+            conditions.append(move_condition(condition, self._network.device))
         positive, *negative = ([condition] * len(requests) for condition in conditions)
         guided = requests[0].sampling.is_guided
         _, latents = self._sampler.sample(requests, positive, negative[0] if guided else None, version=self._step)

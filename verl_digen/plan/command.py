@@ -204,6 +204,7 @@ def to_text(plan: Plan) -> str:
         *_phase("a device that generates", memory.generating),
         "the same device, when it decodes",
         *_rows(memory.decoding, "decoding"),
+        *_encoding(memory.encoding),
         "",
         "host memory of a node",
         *_items(memory.host),
@@ -265,6 +266,13 @@ def _pools(plan: Plan) -> str:
 
 def _phase(title: str, phase: Phase) -> list[str]:
     return [title, *_items(phase.items), *_rows(phase, "activations")]
+
+
+def _encoding(phase: Phase | None) -> list[str]:
+    if phase is None:
+        return []
+    title = "the same device, when it encodes prompts: the transformer waits on the host"
+    return [title, *_items(phase.items), _line("together", phase.total)]
 
 
 def _rows(phase: Phase, what: str) -> list[str]:
@@ -391,6 +399,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "training": _phase_json(memory.training),
         "generating": _phase_json(memory.generating),
         "decoding": _phase_json(memory.decoding),
+        "encoding": memory.encoding and _phase_json(memory.encoding),
         "host": memory.host,
         "host_needed_bytes": memory.host_bytes,
         "host_bytes": plan.words.host_bytes,

@@ -9,7 +9,8 @@
 | copies of the weights | EMA, `old`, reference, teacher: with offloaded parameters only, not page-locked |
 | inputs of recomputed blocks | with `enable_activation_offload`: those of one tile per rank |
 | replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update |
-| | has, once per node on GPUs, else per replica |
+| | has, once per node on GPUs, else per replica; with encoders on the host all, what trains per replica |
+| prompt cache | `digen.rollout.embed_cache_size` prompts of the planned length per `diffusers` replica |
 | staged weight updates | one update per replica with devices of its own; the others load updates as they arrive |
 
 PyTorch's allocator of page-locked memory rounds every allocation up to a power of two (`CachingHostAllocator`), and
@@ -31,13 +32,21 @@ PROMPT_CACHE = "prompt cache"
 
 
 def host_memory(
-    run: Run, resident: Items, networks: Items, *, update_bytes: int, queue_bytes: int, input_bytes: int
+    run: Run,
+    resident: Items,
+    networks: Items,
+    *,
+    in_turns: bool,
+    update_bytes: int,
+    queue_bytes: int,
+    input_bytes: int,
 ) -> Items:
     """Items of the fullest node.
 
     Args:
         resident: a trainer rank's state, see `memory.trainer_state`.
         networks: a replica's networks, see `memory.replica`.
+        in_turns: encoders and transformer wait for one another on the host.
         update_bytes: one weight update.
         queue_bytes: trajectories and conditions of a step.
         input_bytes: inputs of blocks that wait for recomputation, of one trainer rank.
@@ -48,26 +57,35 @@ def host_memory(
         trainer["inputs of recomputed blocks"] = settings.trainer_devices_per_node * input_bytes
     replicas = max(1, settings.generator_devices_per_node // settings.tensor_parallel)
     generator = {"staged weight updates": replicas * update_bytes} if settings.is_split else {}
-    if settings.frees_replica:
-        generator["replicas that wait"] = _waiting(run, networks)
+    if settings.frees_replica or in_turns:
+        generator["replicas that wait"] = _waiting(run, networks, in_turns=in_turns)
+    if settings.rollout_name == "diffusers":
+        generator[PROMPT_CACHE] = replicas * cached_prompts(run)
     queue = {"trajectories and conditions": queue_bytes}
     if settings.is_split:
         return queue | max(trainer, generator, key=lambda items: sum(items.values()))
     return queue | trainer | generator
 
 
-def _waiting(run: Run, networks: Items) -> int:
-    """Host copies of the replicas of a node that sleep."""
+def cached_prompts(run: Run) -> int:
+    """Bytes of a replica's prompt cache, full."""
+    return run.settings.digen.rollout.embed_cache_size * run.measured.embedding_bytes
+
+
+def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
+    """Host copies of the replicas of a node that sleep, or whose encoders take turns with the transformer."""
     settings, names = run.settings, {*networks} - {PROMPT_CACHE}
     if settings.rollout_name != "diffusers":
         return settings.generator_devices_per_node * sum(networks[name] for name in names)
-    # the next update brings what it sends
-    names -= {"adapter"} if settings.is_lora and not settings.merges_lora else {"transformer"}
+    # after a sleep the next update brings what it sends
+    trained = "adapter" if settings.is_lora and not settings.merges_lora else "transformer"
+    names -= {trained}
     server = sum(networks[name] for name in names)
+    own = settings.generator_devices_per_node * networks[trained] if in_turns else 0
     if settings.shares_host_copies:
         is_trainers = _keeps_base(run) and settings.dtypes.model == settings.dtypes.rollout
-        return server - (networks["transformer"] if is_trainers and "transformer" in names else 0)
-    return settings.generator_devices_per_node * server
+        return own + server - (networks["transformer"] if is_trainers and "transformer" in names else 0)
+    return own + settings.generator_devices_per_node * server
 
 
 def _offloaded(run: Run, resident: Items) -> Items:

@@ -14,8 +14,9 @@ Per device, while it trains and while it generates. FSDP2 shards parameters in t
 | EMA, other policies | trained parameters / shards each; the reference of an adapter is the bare model |
 | activations | rows of a tile x bytes per row, see `activations` |
 | replica | transformer, text encoders and VAE, in the dtypes in which they load; what stays while its device trains |
+| encoders on the host | `digen.rollout.encoders`: they take the transformer's place, see `Memory.encoding` |
 | VAE of assistance | with `digen.tag.policy`, where the trainer generates too |
-| prompt cache | `digen.rollout.embed_cache_size` prompts of the planned length, which stay as encoders do |
+| prompt cache | of `vllm_omni`, `digen.rollout.embed_cache_size` prompts of the planned length; stays |
 | contexts and NCCL | `CONTEXT_BYTES` per process, `NCCL_BYTES` where ranks communicate; estimates |
 | decoding | the peak of one picture or video, see `decoding`, x those that are decoded together |
 
@@ -30,14 +31,14 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
 from verl_digen.plan.activations import Moment
 from verl_digen.plan.gathered import gathered, gathered_in_step, may_be_whole, whole_base_bytes
-from verl_digen.plan.host import PROMPT_CACHE, Items, host_memory
+from verl_digen.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
 from verl_digen.plan.policies import frozen_copies, policies_read, policies_that_follow
 from verl_digen.plan.run import Run
 from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
@@ -82,6 +83,8 @@ class Memory:
     generating: Phase
     decoding: Phase
     """Follows on generating, on the same device."""
+    encoding: Phase | None
+    """Comes before it, if encoders wait on the host; else they are part of both."""
     limit_bytes: int | None
     """Memory of a device, less the margin; None if unknown."""
     host: Items
@@ -106,7 +109,12 @@ class Memory:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        return self.training, self.generating, self.decoding
+        return self.training, *self.of_replica
+
+    @property
+    def of_replica(self) -> tuple[Phase, ...]:
+        """Phases of a device that generates."""
+        return self.generating, self.decoding, *([] if self.encoding is None else [self.encoding])
 
     @property
     def peak_bytes(self) -> int:
@@ -115,8 +123,8 @@ class Memory:
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes of a device that generates, and then decodes."""
-        return max(self.generating.total, self.decoding.total)
+        """Bytes of a device that generates."""
+        return max(phase.total for phase in self.of_replica)
 
     @property
     def host_bytes(self) -> int:
@@ -128,8 +136,12 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
     """Plan a run's memory on devices of `device_bytes` bytes each; None if unknown."""
     limit = None if device_bytes is None else int(device_bytes * (1 - MARGIN))
     resident = trainer_state(run)
-    beside_training, beside_generating = _shared_devices(run, resident)
-    of_replica = replica(run) | beside_generating | _runtime(run, trains=not run.settings.is_split, generates=True)
+    in_turns = encoders_take_turns(run, device_bytes)
+    networks, encoders = replica(run), _parts(run, decode=False)
+    beside_training, beside_generating = _shared_devices(run, resident, 0 if in_turns else sum(encoders.values()))
+    beside_generating |= _runtime(run, trains=not run.settings.is_split, generates=True)
+    resting = {*encoders} if in_turns else set()
+    of_replica = _without(networks, resting) | beside_generating
     runtime = _runtime(run, trains=True, generates=not run.settings.is_split)
     tile = _choose_tile(run, resident, beside_training | _assistant(run) | runtime, device_bytes)
     return Memory(
@@ -143,11 +155,13 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
             "samples of a batch",
         ),
         decoding=Phase(of_replica, run.measured.decoding_bytes, _num_decoded(run), "samples decoded together"),
+        encoding=Phase(encoders | beside_generating, 0, 1, "prompt at a time") if in_turns else None,
         limit_bytes=limit,
         host=host_memory(
             run,
             resident,
-            replica(run),
+            networks,
+            in_turns=in_turns,
             update_bytes=update_bytes(run),
             queue_bytes=sum(_queue(run).values()),
             input_bytes=_offloaded_inputs(run, tile),
@@ -313,6 +327,10 @@ def _unreduced(run: Run, resident: Items, moment: Moment, when: str) -> Items:
     return {f"unreduced gradients ({when})": waiting + moment.gradient_bytes}
 
 
+def _without(items: Items, names: Collection[str]) -> Items:
+    return {name: size for name, size in items.items() if name not in names}
+
+
 # -- a replica's device ---------------------------------------------------------------------------------------
 def replica(run: Run) -> Items:
     """Networks of one device of a replica; text encoders and VAE are unsharded on each."""
@@ -322,8 +340,23 @@ def replica(run: Run) -> Items:
         items["adapter"] = measured.counts.trained_bytes
     if measured.fp8_bytes:
         items["layers in fp8"] = measured.fp8_bytes
-    items |= {name.replace("_", " "): part.num_bytes for name, part in measured.parts.items()}
-    return items | {PROMPT_CACHE: settings.digen.rollout.embed_cache_size * measured.embedding_bytes}
+    items |= _parts(run, decode=False) | _parts(run, decode=True)
+    if settings.rollout_name != "diffusers":
+        items[PROMPT_CACHE] = cached_prompts(run)
+    return items
+
+
+def _parts(run: Run, *, decode: bool) -> Items:
+    """Networks of a replica that decode, or those that encode."""
+    of_kind = {name: part for name, part in run.measured.parts.items() if (name in run.measured.decoders) is decode}
+    return {name.replace("_", " "): part.num_bytes for name, part in of_kind.items()}
+
+
+def encoders_take_turns(run: Run, device_bytes: int | None) -> bool:
+    """True if a replica's encoders are on its device for an encoding alone, in place of its other networks."""
+    settings, size = run.settings, sum(_parts(run, decode=False).values())
+    moves = settings.is_accelerated and settings.rollout_name == "diffusers"
+    return moves and settings.digen.rollout.hosts_encoders(size, device_bytes)
 
 
 def _transformer_params(run: Run) -> int:
@@ -332,13 +365,17 @@ def _transformer_params(run: Run) -> int:
     return counts.num_params - (counts.num_trained if run.settings.is_lora else 0) + counts.exported_buffers
 
 
-def _shared_devices(run: Run, resident: Items) -> tuple[Items, Items]:
-    """(items a replica leaves on its device during training, items the trainer leaves during generation)."""
+def _shared_devices(run: Run, resident: Items, encoder_bytes: int) -> tuple[Items, Items]:
+    """(items a replica leaves on its device during training, items the trainer leaves during generation).
+
+    Args:
+        encoder_bytes: of encoders that stay with the replica.
+    """
     settings = run.settings
     if settings.is_split:
         return {}, {}
-    networks = replica(run)
-    left = networks[PROMPT_CACHE] if settings.frees_replica else sum(networks.values())
+    networks = _without(replica(run), _parts(run, decode=False))
+    left = networks.get(PROMPT_CACHE, 0) if settings.frees_replica else sum(networks.values()) + encoder_bytes
     parked = 0 if settings.param_offload else resident["parameters"]
     parked += 0 if settings.optimizer_offload else resident["optimizer"]
     parked += resident["EMA"] if _has_average_here(run) else 0

@@ -111,6 +111,7 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
         f"{rollout}.free_cache_engine=true",
         lambda run: None if run.settings.is_split else _set(run, frees_replica=True),
     )
+    yield _Change("digen.rollout.encoders=host", _encoders_on_host)
     yield _Change(f"{actor}.reshard_after_forward=true", lambda run: _set(run, reshard=True))
     yield _Change(f"{model}.whole_base=false", lambda run: _set(run, whole_base=False))
     yield _Change(f"{actor}.optimizer_offload=true", lambda run: _set(run, optimizer_offload=True))
@@ -141,10 +142,18 @@ def _offload_activations(run: Run) -> Run | None:
     return _set(run, offloads_activations=True) if run.settings.recompute not in ("none", 0) else None
 
 
+def _encoders_on_host(run: Run) -> Run | None:
+    return _set_rollout(run, encoders="host") if run.settings.rollout_name == "diffusers" else None
+
+
 def _one_sample(run: Run) -> Run:
+    return _set_rollout(run, max_batch_size=1)
+
+
+def _set_rollout(run: Run, **values: str | int) -> Run:
     digen = run.settings.digen
-    one = replace(digen, rollout=replace(digen.rollout, max_batch_size=1))
-    return replace(run, settings=replace(run.settings, digen=one))
+    changed = replace(digen, rollout=replace(digen.rollout, **values))
+    return replace(run, settings=replace(run.settings, digen=changed))
 
 
 def _one_row(run: Run) -> Run:

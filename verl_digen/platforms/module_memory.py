@@ -3,7 +3,8 @@
 
 Tensors stay the objects they are; their storage is emptied. Weights that never change are copied to the host once, at
 the first release, and kept there: after that a release copies nothing, and a return costs one copy to the device.
-Weights that every update replaces are not copied at all: after a return their numbers are undefined until then.
+Weights that every update replaces are not copied at all where an update follows: after a return their numbers are
+undefined until then. Where none follows they are copied at every release.
 Processes of one node with equal weights share a copy (`verl_digen.weights.shared_copy`), one for the parameters of each
 module and one for its buffers. A trainer that offloads a frozen base shares it, too (`verl_digen.engine.offload`).
 
@@ -74,6 +75,8 @@ class DeviceMemory:
         self._pool = pool_for(device)
         self._kept: dict[int, Tensor] = {}
         """Host copies, by storage."""
+        self._undefined: set[int] = set()
+        """Storages that were not copied at the last release."""
         self._released: list[tuple[UntypedStorage, int]] = []
         """Storages without memory, each with its size in bytes."""
         self.num_bytes_copied_out = 0
@@ -82,24 +85,38 @@ class DeviceMemory:
         """Bytes of the host copies that another process made."""
 
     @property
+    def num_bytes(self) -> int:
+        """Device memory of the modules while it is not released."""
+        return sum(storage.nbytes() for _, storage in self._storages())
+
+    @property
     def is_released(self) -> bool:
         """True between `release` and `restore`."""
         return bool(self._released)
 
-    def release(self, replaced: Callable[[], Iterable[Tensor]] = tuple) -> int:
+    def release(
+        self,
+        replaced: Callable[[], Iterable[Tensor]] = tuple,
+        changed: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> int:
         """Free the memory -> bytes freed; 0 if it is free already. Does not wait for copies to the host that are not
         shared.
 
         Args:
             replaced: returns the tensors of the modules that an update will replace.
+            changed: returns those whose numbers may be others than at the last release.
         """
         if self._released:
             return 0
         storages = list(self._storages())
-        undefined = {_key(tensor.untyped_storage()) for tensor in replaced()}
-        new = [each for each in storages if _key(each[1]) not in undefined and _key(each[1]) not in self._kept]
+        self._undefined, stale = ({_key(tensor.untyped_storage()) for tensor in get()} for get in (replaced, changed))
+        known = self._undefined | stale | self._kept.keys()
+        new = [each for each in storages if _key(each[1]) not in known]
         for name, of_module in groupby(new, key=lambda each: each[0]):
             self._keep(name, [storage for _, storage in of_module])
+        for _, storage in storages:
+            if _key(storage) in stale:
+                self._keep_again(storage)
         self._released = [(storage, storage.nbytes()) for _, storage in storages]
         for storage, _ in self._released:
             storage.resize_(0)
@@ -113,12 +130,20 @@ class DeviceMemory:
         self.num_bytes_copied_out += size if copies.is_new else 0
         self.num_bytes_shared += 0 if copies.is_new else size
 
+    def _keep_again(self, storage: UntypedStorage) -> None:
+        """Copy a storage to the host, where its last copy was."""
+        device_bytes = _as_bytes(storage, self._device)
+        if (key := _key(storage)) not in self._kept:
+            self._kept[key] = self._pool.empty_like(device_bytes)
+        self._kept[key].copy_(device_bytes, non_blocking=True)
+        self.num_bytes_copied_out += len(device_bytes)
+
     def restore(self) -> None:
         """Allocate the memory again and fill it; does not wait for the copies."""
         for storage, num_bytes in self._released:
             storage.resize_(num_bytes)
-            if (kept := self._kept.get(_key(storage))) is not None:
-                _as_bytes(storage, self._device).copy_(kept, non_blocking=True)
+            if (key := _key(storage)) not in self._undefined:
+                _as_bytes(storage, self._device).copy_(self._kept[key], non_blocking=True)
         self._released = []
 
     def _storages(self) -> Iterator[tuple[str | None, UntypedStorage]]:

@@ -74,6 +74,13 @@ SWITCHES = (
         prefix="sa_",
     ),
     Switch(
+        "rollout",
+        lambda config, digen: config.actor_rollout_ref.rollout.name == "diffusers",
+        "with replicas that vLLM-Omni runs",
+        "use actor_rollout_ref.rollout.name=diffusers",
+        prefix="encoders",
+    ),
+    Switch(
         "reward",
         lambda config, digen: has_custom(config),
         "without a reward function of your own",

@@ -107,6 +107,11 @@ class RequestBatcher:
         """True if all of the running batch was cancelled; called from the thread that runs it."""
         return all(answer.done() for _, answer in self._batch)
 
+    @property
+    def waiting(self) -> list[SampleRequest]:
+        """Requests of later batches, as far as they have come."""
+        return [request for request, _ in self._pending]
+
     def pause(self) -> None:
         """Start no further batch until `resume`; requests wait."""
         self._open.clear()

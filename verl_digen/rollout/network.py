@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -38,22 +38,39 @@ class LoadedNetwork:
     """Copies of the network's layers, made at their first use."""
 
 
-def load_network(config: Any, model_config: Any, num_threads: int) -> LoadedNetwork:
-    """Load the network of a replica.
+class Checkpoint(NamedTuple):
+    """A checkpoint of which nothing is loaded yet, and where it will compute."""
+
+    model: DiffusionModel
+    dtype: torch.dtype
+    device: torch.device
+
+
+def open_checkpoint(config: Any, model_config: Any, num_threads: int) -> Checkpoint:
+    """Set this process up to generate with a checkpoint.
 
     Args:
         config: verl's rollout config. model_config: `DiffusionModelConfig`.
         num_threads: CPU threads of this process; 0 leaves torch's default.
+    """
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    dtype = PrecisionType.to_dtype(config.dtype)
+    compute_exactly(dtype)
+    return Checkpoint(load_model(model_config.local_path), dtype, own_device(get_platform().device_name))
+
+
+def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:
+    """Load the network of a replica.
+
+    Args:
+        model_config: `DiffusionModelConfig`.
 
     Raises:
         ValueError: `digen.sampling.outside.fp8` on a device, or with a network, without fp8.
     """
-    if num_threads:
-        torch.set_num_threads(num_threads)
-    device = own_device(get_platform().device_name)
-    digen, dtype = model_config.digen, PrecisionType.to_dtype(config.dtype)
-    compute_exactly(dtype)
-    model = load_model(model_config.local_path)
+    model, dtype, device = checkpoint
+    digen = model_config.digen
     transformer = model.load_transformer(dtype)
     if model_config.lora_rank == 0:  # as in the trainer, see `verl_digen.engine.build`
         in_one_dtype(transformer, dtype)

@@ -20,7 +20,7 @@ from verl_digen.models.pixels import fitted
 from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.sampling.recording import experts_of, initial_seed, not_finite, record_trajectory
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Condition, Generation, SampleRequest, move_condition
+from verl_digen.types import Condition, Generation, SampleRequest
 
 
 class PictureSamples:
@@ -92,7 +92,7 @@ class PictureSamples:
             sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
             log_probs_T=torch.zeros(sampling.num_steps),
         )
-        carried = [move_condition(each, "cpu") for each in conditions if not isinstance(each, ValueError)]
+        carried = [each for each in conditions if not isinstance(each, ValueError)]
         return Generation(
             trajectory=trajectory,
             pixels=pixels,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LRU cache of prompt conditions: each prompt is encoded once and kept while there is room.
+"""LRU cache of prompt conditions: each prompt is encoded once and kept on the host while there is room.
 
 A prompt that the encoder refuses fails only the samples that use it, not the rest of the batch. Refusals are not kept.
 
@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from verl_digen.inputs import PromptInputs
 from verl_digen.models.base import PromptEncoder
-from verl_digen.types import Condition
+from verl_digen.types import Condition, move_condition
+
+Conditions = dict[PromptInputs, Condition | ValueError]
+"""Prompt -> its condition, or the encoder's error for a prompt it refuses. On the CPU."""
 
 
 class PromptCache:
@@ -24,27 +28,44 @@ class PromptCache:
     Args:
         encode: prompts -> their conditions, see `verl_digen.models.base.DiffusionModel.load_encoder`.
         max_size: maximum number of prompts kept.
+        turn: held while prompts are encoded.
     """
 
-    def __init__(self, encode: PromptEncoder, max_size: int):
-        self._encode = encode
-        self._max_size = max_size
+    def __init__(
+        self, encode: PromptEncoder, max_size: int, turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    ):
+        self._encode, self._max_size, self._turn = encode, max_size, turn
         self._conditions: OrderedDict[PromptInputs, Condition] = OrderedDict()
         self._hits = self._misses = 0
         self._lock = threading.Lock()
 
-    def lookup(self, prompts: Sequence[PromptInputs]) -> dict[PromptInputs, Condition | ValueError]:
+    def lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
         """Prompt -> its condition, or the encoder's error for a prompt it refuses."""
         with self._lock:
             return self._lookup(prompts)
 
-    def _lookup(self, prompts: Sequence[PromptInputs]) -> dict[PromptInputs, Condition | ValueError]:
+    def find(self, prompts: Sequence[PromptInputs]) -> Conditions | None:
+        """Prompt -> its condition; None if one would have to be encoded."""
+        with self._lock:
+            return self._lookup(prompts) if all(prompt in self._conditions for prompt in prompts) else None
+
+    def prepare(self, prompts: Sequence[PromptInputs], others: Iterable[PromptInputs]) -> None:
+        """Encode those of `prompts` that are missing, and in the same turn as many `others` as there is room for."""
+        with self._lock:
+            if not all(prompt in self._conditions for prompt in prompts):
+                distinct = dict.fromkeys([*others, *prompts])  # the last are kept longest
+                self._lookup([*distinct][-self._max_size :])
+
+    def _lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
         distinct = list(dict.fromkeys(prompts))
         missing = [prompt for prompt in distinct if prompt not in self._conditions]
         self._misses += len(missing)
         self._hits += len(prompts) - len(missing)
-        encoded = self._encode_each(missing) if missing else {}
-        found: dict[PromptInputs, Condition | ValueError] = {}
+        encoded: Conditions = {}
+        if missing:
+            with self._turn():
+                encoded = self._encode_each(missing)
+        found: Conditions = {}
         for prompt in distinct:
             condition = encoded[prompt] if prompt in encoded else self._conditions[prompt]
             found[prompt] = condition
@@ -59,9 +80,10 @@ class PromptCache:
         """Number of prompts found (`hits`), encoded (`misses`) and kept (`size`), and the maximum kept (`max_size`)."""
         return {"hits": self._hits, "misses": self._misses, "size": len(self._conditions), "max_size": self._max_size}
 
-    def _encode_each(self, prompts: Sequence[PromptInputs]) -> dict[PromptInputs, Condition | ValueError]:
+    def _encode_each(self, prompts: Sequence[PromptInputs]) -> Conditions:
         try:
-            return dict(zip(prompts, self._encode(prompts), strict=True))
+            conditions = [move_condition(condition, "cpu") for condition in self._encode(prompts)]
+            return dict(zip(prompts, conditions, strict=True))
         except ValueError as error:
             if len(prompts) == 1:
                 return {prompts[0]: error}

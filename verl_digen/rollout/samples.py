@@ -15,7 +15,7 @@ answers are those of a device that is waited for; an answer holds the memory of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -29,7 +29,7 @@ from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.sampling.recording import Denoised, experts_of, not_finite
 from verl_digen.sampling.sampler import TEXT_STEP, Sampler
 from verl_digen.transfers import HostCopies
-from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest
+from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
 
 Answers = list[Generation | ValueError]
 """Answers in the order of the requests; an error for a prompt that the encoder refuses, or numbers that are not
@@ -45,8 +45,8 @@ class _Made:
     denoised: Denoised
     pictures: Decoded
     audio: Sequence[Audio | None]
-    conditions: Sequence[Sequence[Condition] | None]
-    """Per sample: the prompt's condition, then with guidance the negative prompt's; None where no answer has them."""
+    conditions: Sequence[Sequence[Condition]]
+    """Per sample: the prompt's condition, then with guidance the negative prompt's; on the host."""
     decoded: Tensor
     """[B, ...] latents as the decoder got them."""
 
@@ -99,7 +99,8 @@ class SampleMaker:
         copies = HostCopies(self._sampler.device)
 
         def make_part(places: Sequence[int]) -> _Made:
-            return self._make(requests, places, conditions, version, should_stop, copies)
+            part = {place: requests[place] for place in places}
+            return self._make(part, [conditions[place] for place in places], version, should_stop, copies)
 
         made = [
             part
@@ -133,31 +134,28 @@ class SampleMaker:
 
     def _make(
         self,
-        requests: Sequence[SampleRequest],
-        places: Sequence[int],
-        conditions: dict[int, list[Condition]],
+        requests: Mapping[int, SampleRequest],
+        conditions: Sequence[Sequence[Condition]],
         version: int,
         should_stop: Callable[[], bool],
         copies: HostCopies,
     ) -> _Made:
-        """Denoise and decode the samples at `places` in one batch."""
-        asked, known = [requests[place] for place in places], [conditions[place] for place in places]
-        positive = [of_sample[0] for of_sample in known]
-        negative = [of_sample[1] for of_sample in known] if len(known[0]) > 1 else None
-        denoised = self._sampler.denoise(asked, positive, negative, version=version, should_stop=should_stop)
+        """Denoise and decode samples, by place, in one batch."""
+        asked, device = list(requests.values()), self._sampler.device
+        distinct = {id(condition): condition for of_sample in conditions for condition in of_sample}
+        moved = {key: move_condition(condition, device) for key, condition in distinct.items()}
+        positive, *negative = ([moved[id(one)] for one in branch] for branch in zip(*conditions, strict=True))
+        denoised = self._sampler.denoise(
+            asked, positive, negative[0] if negative else None, version=version, should_stop=should_stop
+        )
         geometry = asked[0].sampling.geometry
         latents = self._model.completed(denoised.latents, positive)
         return _Made(
-            places,
+            list(requests),
             denoised.moved(copies.begin),
             Decoded(*map(copies.begin, in_batches(self.decoder.decode, latents, geometry, self._batch_size))),
             self.audio_decoder(latents, geometry),
-            [
-                [{name: copies.begin(tensor) for name, tensor in condition.items()} for condition in of_sample]
-                if request.wants_condition or request.wants_latents
-                else None
-                for request, of_sample in zip(asked, known, strict=True)
-            ],
+            conditions,
             copies.begin(latents) if any(request.wants_latents for request in asked) else latents,
         )
 
@@ -173,7 +171,7 @@ class SampleMaker:
             if error is not None:
                 answers.append((made.places[row], error))
                 continue
-            carried = conditions if request.wants_condition and conditions else []
+            carried = conditions if request.wants_condition else []
             generation = Generation(
                 trajectory=trajectory,
                 pixels=made.pictures.pixels[row].clone(),  # a view would be sent with the whole batch
@@ -183,11 +181,7 @@ class SampleMaker:
                 experts=experts_of(self._model, trajectory),
                 condition=carried[0] if carried else None,
                 negative_condition=carried[1] if len(carried) > 1 else None,
-                latents=(
-                    SampleLatents(made.decoded[row].clone(), conditions[0])
-                    if request.wants_latents and conditions
-                    else None
-                ),
+                latents=SampleLatents(made.decoded[row].clone(), conditions[0]) if request.wants_latents else None,
             )
             answers.append((made.places[row], generation))
         return answers

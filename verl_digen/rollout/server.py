@@ -7,7 +7,8 @@ Those of a replica that takes turns with the trainer are loaded as they arrive; 
 batch starts, and after an update that failed none runs before a whole one has come (`WeightReceiver`).
 
 While the server sleeps, transformer, text encoders and VAE have no device memory (`DeviceMemory`). Trained weights are
-not kept: the trainer wakes a server only to send all of them.
+not kept: the trainer wakes a server only to send all of them. Text encoders may have device memory only while they
+encode (`Encoders`): prompts of all requests that wait are then encoded at once.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from typing import Any
 from verl.plugin.platform import get_platform
 from verl.utils.torch_dtypes import PrecisionType
 
+from verl_digen.inputs import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.birth import SeenDevice, visible_device
+from verl_digen.rollout.encoders import Encoders
 from verl_digen.rollout.fitting import Fitting
-from verl_digen.rollout.network import Intake, load_network
-from verl_digen.rollout.prompt_cache import PromptCache
+from verl_digen.rollout.network import Intake, load_network, open_checkpoint
+from verl_digen.rollout.prompt_cache import Conditions
 from verl_digen.rollout.samples import Answers, SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Condition, Generation, SampleRequest, move_condition
+from verl_digen.types import Condition, Generation, SampleRequest
 from verl_digen.weights.checksum import Manifest
 
 logger = logging.getLogger(__name__)
@@ -53,16 +56,17 @@ class DiffusersServer:
         self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
         self._answering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answer")
         digen = model_config.digen
-        self._network = load_network(config, model_config, num_threads)
-        self._device, self._weights = self._network.device, self._network.weights
-        self._model, dtype = self._network.model, self._network.dtype
-        self._encoder = self._model.load_encoder(dtype, self._device)
-        self._prompts = PromptCache(self._encoder, digen.rollout.embed_cache_size)
+        checkpoint = open_checkpoint(config, model_config, num_threads)
+        self._model, dtype, self._device = checkpoint
+        self._encoders = Encoders(*checkpoint, digen.rollout, name_on_node())
+        self._prompts = self._encoders.prompts
+        self._network = load_network(checkpoint, model_config)
+        self._weights = self._network.weights
         self._decode = self._model.load_decoder(dtype, self._device)
         self._decode_audio = self._model.load_audio_decoder(dtype, self._device)
-        loaded = (self._encoder, self._decode, self._decode_audio)
-        modules = [self._weights.module, *(module for part in loaded for module in part.modules)]
+        modules = [self._weights.module, *self._decode.modules, *self._decode_audio.modules]
         self._memory = DeviceMemory(modules, self._device, name_on_node())
+        self._encoders.alternate_with(self._memory, self._weights.tensors)
         self._frees_memory = self._device.type != "cpu"
         """On the CPU, the host copies that sleeping needs would take as much memory as it frees."""
         self._last_update: dict[str, float] = {}
@@ -117,30 +121,49 @@ class DiffusersServer:
         Raises:
             ValueError: the encoder refuses a prompt.
         """
-        return await asyncio.get_running_loop().run_in_executor(self._encoding, self._encode, request)
+        look_up = self._prompts.find if self._encoders.wait_on_host else self._prompts.lookup
+        found = await asyncio.get_running_loop().run_in_executor(self._encoding, self._conditions, request, look_up)
+        if found is None:  # the encoders' turn on the device is between two batches
+            found = await self._on_device(lambda: self._encode(request))
+        assert found is not None
+        return found
 
-    def _encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
+    def _encode(self, request: SampleRequest) -> tuple[Condition, Condition | None] | None:
+        self._weights.require_whole()  # a live update may be arriving where the encoders would be
+        return self._conditions(request, self._prompts.lookup)
+
+    def _conditions(
+        self, request: SampleRequest, look_up: Callable[[Sequence[PromptInputs]], Conditions | None]
+    ) -> tuple[Condition, Condition | None] | None:
+        """The request's conditions; None if `look_up` does not know them."""
         if self._memory.is_released:
             raise RuntimeError("a sleeping replica cannot encode a prompt; wake it first")
-        known = self._prompts.lookup(request.branches)
+        if (known := look_up(request.branches)) is None:
+            return None
         found: list[Condition] = []
         for inputs in request.branches:
             condition = known[inputs]
             if isinstance(condition, ValueError):
                 raise condition
-            found.append(move_condition(condition, "cpu"))
+            found.append(condition)
         return found[0], found[1] if len(found) > 1 else None
 
     async def _generate_batch(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
     ) -> Awaitable[Answers]:
-        answer = await self._on_device(lambda: self._generate(requests, should_stop))
+        waiting = self._batcher.waiting
+        answer = await self._on_device(lambda: self._generate(requests, waiting, should_stop))
         if self._samples.fitting.size is not None:
             self._batcher.max_batch_size = self._samples.fitting.size
         return asyncio.get_running_loop().run_in_executor(self._answering, answer)
 
-    def _generate(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Callable[[], Answers]:
+    def _generate(
+        self, requests: Sequence[SampleRequest], waiting: Sequence[SampleRequest], should_stop: Callable[[], bool]
+    ) -> Callable[[], Answers]:
         self._weights.require_whole()
+        if self._encoders.wait_on_host:
+            others = (inputs for request in waiting for inputs in request.branches)
+            self._prompts.prepare([inputs for request in requests for inputs in request.branches], others)
         return self._samples.make(requests, self._version, should_stop)
 
     # -- weights ------------------------------------------------------------------------------------------
@@ -219,11 +242,13 @@ class DiffusersServer:
         platform.synchronize()
         self._network.fp8.clear()
         self._memory.release(replaced=self._weights.lose)
+        self._encoders.sleep()
         platform.synchronize()
         platform.empty_cache()
 
     def _restore(self) -> None:
         self._memory.restore()
+        self._encoders.wake()
         get_platform().synchronize()
 
     async def wake_up(self) -> None:

@@ -169,10 +169,14 @@ class WeightReceiver:
             )
         self.is_whole = True
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that an update replaces."""
+        return list(tensors_of_update(self.module).values())
+
     def lose(self) -> list[Tensor]:
         """Declare the tensors of an update undefined -> those tensors. `is_whole` becomes false."""
         self.is_whole = False
-        return list(tensors_of_update(self.module).values())
+        return self.tensors()
 
     def require_whole(self) -> None:
         """Raise RuntimeError unless the network holds the weights of one version."""

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text encoders of a process that generates, and where they wait: `digen.rollout.encoders`.
+
+- On the device: they stay there while the process is awake, beside the transformer.
+- On the host: they take the transformer's place on the device for the time of one encoding. Both have page-locked
+  copies in host memory, those of frozen weights made once, so a turn costs the copies to the device and of what trains
+  the one to the host. On a CPU, where both places are one, nothing moves.
+
+Invariant (tests/rollout/test_encoders.py): on the host, encoders and transformer are never on the device together, and
+conditions are bitwise those of encoders on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from verl.plugin.platform import get_platform
+
+from verl_digen.config import RolloutConfig
+from verl_digen.models.base import DiffusionModel
+from verl_digen.platforms import device_memory
+from verl_digen.platforms.module_memory import DeviceMemory
+from verl_digen.rollout.prompt_cache import PromptCache
+
+logger = logging.getLogger(__name__)
+
+
+class Encoders:
+    """See the module. Made before the transformer is loaded.
+
+    Args:
+        dtype: of the network. device: of this process.
+        share_as: name under which processes of this node share host copies, see `DeviceMemory`.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionModel,
+        dtype: torch.dtype,
+        device: torch.device,
+        settings: RolloutConfig,
+        share_as: str | None = None,
+    ):
+        self.encode = model.load_encoder(dtype, device)
+        self._memory = DeviceMemory(self.encode.modules, device, share_as and f"{share_as}-encoders")
+        size, is_accelerated = self._memory.num_bytes, device.type != "cpu"
+        total = device_memory.limit_bytes() if is_accelerated and settings.encoders == "auto" else None
+        self.wait_on_host = is_accelerated and settings.hosts_encoders(size, total)
+        """True if they are on the device for an encoding alone."""
+        self.prompts = PromptCache(self.encode, settings.embed_cache_size, turn=self._turn)
+        self._others: DeviceMemory | None = None
+        self._changed: Callable[[], Iterable[Tensor]] = tuple
+        if self.wait_on_host:
+            logger.info("text encoders of %.1f GB wait in host memory while the transformer runs", size / 1e9)
+            self._memory.release()
+
+    def alternate_with(self, others: DeviceMemory, changed: Callable[[], Iterable[Tensor]]) -> None:
+        """Give the device of `others`, the transformer's and the decoders' memory, to encoders that wait on the host,
+        for each encoding.
+
+        Args:
+            changed: returns the tensors among them that train.
+        """
+        self._others, self._changed = others, changed
+
+    def sleep(self) -> None:
+        """Free their device memory."""
+        self._memory.release()
+
+    def wake(self) -> None:
+        """Allocate it again, unless they wait on the host."""
+        if not self.wait_on_host:
+            self._memory.restore()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the encoders on the device. Called in the thread that generates, if they wait on the host."""
+        if not self.wait_on_host:
+            yield
+            return
+        assert self._others is not None
+        self._exchange(self._others, self._memory)
+        try:
+            yield
+        finally:
+            self._exchange(self._memory, self._others)
+
+    def _exchange(self, leaving: DeviceMemory, coming: DeviceMemory) -> None:
+        leaving.release(changed=self._changed if leaving is self._others else tuple)
+        get_platform().synchronize()  # the copies to the host, before the memory has other numbers
+        device_memory.release_cached()
+        coming.restore()
