@@ -9,8 +9,9 @@ import pytest
 
 from tests.grid import in_grid
 from tests.plan.tracker import CASES, DEVICE_BYTES, GB, tile_bytes
-from verl_digen.plan.command import Plan, make_plan
+from verl_digen.plan.command import make_plan
 from verl_digen.plan.memory import Memory, plan_memory
+from verl_digen.plan.output import Plan
 from verl_digen.plan.run import Run
 
 pytestmark = pytest.mark.long

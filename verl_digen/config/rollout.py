@@ -12,7 +12,7 @@ MAX_SAMPLES = 1_000_000
 """Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
-ENCODERS = (AUTO, "device", "host")
+ENCODERS = (AUTO, "device", "host", "before")
 LARGE_ENCODERS = 0.15
 """Share of the device's memory beyond which encoders wait on the host, under `encoders=auto`."""
 AUTO_BATCH_SIZE = 8
@@ -37,8 +37,13 @@ class RolloutConfig:
     encoders: str = "auto"
     """Where the text encoders of a `diffusers` replica wait between two encodings. device: on its device. host: in host
     memory; to encode they take the transformer's place on the device, once for all prompts that wait, which costs a
-    copy of both to the device. auto: on the host, if they alone take more than 15 % of the device's memory. On a CPU
-    nothing moves; a `vllm_omni` replica keeps them on its device."""
+    copy of both to the device. before: nowhere; all prompts of the run are encoded before any transformer is loaded,
+    and read from `conditions_dir`. auto: on the host, if they alone take more than 15 % of the device's memory. On a
+    CPU nothing moves; a `vllm_omni` replica keeps them on its device."""
+    conditions_dir: str = "~/.cache/verl_digen/conditions"
+    """Folder of `encoders=before`, which all nodes share. Later runs with the same encoders read what is there."""
+    conditions_gb: float = 100.0
+    """Largest size of that folder in GB. What was not used for longest leaves it."""
     attention_backend: str | None = None
     """Attention kernel of the replicas. null: as the trainer, `digen.attention_backend`; a `vllm_omni` replica runs its
     own kernel of that kind, unless `engine_kwargs.vllm_omni.diffusion_attention_backend` names one. Other kernels than
@@ -96,6 +101,12 @@ class RolloutConfig:
             "auto is the default",
         )
         require_one_of("digen.rollout.encoders", self.encoders, ENCODERS)
+        require(
+            self.conditions_gb > 0,
+            "digen.rollout.conditions_gb must be > 0 GB",
+            self.conditions_gb,
+            "100 is the default",
+        )
         if self.attention_backend is not None:
             check_name("digen.rollout.attention_backend", self.attention_backend)
         require(

@@ -91,7 +91,10 @@ class Painter:
         self._digen, self._step = digen, run.step
         weights = PolicyWeights(run, policy)
         checkpoint = open_checkpoint(run.config.actor_rollout_ref.rollout, run.model_config, num_threads=0)
-        encoders = Encoders(*checkpoint, digen.rollout)
+        settings = digen.rollout
+        if settings.encoders == "before":  # of the run's own prompts
+            settings = replace(settings, encoders="auto")
+        encoders = Encoders(*checkpoint, settings)
         self._prompts = encoders.prompts
         self._network = network = load_network(checkpoint, run.model_config)
         _load(network, weights, carries_adapter=run.model_config.adapter_config() is not None)

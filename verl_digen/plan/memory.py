@@ -347,7 +347,9 @@ def replica(run: Run) -> Items:
 
 
 def _parts(run: Run, *, decode: bool) -> Items:
-    """Networks of a replica that decode, or those that encode."""
+    """Networks of a replica that decode, or those that encode; no encoders if prompts were encoded before the run."""
+    if not decode and run.settings.rollout_name == "diffusers" and run.settings.digen.rollout.encoders == "before":
+        return {}
     of_kind = {name: part for name, part in run.measured.parts.items() if (name in run.measured.decoders) is decode}
     return {name.replace("_", " "): part.num_bytes for name, part in of_kind.items()}
 

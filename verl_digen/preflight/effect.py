@@ -81,6 +81,13 @@ SWITCHES = (
         prefix="encoders",
     ),
     Switch(
+        "rollout",
+        lambda config, digen: digen.rollout.encoders == "before",
+        "without digen.rollout.encoders=before",
+        "set that",
+        prefix="conditions_",
+    ),
+    Switch(
         "reward",
         lambda config, digen: has_custom(config),
         "without a reward function of your own",

@@ -22,6 +22,12 @@ def check_environment(config: DictConfig) -> None:
     digen = digen_config(config)
     if not digen.environment.is_on:
         return
+    require(
+        digen.rollout.encoders != "before",
+        "digen.rollout.encoders must not be before with an environment, whose prompts are made during the run",
+        digen.rollout.encoders,
+        "set it to host",
+    )
     found = environment_class(digen.environment)
     settings, most = environment_settings(digen.environment, found), digen.environment.max_turns
     num_turns = found.num_turns(settings)

@@ -5,6 +5,7 @@
 - On the host: they take the transformer's place on the device for the time of one encoding. Both have page-locked
   copies in host memory, those of frozen weights made once, so a turn costs the copies to the device and of what trains
   the one to the host. On a CPU, where both places are one, nothing moves.
+- Nowhere: every prompt was encoded before the run (`verl_digen.rollout.stored`).
 
 Invariant (tests/rollout/test_encoders.py): on the host, encoders and transformer are never on the device together, and
 conditions are bitwise those of encoders on the device.
@@ -25,6 +26,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory
 from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.prompt_cache import PromptCache
+from verl_digen.rollout.stored import StoredConditions
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,10 @@ class Encoders:
         settings: RolloutConfig,
         share_as: str | None = None,
     ):
-        self.encode = model.load_encoder(dtype, device)
+        if settings.encoders == "before":
+            self.encode = StoredConditions(settings.conditions_dir, model, dtype).encoder()
+        else:
+            self.encode = model.load_encoder(dtype, device)
         self._memory = DeviceMemory(self.encode.modules, device, share_as and f"{share_as}-encoders")
         size, is_accelerated = self._memory.num_bytes, device.type != "cpu"
         total = device_memory.limit_bytes() if is_accelerated and settings.encoders == "auto" else None

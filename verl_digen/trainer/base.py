@@ -58,6 +58,7 @@ from verl_digen.trainer.checkpoint import (
     save_run_description,
 )
 from verl_digen.trainer.collector import keep_for_good
+from verl_digen.trainer.encoding import encode_before
 from verl_digen.trainer.loop_thread import LoopThread, within
 from verl_digen.trainer.nodes import fetch_on_all_nodes
 from verl_digen.trainer.ranks import TrainerRanks
@@ -127,9 +128,9 @@ class DiffusionTrainer(PPOTrainerSync):
         keep_for_good(self.actor_rollout_wg.workers)
 
     def _init_resource_pool_mgr(self) -> None:
+        encode_before(self.config, (self.train_dataset, self.val_dataset))
         super()._init_resource_pool_mgr()
-        for role in self.role_worker_mapping:
-            self.role_worker_mapping[role] = ray.remote(DiffusionWorker)
+        self.role_worker_mapping = dict.fromkeys(self.role_worker_mapping, ray.remote(DiffusionWorker))
         spec = self.resource_pool_manager.resource_pool_spec
         self.resource_pool_manager = TypedPools(
             # the servers of a reward model have their devices by the time that verl counts what is free
