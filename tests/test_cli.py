@@ -127,5 +127,5 @@ def test_a_remedy_that_cannot_help_is_not_given(weights, said):
 
     phases = {"training": phase(1), "generating": phase(weights), "decoding": phase(1)}
     counts = dict(num_recomputed=0, num_blocks=1, gathered_bytes=0, checkpoint_bytes=0, limit_bytes=20)
-    memory = Memory(**phases, **counts, host={}, step={}, is_base_whole=False)
+    memory = Memory(**phases, **counts, host={}, step={}, is_base_whole=False, encoding=None)
     assert said in _way_out(memory)

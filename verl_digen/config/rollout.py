@@ -35,7 +35,7 @@ class RolloutConfig:
     forward, while a `diffusers` replica or an assisting trainer generates. auto: a replica does where both together
     would not fit, measured at the first step of each kind of batch; never on a CPU. The numbers differ by rounding."""
     encoders: str = "auto"
-    """Where the text encoders of a `diffusers` replica wait between two encodings. device: on its device. host: in host
+    """Place of a `diffusers` replica's text encoders between two encodings. device: on its device. host: in host
     memory; to encode they take the transformer's place on the device, once for all prompts that wait, which costs a
     copy of both to the device. before: nowhere; all prompts of the run are encoded before any transformer is loaded,
     and read from `conditions_dir`. auto: on the host, if they alone take more than 15 % of the device's memory. On a

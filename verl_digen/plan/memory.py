@@ -148,12 +148,7 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
         training=tile.phase,
         num_recomputed=tile.num_recomputed,
         num_blocks=len(run.measured.training.blocks),
-        generating=Phase(
-            of_replica,
-            run.measured.sampling.largest_block,
-            run.settings.digen.rollout.batch_size,
-            "samples of a batch",
-        ),
+        generating=_generating(run, of_replica, limit),
         decoding=Phase(of_replica, run.measured.decoding_bytes, _num_decoded(run), "samples decoded together"),
         encoding=Phase(encoders | beside_generating, 0, 1, "prompt at a time") if in_turns else None,
         limit_bytes=limit,
@@ -171,6 +166,15 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
         gathered_bytes=gathered_in_step(run, tile.num_tiles, is_whole=tile.is_base_whole),
         checkpoint_bytes=_checkpoint(run),
     )
+
+
+def _generating(run: Run, items: Items, limit: int | None) -> Phase:
+    """A batch of samples; with `max_batch_size=auto` of as many as fit."""
+    settings, sample = run.settings, run.measured.sampling.largest_block
+    most = settings.digen.rollout.batch_size
+    if settings.digen.rollout.fits_batches and settings.rollout_name == "diffusers" and limit is not None:
+        most = min(most, max(1, (limit - sum(items.values())) // sample))
+    return Phase(items, sample, most, "samples of a batch")
 
 
 def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:

@@ -116,7 +116,9 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
     yield _Change(f"{model}.whole_base=false", lambda run: _set(run, whole_base=False))
     yield _Change(f"{actor}.optimizer_offload=true", lambda run: _set(run, optimizer_offload=True))
     yield _Change(f"{actor}.param_offload=true", lambda run: _set(run, param_offload=True))
-    yield _Change("digen.rollout.max_batch_size=1", _one_sample)
+    yield _Change("digen.rollout.decode_batch_size=1", partial(_set_rollout, decode_batch_size=1))
+    yield _Change("digen.rollout.max_batch_size=auto", _as_many_as_fit)
+    yield _Change("digen.rollout.max_batch_size=1", partial(_set_rollout, max_batch_size=1))
     yield _Change("digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1", _one_row)
     for blocks in ("auto", "all"):
         yield _Change(f"{model}.recompute_blocks={blocks}", partial(_set, recompute=blocks))
@@ -146,8 +148,10 @@ def _encoders_on_host(run: Run) -> Run | None:
     return _set_rollout(run, encoders="host") if run.settings.rollout_name == "diffusers" else None
 
 
-def _one_sample(run: Run) -> Run:
-    return _set_rollout(run, max_batch_size=1)
+def _as_many_as_fit(run: Run) -> Run | None:
+    settings = run.settings
+    is_measured = settings.rollout_name == "diffusers" and settings.is_accelerated
+    return _set_rollout(run, max_batch_size="auto") if is_measured else None
 
 
 def _set_rollout(run: Run, **values: str | int) -> Run:

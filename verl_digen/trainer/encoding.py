@@ -83,7 +83,7 @@ def encode_before(config: Any, datasets: Sequence[Any]) -> None:
 
 
 def prompts_of(digen: DigenConfig, rows: Iterable[PromptRow]) -> list[PromptInputs]:
-    """What is encoded for the samples of `rows`, each once, in their order."""
+    """The prompts that samples of `rows` read, each once, in their order; the negative ones too."""
     requests = (plain_request(digen, row, 0, step=0, validate=validate) for row in rows for validate in (False, True))
     return list(dict.fromkeys(inputs for request in requests for inputs in request.branches))
 
