@@ -3,14 +3,11 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from hydra import initialize_config_module
-from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from verl_digen.observe.run_files import METRICS
@@ -128,20 +125,15 @@ def test_ctrl_c_ends_with_the_command_that_goes_on(begin, saved, tmp_path, monke
     words = ["python", "-m", "verl.trainer.main_ppo", "recipe=a b", "trainer.resume_mode=disable"]
     monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", *words[1:]])
     config = begin() if is_saved else begin(f"trainer.default_local_dir={tmp_path / 'new'}")
-    before = signal.getsignal(signal.SIGINT)
-    callback = Preflight()
-    try:
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            callback.on_job_start(config)
-        with pytest.raises(RuntimeError) as raised:
-            signal.raise_signal(signal.SIGINT)
-        monkeypatch.setattr("ray.shutdown", lambda: None)
-        ended: JobReturn = SimpleNamespace(status=JobStatus.FAILED, _return_value=raised.value)  # type: ignore
-        with pytest.raises(SystemExit, match="130"):
-            callback.on_job_end(config, ended)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr("sys.excepthook", lambda *error: print(error[0].__name__))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        Preflight().on_job_start(config)
+    with pytest.raises(SystemExit, match="130"):
+        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     said = capsys.readouterr().err
     assert said.endswith("python -m verl.trainer.main_ppo 'recipe=a b'\n") and len(said.splitlines()) == 1
     assert ("global_step_6 is saved; this continues" in said) == is_saved, said
     assert ("no checkpoint is saved yet; this begins again" in said) != is_saved, said
+    sys.excepthook(OSError, OSError(), None)
+    assert capsys.readouterr().out == "OSError\n", "others are shown as they were"

@@ -8,11 +8,12 @@ A run that starts leaves what it was given in its folder (`verl_digen.preflight.
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import TracebackType
 from typing import IO, Any
 
 import ray
@@ -29,12 +30,9 @@ from verl_digen.preflight.run_folder import claim
 from verl_digen.preflight.start import save_start
 from verl_digen.trainer.checkpoint import newest_checkpoint
 
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 INTERRUPTED = 130
 """Exit code of shells for a command that Ctrl-C ended."""
-
-
-class Interrupted(RunStopped):
-    """Ctrl-C. Not a KeyboardInterrupt: Hydra hands an Exception of the job to `on_job_end`."""
 
 
 class Preflight(Callback):
@@ -54,22 +52,16 @@ class Preflight(Callback):
         if config.hydra.mode == RunMode.MULTIRUN:
             self._begin(config)
         save_start(config, self._notes)
-        run_dir = Path(config.trainer.default_local_dir)
-
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends at once
-            raise Interrupted(f"by Ctrl-C; {_way_on(run_dir)}")
-
-        signal.signal(signal.SIGINT, interrupt)
+        # Hydra passes a KeyboardInterrupt on, and Ray raises nothing else out of its waits
+        sys.excepthook = partial(_end_interrupted, Path(config.trainer.default_local_dir), sys.excepthook)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Print a `RunStopped` of any process as one paragraph, not as a traceback of Ray's."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         if job_return.status == JobStatus.FAILED and isinstance(job_return._return_value, RunStopped):
             reason = plain(job_return._return_value)
             ray.shutdown()  # ends the workers, and their last log lines come before the reason, not after
             print(f"verl-digen: the run stopped: {reason}", file=sys.stderr, flush=True)
-            raise SystemExit(INTERRUPTED if isinstance(reason, Interrupted) else 1)
+            raise SystemExit(1)
 
     def _begin(self, config: DictConfig) -> None:
         if self._lock is not None:  # of the job before
@@ -88,6 +80,17 @@ def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
         found = notes(config)
     lock, of_folder = claim(config)
     return [*found, *of_folder], lock
+
+
+def _end_interrupted(
+    run_dir: Path, otherwise: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Python's excepthook of a run: end at Ctrl-C with one paragraph; `otherwise` shows other exceptions."""
+    if not issubclass(kind, KeyboardInterrupt):
+        return otherwise(kind, error, trace)
+    ray.shutdown()
+    print(f"verl-digen: the run stopped: Ctrl-C; {_way_on(run_dir)}", file=sys.stderr, flush=True)
+    raise SystemExit(INTERRUPTED)
 
 
 def _way_on(run_dir: Path) -> str:
