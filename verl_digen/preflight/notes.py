@@ -16,6 +16,7 @@ from verl_digen.data.lengths import describe_dropped
 from verl_digen.preflight.adapter import adapter_notes
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.kernels import kernel_notes
+from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.precision import precision_notes
 from verl_digen.preflight.rewards import reward_formula
 from verl_digen.preflight.run_folder import continue_notes
@@ -46,6 +47,7 @@ def notes(config: DictConfig) -> list[str]:
     found += kernel_notes(config)
     found += precision_notes(config, digen)
     found += adapter_notes(config)
+    found += tracker_notes(config)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     if config.trainer.n_gpus_per_node % sharing:
         found.append(
