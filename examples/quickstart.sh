@@ -20,11 +20,14 @@ echo "The first step takes about 40 s: Ray, TransferQueue, trainer ranks, replic
 set +e # the pipe's status is looked at below
 PYTHONUNBUFFERED=1 python -m verl.trainer.main_ppo recipe=digen_quickstart \
     trainer.default_local_dir="$run_dir" "$@" 2>&1 |
-    tee "$run_dir/console.log" |
-    grep --line-buffered -oE '(step [0-9]+/|validation after |verl-digen: ).*'
+    tee -i "$run_dir/console.log" | # Ctrl-C ends the run, whose last line says how to go on
+    (trap '' INT && exec grep --line-buffered -oE '(step [0-9]+/|validation after |verl-digen: ).*')
 status=${PIPESTATUS[0]}
 set -e
 
+if [ "$status" -eq 130 ]; then
+    exit 130
+fi
 if [ "$status" -ne 0 ]; then
     echo "The run failed; the end of $run_dir/console.log:" >&2
     tail -n 30 "$run_dir/console.log" >&2

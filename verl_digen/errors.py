@@ -24,6 +24,16 @@ class ProcessLost(RunStopped):
     """A process that the run cannot continue without died, or does not respond."""
 
 
+class ReplicasLost(RunStopped):
+    """No replica is alive. On separate pools the run ends only if none can be started in place of one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "every rollout replica is lost (their processes died or hung; look for the reason above, out of memory is "
+            "common); start again with trainer.resume_mode=auto, which continues after the last checkpoint"
+        )
+
+
 def plain(error: BaseException) -> BaseException:
     """The exception raised in the remote process, without the traceback Ray wraps around it."""
     return error.cause if isinstance(error, RayTaskError) else error

@@ -22,8 +22,7 @@ from verl_digen.agent_loop.manager import DiffusionAgentLoopManager
 from verl_digen.algorithms.advantages import compute_advantage
 from verl_digen.data.rows import ROW, object_column
 from verl_digen.engine.row_batch import pack_rows
-from verl_digen.preflight import check
-from verl_digen.preflight.notes import notes
+from verl_digen.preflight import checked
 from verl_digen.require import require
 from verl_digen.sampling.outputs import training_rows
 from verl_digen.store.controller import close, start
@@ -89,8 +88,8 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         )
         if device_name is not None:
             config.trainer.device = device_name
-        check(config)
-        for note in notes(config):
+        found, self._lock = checked(config)
+        for note in found:
             logger.warning("%s", note)
         # no super().__init__(): the legacy trainer's own setup is what this class replaces
         self.config = config

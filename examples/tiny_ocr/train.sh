@@ -17,6 +17,6 @@ for seed in "${@:-1}"; do
     echo "Seed $seed: everything the run prints is in $run_dir/console.log"
     PYTHONUNBUFFERED=1 python -m verl.trainer.main_ppo recipe=digen_tiny_ocr digen.seed="$seed" \
         trainer.resume_mode=auto trainer.default_local_dir="$run_dir" 2>&1 |
-        tee -a "$run_dir/console.log" |
-        { grep --line-buffered -oE '(step [0-9]+/|validation after |verl-digen: ).*' || true; }
+        tee -i -a "$run_dir/console.log" |
+        (trap '' INT && grep --line-buffered -oE '(step [0-9]+/|validation after |verl-digen: ).*' || true)
 done

@@ -306,7 +306,8 @@ class Simulation:
 
             async def watched() -> Any:
                 outcome = await run_batch()
-                self.checks.on_outcome(outcome.report.batch, outcome, conductor.planner.rules)
+                if outcome is not None:
+                    self.checks.on_outcome(outcome.report.batch, outcome, conductor.planner.rules)
                 return outcome
 
             conductor.run_batch = watched  # type: ignore[method-assign]

@@ -122,6 +122,40 @@ def test_what_once_went_wrong_goes_well(name):
     assert verdict.struck and {*verdict.struck} <= {*verdict.world.faults} and not verdict.problems
 
 
+ALL_DIE = tuple(Fault(f"server {number}", "generate", 1, Kind.DIES_BEFORE) for number in (0, 1))
+
+
+@pytest.mark.parametrize(
+    "world",
+    [
+        World(num_prompts=3, num_batches=2, faults=ALL_DIE),
+        World(num_prompts=3, num_batches=3, max_versions=1, assist="always", faults=ALL_DIE),
+        World(
+            num_prompts=3,
+            num_batches=3,
+            faults=(*ALL_DIE, *(Fault(f"server {number}", "generate", 0, Kind.DIES_BEFORE) for number in (2, 3))),
+        ),
+        World(
+            num_batches=2,
+            faults=tuple(Fault(f"engine {number}", "update_weights", 0, Kind.DIES_BEFORE) for number in (0, 1)),
+        ),
+    ],
+    ids=["in a step", "with stale samples", "twice", "in a publication"],
+)
+def test_a_run_that_lost_every_replica_waits_for_one_that_is_started(world):
+    verdict = simulate(world)
+    assert (verdict.end, verdict.problems) == ("whole", ()) and {*verdict.struck} == {*world.faults}
+
+
+def test_a_run_that_lost_every_replica_ends_with_the_way_to_resume_where_none_may_be_started():
+    def forbid(simulation):
+        simulation.trainer._restarts._max_restarts = 0
+
+    verdict = simulate(World(num_prompts=3, num_batches=2, faults=ALL_DIE), forbid)
+    assert verdict.end.startswith("stopped: every rollout replica is lost") and not verdict.problems
+    assert "trainer.resume_mode=auto" in verdict.end
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name):

@@ -78,3 +78,11 @@ def gaps(path: Path, folder: Path) -> list[float]:
 def test_two_ranks_gather_both_dtypes(tiny_wan, tmp_path):
     kept, cast = on_two_ranks([gaps], tiny_wan, tmp_path)["gaps"]
     assert kept < 0.05 * cast
+
+
+@pytest.mark.parametrize("model", [{}, LORA], ids=["full", "lora"])
+def test_the_network_returns_no_view_whose_change_would_drop_the_hook_that_gathers_for_backward(
+    tiny_qwen_image, recwarn, model
+):
+    train(make_engine(tiny_qwen_image, model=dict(model)), make_batch(tiny_qwen_image))
+    assert not [warning for warning in recwarn if "view tensor" in str(warning.message)]

@@ -24,6 +24,7 @@ from tests.plugin.malformed import (
 )
 from verl_digen import preflight
 from verl_digen.config import load
+from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.unknown import READERS, _verls_keys, keys_of, unknown_problems
 from verl_digen.preflight.unused import REFUSED, UNUSED
 
@@ -271,6 +272,7 @@ def test_weights_that_are_not_whole_are_told_before_they_are_loaded(start, runna
         (_with_weights(lambda data: data[:1000]), "with 1000 bytes, which was cut short"),
         (_with_weights(None), "has no *.safetensors"),
         (_renamed("model.fp16.safetensors"), "weights without a variant"),
+        (_with_config(quantization_config={"load_in_4bit": True}), "encoders in plain weights, but"),
     ],
 )
 def test_other_parts_of_a_checkpoint_are_looked_at_too(start, runnable, tmp_path, part, damage, found):
@@ -279,6 +281,35 @@ def test_other_parts_of_a_checkpoint_are_looked_at_too(start, runnable, tmp_path
     damage(path / part)
     said = said_of(start, *runnable, f"actor_rollout_ref.model.path={path}")
     assert said is not None and said.startswith("actor_rollout_ref.model.path must hold") and found in said
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("trainer.default_local_dir=s3://bucket/run", "trainer.rollout_data_dir=hdfs://host/data"),
+        "digen.reward.functions={aesthetic: {weight: 1, head: /no/such/file}}",
+        *("actor_rollout_ref.model.path=https://huggingface.co/Qwen/Qwen-Image", "data.truncation=left"),
+    ],
+)
+def test_an_address_or_a_setting_that_nothing_reads_is_told(start, runnable, word):
+    said = said_of(start, *runnable, word)
+    assert said is not None and re.match(rf"{word.partition('=')[0]}\S* must be ", said)
+
+
+def test_wandb_without_a_key_is_told_and_with_one_or_offline_is_not(start, runnable, monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    config = start(*runnable, "trainer.logger=[console,wandb]")
+    (said,) = tracker_notes(config)
+    assert "trainer.logger=['console', 'wandb']: no key of W&B" in said and "WANDB_MODE=offline" in said
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
+    assert tracker_notes(config) == []
+    (tmp_path / "netrc").unlink()
+    for name, value in (("WANDB_API_KEY", "x"), ("WANDB_MODE", "offline")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert tracker_notes(config) == []
 
 
 @pytest.mark.parametrize("name", ["mlflow", "[console,swanlab]", "vemlp_wandb"])
@@ -316,6 +347,7 @@ def test_a_folder_that_cannot_be_written_is_told(start, runnable, tmp_path):
 
 def test_a_checkpoint_to_resume_from_is_accepted(start, runnable, tmp_path):
     (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
+    (tmp_path / "global_step_3" / "digen.json").write_text('{"num_prompts_drawn": 0}')
     resumed = f"trainer.resume_from_path={tmp_path}/global_step_3"
     assert said_of(start, *runnable, "trainer.resume_mode=resume_path", resumed) is None
 

@@ -76,4 +76,7 @@ def test_the_function_of_the_page_measures_loudness_and_length() -> None:
     names: dict[str, Any] = {}
     exec(compile(code, PAGE.name, "exec"), names)
     sample = replace(make_sample(), audio=Audio(np.full((2, 30), -0.5, np.float32), rate_hz=400))
-    assert names["compute_score"](**call_arguments(sample)) == {"score": 0.5, "seconds": 30 / 400}
+    arguments = call_arguments(sample)
+    assert names["compute_score"](**arguments) == {"score": 0.5, "seconds": 30 / 400}
+    arguments["extra_info"]["audio"].waveform[:] = 0
+    assert sample.audio is not None and sample.audio.waveform.min() == -0.5, "another function gets the sound itself"

@@ -231,10 +231,17 @@ class AlwaysFails(set):
         return self
 
 
-def test_losing_every_slot_stops_the_run():
-    pools = Pools(lose_slot_at=0)
-    with pytest.raises(RunStopped, match="every replica is lost"):
-        run(make_conductor(pools, slots=("s1",)))
+def test_a_batch_that_lost_every_slot_stays_open_and_goes_on_with_one_that_joins():
+    async def batch():
+        pools = Pools(lose_slot_at=6)
+        conductor = make_conductor(pools, slots=("s1",))
+        assert await conductor.run_batch() is None and pools.is_open and not conductor._calls
+        await conductor.publish(0, joining=[Joining("r2", Lane("generator", 0, "here", 1), ["s2"])])
+        return pools, await conductor.run_batch()
+
+    pools, outcome = asyncio.run(asyncio.wait_for(batch(), 60))
+    assert outcome.report.num_groups == 3 and pools.calls.count(("begin",)) == pools.calls.count(("commit",)) == 1
+    assert len(pools.generated) == len(set(pools.generated)) == 3 * GROUP_SIZE
 
 
 def test_the_timeline_shows_who_generated_trained_and_waited():

@@ -196,8 +196,7 @@ def test_metrics_leave_out_a_replica_that_died_since_the_update(start):
     metrics = replicas.metrics(published=0)
     assert metrics["rollout/num_replicas"] == 1.0 and metrics["rollout/prompt_cache_hit_rate"] == 0.75
     kill(managers.replicas[1].server_handle)
-    with pytest.raises(RunStopped, match="every rollout replica is lost"):
-        replicas.metrics(published=0)
+    assert replicas.metrics(published=0) == {"rollout/num_replicas": 0.0}
 
 
 def test_many_replicas_are_asked_through_relays_and_one_that_died_is_found_as_among_few(start, caplog):

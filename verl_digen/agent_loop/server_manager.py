@@ -18,7 +18,7 @@ from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalReques
 
 from verl_digen.blips import through_blips
 from verl_digen.config import DigenConfig, digen_config
-from verl_digen.errors import RunStopped
+from verl_digen.errors import ReplicasLost
 from verl_digen.reward.named import any_reads_latents
 from verl_digen.sampling.outputs import ImageOutput
 from verl_digen.sampling.requests import request_id, text_request
@@ -26,12 +26,6 @@ from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.types import Burst, Generation, SampleRequest
 
 logger = logging.getLogger(__name__)
-
-ALL_LOST = (
-    "every rollout replica is lost (their processes died or hung; look for the reason above, out of memory is common); "
-    "start again with trainer.resume_mode=auto, which continues after the last checkpoint"
-)
-"""Message of RunStopped when no replica is left."""
 
 
 class DiffusionServerClient(LLMServerClient):
@@ -88,7 +82,7 @@ class DiffusionServerClient(LLMServerClient):
             try:
                 replica, server = await self._acquire_server(sticky)
             except RuntimeError as error:  # from verl's balancer, if it has no replica left
-                raise RunStopped(ALL_LOST) from error
+                raise ReplicasLost from error
             try:
                 return await self._generate_on(replica, server, request)
             except RayActorError as error:

@@ -78,9 +78,10 @@ def _require_file(path: Path, key: str) -> str:
     """The file's kind."""
     kind = kind_of(path)
     if kind is None:
+        way = "pandas.read_excel(FILE).to_parquet(FILE.parquet)" if path.suffix.startswith(".xls") else "datasets"
         raise ValueError(
             f"{key} must name files ending in one of {', '.join(SUFFIXES)}, got {str(path)!r}; convert it, e.g. with "
-            "pandas.read_excel(FILE).to_parquet(FILE.parquet)"
+            f"{way}"
         )
     if not path.is_file():
         where = (

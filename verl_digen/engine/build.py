@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config import FSDPEngineConfig
@@ -22,6 +23,7 @@ from verl_digen.engine.fsdp2 import parameters_of, units_of
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype, kept_in_fp32
+from verl_digen.models.experts import networks_of
 from verl_digen.models.kernels import set_kernels
 from verl_digen.require import require, require_fsdp2
 
@@ -48,11 +50,25 @@ def build_transformer(
     """
     dtype = PrecisionType.to_dtype(engine_config.model_dtype)
     module = model.load_transformer(dtype, meta=rank != 0)
+    for network in networks_of(module):
+        network.register_forward_hook(_return_no_views)
     digen = model_config.digen
     set_kernels(model, module, side="trainer", attention=digen.attention_backend, compiles=digen.compile)
     if model_config.lora_rank == 0:
         in_one_dtype(module, dtype)
     return module
+
+
+def _return_no_views(network: nn.Module, inputs: Any, output: Any) -> Any:
+    """Forward hook that copies outputs which are views, such as those of a last linear layer or reshape.
+
+    FSDP2 gathers the weights for backward in a hook on the output, which an in-place operation on a view would drop. A
+    copy is of the size of the latents.
+    """
+    if isinstance(output, list | tuple):
+        return type(output)(_return_no_views(network, inputs, each) for each in output)
+    is_view = torch.is_grad_enabled() and isinstance(output, Tensor) and output._is_view()
+    return output.clone() if is_view else output
 
 
 def add_adapter(module: nn.Module, model_config: DiffusionModelConfig, rank: int) -> nn.Module:

@@ -7,7 +7,7 @@
 - Nothing is checked under `--cfg`, which shows a config even if it could not run.
 """
 
-from verl_digen.preflight.callback import Preflight
+from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.rules import RULES, check
 
-__all__ = ["RULES", "Preflight", "check"]
+__all__ = ["RULES", "Preflight", "check", "checked"]

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke.
+"""Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke, 130 for
+Ctrl-C.
 
 A run that starts leaves what it was given in its folder (`verl_digen.preflight.start`).
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 import traceback
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
 
 import ray
 from hydra.core.utils import JobReturn, JobStatus
@@ -17,9 +23,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from verl_digen.errors import RunStopped, plain
+from verl_digen.preflight.inputs import prompts_read_once
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.rules import check
+from verl_digen.preflight.run_folder import claim
 from verl_digen.preflight.start import save_start
+from verl_digen.trainer.checkpoint import newest_checkpoint
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+INTERRUPTED = 130
+"""Exit code of shells for a command that Ctrl-C ended."""
 
 
 class Preflight(Callback):
@@ -27,16 +40,20 @@ class Preflight(Callback):
 
     def __init__(self) -> None:
         self._notes: list[str] = []
+        self._lock: IO[str] | None = None
+        """Held as long as the run, or the job of a multirun."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Check before the run's output folder is made."""
-        self._notes = _check_or_exit(config)
+        self._begin(config)
 
     def on_job_start(self, config: DictConfig, *, task_function: Any = None, **kwargs: Any) -> None:
         """Check before each job of a multirun. Hydra makes a warning of what this raises."""
         if config.hydra.mode == RunMode.MULTIRUN:
-            self._notes = _check_or_exit(config)
+            self._begin(config)
         save_start(config, self._notes)
+        # Hydra passes a KeyboardInterrupt on, and Ray raises nothing else out of its waits
+        sys.excepthook = partial(_end_interrupted, Path(config.trainer.default_local_dir), sys.excepthook)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Print a `RunStopped` of any process as one paragraph, not as a traceback of Ray's."""
@@ -46,19 +63,60 @@ class Preflight(Callback):
             print(f"verl-digen: the run stopped: {reason}", file=sys.stderr, flush=True)
             raise SystemExit(1)
 
+    def _begin(self, config: DictConfig) -> None:
+        if self._lock is not None:  # of the job before
+            self._lock.close()
+        self._notes, self._lock = _check_or_exit(config)
 
-def _check_or_exit(config: DictConfig) -> list[str]:
-    """Check, and print the notes -> notes."""
+
+def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
+    """Check a start, and claim its folder -> notes, and the lock, which holds as long as it is open.
+
+    Raises:
+        ValueError: the config cannot run, or not in this folder.
+    """
+    with prompts_read_once():
+        check(config)
+        found = notes(config)
+    lock, of_folder = claim(config)
+    return [*found, *of_folder], lock
+
+
+def _end_interrupted(
+    run_dir: Path, otherwise: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Python's excepthook of a run: end at Ctrl-C with one paragraph; `otherwise` shows other exceptions."""
+    if not issubclass(kind, KeyboardInterrupt):
+        return otherwise(kind, error, trace)
+    ray.shutdown()
+    print(f"verl-digen: the run stopped: Ctrl-C; {_way_on(run_dir)}", file=sys.stderr, flush=True)
+    raise SystemExit(INTERRUPTED)
+
+
+def _way_on(run_dir: Path) -> str:
+    """How to go on after Ctrl-C, with the command that was typed."""
+    words = [word for word in sys.orig_argv[1:] if not word.lstrip("+").startswith("trainer.resume_")]
+    command = shlex.join(["python", *words])
+    checkpoint = newest_checkpoint(run_dir)
+    if checkpoint is None:
+        return f"no checkpoint is saved yet; this begins again: {command}"
+    return f"{checkpoint} is saved; this continues after it: {command}"
+
+
+def _check_or_exit(config: DictConfig) -> tuple[list[str], IO[str]]:
+    """Check, and print the notes -> notes, and the lock of the run's folder."""
     # Hydra turns an Exception of a callback into a warning and goes on; SystemExit passes.
     try:
-        check(config)
+        found, lock = checked(config)
     except ValueError as error:
         print(f"verl-digen: this config cannot run.\n{error}", file=sys.stderr)
         raise SystemExit(2) from None
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
-    found = notes(config)
+    except KeyboardInterrupt:
+        print("verl-digen: interrupted before the run began", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     for note in found:
         print(f"verl-digen: {note}", file=sys.stderr, flush=True)
-    return found
+    return found, lock

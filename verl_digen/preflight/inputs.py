@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,8 +109,43 @@ class PromptSet:
         return f"raise data.{self.part}_max_samples" if self.is_cut else "add prompts"
 
 
+_read: ContextVar[dict[str, PromptSet] | None] = ContextVar("_read", default=None)
+
+
+@contextmanager
+def prompts_read_once() -> Iterator[None]:
+    """Have `prompts_of` read each file once, for rules and notes of one config."""
+    token = _read.set({})
+    try:
+        yield
+    finally:
+        _read.reset(token)
+
+
 def prompts_of(config: DictConfig, part: str) -> PromptSet:
-    """Read `data.PART_files`, PART being train or val. An empty set if a run does not validate and names none.
+    """The prompts of `data.PART_files`, PART being train or val. An empty set if a run does not validate and names
+    none.
+
+    Raises:
+        ValueError: as `_read_prompts`.
+    """
+    known = _read.get()
+    if known is None:
+        return _read_prompts(config, part)
+    if part not in known:
+        known[part] = _read_prompts(config, part)
+    return known[part]
+
+
+def num_steps(config: DictConfig) -> int:
+    """Steps of the whole run."""
+    train = prompts_of(config, "train")
+    per_epoch = (len(train.prompts) - len(train.too_long)) // config.data.train_batch_size
+    return config.trainer.total_training_steps or config.trainer.total_epochs * per_epoch
+
+
+def _read_prompts(config: DictConfig, part: str) -> PromptSet:
+    """Read them.
 
     Raises:
         ValueError: a file is missing or malformed, or `data.PART_max_samples` or the run's negative prompt is wrong.

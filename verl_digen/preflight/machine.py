@@ -7,9 +7,12 @@ The accelerators of a running Ray cluster are compared once the run has joined i
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -123,10 +126,14 @@ def reserved_cpus(config: DictConfig) -> dict[str, int]:
     return {key: number for key, number in reserved.items() if number}
 
 
+def _trackers(config: DictConfig) -> list[str]:
+    given = config.trainer.logger
+    return [given] if isinstance(given, str) else list(given)
+
+
 def check_trackers(config: DictConfig) -> None:
     """Require the packages of the trackers: verl imports them when all models are loaded."""
-    given = config.trainer.logger
-    names = [given] if isinstance(given, str) else list(given)
+    names = _trackers(config)
     for name in names:
         package = TRACKERS[name]
         require(
@@ -135,6 +142,20 @@ def check_trackers(config: DictConfig) -> None:
             names,
             f"install it on this machine (pip install {package}), or take {name} out",
         )
+
+
+def tracker_notes(config: DictConfig) -> list[str]:
+    """A sentence where W&B would ask for a key once all models are loaded, where nobody can type."""
+    if "wandb" not in _trackers(config) or os.getenv("WANDB_API_KEY") or os.getenv("WANDB_MODE", "online") != "online":
+        return []
+    logins = Path(os.getenv("NETRC", "~/.netrc")).expanduser()
+    host = urlsplit(os.getenv("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    if logins.is_file() and (str(host) in (text := logins.read_text()) or "wandb" in text):
+        return []
+    return [
+        f"trainer.logger={_trackers(config)}: no key of W&B is found on this machine, and without one the run ends "
+        "once all models are loaded: `wandb login`, WANDB_API_KEY=..., or WANDB_MODE=offline"
+    ]
 
 
 def check_address(config: DictConfig) -> None:

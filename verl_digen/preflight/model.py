@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from verl_digen.models.base import DiffusionModel
 
 KEY = "actor_rollout_ref.model"
+FETCHED = "hdfs://"
 OF_VERL = frozenset({"_target_", "digen", "model_type", "hf_config", "tokenizer", "processor", "mtp"})
 """Fields of `DiffusionModelConfig` that a user has no reason to set."""
 
@@ -25,7 +26,13 @@ OF_VERL = frozenset({"_target_", "digen", "model_type", "hf_config", "tokenizer"
 def check_model(config: DictConfig) -> None:
     """Require a complete checkpoint that makes what is asked for, is served, and has the layers to train."""
     section = config.actor_rollout_ref.model
-    if "://" in section.path:  # on a remote file system: verl fetches it once the run has started
+    if "://" in section.path:
+        require(
+            section.path.startswith(FETCHED),
+            f"{KEY}.path must be a folder, OWNER/NAME on the hub, or {FETCHED}..., which verl fetches",
+            section.path,
+            "download it, or name the repository without its address",
+        )
         return
     from verl_digen.models.sequence import check_sequence
     from verl_digen.rollout.vllm_omni.served import require_bound, require_served

@@ -16,8 +16,10 @@ from verl_digen.data.lengths import describe_dropped
 from verl_digen.preflight.adapter import adapter_notes
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.kernels import kernel_notes
+from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.precision import precision_notes
 from verl_digen.preflight.rewards import reward_formula
+from verl_digen.preflight.run_folder import continue_notes
 from verl_digen.types import PromptRow
 
 LIKE_SETTINGS = {field.name.removesuffix("_px") for field in fields(SamplingConfig)} | {
@@ -31,7 +33,7 @@ MEDIA_MARK = re.compile("<(image|video|audio)>")
 
 def notes(config: DictConfig) -> list[str]:
     """One sentence per note on a config that passed all checks."""
-    found = [reward_formula(config)]
+    found = [*continue_notes(config), reward_formula(config)]
     digen = digen_config(config)
     if unused := unused_settings(digen.loss):
         listed = ", ".join(f"digen.loss.{name}={value}" for name, value in sorted(unused.items()))
@@ -45,6 +47,7 @@ def notes(config: DictConfig) -> list[str]:
     found += kernel_notes(config)
     found += precision_notes(config, digen)
     found += adapter_notes(config)
+    found += tracker_notes(config)
     sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     if config.trainer.n_gpus_per_node % sharing:
         found.append(

@@ -21,8 +21,11 @@ def check_run_dir(config: DictConfig) -> None:
         ("trainer.default_local_dir", config.trainer.default_local_dir),
         ("trainer.rollout_data_dir", config.trainer.rollout_data_dir),
     ):
-        if given is None or "://" in given:
+        if given is None:
             continue
+        require(
+            "://" not in given, f"{key} must be a folder, not an address", given, "mount the storage, or copy later"
+        )
         path = Path(given).expanduser().absolute()
         link = next((part for part in (path, *path.parents) if part.is_symlink() and not os.path.exists(part)), None)
         require(link is None, f"{key} must be a folder", given, f"{link} is a link to nothing; remove it")

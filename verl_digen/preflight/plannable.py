@@ -30,6 +30,7 @@ from verl_digen.preflight.rewards import (
     check_timeshared,
 )
 from verl_digen.preflight.rules import RULES, Rule, check
+from verl_digen.preflight.run_folder import check_continued
 from verl_digen.preflight.vllm_omni import check_vllm_omni
 from verl_digen.preflight.watching import check_watching
 from verl_digen.preflight.weights import check_weights
@@ -43,6 +44,7 @@ OF_RUN: tuple[Rule, ...] = (
     check_kernel_machine,
     check_run_dir,
     check_resume,
+    check_continued,
     check_weights,
     check_rollout_package,
     check_weight_package,

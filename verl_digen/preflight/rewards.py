@@ -9,8 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config
-from verl_digen.config.reward import ALWAYS
+from verl_digen.config.reward import ALWAYS, RewardEntry
 from verl_digen.pool_sizes import has_reward_model
 from verl_digen.preflight.inputs import validates
 from verl_digen.preflight.pairs import trains_pairs
@@ -19,6 +20,7 @@ from verl_digen.require import require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.functions import CUSTOM, require_reward_function
 from verl_digen.reward.named import (
+    BUILT_IN,
     OWN_MANAGER,
     check,
     find,
@@ -33,6 +35,8 @@ from verl_digen.reward.reward_model import UNKNOWN, connected, router_argument
 CUSTOM_KEY = "reward.custom_reward_function"
 MODULE_PREFIX = "pkg://"
 FILE_PREFIX = "file://"
+WEIGHTS = ("path", "base", "head", "processor", "tokenizer")
+"""Arguments of built-in rewards that name weights, or what belongs to them."""
 OLDER_KEYS = {
     "custom_reward_function": CUSTOM_KEY,
     "reward_model": "reward.reward_model, reward.reward_manager or reward",
@@ -71,6 +75,7 @@ def check_rewards(config: DictConfig) -> None:
     served = UNKNOWN if has_reward_model(config) else None
     for entry in digen_config(config).reward.entries:
         check(connected(entry, served))
+        _check_weights(config, entry)
     if has_custom(config):
         _check_custom(config)
 
@@ -205,6 +210,20 @@ def reward_formula(config: DictConfig) -> str:
         return found
     scored = f"; validation: {found}" if validates(config) else ""
     return f"reward = 1 for the chosen picture of a pair, 0 for the rejected one{scored}"
+
+
+def _check_weights(config: DictConfig, entry: RewardEntry) -> None:
+    """Require the folders and files of a built-in reward's weights; in a cluster they may lie on another machine."""
+    if entry.target not in BUILT_IN or joins_cluster(config.ray_kwargs.ray_init.get("address")):
+        return
+    for name in WEIGHTS:
+        value = str(entry.arguments.get(name, ""))
+        require(
+            not value.startswith(("/", "./", "../", "~")) or Path(value).expanduser().exists(),
+            f"{entry.key}.{name} must be a folder or file that exists, or a repository of the hub",
+            value,
+            f"check the path (it is relative to the working directory {Path.cwd()})",
+        )
 
 
 def _check_custom(config: DictConfig) -> None:

@@ -46,6 +46,7 @@ from verl_digen.preflight.rewards import (
     check_rewards,
     check_timeshared,
 )
+from verl_digen.preflight.run_folder import check_continued
 from verl_digen.preflight.teacher import check_teacher
 from verl_digen.preflight.unknown import unknown_problems
 from verl_digen.preflight.unused import unused_problems
@@ -133,6 +134,7 @@ RULES: tuple[Rule, ...] = (
     check_reward_devices,
     check_timeshared,
     check_watching,
+    check_continued,
 )
 """All rules, in the order in which their messages are shown, after those of `values`."""
 

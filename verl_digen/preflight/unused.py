@@ -156,6 +156,7 @@ UNUSED: Mapping[str, tuple[Any, str]] = {
     f"{R}.layered_summon": (False, f"{R}.checkpoint_engine.update_weights_bucket_megabytes bounds what is gathered"),
     "data.max_prompt_length": (512, PROMPTS),
     "data.max_response_length": (512, NO_TEXT),
+    "data.truncation": ("error", f"{PROMPTS}; data.filter_overlong_prompts=true leaves longer ones out"),
     "data.gen_batch_size": (None, "digen.queue.extra_prompts begins groups beyond the batch"),
     "data.tokenizer": (None, "the checkpoint's own tokenizers are used"),
     "data.video_key": ("videos", COLUMNS),

@@ -41,18 +41,17 @@ def check_weights(config: DictConfig) -> None:
         if not (trains or part.parent.name in listed) or (part.parent / MARKER).exists():
             continue
         shapes = _shapes_in_files(part.parent)
-        if trains:
-            _check_plain(part)
+        _check_plain(part, "weights that train" if trains else "encoders in plain weights")
         if trains and shapes:
             _check_tensors(part, shapes)
 
 
-def _check_plain(config: Path) -> None:
-    """Require weights that can be trained, not quantised ones."""
+def _check_plain(config: Path, what: str) -> None:
+    """Require weights that are not quantised."""
     method = read_object(config, KEY).get("quantization_config")
     require(
         method is None,
-        f"{KEY} must hold weights that train, but {str(config)!r} has a quantization_config",
+        f"{KEY} must hold {what}, but {str(config)!r} has a quantization_config",
         method,
         "take the checkpoint that it was made of; digen.sampling.outside.fp8 and dtypes save memory",
     )

@@ -39,7 +39,7 @@ FORM = f"def compute_score({', '.join(ARGUMENTS)}=None)"
 def call_arguments(sample: RewardInput) -> dict[str, Any]:
     """The keyword arguments of a function's call for a sample."""
     row = sample.row
-    sound = {} if sample.audio is None else {"audio": sample.audio}
+    sound = {} if sample.audio is None else {"audio": deepcopy(sample.audio)}
     return {
         "data_source": row.data_source,
         "solution_image": sample.pixels.copy(),  # a function may write to what it is given

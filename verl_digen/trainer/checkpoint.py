@@ -130,6 +130,22 @@ def publish(run_dir: Path, step: int) -> None:
     replace_text(run_dir / POINTER, str(step))
 
 
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint that a resume takes, as verl finds it; None without one.
+
+    Raises:
+        ValueError: the pointer is damaged.
+    """
+    path = run_dir / POINTER
+    if not path.is_file():
+        return None
+    step = path.read_text().strip()
+    if not step.isdecimal():
+        raise ValueError(f"{path} must hold the step of the newest checkpoint, got {step!r}; write its number there")
+    folder = run_dir / f"global_step_{step}"
+    return folder if folder.is_dir() else None
+
+
 def way_to_resume(run_dir: Path) -> str:
     """Say how to resume a run that stopped: one clause for its last message."""
     path = run_dir / POINTER

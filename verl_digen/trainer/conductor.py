@@ -34,7 +34,8 @@ Failures and their effect on the step:
 | a replica dies | all of its slots are lost; their whole chunks go to other slots; the run goes on without it |
 | a chunk or a load is overdue | the same, and the replica's processes are killed |
 | scoring a chunk is overdue | its samples count as not scored |
-| an exception in a call of the trainer, a dead rank or agent loop worker, no replica left | `abort`, then raised |
+| the last replica dies | `run_batch` returns None; the batch stays open until one joins |
+| an exception in a call of the trainer, a dead rank or agent loop worker | `abort`, then raised |
 | a call of the trainer, or a notification to an agent loop worker, is overdue | the same |
 
 The last two are not retried: after a call that failed on some ranks only, others may hang in a collective.
@@ -132,32 +133,43 @@ class Conductor:
         self._feeding: asyncio.Task[None] | None = None
 
     # -- public methods -----------------------------------------------------------------------------------
-    async def run_batch(self) -> BatchOutcome:
+    async def run_batch(self) -> BatchOutcome | None:
         """Generate, score and train one logical batch, up to its commit. Slots are fed until the next call.
+
+        Returns:
+            None if no slot is left and nothing is under way. The batch stays open: `publish` its version to slots that
+            join and call again, or `abort`.
 
         Raises:
             RunStopped: every group of it was dropped. Any exception of the pools; the open gradient is discarded.
         """
         await self._stop_feeding()
-        self._outcome, self._trained, self._slowest_decision_s = None, set(), 0.0
-        self._calls.start(
-            self.trainer.begin(),
-            what=f"step {self._step}: opening a batch in the trainer",
-            bound=self.deadlines.bound("train", TRAINER),
-            on_ended=self._on_begun,
-        )
+        if not self._is_open:  # else it waited for a replica
+            self._outcome, self._trained, self._slowest_decision_s = None, set(), 0.0
+            self._calls.start(
+                self.trainer.begin(),
+                what=f"step {self._step}: opening a batch in the trainer",
+                bound=self.deadlines.bound("train", TRAINER),
+                on_ended=self._on_begun,
+            )
         may_ask_again = True
         try:
             while self._outcome is None:
                 self._feed()
                 wait_s = self._engage_trainer() if self._trainer_is_free else None
+                if not self._calls and not any(map(self.planner.has_slot, self._slots.slots_of)):
+                    return None
                 may_ask_again = await self._next_events(wait_s if may_ask_again else None)
         except BaseException:
-            if self._is_open:
-                await to_the_end(self.trainer.abort(), self.deadlines.config.abort_s, "`abort` of the trainer's ranks")
+            await self.abort()
             raise
         self._feeding = asyncio.ensure_future(self._keep_feeding())
         return self._outcome
+
+    async def abort(self) -> None:
+        """Discard the open gradient, if there is one."""
+        if self._is_open:
+            await to_the_end(self.trainer.abort(), self.deadlines.config.abort_s, "`abort` of the trainer's ranks")
 
     async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
         """Announce that every replica has received `version` and may load it between two chunks. Prompts of the next
@@ -438,7 +450,7 @@ class Conductor:
         """Wait until something has ended, or for `timeout_s`; handle all that has. Returns False at the timeout."""
         if not self._calls:
             raise RunStopped(
-                f"step {self._step}: nothing is under way and the batch is not whole; every replica is lost, or the "
-                f"prompts ran out. The last failure was: {self.last_failure or 'none'}"
+                f"step {self._step}: nothing is under way and the batch is not whole: the prompts ran out. The last "
+                f"failure was: {self.last_failure or 'none'}"
             )
         return await self._calls.next_events(timeout_s)

@@ -31,6 +31,7 @@ from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import DiffusionServerManager
+from verl_digen.errors import ReplicasLost
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.pool_sizes import num_data_parallel_ranks, num_reward_devices
 from verl_digen.reward.named import pool_entries
@@ -213,7 +214,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         """Run one logical batch, up to its optimizer step."""
         if self._conductor is None:
             self._conductor = self._make_conductor()
-        outcome = self._supervision.run(self._conductor.run_batch())
+        outcome = self._run_batch(self._conductor)
         self._generator.forget_batch(outcome.report.batch)
         self._clear(outcome)
         return StepResult(
@@ -228,6 +229,38 @@ class DisaggregatedTrainer(DiffusionTrainer):
             num_assisted=outcome.report.num_assisted,
             facts=_report_metrics(outcome),
         )
+
+    def _run_batch(self, conductor: Conductor) -> BatchOutcome:
+        """Run the batch; where every replica is lost in it, wait for one that is started, and go on."""
+        while (outcome := self._supervision.run(conductor.run_batch())) is None:
+            version = conductor.planner.published
+            try:
+                self._send(version)
+                joining = self._join_replicas()
+                if not joining:
+                    raise ReplicasLost
+            except BaseException:
+                self._supervision.run(conductor.abort())
+                raise
+            self._supervision.run(conductor.publish(version, joining=joining))
+        return outcome
+
+    def _send(self, version: int) -> None:
+        """Send the trainer's weights to every replica. While all are lost, wait for one that is started.
+
+        Raises:
+            ReplicasLost: `digen.rollout.max_restarts` is used up.
+        """
+        while True:
+            self._add_started_replicas()
+            try:
+                return self._update_replicas(lambda: self.checkpoint_manager.stage_weights(version))
+            except ReplicasLost:
+                self._restarts.replace_lost(0)
+                if not self._restarts.is_starting:
+                    raise
+            logger.warning("every replica is lost: the run waits for one that is started")
+            self._supervision.run(self._restarts.one_ended())
 
     def _clear(self, outcome: BatchOutcome) -> None:
         """Clear what is no longer read; conditions stay while a prompt of an unfinished batch has the same.
@@ -255,8 +288,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             ),
             marked_timer("update_weights", self.timing_raw),
         ):
-            self._add_started_replicas()
-            self._update_replicas(lambda: self.checkpoint_manager.stage_weights(self.global_steps))
+            self._send(self.global_steps)
         lost, joining = self._lost_slots(), self._join_replicas()
         self._supervision.run(self._conductor.publish(self.global_steps, lost, joining))
         self._restarts.replace_lost(len(self.checkpoint_manager.replicas))

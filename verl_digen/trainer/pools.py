@@ -14,12 +14,11 @@ from zlib import crc32
 from ray.exceptions import RayActorError
 
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
-from verl_digen.agent_loop.server_manager import ALL_LOST
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import Select
 from verl_digen.blips import through_blips
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.errors import RunStopped
+from verl_digen.errors import ReplicasLost
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.updates import GroupRewards, fragment_samples, totals
@@ -157,7 +156,7 @@ class GeneratorPool:
                 continue
             self._encoded.add(order.uid)
             return requests
-        raise RunStopped(ALL_LOST)
+        raise ReplicasLost
 
     async def load(self, slots: Sequence[str]) -> int | None:
         try:

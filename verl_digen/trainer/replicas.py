@@ -27,8 +27,7 @@ from verl.workers.rollout.replica import RolloutMode
 
 from verl_digen.actors import alive
 from verl_digen.agent_loop.chunks import describe
-from verl_digen.agent_loop.server_manager import ALL_LOST
-from verl_digen.errors import RunStopped
+from verl_digen.errors import ReplicasLost
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.trainer.relays import FAN_OUT, Route, Together, Work
 
@@ -60,7 +59,7 @@ class Replicas:
         wait for: it is killed.
 
         Raises:
-            RunStopped: no replica is left. Any exception of `tell` while all of them are alive.
+            ReplicasLost: no replica is left. Any exception of `tell` while all of them are alive.
         """
         self.forget_lost()
         while True:
@@ -80,7 +79,7 @@ class Replicas:
         """Ask every replica for a heartbeat; those that do not answer are killed and left out. Returns their addresses.
 
         Raises:
-            RunStopped: no replica is alive.
+            ReplicasLost: no replica is alive.
         """
         lost = [] if self._all_answer() else self._run(self._silent())
         addresses = [replica.server_address for replica in lost]
@@ -92,7 +91,7 @@ class Replicas:
             removed = self._server_manager.global_load_balancer.remove_servers.remote(addresses)
             ray.get(removed, timeout=self._deadlines.answer_s)
         if not self._all:
-            raise RunStopped(ALL_LOST)
+            raise ReplicasLost
         return addresses
 
     async def end_silent(self) -> list[str]:
@@ -125,11 +124,10 @@ class Replicas:
 
         Raises:
             RuntimeError: a replica did not receive the published version.
-            RunStopped: no replica answers.
         """
         health_of = self._healths()
-        if not health_of:
-            raise RunStopped(ALL_LOST)
+        if not health_of:  # the next step starts others, or says that it cannot
+            return {"rollout/num_replicas": 0.0}
         healths = list(health_of.values())
         for address, health in health_of.items():
             if health["received_version"] != published:
@@ -151,12 +149,12 @@ class Replicas:
         """Accelerator of the replicas, as reported by the first that answers; None on a CPU.
 
         Raises:
-            RunStopped: no replica answers.
+            ReplicasLost: no replica answers.
         """
         for replica in self._all:
             for health in _ask_each([replica], self._deadlines.answer_s).values():
                 return health["device"]
-        raise RunStopped(ALL_LOST)
+        raise ReplicasLost
 
     @property
     def _all(self) -> Sequence[Any]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas started in place of lost ones; they join when weights are next published.
 
-- On its own devices a replica starts in the background, under a new number, so that it reuses no name of a lost one.
+- On its own devices a replica starts in the background, under a new number, so that it reuses no name of a lost one. If
+  every other one is lost meanwhile, the run waits for it.
 - On the trainer's devices it starts between two steps, while the others sleep, with the rank of the lost one.
 - At most `digen.rollout.max_restarts` per run, over all replicas; a failed start counts.
 
@@ -65,6 +66,15 @@ class Restarts:
     def wait(self) -> None:
         """Block until every start has succeeded or failed; each has its bound."""
         concurrent.futures.wait(self._starting)
+
+    @property
+    def is_starting(self) -> bool:
+        """True while a replica is started, or has been and is not taken."""
+        return bool(self._starting)
+
+    async def one_ended(self) -> None:
+        """Wait until a start has succeeded or failed; each has its bound."""
+        await asyncio.wait([asyncio.wrap_future(one) for one in self._starting], return_when=asyncio.FIRST_COMPLETED)
 
     def take_ready(self) -> list[Any]:
         """Replicas that have started since the last call."""

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A start in a folder that holds a run: continued, refused, or with that run's files moved; one live run a folder."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hydra import initialize_config_module
+from omegaconf import OmegaConf
+
+from verl_digen.observe.run_files import METRICS
+from verl_digen.preflight.callback import Preflight, checked
+from verl_digen.preflight.inputs import prompts_of
+from verl_digen.preflight.rules import check
+from verl_digen.preflight.run_folder import LOCK, claim
+from verl_digen.trainer.checkpoint import DriverState, digest, publish, save_driver_state, save_run_description
+
+pytestmark = pytest.mark.slow
+PATH = "trainer.resume_mode=resume_path"
+
+
+@pytest.fixture
+def begin(start, runnable, tmp_path):
+    """`begin(*words)` -> the config of a start in the test's folder."""
+    return lambda *words: start(*runnable, f"trainer.default_local_dir={tmp_path / 'run'}", *words)
+
+
+@pytest.fixture
+def saved(begin, tmp_path):
+    """The folder of a run of 9 steps with a checkpoint of step 6."""
+    config, run_dir = begin("trainer.total_training_steps=9"), tmp_path / "run"
+    rows = prompts_of(config, "train").prompts
+    save_driver_state(run_dir / "global_step_6", DriverState(24, digest(rows)), {}, [])
+    (run_dir / "global_step_6" / "actor").mkdir()
+    save_run_description(run_dir / "global_step_6", OmegaConf.masked_copy(config, [k for k in config if k != "hydra"]))
+    publish(run_dir, 6)
+    (run_dir / METRICS).write_text('{"step": 6}\n')
+    return run_dir
+
+
+def test_a_start_says_what_it_continues_and_how_it_differs(begin, saved):
+    found, _ = checked(begin("trainer.total_training_steps=9", "actor_rollout_ref.actor.optim.lr=0.5"))
+    assert found[0].startswith(f"continues {saved} after step 6 of 9, saved on 2")
+    assert "; other than before: actor_rollout_ref.actor.optim.lr=0.5 (before: " in found[0]
+
+
+def test_nothing_is_said_where_nothing_is_continued(begin):
+    assert not [note for note in checked(begin())[0] if "continue" in note]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["digen.reward.functions={jpeg_compressibility: 2.0}"], "jpeg_compressibility=2.0 (before: (not there))"),
+        (["digen.loss.name=tis"], "digen.loss.name=tis (before: flow_grpo)"),
+        (["digen.kl.coef=0.1"], "digen.kl.coef=0.1 (before: 0.0)"),
+        (["actor_rollout_ref.model.lora_rank=8"], "actor_rollout_ref.model.lora_rank=8 (before: 0)"),
+        (["data.train_max_samples=5"], "prompts of data.train_files"),
+        (["trainer.total_training_steps=6", "digen.seed=7"], "taken its 6 steps with other settings"),
+    ],
+)
+def test_a_run_that_learns_something_else_is_refused_unless_its_checkpoint_is_named(begin, saved, words, said):
+    with pytest.raises(ValueError) as raised:
+        check(begin("trainer.total_training_steps=9", *words))
+    message = str(raised.value)
+    assert said in message and "trainer.experiment_name" in message and "trainer.resume_mode=disable" in message
+    way = f"{PATH} trainer.resume_from_path={saved}/global_step_6"
+    assert message.endswith(way)
+    found, _ = checked(begin("trainer.total_training_steps=9", *words, *way.split()))
+    assert "other than before: " in found[0]
+
+
+def test_a_reward_may_get_other_processes(begin, saved):
+    path = saved / "global_step_6" / "run.json"
+    known = json.loads(path.read_text())
+    given = {"jpeg_compressibility": {"weight": 1.0, "num_workers": 2}}
+    known["config"]["digen"]["reward"]["recipe_functions"] = given
+    path.write_text(json.dumps(known))
+    words = "digen.reward.recipe_functions={jpeg_compressibility: {weight: 1.0, num_workers: 3}}"
+    check(begin("trainer.total_training_steps=9", words))
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_the_files_of_a_run_that_is_not_continued_are_moved_not_mixed(begin, saved, tmp_path, has_checkpoint):
+    (saved / "own.txt").write_text("of the user")
+    if not has_checkpoint:
+        (saved / "latest_checkpointed_iteration.txt").unlink()
+    _, [note] = claim(begin(*["trainer.resume_mode=disable"] * has_checkpoint))
+    [aside] = tmp_path.glob("run-2*")
+    assert str(aside) in note and sorted(os.listdir(saved)) == ["own.txt", LOCK]
+    assert {"global_step_6", METRICS} <= {path.name for path in aside.iterdir()}
+    if has_checkpoint:
+        assert claim(begin(f"trainer.default_local_dir={aside}"))[1] == [], "it can be continued there"
+
+
+def test_a_folder_is_held_by_one_run_until_its_process_ends(begin, tmp_path):
+    code = "import sys, fcntl\nfile = open(sys.argv[1], 'w')\nfcntl.flock(file, fcntl.LOCK_EX)\nfile.write('process 1')"
+    (tmp_path / "run").mkdir()
+    words = [sys.executable, "-c", f"{code}; file.flush(); print(); input()", str(tmp_path / "run" / LOCK)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(ValueError, match="held by process 1; end that run, or name another folder"):
+            claim(begin())
+        other.kill()
+    lock, notes = claim(begin())
+    assert notes == [] and f"process {os.getpid()} on " in (tmp_path / "run" / LOCK).read_text()
+    with pytest.raises(ValueError, match=f"held by process {os.getpid()}"):
+        claim(begin())
+    lock.close()
+
+
+def test_a_file_system_without_locks_is_told(begin, monkeypatch):
+    def refuse(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert "has no locks (Operation not supported)" in claim(begin())[1][0]
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_ctrl_c_ends_with_the_command_that_goes_on(begin, saved, tmp_path, monkeypatch, capsys, is_saved):
+    words = ["python", "-m", "verl.trainer.main_ppo", "recipe=a b", "trainer.resume_mode=disable"]
+    monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", *words[1:]])
+    config = begin() if is_saved else begin(f"trainer.default_local_dir={tmp_path / 'new'}")
+    monkeypatch.setattr("sys.excepthook", lambda *error: print(error[0].__name__))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        Preflight().on_job_start(config)
+    with pytest.raises(SystemExit, match="130"):
+        sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    said = capsys.readouterr().err
+    assert said.endswith("python -m verl.trainer.main_ppo 'recipe=a b'\n") and len(said.splitlines()) == 1
+    assert ("global_step_6 is saved; this continues" in said) == is_saved, said
+    assert ("no checkpoint is saved yet; this begins again" in said) != is_saved, said
+    sys.excepthook(OSError, OSError(), None)
+    assert capsys.readouterr().out == "OSError\n", "others are shown as they were"

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run that `trainer.default_local_dir` holds already: continued, set aside, or in the hands of a live process.
+
+| the folder holds | `trainer.resume_mode` | a start |
+| --- | --- | --- |
+| no run | any | begins |
+| a checkpoint | `auto` | continues it, and says so; refused if it learns something else |
+| a run without checkpoint | `auto` | begins, and moves that run's files to `FOLDER-DATE` |
+| a run | `disable` | the same |
+| a run | `resume_path`, a checkpoint of its own | continues that one; what it learns otherwise is a note |
+| a run | `resume_path`, a checkpoint elsewhere | continues that one, and moves this run's files |
+
+Invariants (tests/plugin/test_run_folder.py)
+- No file of a run is removed, and no folder gets the metrics of two.
+- One live process holds a folder; its lock ends with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
+from verl_digen.data.lengths import without
+from verl_digen.observe.run_files import IMAGES, METRICS, REPORT, START, WARNINGS
+from verl_digen.observe.timeline.file import NAME as TIMELINE
+from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
+from verl_digen.preflight.paths import STEP_PREFIX
+from verl_digen.preflight.start import MISSING
+from verl_digen.report.start import leaves
+from verl_digen.trainer.checkpoint import POINTER, RUN_FILE, digest, load_driver_state, newest_checkpoint
+
+LEARNT = (
+    *(f"actor_rollout_ref.model.{name}" for name in ("path", "lora_adapter_path", "lora_rank", "lora_alpha")),
+    *("actor_rollout_ref.model.target_modules", "actor_rollout_ref.model.exclude_modules"),
+    *(FUNCTIONS, RECIPE_FUNCTIONS, "digen.reward.custom_weight", "digen.reward.combine"),
+    *(f"digen.environment.{name}" for name in ("name", "path", "options", "max_turns")),
+    *(f"reward.{name}" for name in ("custom_reward_function", "reward_model.enable", "reward_model.model_path")),
+    *(f"digen.{name}" for name in ("loss", "advantage", "kl", "sde", "window", "branches", "forward")),
+)
+"""Keys of model, reward and objective; `auto` continues no run that has others. Prompts are compared by content."""
+PACE = (
+    *("actor_rollout_ref.actor.optim", "actor_rollout_ref.rollout.n", "data.train_batch_size"),
+    *("digen.sampling", "digen.ema", "digen.staleness", "digen.seed"),
+)
+"""Keys that people change when they continue a run: told."""
+NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"total_training_steps"}
+"""Last names of keys that say where and how long: a reward's processes, and the steps that verl writes into `optim`."""
+MAX_SHOWN = 6
+LOCK = "run.lock"
+WRITTEN = (f"{STEP_PREFIX}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, POINTER, METRICS, START)
+"""Files of a run, in the order in which they are moved: a move that was cut short goes on at the next start."""
+
+
+def checkpoint_to_continue(config: DictConfig) -> Path | None:
+    """The folder `global_step_N` that a start continues."""
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path":
+        return Path(trainer.resume_from_path)
+    return newest_checkpoint(Path(trainer.default_local_dir)) if trainer.resume_mode == "auto" else None
+
+
+def check_continued(config: DictConfig) -> None:
+    """Require with `trainer.resume_mode=auto` that the folder's run learnt the same, or that there is none."""
+    checkpoint = checkpoint_to_continue(config)
+    if checkpoint is None:
+        return
+    load_driver_state(checkpoint)
+    if config.trainer.resume_mode != "auto":
+        return
+    found = [*_differences(checkpoint, LEARNT, config), *_other_prompts(checkpoint, config)]
+    steps, is_other = num_steps(config), "must hold no run of another model, reward, objective or data"
+    if not found and steps <= _step_of(checkpoint):
+        found = list(_differences(checkpoint, PACE, config))
+        is_other = f"must hold no run that has taken its {steps} steps with other settings"
+    if found:
+        folder = config.trainer.default_local_dir
+        raise ValueError(
+            f"trainer.default_local_dir {is_other}, which trainer.resume_mode=auto would continue after step "
+            f"{_step_of(checkpoint)}, got {folder!r} with {_shown(found)}; name a folder for this run with "
+            "trainer.experiment_name or trainer.default_local_dir, or set trainer.resume_mode=disable, which moves the "
+            f"files of that run to {_aside(Path(folder))}. To continue it all the same: "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={checkpoint}"
+        )
+
+
+def continue_notes(config: DictConfig) -> list[str]:
+    """A sentence that says what a start continues, and with what other values."""
+    checkpoint = checkpoint_to_continue(config)
+    if checkpoint is None:
+        return []
+    step, steps = _step_of(checkpoint), num_steps(config)
+    when = datetime.fromtimestamp((checkpoint / "digen.json").stat().st_mtime)
+    note = f"continues {checkpoint.parent} after step {step} of {steps}, saved on {when:%Y-%m-%d at %H:%M}"
+    if steps <= step:
+        note += "; nothing is left to train, unless trainer.total_training_steps is raised"
+    found = [*_differences(checkpoint, LEARNT + PACE, config), *_other_prompts(checkpoint, config)]
+    return [f"{note}; other than before: {_shown(found)}" if found else note]
+
+
+def claim(config: DictConfig) -> tuple[IO[str], list[str]]:
+    """Hold the run's folder, and move the files of a run that this start does not continue -> the lock, which holds
+    as long as it is open, and notes.
+
+    Raises:
+        ValueError: a live process holds the folder, or the files cannot be moved.
+    """
+    run_dir = Path(config.trainer.default_local_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock, notes = _hold(run_dir)
+    checkpoint = checkpoint_to_continue(config)
+    is_own = checkpoint is not None and checkpoint.resolve().parent == run_dir.resolve()
+    holds_run = (run_dir / POINTER).is_file() or ((run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size)
+    if holds_run and not is_own:
+        notes.append(f"{run_dir} held a run that is not continued; its files are now in {_set_aside(run_dir)}")
+    return lock, notes
+
+
+def _hold(run_dir: Path) -> tuple[IO[str], list[str]]:
+    lock = open(run_dir / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as the run
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise ValueError(
+            f"trainer.default_local_dir must be held by one run, got {str(run_dir)!r}, held by {lock.read().strip()}; "
+            "end that run, or name another folder with trainer.experiment_name or trainer.default_local_dir"
+        ) from None
+    except OSError as error:
+        return lock, [
+            f"the file system of {run_dir} has no locks ({error.strerror}): nothing refuses a second run in this "
+            "folder while this one lives"
+        ]
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+    lock.flush()
+    return lock, []
+
+
+def _aside(run_dir: Path) -> Path:
+    """Folder beside the run's, named by the time of its newest start, to which its files are moved."""
+    known = next(path for name in (START, METRICS, POINTER) if (path := run_dir / name).is_file())
+    began = datetime.fromtimestamp(known.stat().st_mtime)
+    folder = run_dir.resolve()
+    return folder.with_name(f"{folder.name}-{began:%Y-%m-%d_%H-%M-%S}")
+
+
+def _set_aside(run_dir: Path) -> Path:
+    target = _aside(run_dir)
+    try:
+        target.mkdir(exist_ok=True)
+        for pattern in WRITTEN:
+            for path in sorted(run_dir.glob(pattern)):
+                path.rename(target / path.name)
+    except OSError as error:
+        raise ValueError(
+            "trainer.default_local_dir must be a folder whose earlier run can be moved beside it, got "
+            f"{str(run_dir)!r}; {error}: move its files, or name another folder"
+        ) from error
+    return target
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(STEP_PREFIX))
+
+
+def _differences(checkpoint: Path, keys: tuple[str, ...], config: DictConfig) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value of the run that wrote the checkpoint, value of this start) where they differ. A key that the run did
+    not have is not compared: it is of a newer version."""
+    path = checkpoint / RUN_FILE
+    written = OmegaConf.create(json.loads(path.read_text(encoding="utf-8"))["config"] if path.is_file() else {})
+    for key in keys:
+        before, after = _values(written, key), _values(config, key)
+        for name in sorted(before.keys() | after.keys()) if before else ():
+            values = before.get(name, MISSING), after.get(name, MISSING)
+            if values[0] != values[1] and name.rpartition(".")[2] not in NOT_COMPARED:
+                yield name, *values
+
+
+def _values(config: DictConfig, key: str) -> dict[str, Any]:
+    """Key -> value of everything at `key` and below; empty if the config has no such key."""
+    value = OmegaConf.select(config, key, default=MISSING)
+    if value == MISSING:
+        return {}
+    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    return dict(leaves(key, json.loads(json.dumps(plain, default=str))))
+
+
+def _other_prompts(checkpoint: Path, config: DictConfig) -> Iterator[tuple[str, Any, Any]]:
+    """The difference of the prompts' files, if they hold others than those that the checkpoint was drawn from."""
+    if config.data.filter_overlong_prompts and not has_checkpoint(config):
+        return  # which prompts are too long is not known here
+    train, drawn_from = prompts_of(config, "train"), load_driver_state(checkpoint).drawn_from
+    if drawn_from not in (None, digest(without(train.prompts, train.too_long))):
+        yield "prompts of data.train_files", "others", config.data.train_files
+
+
+def _shown(found: list[tuple[str, Any, Any]]) -> str:
+    shown = [f"{key}={after} (before: {before})" for key, before, after in found[:MAX_SHOWN]]
+    return ", ".join(shown) + (f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else "")
