@@ -16,14 +16,17 @@ gradients equal those without; the names of the state dict are unchanged; forwar
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import config as dynamo
 from torch._functorch import config as functorch
+from torch.utils._pytree import tree_map_only
 
 from verl_digen.attention import ATTENTION_BACKENDS, NATIVE
 from verl_digen.models.base import DiffusionModel
@@ -96,5 +99,19 @@ def _compile_blocks(network: nn.Module) -> int:
     names = block_classes(network)
     blocks = [module for module in network.modules() if type(module).__name__ in names]
     for block in blocks:
-        block.forward = torch.compile(block.forward, backend=COMPILER)
+        block.forward = _in_one_graph(torch.compile(block.forward, backend=COMPILER))
     return len(blocks)
+
+
+def _in_one_graph(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn a compiled forward into one that runs the graph of training also without gradients."""
+
+    @wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return compiled(*args, **kwargs)
+        with torch.enable_grad():
+            outputs = compiled(*args, **kwargs)
+        return tree_map_only(Tensor, Tensor.detach, outputs)
+
+    return forward
