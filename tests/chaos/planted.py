@@ -49,8 +49,8 @@ BUGS = {
     ),
     "a failure leaves the gradient open": Bug(
         "verl_digen.trainer.conductor",
-        "if self._is_open:\n                await to_the_end",
-        "if False:\n                await to_the_end",
+        "if self._is_open:\n            await to_the_end",
+        "if False:\n            await to_the_end",
     ),
     "a group is handed to the trainer again": Bug(
         "verl_digen.schedulers.planner",

@@ -87,7 +87,8 @@ def _end_interrupted(
 ) -> None:
     """Python's excepthook of a run: end at Ctrl-C with one paragraph; `otherwise` shows other exceptions."""
     if not issubclass(kind, KeyboardInterrupt):
-        return otherwise(kind, error, trace)
+        otherwise(kind, error, trace)
+        return
     ray.shutdown()
     print(f"verl-digen: the run stopped: Ctrl-C; {_way_on(run_dir)}", file=sys.stderr, flush=True)
     raise SystemExit(INTERRUPTED)

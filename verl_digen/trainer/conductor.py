@@ -136,9 +136,7 @@ class Conductor:
     async def run_batch(self) -> BatchOutcome | None:
         """Generate, score and train one logical batch, up to its commit. Slots are fed until the next call.
 
-        Returns:
-            None if no slot is left and nothing is under way. The batch stays open: `publish` its version to slots that
-            join and call again, or `abort`.
+        Returns None if no slot is left; the batch stays open: `publish` to slots that join and call again, or `abort`.
 
         Raises:
             RunStopped: every group of it was dropped. Any exception of the pools; the open gradient is discarded.
@@ -146,12 +144,8 @@ class Conductor:
         await self._stop_feeding()
         if not self._is_open:  # else it waited for a replica
             self._outcome, self._trained, self._slowest_decision_s = None, set(), 0.0
-            self._calls.start(
-                self.trainer.begin(),
-                what=f"step {self._step}: opening a batch in the trainer",
-                bound=self.deadlines.bound("train", TRAINER),
-                on_ended=self._on_begun,
-            )
+            what, bound = f"step {self._step}: opening a batch in the trainer", self.deadlines.bound("train", TRAINER)
+            self._calls.start(self.trainer.begin(), what=what, bound=bound, on_ended=self._on_begun)
         may_ask_again = True
         try:
             while self._outcome is None:
@@ -449,8 +443,6 @@ class Conductor:
     async def _next_events(self, timeout_s: float | None) -> bool:
         """Wait until something has ended, or for `timeout_s`; handle all that has. Returns False at the timeout."""
         if not self._calls:
-            raise RunStopped(
-                f"step {self._step}: nothing is under way and the batch is not whole: the prompts ran out. The last "
-                f"failure was: {self.last_failure or 'none'}"
-            )
+            why = f"the prompts ran out. The last failure was: {self.last_failure or 'none'}"
+            raise RunStopped(f"step {self._step}: nothing is under way and the batch is not whole: {why}")
         return await self._calls.next_events(timeout_s)
