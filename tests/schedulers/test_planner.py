@@ -600,21 +600,6 @@ def test_a_broken_contract_is_told(call, message):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"num_prompts": 0}, r"data.train_batch_size must be >= 1, got 0"),
-        ({"fraction": 0.0}, r"digen.staleness.fraction must lie in \(0, 1\], got 0.0"),
-        ({"assist": "on"}, r"digen.tag.policy must be one of off, bts, always, got 'on'"),
-        ({"chunk_size": 0}, r"digen.gap.chunk_size must be >= 1 sample or auto, got 0"),
-        ({"min_groups_per_fragment": 9, "max_groups_per_fragment": 8}, r"must be >= min_groups_per_fragment=9, got 8"),
-    ],
-)
-def test_a_bad_rule_is_told_by_its_key(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        replace(STRICT, **wrong)
-
-
-@pytest.mark.parametrize(
     ("group_size", "num_ranks", "num_slots", "sizes"),
     [
         (24, 24, 8, (24, 48, 96, 192)),  # a slot's chunk is 3: every rank of the trainer gets a sample, or 2, 4, 8

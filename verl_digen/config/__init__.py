@@ -2,7 +2,8 @@
 """Every setting under `digen:`, as validated dataclasses.
 
 - Recipes hold choices, this package holds the schema: `digen:` of a composed config is checked by name and type by
-  OmegaConf, then turned into `DigenConfig`, whose `__post_init__` methods check values.
+  OmegaConf, then turned into `DigenConfig`. A field's bound is in its annotation (`verl_digen.require`);
+  `__post_init__` methods check rules between fields.
 - Rules that span verl's own keys and ours are in `verl_digen.preflight`.
 - An error names the key as typed, the rule, the value and the remedy.
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning rules: the switches of the techniques and their bounds, validated once.
+"""Planning rules: the switches of the techniques, filled from the config, which checks their bounds.
 
-Every field names the config key; the planner's glue fills it from the config.
+Every field names its config key; meaning and bound are there (`verl_digen.config.scheduling`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-from verl_digen.require import require
+from typing import Literal
 
 AssistPolicy = Literal["off", "bts", "always"]
 """Policy of assists. off: the trainer never generates. bts: at bubbles where a search says that it shortens the batch.
@@ -100,45 +98,6 @@ class BatchRules:
     """`digen.max_refills_per_step`: maximum number of prompts drawn in one batch to replace dropped groups."""
     max_sample_refills: int = 0
     """`digen.queue.max_sample_refills`: maximum number of failed samples regenerated in one batch."""
-
-    def __post_init__(self) -> None:
-        for key, value in (
-            ("data.train_batch_size", self.num_prompts),
-            ("actor_rollout_ref.rollout.n", self.group_size),
-            ("digen.rollout.max_batch_size", self.max_chunk_size),
-            ("digen.gap.slots_per_replica", self.slots_per_replica),
-            ("digen.gap.min_groups_per_fragment", self.min_groups_per_fragment),
-            ("rows of a group", 1 if self.rows_per_group is None else self.rows_per_group),
-            ("the number of trainer ranks", self.num_trainer_ranks),
-        ):
-            require(value >= 1, f"{key} must be >= 1", value, "give a positive number")
-        for key, size in (("digen.gap.chunk_size", self.chunk_size), ("digen.tag.chunk_size", self.assist_chunk_size)):
-            require(size is None or size >= 1, f"{key} must be >= 1 sample or auto", size, "auto suits most runs")
-        require(
-            self.max_groups_per_fragment is None or self.max_groups_per_fragment >= self.min_groups_per_fragment,
-            f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={self.min_groups_per_fragment}",
-            self.max_groups_per_fragment,
-            "raise it",
-        )
-        require(
-            self.assist in get_args(AssistPolicy),
-            f"digen.tag.policy must be one of {', '.join(get_args(AssistPolicy))}",
-            self.assist,
-            "bts is the one that does not lose time",
-        )
-        require(self.max_versions >= 0, "digen.staleness.max_versions must be >= 0", self.max_versions, "0 is strict")
-        require(
-            0 < self.fraction <= 1,
-            "digen.staleness.fraction must lie in (0, 1]",
-            self.fraction,
-            "digen.staleness.max_versions=0 turns staleness off",
-        )
-        for key, value in (
-            ("digen.queue.extra_prompts", self.extra_prompts),
-            ("digen.max_refills_per_step", self.max_group_refills),
-            ("digen.queue.max_sample_refills", self.max_sample_refills),
-        ):
-            require(value >= 0, f"{key} must be >= 0", value, "0 allows none")
 
     @property
     def techniques(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from verl_digen.config import StalenessConfig
 from verl_digen.devices import Pool
 from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
@@ -105,7 +106,7 @@ def simulated_rules(
         assist="bts" if "tag" in techniques else "off",
         num_trainer_ranks=split.trainer.num_devices,
         max_versions=1 if "tcss" in techniques else 0,
-        fraction=stale_fraction,
+        fraction=StalenessConfig(fraction=stale_fraction).fraction,
     )
 
 

@@ -16,14 +16,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, check_fields, require
 from verl_digen.reward import checkpoints
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.encoders import DTYPES
@@ -86,17 +86,15 @@ class VideoAlignConfig:
     """Folder or repository with model_config.json and checkpoint-*/model.pth; the last checkpoint is taken."""
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
     """Folder or repository with config and tokenizer of the base model; its weights are not needed."""
-    axis: str = "sum"
+    axis: Annotated[str, OneOf(("sum", *AXES))] = "sum"
     """Score: sum, or one of VQ, MQ and TA."""
-    video_fps: float = 16.0
+    video_fps: Annotated[float, In("(0, inf]")] = 16.0
     """Frames per second that the generated videos stand for: 16 for Wan, 24 for HunyuanVideo."""
-    dtype: str = "bf16"
+    dtype: Annotated[str, OneOf(DTYPES)] = "bf16"
     """Dtype of the network: fp32, bf16 or fp16; the head is fp32."""
 
     def __post_init__(self) -> None:
-        require_one_of("video_align: axis", self.axis, ("sum", *AXES))
-        require_one_of("video_align: dtype", self.dtype, DTYPES)
-        require(self.video_fps > 0, "video_align: video_fps must be > 0", self.video_fps, "16 is Wan's")
+        check_fields(self, "video_align: ")
 
 
 class VideoAlign(Reward):

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from verl_digen.require import require
+from verl_digen.require import In
 from verl_digen.reward.pictures import encoded, images_of
 from verl_digen.reward.servers.answers import Request
 from verl_digen.reward.servers.protocol import ProtocolSettings
@@ -19,14 +19,9 @@ from verl_digen.types import RewardInput
 class JpegSettings(ProtocolSettings):
     """Settings of protocols that send JPEG."""
 
-    jpeg_quality: int = 75
+    jpeg_quality: Annotated[int, In("[1, 100]")] = 75
     """Quality of the pictures that the server gets. 75 is what the clients of these servers send, by Pillow's default;
     published scores were made with it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        quality = self.jpeg_quality
-        require(1 <= quality <= 100, "jpeg_quality must lie in [1, 100]", quality, "75 is what such servers get")
 
 
 def jpegs_of(batch: Sequence[RewardInput], quality: int) -> list[bytes]:

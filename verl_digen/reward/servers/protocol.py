@@ -12,9 +12,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from verl_digen.require import require
+from verl_digen.require import In
 from verl_digen.reward.base import Result
 from verl_digen.reward.servers.answers import Answer, Request
 from verl_digen.reward.servers.settings import ServerSettings
@@ -27,16 +27,10 @@ class ProtocolSettings(ServerSettings):
 
     protocol: str = ""
     """Name of a file in `verl_digen/reward/servers/protocols/`."""
-    samples_per_request: int = 64
+    samples_per_request: Annotated[int, In("[1, inf]")] = 64
     """Maximum pictures or videos of one request. A batch of more makes several requests, at the same time."""
-    max_frames: int = 8
+    max_frames: Annotated[int, In("[1, inf]")] = 8
     """Frames of a video that a server of pictures gets, evenly spaced; the score is their mean."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("samples_per_request", "max_frames"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} must be >= 1", value, "leave it out for the default")
 
 
 @dataclass(frozen=True)
