@@ -202,7 +202,12 @@ ENGINE: tuple[Line, ...] = (
         "numbers of a tile's rows end in the wrong places",
         "joint",
     ),
-    ("adapter.without_adapter", swap("True", "False"), "LoRA's reference is the policy itself", "transaction: lora_kl"),
+    (
+        "policies.without_adapter",
+        swap("True", "False"),
+        "LoRA's reference is the policy itself",
+        "transaction: lora_kl",
+    ),
     ("shadow.swapped_in", drop("_write", 2), "a copy's weights stay in the module"),
     ("copies.follow_batch", swap("decay.is_due(before, k)", "True"), "a reference is renewed after every batch"),
     ("copies.state_dict", result("{}"), "policies that follow are not saved"),

@@ -15,20 +15,18 @@
 | `loss` | `loss.py`; the losses' own settings in `verl_digen/algorithms/objectives/` |
 | `rollout` | `rollout.py` |
 | `reward` | `reward.py` |
-| `gap`, `queue`, `tag`, `staleness`, `tsp` | `scheduling.py` |
+| `gap`, `queue`, `tag`, `staleness`, `tsp`, `placement` | `scheduling.py` |
 | `deadlines` | `verl_digen/schedulers/deadlines.py` |
-| `placement` | `placement.py` |
 | `environment` | `environment.py` |
 """
 
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.load import digen_config, digen_schema
-from verl_digen.config.placement import PlacementConfig
 from verl_digen.config.reward import HackingConfig, PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-from verl_digen.config.scheduling import GapConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
+from verl_digen.config.scheduling import GapConfig, PlacementConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
 
 __all__ = [
     "AdvantageConfig",

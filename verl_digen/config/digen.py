@@ -26,11 +26,10 @@ from verl_digen.algorithms.window import WindowConfig
 from verl_digen.attention import NATIVE, check_name
 from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
-from verl_digen.config.placement import PlacementConfig
 from verl_digen.config.reward import RewardConfig
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-from verl_digen.config.scheduling import GapConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
+from verl_digen.config.scheduling import GapConfig, PlacementConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
 from verl_digen.require import In, check_fields, require
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 
