@@ -15,7 +15,8 @@
 | `loss` | `loss.py`; the losses' own settings in `verl_digen/algorithms/objectives/` |
 | `rollout` | `rollout.py` |
 | `reward` | `reward.py` |
-| `gap`, `queue`, `tag`, `staleness`, `tsp`, `placement` | `scheduling.py` |
+| `gap`, `queue`, `tag`, `staleness` | `verl_digen/schedulers/rules.py` |
+| `tsp`, `placement` | `scheduling.py` |
 | `deadlines` | `verl_digen/schedulers/deadlines.py` |
 | `environment` | `environment.py` |
 """
@@ -26,7 +27,8 @@ from verl_digen.config.load import digen_config, digen_schema
 from verl_digen.config.reward import HackingConfig, PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-from verl_digen.config.scheduling import GapConfig, PlacementConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
+from verl_digen.config.scheduling import PlacementConfig, TspConfig
+from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 __all__ = [
     "AdvantageConfig",

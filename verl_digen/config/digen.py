@@ -29,9 +29,10 @@ from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_setti
 from verl_digen.config.reward import RewardConfig
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-from verl_digen.config.scheduling import GapConfig, PlacementConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
+from verl_digen.config.scheduling import PlacementConfig, TspConfig
 from verl_digen.require import In, check_fields, require
 from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 MAX_SEED = 2**63
 """PyTorch's generators take seeds of 64 bits."""

@@ -25,7 +25,7 @@ from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.generation import ChunkSlots, Generator
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.play import EPSILON_S
-from verl_digen.schedulers.rules import BatchRules
+from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
 from verl_digen.schedulers.types import (
     TRAINER,
     Assist,
@@ -153,12 +153,9 @@ def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> S
     rules = BatchRules(
         num_prompts=workload.num_fragments,
         group_size=1,
-        is_pipelined=is_pipelined,
-        max_groups_per_fragment=1,
-        assist="bts" if "tag" in techniques else "off",
-        assist_chunk_size=1,
-        max_versions=1 if "tcss" in techniques else 0,
-        fraction=workload.stale_fraction,
+        gap=GapConfig(enable=is_pipelined, min_groups_per_fragment=1, max_groups_per_fragment=1),
+        tag=TagConfig(policy="bts" if "tag" in techniques else "off", chunk_size=1),
+        staleness=StalenessConfig(max_versions=1 if "tcss" in techniques else 0, fraction=workload.stale_fraction),
     )
     run = PlannerRun(
         rules, durations, slots, num_batches=workload.num_steps, commit_s=costs.commit_s, keeps_events=True
