@@ -76,7 +76,6 @@ def test_given_adapter_sets_rank_and_alpha(tiny_qwen_image: Path, tmp_path: Path
         ({"lora_rank": -1}, "actor_rollout_ref.model.lora_rank must be an integer >= 0"),
         ({"lora_rank": 4, "lora": {"rank": 8}}, "lora_rank and lora.rank must not contradict"),
         ({"lora": {"type": "dora"}}, "actor_rollout_ref.model.lora must hold no keys but alpha, merge, rank"),
-        ({"target_modules": [1]}, "actor_rollout_ref.model.target_modules must be null, a regex, or a list"),
         ({"lora_adapter_path": "/nowhere"}, "actor_rollout_ref.model.lora_adapter_path must be a peft folder"),
         ({"use_remove_padding": True}, "actor_rollout_ref.model.use_remove_padding must be false"),
         ({"path": "/nowhere"}, "actor_rollout_ref.model.path must be a folder"),

@@ -1,13 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one form of an error about a value that a user gave: rule, value, remedy.
+"""The one form of an error about a value that a user gave: rule, value, remedy; and bounds as annotations of fields.
 
-It lives here because the schedulers import nothing of the project but themselves, and every folder may import them.
+    size: Annotated[int, In("[1, inf]"), "2 is usual"] = 2      # KEY must be >= 1, got 0; 2 is usual
+    share: Annotated[float | None, In("(0, 1]")] = 0.5          # KEY must be null or lie in (0, 1], got 2.0; 0.5 is ...
+    chunk: Annotated[int | str, In("[1, inf]", "auto")] = "auto"    # KEY must be auto or >= 1, got 0; auto is the ...
+    kind: Annotated[str, OneOf(KINDS)] = "all"                  # KEY must be one of all, first, got 'fist'; did you ...
+
+`check_fields` in `__post_init__` checks them, and that numbers are numbers. It lives here because the schedulers
+import nothing of the project but themselves, and every folder may import them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
+from functools import cache
+from typing import Any, get_args, get_type_hints
+
+
+@dataclass(frozen=True)
+class In:
+    """Bound of a number: an interval. `[0, inf)` is >= 0 and finite, `[0, inf]` may be infinite."""
+
+    interval: str
+    word: str | None = None
+    """A text that is allowed too."""
+    remedy = "{default} is the default"
+
+    def holds(self, value: Any) -> bool:
+        """True if a value lies in the interval, or is the word."""
+        if isinstance(value, str):
+            return value == self.word
+        low, high = (float(bound) for bound in self.interval[1:-1].split(","))
+        above = value > low if self.interval[0] == "(" else value >= low
+        return above and (value < high if self.interval[-1] == ")" else value <= high)
+
+    def rule(self, others: tuple[str, ...]) -> str:
+        """The rule in words; `others`: further values that are allowed."""
+        others = (*others, self.word) if self.word else others
+        low, high = self.interval[1:-1].split(", ")
+        start = f"be {' or '.join(others)} or " if others else ""
+        if high != "inf":
+            return f"{start}lie in {self.interval}"
+        if low == "-inf":
+            return f"{start or 'be '}finite"
+        sign = ">" if self.interval[0] == "(" else ">="
+        return f"{start or 'be '}{sign} {low}{' and finite' if self.interval[-1] == ')' else ''}"
+
+
+@dataclass(frozen=True, eq=False)
+class OneOf:
+    """Bound of a text: the names that it may be."""
+
+    names: Iterable[str]
+    remedy = "choose one of these"
+
+    def holds(self, value: Any) -> bool:
+        """True if it is one of the names."""
+        return value in tuple(self.names)
+
+    def rule(self, others: tuple[str, ...]) -> str:
+        """The rule in words."""
+        return f"be {''.join(f'{other} or ' for other in others)}one of {', '.join(self.names)}"
+
+
+def check_fields(section: Any, prefix: str, *, null: str | None = "null") -> None:
+    """Require each field of a dataclass to lie within its annotation's bound.
+
+    Args:
+        prefix: the key as typed, up to the field's name. null: word for None as it is typed; None if it cannot be.
+
+    Raises:
+        ValueError: the first field that does not.
+    """
+    for name, bound, is_optional, remedy, kind in _bounds(type(section)):
+        value, others = getattr(section, name), (null,) if is_optional and null else ()
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        holds = bound.holds(value) if is_number or isinstance(value, str) else value is None and is_optional
+        if not holds:
+            hint = suggestion(str(value), bound.names) if isinstance(bound, OneOf) else ""
+            require(False, f"{prefix}{name} must {bound.rule(others)}", value, hint + remedy)
+
+
+@cache
+def _bounds(section: type) -> tuple[tuple[str, In | OneOf, bool, str, Any], ...]:
+    """(name, bound, may it be None, remedy, types of numbers) of each field with a bound."""
+    hints, found = get_type_hints(section, include_extras=True), []
+    for field in fields(section):
+        marks = getattr(hints[field.name], "__metadata__", ())
+        for bound in (mark for mark in marks if isinstance(mark, In | OneOf)):
+            kind = get_args(hints[field.name])[0]
+            kinds = get_args(kind) or (kind,)
+            default = "null" if field.default is None else field.default
+            usual = "give such a value" if default is MISSING else bound.remedy.format(default=default)
+            remedy = next((mark for mark in marks if isinstance(mark, str)), usual)
+            found.append((field.name, bound, type(None) in kinds, remedy, (int, float) if float in kinds else int))
+    return tuple(found)
 
 
 def require(holds: bool, rule: str, value: object, remedy: str) -> None:

@@ -32,8 +32,8 @@ from typing import Any
 
 import ray
 
+from verl_digen.agent_loop.batch import first_complete
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
-from verl_digen.agent_loop.first_complete import first_complete
 from verl_digen.config import DigenConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult

@@ -30,7 +30,7 @@ def line(name: str, num_trainer: int, num_devices: int, window: int | None, num_
     rules = simulated_rules(profile, split, TECHNIQUES)
 
     def step_s(most: int | None) -> float:
-        changed = replace(rules, max_groups_per_fragment=most)
+        changed = replace(rules, gap=replace(rules.gap, max_groups_per_fragment=most or "auto"))
         return run_split(profile, split, TECHNIQUES, num_steps=num_steps, rules=changed).step_s
 
     auto = f"{step_s(None):.1f} ({rules.largest_fragment} groups)"

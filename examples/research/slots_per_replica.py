@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
 
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.generation import Work
-from verl_digen.schedulers.rules import BatchRules
+from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig
 from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.schedulers.types import Chunk
 
@@ -98,9 +97,16 @@ class Case:
         replica_of = {
             f"{number:03d}/{slot}": f"{number:03d}" for number in range(self.num_replicas) for slot in range(slots)
         }
-        rules: dict[str, Any] = {"max_chunk_size": MAX_BATCH, "slots_per_replica": slots, "max_versions": max_versions}
+        rules = BatchRules(
+            self.num_prompts,
+            self.group_size,
+            gap=GapConfig(min_groups_per_fragment=1),
+            staleness=StalenessConfig(max_versions=max_versions),
+            max_chunk_size=MAX_BATCH,
+            slots_per_replica=slots,
+        )
         run = PlannerRun(
-            BatchRules(self.num_prompts, self.group_size, **rules),
+            rules,
             KnownDurations(
                 dict.fromkeys(replica_of, FULL_S / MAX_BATCH), [1.0], 0.1, [n * train_s for n in range(1, 9)]
             ),

@@ -3,7 +3,7 @@
 
 import asyncio
 
-from verl_digen.agent_loop.generated import GroupsBeingGenerated
+from verl_digen.agent_loop.batch import GroupsBeingGenerated
 
 
 def test_a_group_is_generated_once_each_of_its_samples_has_ended():

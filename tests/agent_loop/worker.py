@@ -6,7 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from verl_digen.agent_loop.generated import GroupsBeingGenerated
+from verl_digen.agent_loop.batch import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.config import DigenConfig
 from verl_digen.sampling.requests import SINGLE_TURN

@@ -82,7 +82,7 @@ KEY = "digen.sampling.outside"
     [
         ({"cache": 1.0}, f"{KEY}.cache must lie in [0, 1), got 1.0; 0.1 is usual"),
         ({"cache": -0.1}, f"{KEY}.cache must lie in [0, 1), got -0.1"),
-        ({"cache": 0.1, "cache_max_skips": 0}, f"{KEY}.cache_max_skips must be >= 1 step, got 0"),
+        ({"cache": 0.1, "cache_max_skips": 0}, f"{KEY}.cache_max_skips must be >= 1, got 0"),
         ({"cache_max_skips": 3}, f"{KEY}.cache_max_skips must be 2 with {KEY}.cache=0"),
         ({"solver_before": 0.0}, f"{KEY}.solver_before must lie in (0, 1], got 0.0"),
         ({"solver_after": 1.5}, f"{KEY}.solver_after must lie in (0, 1], got 1.5"),

@@ -104,7 +104,7 @@ def test_splits_that_no_window_has_are_refused(splits, window, shares_noise, mes
         ({"splits": (3, 0)}, r"digen.branches.splits must be steps >= 0 in ascending order, got \[3, 0\]"),
         ({"splits": (2, 2)}, r"digen.branches.splits must be steps >= 0 in ascending order"),
         ({"splits": (-1,)}, r"digen.branches.splits must be steps >= 0"),
-        ({"factor": 1}, r"digen.branches.factor must be >= 2 children, got 1"),
+        ({"factor": 1}, r"digen.branches.factor must be >= 2, got 1; 2 is the default"),
     ],
 )
 def test_a_malformed_tree_is_refused(arguments, message):

@@ -96,8 +96,8 @@ def test_windows_are_the_same_on_every_machine():
     ("values", "message"),
     [
         (dict(kind="fast"), "digen.window.kind must be one of all, consecutive, fraction, got 'fast'"),
-        (dict(size=0), "digen.window.size must be >= 1 step, got 0"),
-        (dict(shift_every=0), "digen.window.shift_every must be >= 1 optimizer step or null, got 0"),
+        (dict(size=0), "digen.window.size must be >= 1, got 0"),
+        (dict(shift_every=0), "digen.window.shift_every must be null or >= 1, got 0"),
         (dict(shift_decay=-0.1, shift_every=5), "digen.window.shift_decay must be >= 0 and finite, got -0.1"),
         (dict(shift_decay=0.1), "digen.window.shift_decay must be 0 with digen.window.shift_every=null"),
         (dict(shift_decay_from=-1), "digen.window.shift_decay_from must be >= 0, got -1"),

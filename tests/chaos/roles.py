@@ -25,8 +25,8 @@ from typing import Any
 from tests.chaos.checks import Checks, reward_of
 from tests.chaos.processes import Cluster, Handle, Reference
 from tests.chaos.samples import BlankSamples
+from verl_digen.agent_loop.batch import GroupsBeingGenerated
 from verl_digen.agent_loop.chunks import ChunkRunner
-from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.algorithms.metric import Plain

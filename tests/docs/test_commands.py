@@ -29,9 +29,9 @@ from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, Block, indented_li
 from verl_digen.cli import make_parser
 from verl_digen.config import digen_config
 from verl_digen.plan.compose import Words, compose_run, platform_of, split_words
+from verl_digen.preflight.adapter import check_teacher
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.pairs import check_pairs
-from verl_digen.preflight.plannable import OF_MODEL, OF_RUN
 from verl_digen.preflight.reward_model import check_reward_model
 from verl_digen.preflight.rewards import (
     check_combination,
@@ -39,10 +39,9 @@ from verl_digen.preflight.rewards import (
     check_latents,
     check_rewards,
     check_timeshared,
+    check_watching,
 )
-from verl_digen.preflight.rules import RULES, check
-from verl_digen.preflight.teacher import check_teacher
-from verl_digen.preflight.watching import check_watching
+from verl_digen.preflight.rules import OF_MODEL, OF_RUN, RULES, check
 from verl_digen.reward.named import has_custom
 
 MAIN = ["python", "-m", "verl.trainer.main_ppo"]

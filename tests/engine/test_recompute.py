@@ -88,8 +88,6 @@ def test_gradients_are_equal_with_and_without_offload(
         (OFFLOADS | {"recompute_blocks": "none"}, "enable_activation_offload must be false where no .*got True; set a"),
         (OFFLOADS | {"recompute_blocks": 0}, "enable_activation_offload must be false where no .*got True; set act"),
         (RECOMPUTES | {"enable_gradient_checkpointing": False}, "recompute_blocks must be auto or none with enable_gr"),
-        ({"recompute_blocks": "some"}, "recompute_blocks must be auto, all, none or a number of blocks, got 'some'"),
-        ({"recompute_blocks": -1}, "recompute_blocks must be auto, all, none or a number of blocks, got -1"),
     ],
 )
 def test_options_that_contradict_are_refused(tiny_qwen_image: Path, options: dict[str, Any], message: str):

@@ -31,7 +31,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.loaded import Decoded
 from verl_digen.models.locate import CONFIG_FILES
 from verl_digen.models.pixels import decode_in, in_batches
-from verl_digen.models.tiny.vae import image_vae
+from verl_digen.models.tiny.weights import image_vae
 from verl_digen.sampling.sampler import Sampler, score_rows
 from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, Trajectory
 

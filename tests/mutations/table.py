@@ -55,7 +55,7 @@ class Mutation:
 Line = tuple[str, Operator, str] | tuple[str, Operator, str, str]
 
 SCHEDULERS: tuple[Line, ...] = (
-    ("planner.prompts_wanted", swap("self.rules.max_versions", "0"), "no batch is begun before its turn"),
+    ("planner.prompts_wanted", swap("self.rules.staleness.max_versions", "0"), "no batch is begun before its turn"),
     ("planner.on_slot_lost", drop("give_back"), "samples of a lost slot are forgotten"),
     ("planner.assign", swap("==", "<="), "a slot begins a group before it loads the newest weights"),
     ("planner._restart_orphans", skip(), "a group waits for a version that no slot has any more"),
@@ -64,7 +64,7 @@ SCHEDULERS: tuple[Line, ...] = (
     ("planner._on_assisted", swap("not self._assisting", "True"), "an assist ends with its first chunk"),
     (
         "group_book.fragment_size",
-        swap("self._rules.is_pipelined", "False"),
+        swap("self._rules.gap.enable", "False"),
         "nothing trains while others generate",
         "planner",
     ),
@@ -81,10 +81,10 @@ SCHEDULERS: tuple[Line, ...] = (
     ("group_book.restart", drop("group.rewards.clear"), "a group that starts over keeps its old rewards", "planner"),
     ("group_book.drop", drop("group.unissued.clear"), "samples of a dropped group are still generated", "planner"),
     ("group_book.complete", swap("<", "<="), "surplus groups go on when their batch is full", "planner"),
-    ("group_book.complete", swap("self._rules.drop_zero_spread", "False"), "equal rewards train", "planner"),
+    ("group_book.complete", swap("self._rules.queue.drop_zero_spread", "False"), "equal rewards train", "planner"),
     ("batch.num_begun", swap(">=", ">"), "the stalest groups are not counted", "planner"),
     ("rules.groups_per_fragment", swap("min", "max"), "a few ranks train a second sample of a fragment"),
-    ("rules.stale_allowance", swap("self.fraction", "1.0"), "the whole batch may be stale", "planner"),
+    ("rules.stale_allowance", swap("stale.fraction", "1.0"), "the whole batch may be stale", "planner"),
     ("play._deliver", given(scored_s="scored_s - self.bubble.score_s"), "groups train before their scores", "search"),
     ("search._decide", swap("MAX_DEPTH", "0"), "no choice is branched exactly"),
     ("foresight.counts", result("True"), "a gain counts that is smaller than the usual error"),
@@ -202,7 +202,12 @@ ENGINE: tuple[Line, ...] = (
         "numbers of a tile's rows end in the wrong places",
         "joint",
     ),
-    ("adapter.without_adapter", swap("True", "False"), "LoRA's reference is the policy itself", "transaction: lora_kl"),
+    (
+        "policies.without_adapter",
+        swap("True", "False"),
+        "LoRA's reference is the policy itself",
+        "transaction: lora_kl",
+    ),
     ("shadow.swapped_in", drop("_write", 2), "a copy's weights stay in the module"),
     ("copies.follow_batch", swap("decay.is_due(before, k)", "True"), "a reference is renewed after every batch"),
     ("copies.state_dict", result("{}"), "policies that follow are not saved"),

@@ -9,13 +9,13 @@ import pytest
 
 from tests.plan.runs import make_run
 from tests.plan.test_command import digen_plan, small
+from tests.schedulers.flat import make_rules
 from verl_digen.devices import PEAK_TFLOPS, Pool
 from verl_digen.plan.command import split_words_of
 from verl_digen.plan.compose import Words, split_words
 from verl_digen.plan.memory import plan_memory
 from verl_digen.plan.split import plan_split, run_profile, split_lines, with_split
 from verl_digen.plan.time import plan_time
-from verl_digen.schedulers.rules import BatchRules
 from verl_digen.simulate.cluster import run_colocated, run_split, simulated_rules
 from verl_digen.simulate.costs import sample_s, train_s
 from verl_digen.simulate.splits import SEARCH_STEPS, Limits, placed_splits
@@ -96,8 +96,8 @@ def test_it_says_so_where_in_turns_is_faster():
 
 
 def test_techniques_are_those_of_the_config():
-    assert BatchRules(2, 2, is_pipelined=False).techniques == ("tsp",)
-    assert BatchRules(2, 2, assist="bts", max_versions=1).techniques == ("gap", "tsp", "tag", "tcss")
+    assert make_rules(2, 2, is_pipelined=False).techniques == ("tsp",)
+    assert make_rules(2, 2, assist="bts", max_versions=1).techniques == ("gap", "tsp", "tag", "tcss")
 
 
 def test_gpus_names_two_types():

@@ -5,7 +5,7 @@ import pytest
 
 from tests.tiny_models import build_tiny
 from verl_digen import preflight
-from verl_digen.preflight.environment import check_environment
+from verl_digen.preflight.agent_loop import check_environment
 from verl_digen.preflight.notes import notes
 
 WORLD = "digen.environment.path=tests.environments.worlds.Brighter"

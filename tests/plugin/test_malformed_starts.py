@@ -26,7 +26,7 @@ from verl_digen import preflight
 from verl_digen.config import load
 from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.unknown import READERS, _verls_keys, keys_of, unknown_problems
-from verl_digen.preflight.unused import REFUSED, UNUSED
+from verl_digen.preflight.unused import OURS, REFUSED, unused_keys
 
 pytestmark = pytest.mark.slow
 
@@ -139,19 +139,22 @@ def test_an_unusual_start_of_separate_pools_is_accepted(start, runnable, overrid
 
 def test_keys_of_verls_without_effect_are_refused_with_their_counterparts(start, runnable):
     config = start(*runnable)
-    for key in (*UNUSED, *REFUSED):
+    remedies = {key: remedy for key, _, remedy in unused_keys()} | REFUSED
+    for key in remedies:
         given = OmegaConf.select(config, key)
         OmegaConf.update(config, key, not given if isinstance(given, bool) else f"not {given}")
     with pytest.raises(ValueError) as raised:
         preflight.check(config)
     lines = str(raised.value).splitlines()
-    for key, (_, remedy) in [*UNUSED.items(), *REFUSED.items()]:
+    for key, remedy in remedies.items():
         assert any(line.startswith(f"{key} must be ") and line.endswith(remedy) for line in lines), key
 
 
 def test_every_key_without_effect_is_one_of_verls(compose_main):
     verls = compose_main()
-    for key in (*UNUSED, *REFUSED):
+    keys = [key for key, _, _ in unused_keys()]
+    assert len({*keys}) == len(keys) > 100 and {*keys} >= OURS.keys()
+    for key in (*keys, *REFUSED):
         section, _, name = key.rpartition(".")
         assert name in OmegaConf.select(verls, section), key
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from verl_digen import preflight
-from verl_digen.preflight.outside import check_outside
+from verl_digen.preflight.pools import check_outside
 
 KEY = "digen.sampling.outside"
 WINDOW = "digen.window={kind: consecutive, size: 2, range: [0, 3]}"

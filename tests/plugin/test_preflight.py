@@ -18,13 +18,13 @@ from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.models.published import checkpoint_folder
-from verl_digen.preflight.effect import effect_problems
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.machine import check_cpus, require_devices, reserved_cpus
 from verl_digen.preflight.model import check_model
 from verl_digen.preflight.notes import notes
-from verl_digen.preflight.plannable import check_plannable
 from verl_digen.preflight.precision import check_precision
+from verl_digen.preflight.rules import check_plannable
+from verl_digen.preflight.unused import effect_problems
 from verl_digen.preflight.verl_keys import check_digen
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 

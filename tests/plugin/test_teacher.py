@@ -5,8 +5,8 @@ import pytest
 
 from tests.engine.harness import LORA
 from tests.engine.teacher import teacher_folder
+from verl_digen.preflight.adapter import check_teacher
 from verl_digen.preflight.rules import check
-from verl_digen.preflight.teacher import check_teacher
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,7 @@ import json
 import pytest
 
 from verl_digen.preflight.inputs import check_prompts
-from verl_digen.preflight.rewards import check_group_rewards, reward_formula
-from verl_digen.preflight.watching import check_watching
+from verl_digen.preflight.rewards import check_group_rewards, check_watching, reward_formula
 
 GOLD = "digen.reward.recipe_functions.gold={weight: 0, gold: true, reward: jpeg_incompressibility}"
 STOPS = (GOLD, "digen.reward.stop_on_hacking=true", "trainer.test_freq=20", "trainer.save_freq=10")

@@ -126,9 +126,9 @@ def test_a_state_of_other_gold_rewards_starts_anew():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"min_validations": 2}, "min_validations must be >= 3, because fewer points have no noise, got 2"),
+        ({"min_validations": 2}, "min_validations must be >= 3, got 2; fewer points have no noise"),
         ({"window_validations": 5}, "window_validations must be >= digen.reward.hacking.min_validations=6, got 5"),
-        ({"threshold": 0.0}, "threshold must be > 0 standard errors, got 0.0"),
+        ({"threshold": 0.0}, "threshold must be > 0, got 0.0"),
         ({"patience_validations": 0}, "patience_validations must lie in [1, digen.reward.hacking.window_validations="),
         ({"patience_validations": 11}, "patience_validations must lie in [1, digen.reward.hacking.window_validations="),
     ],

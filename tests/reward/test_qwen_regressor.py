@@ -18,10 +18,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from tests.reward.contract import check_contract, make_picture, make_samples, scores_of
 from verl_digen.config.reward import reward_entry
-from verl_digen.reward.lora_merge import merged
 from verl_digen.reward.named import make
 from verl_digen.reward.qwen_pixels import patches_of, scaled_picture
 from verl_digen.reward.scorers import hpsv3, video_align
+from verl_digen.reward.scorers.video_align import merged
 from verl_digen.types import PromptRow, RewardInput
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tests.schedulers.flat import make_rules
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.foresight import Foresight
-from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import Verdict
 from verl_digen.schedulers.simulation import PlannerRun
 
@@ -98,7 +98,7 @@ class Misjudged(KnownDurations):
 
 def run(assist, *, factor, assist_s, num_batches=20):
     durations = Misjudged({"a": 0.8}, [assist_s], 0.05, [1.3, 2.6, 3.9, 5.2], factor=factor)
-    rules = BatchRules(num_prompts=8, group_size=1, max_groups_per_fragment=4, assist=assist)
+    rules = make_rules(num_prompts=8, group_size=1, max_groups_per_fragment=4, assist=assist)
     played = PlannerRun(rules, durations, ["a"], num_batches=num_batches, commit_s=0.1, keeps_events=False)
     played.play()
     return played

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from tests.schedulers.flat import make_rules
 from verl_digen.schedulers.group_book import GroupBook
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.types import Chunk
@@ -36,7 +37,7 @@ def assert_invariants(book: GroupBook, rules: BatchRules) -> None:
 
 
 def random_rules(rng: random.Random) -> BatchRules:
-    return BatchRules(
+    return make_rules(
         num_prompts=rng.randint(1, 4),
         group_size=rng.randint(1, 5),
         extra_prompts=rng.choice([0, 2]),
@@ -53,7 +54,7 @@ def test_invariants_hold_after_random_calls(seed):
     rules = random_rules(rng)
     book, version, num_uids = GroupBook(rules), 0, 0
     for _ in range(300):
-        number = rng.randint(version, version + rules.max_versions)
+        number = rng.randint(version, version + rules.staleness.max_versions)
         call = rng.choice(["add", "issue", "issue", "accept", "accept", "fail", "give back", "next version", "train"])
         chunk_id = rng.choice(list(book.live)) if book.live else None
         if call == "add" and book.num_wanted(number):
@@ -81,7 +82,7 @@ def test_invariants_hold_after_random_calls(seed):
                 assert not void or group.state == "dropped"
             else:
                 book.give_back(chunk_id, some)
-        elif call == "next version" and rules.max_versions and rng.random() < 0.1:
+        elif call == "next version" and rules.staleness.max_versions and rng.random() < 0.1:
             for old in book.begun_versions:
                 void = book.restart(old)
                 assert not set(void) & set(book.live)
@@ -102,7 +103,7 @@ def test_invariants_hold_after_random_calls(seed):
 
 
 def test_the_example_of_the_docstring():
-    book = GroupBook(BatchRules(1, 2, max_sample_refills=1))
+    book = GroupBook(make_rules(1, 2, max_sample_refills=1))
     book.add(0, ["p0"])
     with pytest.raises(RuntimeError, match="a uid names one group, got 'p0' again"):
         book.add(0, ["p0"])

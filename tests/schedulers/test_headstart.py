@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from tests.schedulers.flat import make_rules
 from verl_digen.schedulers.durations import KnownDurations, MeasuredDurations
 from verl_digen.schedulers.headstart import Headstart
-from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.simulation import PlannerRun
 
 
@@ -77,7 +77,7 @@ def played(max_versions, *, num_slots, sample_s, group_size, train_s, assist_s, 
     counts = range(1, num_groups + 1)
     assisted_s, fragment_s = ([seconds * count for count in counts] for seconds in (assist_s, train_s))
     durations = KnownDurations(dict.fromkeys(slots, sample_s), assisted_s, 0.1, fragment_s)
-    rules = BatchRules(
+    rules = make_rules(
         num_prompts=num_groups,
         group_size=group_size,
         chunk_size=1,

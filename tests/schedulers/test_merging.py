@@ -2,15 +2,14 @@
 """Waiting for a larger fragment: against every way to cut the groups, and in whole simulated runs."""
 
 import random
-from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
+from tests.schedulers.flat import changed, make_rules
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.merging import LATE, Merge, Merging, best_merge
 from verl_digen.schedulers.planner import BatchPlanner
-from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.schedulers.types import Train, Wait
 
@@ -74,7 +73,7 @@ def test_a_predicted_moment_is_waited_for_once():
 def planner_with_a_ready_group(num_prompts=3, **changes):
     """Groups of one sample, one ready, two of them in 0.5 and 1 s; a call takes 3 s, and 1 s per group."""
     durations = KnownDurations({"a": 1.0, "b": 1.5}, [1.0], 0.0, [4.0, 5.0, 6.0])
-    rules = replace(BatchRules(num_prompts, 1, merges=True), **changes)
+    rules = changed(make_rules(num_prompts, 1, merges=True), **changes)
     planner = BatchPlanner(rules, durations, first_batch=0, num_batches=1)
     for slot in ("a", "b"):
         planner.on_slot_joined(slot, replica=slot, version=0)
@@ -113,10 +112,10 @@ def test_waiting_never_makes_a_strict_batch_longer(seed):
     call_s = group_s * rng.uniform(0, 4)
     fragments = [call_s + group_s * count for count in range(1, 9)]
     durations = KnownDurations(dict.fromkeys(slots, 1.0), [1.0] * group_size, rng.choice([0.0, 0.2]), fragments)
-    rules = BatchRules(rng.randint(2, 12), group_size)
+    rules = make_rules(rng.randint(2, 12), group_size)
     ends = []
     for merges in (False, True):
-        run = PlannerRun(replace(rules, merges=merges), durations, slots, 3, 0.1, keeps_events=False)
+        run = PlannerRun(changed(rules, merges=merges), durations, slots, 3, 0.1, keeps_events=False)
         run.play()
         ends.append(run.commits_s[-1])
     assert ends[1] <= ends[0] + 1e-6
@@ -126,7 +125,7 @@ def test_two_groups_train_in_one_call_where_that_saves_a_fixed_part():
     durations = KnownDurations({"a": 1.0, "b": 1.0}, [1.0], 0.0, [2.0 + 0.1 * count for count in range(1, 9)])
     ends = []
     for merges in (False, True):
-        run = PlannerRun(BatchRules(2, 2, merges=merges), durations, ["a", "b"], 1, 0.0, keeps_events=False)
+        run = PlannerRun(make_rules(2, 2, merges=merges), durations, ["a", "b"], 1, 0.0, keeps_events=False)
         run.play()
         ends.append(run.commits_s[-1])
     assert ends == pytest.approx([1.0 + 2 * 2.1, 2.0 + 2.2])

@@ -3,11 +3,12 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import pytest
 
+from tests.schedulers.flat import changed, make_rules
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
@@ -95,7 +96,7 @@ class World:
             self._later(0.3, self._trained, decision.fragment)
         elif isinstance(decision, Assist):
             num_ready = len(self.planner._book.batches[self.planner.batch].ready)
-            assert not self.rules.is_pipelined or num_ready < self.rules.min_groups_per_fragment
+            assert not self.rules.gap.enable or num_ready < self.rules.gap.least_groups
             assert not self.assisting, "two assists at once"
             assert 1 <= decision.num_samples <= self.rules.assist_sizes(self.num_slots)[-1] or self.loss_rate
             assert len(set(decision.uids)) == len(decision.uids) and self.rules.assist_spans_groups >= (
@@ -199,13 +200,13 @@ def assert_invariants(world: World) -> None:
         assert report.num_group_refills <= rules.max_group_refills
         short = rules.num_prompts - report.num_groups
         assert short == 0 or report.num_group_refills == rules.max_group_refills, "short although it could refill"
-        for age in range(1, rules.max_versions + 2):
+        for age in range(1, rules.staleness.max_versions + 2):
             older = sum(count for other, count in report.stale_groups.items() if other >= age)
             assert older <= rules.stale_allowance(age)
-        assert max(report.stale_groups, default=0) <= rules.max_versions
+        assert max(report.stale_groups, default=0) <= rules.staleness.max_versions
         for fragment in fragments:
-            assert len(fragment.uids) <= (rules.largest_fragment if rules.is_pipelined else rules.num_prompts)
-        if not rules.is_pipelined:
+            assert len(fragment.uids) <= (rules.largest_fragment if rules.gap.enable else rules.num_prompts)
+        if not rules.gap.enable:
             assert len(fragments) <= 1
     # a group is trained whole, under one version; a sample is reissued only as often as it was given back
     by_group: dict[str, list[Chunk]] = {}
@@ -222,7 +223,7 @@ def assert_invariants(world: World) -> None:
     again = sum(count - 1 for count in issued.values())
     counted = sum(report.num_sample_refills + report.num_reissued for report in world.reports.values())
     assert again <= counted, "a sample was generated again, and not counted"
-    if not (world.failure_rate or world.loss_rate or world.wrong_version_rate or rules.max_versions):
+    if not (world.failure_rate or world.loss_rate or world.wrong_version_rate or rules.staleness.max_versions):
         assert again == 0
     # nothing is left behind
     assert not planner._book.groups and not planner._book.batches
@@ -232,7 +233,7 @@ def assert_invariants(world: World) -> None:
 def random_world(seed: int) -> World:
     rng = random.Random(seed)
     min_groups = rng.choice([1, 1, 2])
-    rules = BatchRules(
+    rules = make_rules(
         num_prompts=rng.randint(1, 6),
         group_size=rng.randint(1, 6),
         is_pipelined=rng.random() < 0.8,
@@ -260,7 +261,7 @@ def random_world(seed: int) -> World:
         failure_rate=rng.choice([0.0, 0.1]),
         loss_rate=rng.choice([0.0, 0.1]),
         zero_spread_rate=rng.choice([0.0, 0.3]),
-        wrong_version_rate=0.05 if rules.max_versions and rng.random() < 0.3 else 0.0,
+        wrong_version_rate=0.05 if rules.staleness.max_versions and rng.random() < 0.3 else 0.0,
     )
 
 
@@ -283,13 +284,13 @@ def test_invariants_hold_in_random_worlds(first):
     assert not missing, "the worlds are too kind to test anything"
 
 
-STRICT = BatchRules(num_prompts=4, group_size=4)
+STRICT = make_rules(num_prompts=4, group_size=4)
 
 
 def test_strict_mode_is_never_stale_whatever_happens():
     for seed in range(30):
         world = World(
-            replace(STRICT, assist="always", max_sample_refills=100), seed, failure_rate=0.1, loss_rate=0.1
+            changed(STRICT, assist="always", max_sample_refills=100), seed, failure_rate=0.1, loss_rate=0.1
         ).run()
         assert all(chunk.version == chunk.batch for _, chunk in world.issued)
         assert all(report.stale_groups == {0: 4} for report in world.reports.values())
@@ -301,7 +302,7 @@ def test_runs_are_deterministic():
 
 
 def test_tcss_begins_at_most_the_allowed_fraction_early_and_does_begin():
-    world = World(replace(STRICT, num_prompts=10, max_versions=1, fraction=0.3), seed=1, num_slots=8).run()
+    world = World(changed(STRICT, num_prompts=10, max_versions=1, fraction=0.3), seed=1, num_slots=8).run()
     stale = [report.stale_groups.get(1, 0) for report in world.reports.values()]
     assert stale[0] == 0
     assert max(stale[1:]) == 3
@@ -312,7 +313,7 @@ def test_tcss_begins_at_most_the_allowed_fraction_early_and_does_begin():
     [(0, 1.0, [10, 0, 0]), (1, 0.25, [10, 2, 0]), (1, 1.0, [10, 10, 0]), (2, 0.3, [10, 10, 3]), (3, 1.0, [10, 10, 10])],
 )
 def test_one_admission_rule_covers_strict_fractional_and_larger_asynchrony(max_versions, fraction, allowed):
-    rules = replace(STRICT, num_prompts=10, max_versions=max_versions, fraction=fraction)
+    rules = changed(STRICT, num_prompts=10, max_versions=max_versions, fraction=fraction)
     assert [rules.stale_allowance(age) for age in (0, 1, 2)] == allowed
 
 
@@ -360,12 +361,12 @@ def test_gap_spreads_one_group_over_all_slots_before_the_next():
 
 
 def test_a_group_goes_to_one_slot_whole_without_prompt_replication():
-    planner = planner_with(replace(STRICT, replicate_prompts=False, chunk_size=1), "a", "b")
+    planner = planner_with(changed(STRICT, replicate_prompts=False, chunk_size=1), "a", "b")
     assert [(chunk.uid, len(chunk.samples)) for chunk in chunks_of(planner.assign(0.0))] == [("p0", 4), ("p1", 4)]
 
 
 def test_groups_that_pile_up_merge_into_one_fragment_up_to_the_bound():
-    planner = planner_with(replace(STRICT, replicate_prompts=False, max_groups_per_fragment=2), *"abcd")
+    planner = planner_with(changed(STRICT, replicate_prompts=False, max_groups_per_fragment=2), *"abcd")
     for chunk in reversed(chunks_of(planner.assign(0.0))):
         finish(planner, chunk)
     assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0", "p1")))
@@ -378,7 +379,7 @@ def test_groups_that_pile_up_merge_into_one_fragment_up_to_the_bound():
 
 
 def test_a_small_fragment_waits_for_others_but_not_for_ever():
-    rules = replace(STRICT, num_prompts=3, replicate_prompts=False, min_groups_per_fragment=2)
+    rules = changed(STRICT, num_prompts=3, replicate_prompts=False, min_groups_per_fragment=2)
     planner = planner_with(rules, *"abc")
     chunks = chunks_of(planner.assign(0.0))
     finish(planner, chunks[0])
@@ -391,7 +392,7 @@ def test_a_small_fragment_waits_for_others_but_not_for_ever():
 
 
 def test_a_lost_slots_chunk_is_issued_again_once_and_its_late_scores_are_ignored():
-    planner = planner_with(replace(STRICT, num_prompts=1), "a", "b")
+    planner = planner_with(changed(STRICT, num_prompts=1), "a", "b")
     lost, other = chunks_of(planner.assign(0.0))
     planner.on_slot_lost("a")
     finish(planner, other)
@@ -408,7 +409,7 @@ def test_a_lost_slots_chunk_is_issued_again_once_and_its_late_scores_are_ignored
 
 
 def test_a_replacement_prompt_comes_before_the_next_batch():
-    rules = replace(STRICT, num_prompts=1, max_versions=1, drop_zero_spread=True, max_group_refills=1)
+    rules = changed(STRICT, num_prompts=1, max_versions=1, drop_zero_spread=True, max_group_refills=1)
     planner = planner_with(rules, "a", num_batches=3)
     (chunk,) = chunks_of(planner.assign(0.0))
     finish(planner, chunk, rewards=dict.fromkeys(range(4), 0.5))
@@ -424,7 +425,7 @@ def test_a_reward_that_is_no_number_is_an_error():
 
 
 def test_a_failed_sample_is_refilled_within_the_bound_and_then_its_group_is_dropped_and_counted():
-    planner = planner_with(replace(STRICT, num_prompts=1, max_sample_refills=1), "a")
+    planner = planner_with(changed(STRICT, num_prompts=1, max_sample_refills=1), "a")
     (chunk,) = chunks_of(planner.assign(0.0))
     planner.on_failed(chunk.id, [2])
     finish(planner, chunk, rewards={0: 0.0, 1: 1.0, 3: 3.0})
@@ -437,7 +438,7 @@ def test_a_failed_sample_is_refilled_within_the_bound_and_then_its_group_is_drop
 
 
 def test_a_group_without_spread_is_dropped_and_refilled_within_the_bound():
-    rules = replace(STRICT, num_prompts=1, drop_zero_spread=True, max_group_refills=1)
+    rules = changed(STRICT, num_prompts=1, drop_zero_spread=True, max_group_refills=1)
     planner = planner_with(rules, "a")
     (chunk,) = chunks_of(planner.assign(0.0))
     finish(planner, chunk, rewards=dict.fromkeys(range(4), 0.5))
@@ -452,7 +453,7 @@ def test_a_group_without_spread_is_dropped_and_refilled_within_the_bound():
 
 
 def test_a_surplus_chunk_that_is_generated_is_void_too_its_scores_may_wait_for_samples_that_are_never_issued():
-    planner = planner_with(replace(STRICT, num_prompts=1, extra_prompts=1, chunk_size=2), *"abc")
+    planner = planner_with(changed(STRICT, num_prompts=1, extra_prompts=1, chunk_size=2), *"abc")
     first, second, waiting = chunks_of(planner.assign(0.0))
     assert [first.uid, second.uid, waiting.uid] == ["p0", "p0", "p1"]
     planner.on_generated(waiting.id, 1.0)
@@ -462,7 +463,7 @@ def test_a_surplus_chunk_that_is_generated_is_void_too_its_scores_may_wait_for_s
 
 
 def test_a_batch_is_full_with_p_groups_and_the_surplus_is_cancelled():
-    planner = planner_with(replace(STRICT, num_prompts=2, extra_prompts=1, replicate_prompts=False), *"abc")
+    planner = planner_with(changed(STRICT, num_prompts=2, extra_prompts=1, replicate_prompts=False), *"abc")
     chunks = chunks_of(planner.assign(0.0))
     assert [chunk.uid for chunk in chunks] == ["p0", "p1", "p2"]
     finish(planner, chunks[2])
@@ -474,7 +475,7 @@ def test_a_batch_is_full_with_p_groups_and_the_surplus_is_cancelled():
 
 
 def test_the_end_of_a_cancelled_chunk_says_nothing_about_the_speed_of_its_slot():
-    planner = planner_with(replace(STRICT, num_prompts=1, extra_prompts=1, replicate_prompts=False), "a", "b")
+    planner = planner_with(changed(STRICT, num_prompts=1, extra_prompts=1, replicate_prompts=False), "a", "b")
     wanted, surplus = chunks_of(planner.assign(0.0))
     finish(planner, wanted, 8.0)
     assert planner.take_cancelled() == [surplus.id]
@@ -483,7 +484,7 @@ def test_the_end_of_a_cancelled_chunk_says_nothing_about_the_speed_of_its_slot()
 
 
 def test_an_old_slot_finishes_the_groups_of_its_version_before_it_loads_the_new_one():
-    planner = planner_with(replace(STRICT, num_prompts=1, max_versions=1, chunk_size=1), "a", "b")
+    planner = planner_with(changed(STRICT, num_prompts=1, max_versions=1, chunk_size=1), "a", "b")
     for _ in range(2):
         for chunk in chunks_of(planner.assign(0.0)):
             finish(planner, chunk)
@@ -504,7 +505,7 @@ def test_an_old_slot_finishes_the_groups_of_its_version_before_it_loads_the_new_
 
 
 def test_a_slot_loads_the_newest_weights_before_it_begins_a_group():
-    planner = planner_with(replace(STRICT, num_prompts=2, max_versions=1), "a")
+    planner = planner_with(changed(STRICT, num_prompts=2, max_versions=1), "a")
     for _ in range(2):
         (chunk,) = chunks_of(planner.assign(0.0))
         finish(planner, chunk)
@@ -519,7 +520,7 @@ def test_a_slot_loads_the_newest_weights_before_it_begins_a_group():
 
 
 def test_a_group_whose_version_no_slot_has_any_more_starts_over_under_the_new_one():
-    planner = planner_with(replace(STRICT, num_prompts=1, max_versions=1), "a")
+    planner = planner_with(changed(STRICT, num_prompts=1, max_versions=1), "a")
     (chunk,) = chunks_of(planner.assign(0.0))
     finish(planner, chunk)
     (early,) = chunks_of(planner.assign(1.0))
@@ -540,7 +541,7 @@ def test_a_sample_of_another_version_is_an_error_in_strict_mode_and_fails_otherw
     (chunk,) = chunks_of(planner.assign(0.0))
     with pytest.raises(RuntimeError, match=r"must be generated under version 0, got 1.*max_versions=0"):
         planner.on_scored(chunk.id, {0: 1.0}, 1, 1.0)
-    planner = planner_with(replace(STRICT, max_versions=1, max_sample_refills=9), "a")
+    planner = planner_with(changed(STRICT, max_versions=1, max_sample_refills=9), "a")
     (chunk,) = chunks_of(planner.assign(0.0))
     planner.on_scored(chunk.id, {0: 1.0}, 1, 1.0)
     finish(planner, chunk, rewards={1: 1.0, 2: 2.0, 3: 3.0})
@@ -548,7 +549,7 @@ def test_a_sample_of_another_version_is_an_error_in_strict_mode_and_fails_otherw
 
 
 def test_the_trainer_assists_once_to_learn_its_cost_and_never_before_the_others_are_known():
-    rules = replace(STRICT, num_prompts=8, group_size=1, assist="bts", chunk_size=1)
+    rules = changed(STRICT, num_prompts=8, group_size=1, assist="bts", chunk_size=1)
     planner = planner_with(rules, "a")
     (chunk,) = chunks_of(planner.assign(0.0))
     assert planner.next_for_trainer(0.0) == Wait("costs_unknown")
@@ -600,21 +601,6 @@ def test_a_broken_contract_is_told(call, message):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"num_prompts": 0}, r"data.train_batch_size must be >= 1, got 0"),
-        ({"fraction": 0.0}, r"digen.staleness.fraction must lie in \(0, 1\], got 0.0"),
-        ({"assist": "on"}, r"digen.tag.policy must be one of off, bts, always, got 'on'"),
-        ({"chunk_size": 0}, r"digen.gap.chunk_size must be >= 1 sample or auto, got 0"),
-        ({"min_groups_per_fragment": 9, "max_groups_per_fragment": 8}, r"must be >= min_groups_per_fragment=9, got 8"),
-    ],
-)
-def test_a_bad_rule_is_told_by_its_key(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        replace(STRICT, **wrong)
-
-
-@pytest.mark.parametrize(
     ("group_size", "num_ranks", "num_slots", "sizes"),
     [
         (24, 24, 8, (24, 48, 96, 192)),  # a slot's chunk is 3: every rank of the trainer gets a sample, or 2, 4, 8
@@ -625,12 +611,12 @@ def test_a_bad_rule_is_told_by_its_key(wrong, message):
     ],
 )
 def test_an_assist_of_default_size_gives_every_rank_as_many_samples(group_size, num_ranks, num_slots, sizes):
-    rules = BatchRules(num_prompts=8, group_size=group_size, num_trainer_ranks=num_ranks, max_chunk_size=8)
+    rules = make_rules(num_prompts=8, group_size=group_size, num_trainer_ranks=num_ranks, max_chunk_size=8)
     assert rules.assist_sizes(num_slots) == sizes
-    of_one_group = replace(rules, assist_spans_groups=False).assist_sizes(num_slots)
+    of_one_group = changed(rules, assist_spans_groups=False).assist_sizes(num_slots)
     assert of_one_group[0] == min(sizes[0], group_size) and max(of_one_group) <= group_size
-    assert replace(rules, assist_chunk_size=3).assist_sizes(num_slots) == (3,)
-    assert replace(rules, assist_chunk_size=1000).assist_sizes(num_slots) == (8 * group_size,)
+    assert changed(rules, assist_chunk_size=3).assist_sizes(num_slots) == (3,)
+    assert changed(rules, assist_chunk_size=1000).assist_sizes(num_slots) == (8 * group_size,)
     assert [rules.assist_rounds(count * num_ranks + 1) for count in (0, 1, 2)] == [1, 2, 3]
 
 
@@ -639,7 +625,7 @@ def test_an_assist_of_default_size_gives_every_rank_as_many_samples(group_size, 
     [(16, 8, 1, 2), (16, 8, 2, 2), (16, 8, 4, 2), (16, 3, 2, 6), (16, 1, 2, 8), (4, 8, 2, 1)],
 )
 def test_further_slots_of_a_replica_hold_the_next_groups(group_size, num_replicas, slots_per_replica, size):
-    rules = BatchRules(num_prompts=8, group_size=group_size, max_chunk_size=8, slots_per_replica=slots_per_replica)
+    rules = make_rules(num_prompts=8, group_size=group_size, max_chunk_size=8, slots_per_replica=slots_per_replica)
     assert rules.slot_chunk_size(num_replicas * slots_per_replica) == size
     planner = BatchPlanner(rules, MeasuredDurations(), first_batch=0, num_batches=1)
     for replica in range(num_replicas):
@@ -654,7 +640,7 @@ def test_further_slots_of_a_replica_hold_the_next_groups(group_size, num_replica
 
 
 def test_an_assist_has_a_chunk_of_each_of_the_oldest_groups_and_the_trainer_is_free_with_the_last():
-    rules = replace(STRICT, assist="always", num_trainer_ranks=7, max_sample_refills=2)
+    rules = changed(STRICT, assist="always", num_trainer_ranks=7, max_sample_refills=2)
     planner = planner_with(rules, "a")
     (slots,) = chunks_of(planner.assign(0.0))
     assert (slots.uid, slots.samples) == ("p0", (0, 1, 2, 3))
@@ -675,7 +661,7 @@ def test_an_assist_has_a_chunk_of_each_of_the_oldest_groups_and_the_trainer_is_f
 
 
 def test_a_group_that_is_dropped_in_the_middle_of_an_assist_leaves_its_others():
-    rules = replace(STRICT, num_prompts=2, assist="always", num_trainer_ranks=8)
+    rules = changed(STRICT, num_prompts=2, assist="always", num_trainer_ranks=8)
     planner = planner_with(rules)
     assist = planner.next_for_trainer(0.0)
     assert isinstance(assist, Assist)

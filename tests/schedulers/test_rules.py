@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.schedulers.flat import changed, make_rules
 from verl_digen.devices import Pool
-from verl_digen.schedulers.rules import GROUPS_PER_FRAGMENT, BatchRules, groups_per_fragment
+from verl_digen.schedulers.rules import GROUPS_PER_FRAGMENT, groups_per_fragment
 from verl_digen.simulate.cluster import Split, run_split, simulated_rules
 from verl_digen.simulate.profile import load_profile
 
@@ -29,10 +30,10 @@ from verl_digen.simulate.profile import load_profile
 def test_a_fragment_has_eight_groups_or_a_sample_for_every_rank(num_ranks, group_size, num_prompts, num_steps, groups):
     rows = group_size * num_steps
     assert groups_per_fragment(num_ranks, group_size, num_prompts, rows) == groups
-    rules = BatchRules(num_prompts, group_size, rows_per_group=rows, num_trainer_ranks=num_ranks)
+    rules = make_rules(num_prompts, group_size, rows_per_group=rows, num_trainer_ranks=num_ranks)
     assert rules.largest_fragment == groups
-    assert replace(rules, max_groups_per_fragment=5).largest_fragment == 5, "a number is taken as it is"
-    assert replace(rules, min_groups_per_fragment=100).largest_fragment == 100
+    assert changed(rules, max_groups_per_fragment=5).largest_fragment == 5, "a number is taken as it is"
+    assert changed(rules, min_groups_per_fragment=100).largest_fragment == 100
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -53,7 +54,7 @@ def step_s(devices: tuple[int, int], num_prompts: int, most: int | None) -> floa
     profile = load_profile("flux1-12b")
     profile = replace(profile, numbers=replace(profile.numbers, num_prompts=num_prompts))
     split = Split(*(Pool(number, "H800") for number in devices))
-    rules = replace(simulated_rules(profile, split, ("gap", "tsp", "tag")), max_groups_per_fragment=most)
+    rules = changed(simulated_rules(profile, split, ("gap", "tsp", "tag")), max_groups_per_fragment=most)
     return run_split(profile, split, ("gap", "tsp", "tag"), num_steps=4, rules=rules).step_s
 
 

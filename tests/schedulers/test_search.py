@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.schedulers.flat import make_rules
 from verl_digen.schedulers import Costs, Workload, simulate
 from verl_digen.schedulers.bubbles import MAX_STREAM, bubble_at, bundles
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.group_book import GroupBook
 from verl_digen.schedulers.play import Bubble
-from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import BubbleSearch
 
 NUM_INSTANCES = 600
@@ -275,7 +275,7 @@ def test_bundles_of_slots_predict_what_single_slots_do(size, chunk_size):
 def test_a_large_batch_is_decided_with_few_chunks_and_few_milliseconds():
     """704 ranks and 320 slots, 352 groups of 24 samples: the first bubble of a batch."""
     slots = {f"s{index:03d}": 13.0 for index in range(320)}
-    rules = BatchRules(352, 24, assist="bts", num_trainer_ranks=704, max_chunk_size=1)
+    rules = make_rules(352, 24, assist="bts", num_trainer_ranks=704, max_chunk_size=1)
     book = GroupBook(rules)
     book.add(0, [f"p{index}" for index in range(352)])
     asked = bubble_at(

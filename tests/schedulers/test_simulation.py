@@ -135,10 +135,10 @@ def test_no_technique_makes_a_run_longer():
     ("call", "message"),
     [
         (lambda: simulate(EIGHT, COSTS, {"gap", "pap"}), "must be among gap, tsp, tag, tcss, got 'pap'"),
-        (lambda: Workload(8, 0), "Workload.num_slots must be a whole number >= 1, got 0"),
+        (lambda: Workload(8, 0), "Workload.num_slots must be >= 1, got 0"),
         (lambda: Workload(8, 1, stale_fraction=0), r"Workload.stale_fraction must lie in \(0, 1\], got 0"),
-        (lambda: Costs(-1.0, 1, 1, 1, 1), "Costs.generate_s must be >= 0 seconds and finite, got -1.0"),
-        (lambda: Costs(1, 1, 1, float("nan"), 1), "Costs.train_s must be >= 0 seconds and finite, got nan"),
+        (lambda: Costs(-1.0, 1, 1, 1, 1), "Costs.generate_s must be >= 0 and finite, got -1.0"),
+        (lambda: Costs(1, 1, 1, float("nan"), 1), "Costs.train_s must be >= 0 and finite, got nan"),
     ],
 )
 def test_bad_input_is_told_by_its_name(call, message):

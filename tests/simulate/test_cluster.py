@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.schedulers.flat import changed
 from verl_digen.devices import Pool, parse_pool
 from verl_digen.simulate.cluster import (
     Split,
@@ -141,7 +142,7 @@ def test_the_default_chunk_of_an_assist_is_as_good_as_the_best_there_is(name):
     rules = simulated_rules(profile, split, STRICT)
 
     def step_s(size: int | None) -> float:
-        return run_split(profile, split, STRICT, num_steps=4, rules=replace(rules, assist_chunk_size=size)).step_s
+        return run_split(profile, split, STRICT, num_steps=4, rules=changed(rules, assist_chunk_size=size)).step_s
 
     group_size = profile.numbers.group_size
     assert step_s(None) <= 1.03 * min(step_s(size) for size in (1, 3, group_size // 2, group_size))
@@ -151,7 +152,7 @@ def test_the_default_chunk_of_an_assist_is_as_good_as_the_best_there_is(name):
 def test_the_default_limit_of_a_fragment_is_within_1_percent_of_none(name):
     profile, split = load_profile(name), h800(22, 10)
     rules = simulated_rules(profile, split, TECHNIQUES)
-    unlimited = replace(rules, max_groups_per_fragment=profile.numbers.num_prompts)
+    unlimited = changed(rules, max_groups_per_fragment=profile.numbers.num_prompts)
     default_s = run_split(profile, split, TECHNIQUES, num_steps=10).step_s
     assert default_s <= 1.01 * run_split(profile, split, TECHNIQUES, num_steps=10, rules=unlimited).step_s
 

@@ -5,13 +5,13 @@ import asyncio
 import itertools
 from collections import Counter
 
+from tests.schedulers.flat import make_rules
 from tests.tags import make_tag
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.schedulers.deadlines import Deadlines, DeadlinesConfig
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
-from verl_digen.schedulers.rules import BatchRules
 from verl_digen.trainer.conductor import Conductor
 from verl_digen.trainer.lanes import Lanes
 
@@ -133,7 +133,7 @@ def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, slots_o
     clock = itertools.count()
     recorder = Recorder(now_s=now_s or (lambda: float(next(clock))))
     planner = BatchPlanner(
-        BatchRules(num_prompts, GROUP_SIZE, **{"max_group_refills": 2, "max_sample_refills": 3, **rules}),
+        make_rules(num_prompts, GROUP_SIZE, **{"max_group_refills": 2, "max_sample_refills": 3, **rules}),
         MeasuredDurations(),
         first_batch=0,
         num_batches=None,

@@ -22,5 +22,5 @@ def test_a_gap_within_the_bound_any_gap_without_one_and_no_gap_pass():
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_a_bound_must_be_positive(value):
-    with pytest.raises(ValueError, match="max_log_prob_gap must be > 0 nats, or null"):
+    with pytest.raises(ValueError, match="max_log_prob_gap must be null or > 0"):
         RolloutConfig(max_log_prob_gap=value)

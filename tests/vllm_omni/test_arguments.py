@@ -10,7 +10,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from tests.tiny_models import build_tiny
 from tests.vllm_omni.conftest import compose_actor_rollout, compose_config
-from verl_digen.preflight.vllm_omni import check_vllm_omni
+from verl_digen.preflight.pools import check_vllm_omni
 from verl_digen.rollout.vllm_omni.served import require_served, served_pipelines
 
 

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation of a DataProto: a sample per row, returned to the caller instead of published in TransferQueue."""
+"""Generation of a DataProto: a sample per row, returned to the caller instead of published in TransferQueue; and counts
+of samples that are still generated, for both ways."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from verl import DataProto
 
-from verl_digen.agent_loop.first_complete import first_complete
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.data.rows import dataproto_rows, is_validation, loop_columns, sample_indices
 from verl_digen.errors import describe
@@ -80,3 +80,68 @@ async def generate_batch(
     if failures:
         raise failures[0]
     return to_dataproto(samples)
+
+
+class GroupsBeingGenerated:
+    """Count of the samples of each group that wait for a replica, so that the driver can tell when replicas may sleep.
+
+    Groups that were not begun are ignored.
+
+    Example:
+        groups = GroupsBeingGenerated()
+        groups.begin("g", 4)
+        groups.ended("g", 2)                                  # generated, or failed; a second call changes nothing
+        await groups.until_generated("g")                     # returns once all 4 have ended
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[str, set[int]] = {}
+        self._ended: dict[str, asyncio.Event] = {}
+
+    def begin(self, uid: str, num_samples: int) -> None:
+        """Expect samples 0 to `num_samples` - 1 of a group, before the first of them can end."""
+        self._left[uid], self._ended[uid] = set(range(num_samples)), asyncio.Event()
+
+    def ended(self, uid: str, index: int) -> None:
+        """Note that a sample needs no replica any more."""
+        if uid in self._left:
+            self._left[uid].discard(index)
+            if not self._left[uid]:
+                self._ended[uid].set()
+
+    async def until_generated(self, uid: str) -> None:
+        """Return once all samples of the group have ended, and forget it."""
+        try:
+            await self._ended[uid].wait()
+        finally:
+            del self._left[uid], self._ended[uid]
+
+
+Result = TypeVar("Result")
+
+
+async def first_complete(tasks: Sequence[asyncio.Task[Result]], count: int) -> tuple[list[Result], list[BaseException]]:
+    """Wait until `count` of the tasks have a result, then cancel the others, and wait for all to end.
+
+    Returns:
+        Results in the order of `tasks`, fewer than `count` if too many failed; and the errors of those that failed.
+
+    Example, three tasks that end after 1, 3 and 2 s:
+        await first_complete(tasks, 2)    # ([of the first, of the third], []) after 2 s
+    """
+    done: set[asyncio.Task[Result]] = set()
+    try:
+        while len(done) < len(tasks) and sum(_is_complete(task) for task in done) < count:
+            ended, _ = await asyncio.wait(set(tasks) - done, return_when=asyncio.FIRST_COMPLETED)
+            done |= ended
+    finally:
+        for task in tasks:
+            task.cancel()  # no effect on one that has ended
+    await asyncio.gather(*tasks, return_exceptions=True)
+    complete = [task for task in tasks if _is_complete(task)][:count]
+    errors = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
+    return [task.result() for task in complete], errors
+
+
+def _is_complete(task: asyncio.Task[Result]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

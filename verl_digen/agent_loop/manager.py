@@ -23,13 +23,11 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from verl_digen.agent_loop.batch import WithConditions, generate_batch
+from verl_digen.agent_loop.batch import GroupsBeingGenerated, WithConditions, first_complete, generate_batch
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.agent_loop.episode import Episode
-from verl_digen.agent_loop.first_complete import first_complete
-from verl_digen.agent_loop.generated import GroupsBeingGenerated
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, loop_columns, loop_row

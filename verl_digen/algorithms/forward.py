@@ -19,13 +19,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from verl_digen.algorithms.noise import sample_seed, step_noise
 from verl_digen.algorithms.seeds import keyed_seed
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, check_fields, require
 
 KINDS = ("steps", "strata", "logit_normal")
 
@@ -49,44 +50,23 @@ class ForwardConfig:
     """`digen.forward`: the points of objectives that noise finished pictures again (diffusion_nft, awm, dgpo,
     online_dpo, offline_dpo). Others train `digen.window`."""
 
-    kind: str = "steps"
+    kind: Annotated[str, OneOf(KINDS)] = "steps"
     """steps: levels of distinct denoise steps (DiffusionNFT, DGPO). strata: the steps are cut into as many equal parts
     as there are points, and each part gives one level (AWM). logit_normal: levels between the steps, mostly in the
     middle of the schedule (online DPO)."""
-    fraction: float = 0.99
+    fraction: Annotated[float, In("(0, 1]")] = 0.99
     """Share of the steps at whose noise levels each sample trains, rounded down, at least one; which ones differs from
     group to group. 0.99 in DiffusionNFT: all but one."""
-    num_points: int | None = None
+    num_points: Annotated[int | None, In("[1, inf]"), "null takes digen.forward.fraction of the steps"] = None
     """Number of levels in place of the share. null: `fraction` decides."""
-    first_step: int = 0
+    first_step: Annotated[int, In("[0, inf]"), "0 is the step of pure noise"] = 0
     """steps and strata: first denoise step whose level may be drawn. 1 in AWM, which leaves pure noise out."""
-    until: float = 1.0
+    until: Annotated[float, In("(0, 1]"), "1 draws from the whole schedule"] = 1.0
     """steps and strata: share of the schedule, from pure noise on, that levels are drawn from; its steps are rounded
     down. 0.9 in AWM; 0.7 in DGPO, 7 steps of 10."""
 
     def __post_init__(self) -> None:
-        require_one_of("digen.forward.kind", self.kind, KINDS)
-        require(
-            0 < self.fraction <= 1,
-            "digen.forward.fraction must lie in (0, 1]",
-            self.fraction,
-            "0.99 is DiffusionNFT's",
-        )
-        require(
-            self.num_points is None or self.num_points >= 1,
-            "digen.forward.num_points must be >= 1 or null",
-            self.num_points,
-            "null takes digen.forward.fraction of the steps",
-        )
-        require(
-            self.first_step >= 0,
-            "digen.forward.first_step must be >= 0",
-            self.first_step,
-            "0 is the step of pure noise",
-        )
-        require(
-            0 < self.until <= 1, "digen.forward.until must lie in (0, 1]", self.until, "1 draws from the whole schedule"
-        )
+        check_fields(self, "digen.forward.")
         for name, value, whole in (("first_step", self.first_step, 0), ("until", self.until, 1.0)):
             require(
                 self.kind != "logit_normal" or value == whole,

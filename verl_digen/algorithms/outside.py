@@ -25,9 +25,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Annotated
 
 from verl_digen.algorithms.window import WindowConfig
-from verl_digen.require import require
+from verl_digen.require import In, check_fields, require
 
 DEFAULT_MAX_SKIPS = 2
 ROUNDING = 1e-9
@@ -39,17 +40,17 @@ class Outside:
     """`digen.sampling.outside`: how the steps before and after a window are sampled in training. Rows of the window are
     exact with any value: their recorded log-probs are those of its steps, given the latents where it begins."""
 
-    cache: float = 0.0
+    cache: Annotated[float, In("[0, 1)"), "0.1 is usual; 0 evaluates the network at every step"] = 0.0
     """A step outside the window takes the velocity of the last network evaluation again, if the velocity is predicted
     to have changed by less than this share of its norm since then; each sample decides by itself
     (`verl_digen.algorithms.step_cache`). 0: every step evaluates the network. For solver euler, on `diffusers`
     replicas, without trainers that assist."""
-    cache_max_skips: int = DEFAULT_MAX_SKIPS
+    cache_max_skips: Annotated[int, In("[1, inf]"), "2 is usual; outside.cache=0 skips none"] = DEFAULT_MAX_SKIPS
     """Most steps in a row that take one velocity again."""
-    solver_before: float = 1.0
+    solver_before: Annotated[float, In("(0, 1]")] = 1.0
     """Share of the steps before the window that `digen.sampling.solver` takes, rounded up; the others are passed over
     and each taken step is longer."""
-    solver_after: float = 1.0
+    solver_after: Annotated[float, In("(0, 1]")] = 1.0
     """Share of the steps after the window, likewise. 0.4 in MixGRPO-Flash, with solver dpm2."""
     fp8: bool = False
     """Multiply in fp8 (e4m3; a scale per token and per output channel) in the linear layers of the repeated blocks at
@@ -57,18 +58,7 @@ class Outside:
     `diffusers` replicas of one device, without `digen.compile`, without trainers that assist."""
 
     def __post_init__(self) -> None:
-        require(
-            0 <= self.cache < 1,
-            "digen.sampling.outside.cache must lie in [0, 1)",
-            self.cache,
-            "0.1 is usual; 0 evaluates the network at every step",
-        )
-        require(
-            self.cache_max_skips >= 1,
-            "digen.sampling.outside.cache_max_skips must be >= 1 step",
-            self.cache_max_skips,
-            "2 is usual; digen.sampling.outside.cache=0 skips none",
-        )
+        check_fields(self, "digen.sampling.outside.")
         require(
             self.cache > 0 or self.cache_max_skips == DEFAULT_MAX_SKIPS,
             f"digen.sampling.outside.cache_max_skips must be {DEFAULT_MAX_SKIPS} with digen.sampling.outside.cache=0, "
@@ -76,9 +66,6 @@ class Outside:
             self.cache_max_skips,
             "set digen.sampling.outside.cache=0.1, or leave it out",
         )
-        for name in ("solver_before", "solver_after"):
-            share = getattr(self, name)
-            require(0 < share <= 1, f"digen.sampling.outside.{name} must lie in (0, 1]", share, "1 takes every step")
 
     @property
     def is_on(self) -> bool:

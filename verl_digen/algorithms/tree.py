@@ -20,13 +20,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from verl_digen.algorithms.advantages import advantage_scale, group_advantages
 from verl_digen.algorithms.window import Window, WindowConfig
-from verl_digen.require import require
+from verl_digen.require import In, check_fields, require
 
 
 @dataclass(frozen=True)
@@ -64,18 +65,18 @@ class BranchesConfig:
     splits: tuple[int, ...] = ()
     """Steps at which every path splits, counted from the window's first stochastic step, ascending. []: no trees.
     [0,3,6,9] in BranchGRPO."""
-    factor: int = 2
+    factor: Annotated[int, In("[2, inf]")] = 2
     """Children of a split. factor ^ number of splits is actor_rollout_ref.rollout.n. 2 in BranchGRPO."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "splits", tuple(self.splits))
+        check_fields(self, "digen.branches.")
         require(
             all(before < after for before, after in pairwise((-1, *self.splits))),
             "digen.branches.splits must be steps >= 0 in ascending order",
             list(self.splits),
             "[0,3,6,9] is BranchGRPO's",
         )
-        require(self.factor >= 2, "digen.branches.factor must be >= 2 children", self.factor, "2 is BranchGRPO's")
 
     def validate_for(self, window: WindowConfig, num_steps: int, *, shares_noise: bool) -> None:
         """ValueError unless each split is a stochastic step of all windows, and samples start alike."""

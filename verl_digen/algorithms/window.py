@@ -13,9 +13,10 @@ Invariants
 import math
 import random
 from dataclasses import dataclass
+from typing import Annotated
 
 from verl_digen.algorithms.seeds import keyed_seed
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, check_fields, require
 
 KINDS = ("all", "consecutive", "fraction")
 
@@ -34,54 +35,34 @@ class Window:
 class WindowConfig:
     """`digen.window`: how windows are drawn."""
 
-    kind: str = "all"
+    kind: Annotated[str, OneOf(KINDS)] = "all"
     """all: every step but the last is stochastic and trained (Flow-GRPO).
     consecutive: `size` steps in a row within `range` are, others are ODE steps (Flow-GRPO-Fast, MixGRPO).
     fraction: every step but the last is stochastic, a random `fraction` of them is trained (DanceGRPO)."""
-    size: int = 2
+    size: Annotated[int, In("[1, inf]"), "2 or 3 is usual"] = 2
     """consecutive: steps in the window. 2 or 3 in Flow-GRPO-Fast, 4 in MixGRPO."""
     range: tuple[int, int] | None = None
     """consecutive: (lo, hi), the window lies within steps lo .. hi-1. null: the first half, (0, T // 2)."""
-    shift_every: int | None = None
+    shift_every: Annotated[int | None, In("[1, inf]"), "null keeps the window where it is"] = None
     """consecutive: optimizer steps after which `range` moves on by one denoise step; past the schedule's end
     it starts over (MixGRPO, with size = hi - lo: 25, MixGRPO-Flash 20). null: it stays."""
-    shift_decay: float = 0.0
+    shift_decay: Annotated[float, In("[0, inf)"), "0.1 is MixGRPO's; 0 gives all places the same time"] = 0.0
     """consecutive, with `shift_every`: a range that begins at step l stays ceil(shift_every exp(-shift_decay
     max(0, l - shift_decay_from))) optimizer steps, so that late steps train less. 0: all places alike. 0.1 in MixGRPO's
     exponential strategy."""
-    shift_decay_from: int = 0
+    shift_decay_from: Annotated[int, In("[0, inf]")] = 0
     """Last step l from which a range stays `shift_every` optimizer steps. 13 of 25 in MixGRPO."""
-    fraction: float = 0.6
+    fraction: Annotated[float, In("(0, 1]")] = 0.6
     """fraction: share of the stochastic steps that is trained, at least one step. 0.6 in DanceGRPO."""
 
     def __post_init__(self) -> None:
-        require_one_of("digen.window.kind", self.kind, KINDS)
-        require(self.size >= 1, "digen.window.size must be >= 1 step", self.size, "2 or 3 is usual")
-        require(
-            self.shift_every is None or self.shift_every >= 1,
-            "digen.window.shift_every must be >= 1 optimizer step or null",
-            self.shift_every,
-            "null keeps the window where it is",
-        )
-        require(
-            0 <= self.shift_decay < math.inf,
-            "digen.window.shift_decay must be >= 0 and finite",
-            self.shift_decay,
-            "0.1 is MixGRPO's; 0 gives all places the same time",
-        )
-        require(
-            self.shift_decay_from >= 0,
-            "digen.window.shift_decay_from must be >= 0",
-            self.shift_decay_from,
-            "give a step",
-        )
+        check_fields(self, "digen.window.")
         require(
             self.shift_decay == 0 or self.shift_every is not None,
             "digen.window.shift_decay must be 0 with digen.window.shift_every=null, where the window stays",
             self.shift_decay,
             "set digen.window.shift_every=25, or leave it out",
         )
-        require(0 < self.fraction <= 1, "digen.window.fraction must lie in (0, 1]", self.fraction, "0.6 is DanceGRPO's")
         if self.range is not None:
             if len(self.range) != 2 or not 0 <= self.range[0] < self.range[1]:
                 raise ValueError(f"digen.window.range must be [lo, hi] in steps, 0 <= lo < hi, got {list(self.range)}")

@@ -2,7 +2,8 @@
 """Every setting under `digen:`, as validated dataclasses.
 
 - Recipes hold choices, this package holds the schema: `digen:` of a composed config is checked by name and type by
-  OmegaConf, then turned into `DigenConfig`, whose `__post_init__` methods check values.
+  OmegaConf, then turned into `DigenConfig`. A field's bound is in its annotation (`verl_digen.require`);
+  `__post_init__` methods check rules between fields.
 - Rules that span verl's own keys and ours are in `verl_digen.preflight`.
 - An error names the key as typed, the rule, the value and the remedy.
 
@@ -14,20 +15,20 @@
 | `loss` | `loss.py`; the losses' own settings in `verl_digen/algorithms/objectives/` |
 | `rollout` | `rollout.py` |
 | `reward` | `reward.py` |
-| `gap`, `queue`, `tag`, `staleness`, `tsp` | `scheduling.py` |
+| `gap`, `queue`, `tag`, `staleness` | `verl_digen/schedulers/rules.py` |
+| `tsp`, `placement` | `scheduling.py` |
 | `deadlines` | `verl_digen/schedulers/deadlines.py` |
-| `placement` | `placement.py` |
 | `environment` | `environment.py` |
 """
 
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.load import digen_config, digen_schema
-from verl_digen.config.placement import PlacementConfig
 from verl_digen.config.reward import HackingConfig, PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-from verl_digen.config.scheduling import GapConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
+from verl_digen.config.scheduling import PlacementConfig, TspConfig
+from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 __all__ = [
     "AdvantageConfig",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.kl import LAWS as KL_LAWS
@@ -26,13 +26,13 @@ from verl_digen.algorithms.window import WindowConfig
 from verl_digen.attention import NATIVE, check_name
 from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
-from verl_digen.config.placement import PlacementConfig
 from verl_digen.config.reward import RewardConfig
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-from verl_digen.config.scheduling import GapConfig, QueueConfig, StalenessConfig, TagConfig, TspConfig
-from verl_digen.require import require
+from verl_digen.config.scheduling import PlacementConfig, TspConfig
+from verl_digen.require import In, check_fields, require
 from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 MAX_SEED = 2**63
 """PyTorch's generators take seeds of 64 bits."""
@@ -73,14 +73,14 @@ class DigenConfig:
     compile: bool = False
     """Compile the repeated blocks with `torch.compile` (inductor). The first calls of each kind take seconds to minutes
     longer. For trainer and replicas; `digen.rollout.compile` for the replicas alone."""
-    max_refills_per_step: int | None = None
+    max_refills_per_step: Annotated[int | None, In("[0, inf]"), "null means as many as the batch has prompts"] = None
     """Maximum groups replaced per step because a sample failed; 0: none. null: the number of prompts of a batch."""
-    num_logged_images: int = 16
+    num_logged_images: Annotated[int, In("[0, inf]"), "0 logs none"] = 16
     """Validation prompts shown in the picture grids."""
-    num_logged_groups: int = 4
+    num_logged_groups: Annotated[int, In("[0, inf]"), "0 logs none"] = 4
     """Training groups of which the best and the worst sample are shown, in a step that is a multiple of
     `logged_groups_every`; 0: none, and no distributions of rewards either."""
-    logged_groups_every: int = 10
+    logged_groups_every: Annotated[int, In("[1, inf]"), "digen.num_logged_groups=0 shows none"] = 10
     """Steps from one step whose training groups are shown to the next."""
     report: bool = True
     """Keep `report.html` of the run up to date, about once a minute, in a process beside the run. `digen report RUN`
@@ -93,27 +93,10 @@ class DigenConfig:
             self.seed,
             "any small number does",
         )
+        check_fields(self, "digen.")
         check_name("digen.attention_backend", self.attention_backend)
         object.__setattr__(self, "loss", LOSS_DEFAULTS | self.loss)
         check_loss_section(self.loss)
-        require(
-            self.max_refills_per_step is None or self.max_refills_per_step >= 0,
-            "digen.max_refills_per_step must be null or >= 0",
-            self.max_refills_per_step,
-            "null means as many as the batch has prompts",
-        )
-        require(
-            self.num_logged_images >= 0, "digen.num_logged_images must be >= 0", self.num_logged_images, "0 logs none"
-        )
-        require(
-            self.num_logged_groups >= 0, "digen.num_logged_groups must be >= 0", self.num_logged_groups, "0 logs none"
-        )
-        require(
-            self.logged_groups_every >= 1,
-            "digen.logged_groups_every must be >= 1 step",
-            self.logged_groups_every,
-            "10 is the default; digen.num_logged_groups=0 shows none",
-        )
         require(
             self.staleness.max_versions == 0 or not self.ema.validate,
             "digen.ema.validate must be false with digen.staleness.max_versions > 0, where replicas generate the next "

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from verl_digen.config.reward import MAX_RETRIES, MAX_WORKERS
-from verl_digen.require import require
+from verl_digen.require import In, check_fields, require
 
 MAX_TURNS = 1000
 """More turns than an episode of pictures has. Catches typos."""
@@ -25,51 +25,39 @@ class EnvironmentConfig:
     """Environment of one's own: FILE.py:NAME, or package.module.NAME, on every node."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment's class, by name."""
-    max_turns: int = 4
+    max_turns: Annotated[int, In(f"[1, {MAX_TURNS}]")] = 4
     """Maximum pictures of an episode. One that reaches it without being done ends there, trains, and is counted in
     `episodes/exceeded`."""
-    num_workers: int = 1
+    num_workers: Annotated[int, In(f"[1, {MAX_WORKERS}]")] = 1
     """Processes of environments."""
     num_gpus: float = 0.0
     """Devices of each process: 0 computes on the CPU, 0.5 shares a device, a whole number takes that many."""
-    concurrent: int = 256
+    concurrent: Annotated[int, In(f"[1, {MAX_CONCURRENT}]")] = 256
     """Maximum calls of environments that a process runs at the same time; further ones wait."""
-    step_timeout_s: float = 60.0
+    step_timeout_s: Annotated[float, In("(0, inf]")] = 60.0
     """Time in s that a call of `reset` or `step` may take; then it counts as failed."""
-    max_retries: int = 2
+    max_retries: Annotated[int, In(f"[0, {MAX_RETRIES}]")] = 2
     """Times that the environment of an episode is made again after an exception, a timeout or a dead process. Then the
     episode fails."""
-    extra_episodes: int = 0
+    extra_episodes: Annotated[int, In(f"[0, {MAX_WORKERS}]")] = 0
     """Episodes begun for each group beyond `actor_rollout_ref.rollout.n`: the first n complete ones are its samples,
     and the others are stopped. Where replicas and trainer take turns; on separate pools `digen.queue.extra_prompts`
     begins further groups."""
 
     def __post_init__(self) -> None:
         key = "digen.environment"
+        check_fields(self, f"{key}.")
         require(
             self.name is None or self.path is None,
             f"{key}.name must be null with {key}.path, which names an environment too",
             self.name,
             "leave one of them out",
         )
-        bounds = {
-            "max_turns": (1, MAX_TURNS),
-            "num_workers": (1, MAX_WORKERS),
-            "concurrent": (1, MAX_CONCURRENT),
-            "max_retries": (0, MAX_RETRIES),
-            "extra_episodes": (0, MAX_WORKERS),
-        }
-        for name, (least, most) in bounds.items():
-            value = getattr(self, name)
-            require(least <= value <= most, f"{key}.{name} must lie in [{least}, {most}]", value, "give such a number")
         require(
             self.num_gpus >= 0 and (self.num_gpus <= 1 or self.num_gpus == int(self.num_gpus)),
             f"{key}.num_gpus must be 0, a share of one device, or a whole number of devices",
             self.num_gpus,
             "0 computes on the CPU",
-        )
-        require(
-            self.step_timeout_s > 0, f"{key}.step_timeout_s must be > 0 s", self.step_timeout_s, "60 is the default"
         )
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from verl_digen.config.rollout import MAX_SAMPLES
-from verl_digen.require import require
+from verl_digen.require import In, check_fields, require
 
 MAX_RETRIES = 1000
 MAX_WORKERS = 10_000
@@ -27,13 +27,13 @@ MIN_POINTS = 3
 class PoolSettings:
     """Processes of one reward's own pool."""
 
-    num_workers: int = 1
+    num_workers: Annotated[int, In(f"[1, {MAX_WORKERS}]")] = 1
     """Processes. Each makes the reward once."""
-    num_gpus: float = 0.0
+    num_gpus: Annotated[float, In("[0, inf]")] = 0.0
     """Devices of each process: 0 computes on the CPU, 0.5 shares a device, a whole number takes that many."""
-    max_batch_size: int = 8
+    max_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]")] = 8
     """Maximum samples of one call."""
-    batch_wait_s: float = 0.05
+    batch_wait_s: Annotated[float, In("[0, inf]")] = 0.05
     """Time in s that a call with fewer samples waits after each sample for a further one."""
     timeshare: bool = False
     """True: one process on each device of the trainer and its replicas, in place of `num_workers` and `num_gpus`. The
@@ -93,9 +93,9 @@ class HackingConfig:
 
     window_validations: int = 10
     """Newest validations that are looked at."""
-    min_validations: int = 6
+    min_validations: Annotated[int, In(f"[{MIN_POINTS}, inf]"), "fewer points have no noise; 6 is the default"] = 6
     """Fewest validations for a verdict."""
-    threshold: float = 3.0
+    threshold: Annotated[float, In("(0, inf]")] = 3.0
     """Smallest trend, in standard errors. Of flat, noisy series of 6 to 10 points 1 to 2 % fall by 3 (simulated)."""
     patience_validations: int = 3
     """Validations in a row with the warning before `stop_on_hacking` stops the run. With the defaults, 5 % of runs of
@@ -103,19 +103,13 @@ class HackingConfig:
 
     def __post_init__(self) -> None:
         key = "digen.reward.hacking"
-        require(
-            self.min_validations >= MIN_POINTS,
-            f"{key}.min_validations must be >= {MIN_POINTS}, because fewer points have no noise",
-            self.min_validations,
-            "6 is the default",
-        )
+        check_fields(self, f"{key}.")
         require(
             self.window_validations >= self.min_validations,
             f"{key}.window_validations must be >= {key}.min_validations={self.min_validations}",
             self.window_validations,
             "10 is the default",
         )
-        require(self.threshold > 0, f"{key}.threshold must be > 0 standard errors", self.threshold, "3 is the default")
         require(
             1 <= self.patience_validations <= self.window_validations,
             f"{key}.patience_validations must lie in [1, {key}.window_validations={self.window_validations}]",
@@ -144,9 +138,9 @@ class RewardConfig:
     """sum: the reward is the weighted sum. gdpo: each reward is normalised in its group, then the weighted sum of these
     is what `digen.advantage` scales. Or package.module.function, or FILE.py:function, of (values, weights) by name,
     which returns the reward."""
-    max_retries: int = 2
+    max_retries: Annotated[int, In(f"[0, {MAX_RETRIES}]")] = 2
     """Retries before a sample fails: of a reward that raised, and of a sample whose reward worker died."""
-    timeout_s: float = 300.0
+    timeout_s: Annotated[float, In("(0, inf]")] = 300.0
     """Timeout of a call; a longer one counts as failed."""
     hacking: HackingConfig = field(default_factory=HackingConfig)
     """Alarm at validations where the reward rises and a gold reward falls. It needs an entry with `gold`."""
@@ -161,13 +155,7 @@ class RewardConfig:
             f"set e.g. {FUNCTIONS}={{jpeg_compressibility: 1.0}}",
         )
         _ = self.entries  # raises ValueError for a broken one
-        require(
-            0 <= self.max_retries <= MAX_RETRIES,
-            f"digen.reward.max_retries must lie in [0, {MAX_RETRIES}]",
-            self.max_retries,
-            "2 is the default",
-        )
-        require(self.timeout_s > 0, "digen.reward.timeout_s must be > 0 seconds", self.timeout_s, "300 is the default")
+        check_fields(self, "digen.reward.")
 
     @property
     def entries(self) -> tuple[RewardEntry, ...]:
@@ -274,13 +262,7 @@ def _pool(key: str, given: Mapping[str, Any]) -> PoolSettings:
             given.get(name),
             f"leave it out, or {key}.timeshare for devices of the reward's own",
         )
-    for name, most in (("num_workers", MAX_WORKERS), ("max_batch_size", MAX_SAMPLES)):
-        value = getattr(pool, name)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
-        require(is_count, f"{key}.{name} must be a whole number in [1, {most}]", value, remedy)
-    for name in ("num_gpus", "batch_wait_s"):
-        value = _number(f"{key}.{name}", getattr(pool, name), remedy)
-        require(value >= 0, f"{key}.{name} must be >= 0", value, remedy)
+    check_fields(pool, f"{key}.")
     require(
         pool.num_gpus < 1 or pool.num_gpus == int(pool.num_gpus),
         f"{key}.num_gpus must be a fraction of one device, or a whole number",

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from verl_digen.attention import check_name
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, check_fields, require
 
 MAX_SAMPLES = 1_000_000
 """Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
@@ -25,7 +26,7 @@ MOST_AUTO = 64
 class RolloutConfig:
     """Settings of diffusion replicas that verl's `actor_rollout_ref.rollout` lacks."""
 
-    max_batch_size: int | str = 8
+    max_batch_size: Annotated[int | str, In(f"[1, {MAX_SAMPLES}]", "auto"), "memory decides"] = 8
     """Maximum samples that a replica denoises together (memory decides). auto: as many as fit into the device's memory,
     64 at most, on a `diffusers` replica; measured at the first batches of each kind, and halved if one runs out of
     memory nevertheless. On a CPU and in `vllm_omni` replicas it is 8. Chunks of separate pools are cut, and memory is
@@ -34,7 +35,7 @@ class RolloutConfig:
     """Run the two branches of classifier-free guidance one after the other, in half the memory, rather than in one
     forward, while a `diffusers` replica or an assisting trainer generates. auto: a replica does where both together
     would not fit, measured at the first step of each kind of batch; never on a CPU. The numbers differ by rounding."""
-    encoders: str = "auto"
+    encoders: Annotated[str, OneOf(ENCODERS)] = AUTO
     """Place of a `diffusers` replica's text encoders between two encodings. device: on its device. host: in host
     memory; to encode they take the transformer's place on the device, once for all prompts that wait, which costs a
     copy of both to the device. before: nowhere; all prompts of the run are encoded before any transformer is loaded,
@@ -42,7 +43,7 @@ class RolloutConfig:
     CPU nothing moves; a `vllm_omni` replica keeps them on its device."""
     conditions_dir: str = "~/.cache/verl_digen/conditions"
     """Folder of `encoders=before`, which all nodes share. Later runs with the same encoders read what is there."""
-    conditions_gb: float = 100.0
+    conditions_gb: Annotated[float, In("(0, inf]")] = 100.0
     """Largest size of that folder in GB. What was not used for longest leaves it."""
     attention_backend: str | None = None
     """Attention kernel of the replicas. null: as the trainer, `digen.attention_backend`; a `vllm_omni` replica runs its
@@ -51,89 +52,49 @@ class RolloutConfig:
     compile: bool | None = None
     """Compile the repeated blocks of a `diffusers` replica. null: as the trainer, `digen.compile`. A `vllm_omni`
     replica compiles by `actor_rollout_ref.rollout.enforce_eager`."""
-    decode_batch_size: int = 4
+    decode_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]"), "memory decides"] = 4
     """Maximum pictures that a VAE decodes together, in `diffusers` replicas and in trainers that assist; videos are
     decoded one by one. A picture of 1024 px takes about 1.6 GB while it is decoded (calculated for FLUX's VAE in bf16).
     A `vllm_omni` replica decodes one by one."""
-    batch_wait_s: float = 0.05
+    batch_wait_s: Annotated[float, In("[0, 600]")] = 0.05
     """Time that a `diffusers` replica waits after each request for a further one before it starts a batch that is not
     full; a `vllm_omni` replica too, if its pipeline runs in one go, but at most five times as long in total. With step
     execution it adds requests to a running batch. A chunk of separate pools starts when all its samples are there; only
     requests of colocated runs, validations and episodes wait."""
-    num_kept_adapters: int = 4
+    num_kept_adapters: Annotated[int, In(f"[2, {MAX_SAMPLES}]")] = 4
     """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
     while requests in flight use that many versions."""
-    update_timeout_s: float = 600.0
+    update_timeout_s: Annotated[float, In("(0, inf]")] = 600.0
     """Longest wait in s between two parts of a weight update of a replica, on either side. The trainer
     gathers a tensor of a sharded model between two parts, which takes seconds; `digen.deadlines.publish_s` bounds the
     whole update."""
     allow_untested_versions: bool = False
     """Start a `vllm_omni` replica with other versions of vLLM and vLLM-Omni than those it was tested with."""
-    embed_cache_size: int = 1024
+    embed_cache_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]")] = 1024
     """Maximum number of prompts whose embeddings a replica caches."""
-    max_restarts: int = 8
+    max_restarts: Annotated[int, In(f"[0, {MAX_SAMPLES}]")] = 8
     """Maximum restarts of lost replicas per run, over all replicas; 0: a lost replica stays lost. If a run needs more
     than a few, look for the cause."""
-    num_neighbours: int = 0
+    num_neighbours: Annotated[int, In(f"[0, {MAX_SAMPLES}]"), "leave it to recipe=disaggregated"] = 0
     """Trainer ranks on a replica's node that compute at the same time. On a CPU, replicas and these ranks share the
     cores. Recipe `disaggregated` sets it."""
-    latents_dtype: str = "float32"
+    latents_dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
-    max_log_prob_gap: float | None = None
+    max_log_prob_gap: Annotated[float | None, In("(0, inf]"), "null turns the gate off"] = None
     """Largest difference, in nats, between a recorded log-prob and the trainer's own before the run stops
     (`rollout/log_prob_gap_max`). null: it is only reported, because what is healthy depends on dtype and noise level:
     fp32 shows 1e-5. In bf16, set it to about ten times the value of the run's first steps."""
 
     def __post_init__(self) -> None:
-        if self.max_batch_size != AUTO:
-            _require_count("max_batch_size", self.max_batch_size, 1, must="be auto or lie in")
-        for name, least in (
-            ("decode_batch_size", 1),
-            ("embed_cache_size", 1),
-            ("num_kept_adapters", 2),
-            ("max_restarts", 0),
-        ):
-            _require_count(name, getattr(self, name), least)
+        check_fields(self, "digen.rollout.")
         require(
-            isinstance(self.split_guidance, bool) or self.split_guidance == "auto",
+            self.split_guidance in (True, False, "auto"),
             "digen.rollout.split_guidance must be auto, true or false",
             self.split_guidance,
             "auto is the default",
         )
-        require_one_of("digen.rollout.encoders", self.encoders, ENCODERS)
-        require(
-            self.conditions_gb > 0,
-            "digen.rollout.conditions_gb must be > 0 GB",
-            self.conditions_gb,
-            "100 is the default",
-        )
         if self.attention_backend is not None:
             check_name("digen.rollout.attention_backend", self.attention_backend)
-        require(
-            0 <= self.batch_wait_s <= 600,
-            "digen.rollout.batch_wait_s must lie in [0, 600] s",
-            self.batch_wait_s,
-            "0.05 is usual",
-        )
-        require(
-            0 <= self.num_neighbours <= MAX_SAMPLES,
-            "digen.rollout.num_neighbours must be >= 0 trainer ranks",
-            self.num_neighbours,
-            "leave it to recipe=disaggregated",
-        )
-        require(
-            self.max_log_prob_gap is None or self.max_log_prob_gap > 0,
-            "digen.rollout.max_log_prob_gap must be > 0 nats, or null",
-            self.max_log_prob_gap,
-            "null turns the gate off",
-        )
-        require(
-            self.update_timeout_s > 0,
-            "digen.rollout.update_timeout_s must be > 0 s",
-            self.update_timeout_s,
-            "600 suits most runs",
-        )
-        require_one_of("digen.rollout.latents_dtype", self.latents_dtype, DTYPES)
 
     def hosts_encoders(self, num_bytes: int, device_bytes: int | None) -> bool:
         """True if encoders of `num_bytes` wait in host memory, beside a device of `device_bytes`; None: unknown."""
@@ -150,12 +111,3 @@ class RolloutConfig:
     def fits_batches(self) -> bool:
         """True if memory decides."""
         return self.max_batch_size == AUTO
-
-
-def _require_count(name: str, value: int | str, least: int, *, must: str = "lie in") -> None:
-    require(
-        not isinstance(value, str) and least <= value <= MAX_SAMPLES,
-        f"digen.rollout.{name} must {must} [{least}, {MAX_SAMPLES}]",
-        value,
-        f"set it to {least} or more; memory decides",
-    )

@@ -14,13 +14,14 @@ tile. A policy that no term of the loss reads costs no forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from verl_digen.algorithms.sde import SdeStep
-from verl_digen.engine.adapter import without_adapter
 from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.sampler import row_velocity, score_rows
@@ -122,3 +123,20 @@ class PolicyForward:
 def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
     """Copy of the outputs on `device`."""
     return {name: to_device(value, torch.device(device)) for name, value in outputs.items()}
+
+
+@contextmanager
+def without_adapter(module: nn.Module) -> Iterator[None]:
+    """Context in which forwards skip the adapter.
+
+    peft's own context also switches `requires_grad`. With `reshard_after_forward=false` it switches it off on the
+    shards at entry and on again on the gathered parameters at exit, and the adapter never trains again.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -16,7 +16,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from verl.base_config import BaseConfig
 from verl.plugin.platform import get_platform
 from verl.trainer.config import CheckpointConfig
@@ -28,7 +30,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
 from verl_digen.engine import whole_groups
-from verl_digen.engine.adapter import without_adapter
 from verl_digen.engine.build import (
     add_adapter,
     build_transformer,
@@ -43,14 +44,14 @@ from verl_digen.engine.gradients import exempt_unused
 from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.offload import offload_safely
 from verl_digen.engine.optimizer import with_fused
+from verl_digen.engine.policies import without_adapter
 from verl_digen.engine.recompute import Recomputation
-from verl_digen.engine.sequence import sequence_mesh
 from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.kernels import compute_exactly
-from verl_digen.models.sequence import split_networks
+from verl_digen.models.sequence import MESH_DIMS, split_networks
 from verl_digen.require import require
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class ShardedTransformer(FSDPEngine):
         checkpoint_config: CheckpointConfig,
     ):
         check_engine_config(engine_config)
-        # verl splits packed text only; a diffusion row has no padding to remove, see `verl_digen.engine.sequence`
+        # verl splits packed text only; a diffusion row has no padding to remove, see `verl_digen.engine.sharded`
         is_split = engine_config.ulysses_sequence_parallel_size > 1
         with _set_to(model_config, "use_remove_padding", is_split):
             super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)  # pyright: ignore
@@ -262,3 +263,20 @@ def _set_to(config: BaseConfig, field: str, value: bool) -> Iterator[None]:
         yield
     finally:
         setattr(config, field, own)
+
+
+def sequence_mesh(size: int) -> DeviceMesh:
+    """This rank's group of `size` consecutive ranks, which share rows, as diffusers wants it. Collective.
+
+        rank = data-parallel number x size + sequence-parallel number        weights are sharded over all ranks
+
+    - Rows are dealt to data-parallel groups. All ranks of a group fetch the same rows, run the same tiles, have the
+      same velocities and the same loss, each with the gradient that comes through its own tokens.
+    - FSDP2 averages gradients over all ranks, where the sum over a group is a row's gradient. So a loss is multiplied
+      by the number of all ranks (`GradientTransaction`).
+    - What describes rows (log-probs, metrics, generated samples) is returned by the first rank of each group.
+    - What must be equal on all ranks (rows per tile, when gradients are reduced) is agreed among all of them, because
+      gathering the weights is a collective of all.
+    """
+    num_groups = dist.get_world_size() // size
+    return init_device_mesh(get_device_name(), (num_groups, 1, size), mesh_dim_names=("dp", *MESH_DIMS))[MESH_DIMS]

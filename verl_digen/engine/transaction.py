@@ -52,7 +52,7 @@ class GradientTransaction:
     Args:
         num_rows: planned unmasked rows of the logical batch, over all ranks.
         num_ranks: data-parallel ranks.
-        ranks_per_row: ranks that share each row, see `verl_digen.engine.sequence`.
+        ranks_per_row: ranks that share each row, see `verl_digen.engine.sharded`.
         points: kind of the rows.
         loss_scale: factor that `backward` multiplies losses by.
         reduce: "tile", "fragment" or "batch", see `digen.tsp.reduce`.

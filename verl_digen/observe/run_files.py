@@ -3,7 +3,7 @@
 
 | file | content |
 | --- | --- |
-| `start.json` | the newest start: words of the command line, config, notes, versions (`verl_digen.preflight.start`) |
+| `start.json` | the newest start: words of the command line, config, notes, versions (`preflight.callback`) |
 | `metrics.jsonl` | numbers of each step |
 | `warnings.jsonl` | warnings of the driver |
 | `timeline.jsonl` | intervals of each step (`verl_digen.observe.timeline`) |

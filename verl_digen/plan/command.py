@@ -71,7 +71,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     from verl_digen.plan.run import read_run
     from verl_digen.plan.split import plan_split
     from verl_digen.plan.time import plan_time
-    from verl_digen.preflight.plannable import check_plannable_model
+    from verl_digen.preflight.rules import check_plannable_model
 
     own, overrides = split_words(words)
 
@@ -110,7 +110,7 @@ def check_words(overrides: Sequence[str], own: Words) -> Any:
         ValueError: the messages that a run would be refused with.
     """
     from verl_digen.plan.compose import compose_run, platform_of
-    from verl_digen.preflight.plannable import check_plannable
+    from verl_digen.preflight.rules import check_plannable
 
     config = compose_run(overrides, own)
     with platform_of(own):

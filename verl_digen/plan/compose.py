@@ -14,10 +14,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from verl_digen.devices import DEVICE_GB, Pool, parse_pool
-from verl_digen.require import require, require_one_of, suggestion
+from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
 from verl_digen.simulate.layout import NODE_SIZE, arrange, pool_overrides, pooled_nodes, type_overrides
 
 if TYPE_CHECKING:
@@ -43,23 +43,22 @@ POOL_KEYS = (
 class Words:
     """Assumptions of the plan that are not in the config."""
 
-    gpus: int | None = None
+    gpus: Annotated[int | None, In("[1, inf]"), "give the devices of the run"] = None
     """Devices of the whole run; separate pools share them equally. None: as configured."""
     pools: tuple[Pool, Pool] | None = None
     """Devices that train and devices that generate, by `gpus=20xH800+24xA100`."""
-    gpu_mem: float | None = None
+    gpu_mem: Annotated[float | None, In("(0, inf]"), "e.g. 80"] = None
     """GB of one device; None: the memory of `device`."""
-    device: str | None = None
+    device: Annotated[str | None, OneOf(DEVICE_GB)] = None
     """Type of device; None: this machine's."""
-    host_mem: float | None = None
+    host_mem: Annotated[float | None, In("(0, inf]"), "e.g. 1000"] = None
     """GB of host memory of one node; None: no verdict."""
-    mfu: float | None = None
+    mfu: Annotated[float | None, In("(0, 1]"), f"{MFU} is assumed without it"] = None
     """Share of the peak; None: the measured one of the network, else `MFU`."""
-    prompt_tokens: int = PROMPT_TOKENS
+    prompt_tokens: Annotated[int, In("[1, inf]")] = PROMPT_TOKENS
 
     def __post_init__(self) -> None:
-        if self.device is not None:
-            require_one_of("device", self.device, tuple(DEVICE_GB))
+        check_fields(self, "", null=None)
         require(
             self.pools is None or self.device is None,
             "device must be left out where gpus names types",
@@ -68,13 +67,6 @@ class Words:
         )
         for pool in self.pools or ():
             require_one_of("gpus", pool.device, tuple(DEVICE_GB))
-        require(self.gpus is None or self.gpus >= 1, "gpus must be >= 1", self.gpus, "give the devices of the run")
-        require(self.gpu_mem is None or self.gpu_mem > 0, "gpu_mem must be > 0 GB", self.gpu_mem, "e.g. 80")
-        require(self.host_mem is None or self.host_mem > 0, "host_mem must be > 0 GB", self.host_mem, "e.g. 1000")
-        require(
-            self.mfu is None or 0 < self.mfu <= 1, "mfu must lie in (0, 1]", self.mfu, f"{MFU} is assumed without it"
-        )
-        require(self.prompt_tokens >= 1, "prompt_tokens must be >= 1", self.prompt_tokens, "128 is assumed without it")
 
     @property
     def host_bytes(self) -> int | None:

@@ -22,7 +22,7 @@ from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.environments.registry import environment_class
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.requests import planned_geometry
-from verl_digen.schedulers.rules import BatchRules
+from verl_digen.trainer.batch_rules import batch_rules
 from verl_digen.types import Geometry
 
 
@@ -66,15 +66,7 @@ def plan_episodes(config: DictConfig, digen: DigenConfig, *, num_replicas: int, 
 
 def _slots_hold(digen: DigenConfig, num_prompts: int, group_size: int, num_replicas: int) -> int:
     """Episodes in the slots of a replica: the samples of a chunk in each."""
-    gap = digen.gap
-    rules = BatchRules(
-        num_prompts=num_prompts,
-        group_size=group_size,
-        chunk_size=None if isinstance(gap.chunk_size, str) else gap.chunk_size,
-        max_chunk_size=digen.rollout.batch_size,
-        slots_per_replica=digen.slots_per_replica,
-        replicate_prompts=digen.queue.replicate_prompts,
-    )
+    rules = batch_rules(digen, num_prompts=num_prompts, group_size=group_size, num_trainer_ranks=1)
     return digen.slots_per_replica * rules.slot_chunk_size(digen.slots_per_replica * num_replicas)
 
 

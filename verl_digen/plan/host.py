@@ -23,8 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from verl_digen.plan.networks import Tensors
-from verl_digen.plan.policies import frozen_copies, policies_that_follow
-from verl_digen.plan.run import Run
+from verl_digen.plan.run import Run, frozen_copies, policies_that_follow
 
 Items = dict[str, int]
 """Name -> bytes."""

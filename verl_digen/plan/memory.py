@@ -39,8 +39,7 @@ from verl_digen.engine.memory import MARGIN, gradients_may_wait
 from verl_digen.plan.activations import Moment
 from verl_digen.plan.gathered import gathered, gathered_in_step, may_be_whole, whole_base_bytes
 from verl_digen.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
-from verl_digen.plan.policies import frozen_copies, policies_read, policies_that_follow
-from verl_digen.plan.run import Run
+from verl_digen.plan.run import Run, frozen_copies, policies_read, policies_that_follow
 from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
 
 RUNTIME = "contexts and NCCL (estimated)"

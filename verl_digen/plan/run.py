@@ -17,6 +17,8 @@ from torch import nn
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 
+from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
@@ -30,7 +32,6 @@ from verl_digen.plan.compose import is_split
 from verl_digen.plan.decoding import decoding_bytes
 from verl_digen.plan.episodes import Episodes, plan_episodes, turn_geometry
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
-from verl_digen.plan.policies import num_selected
 from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
@@ -408,3 +409,30 @@ def empty_condition(model: DiffusionModel, prompt_tokens: int, geometry: Geometr
     if geometry.sources:
         condition |= {name: torch.zeros(shape) for name, shape in model.image_conditions(geometry).items()}
     return condition
+
+
+def policies_read(digen: DigenConfig) -> set[str]:
+    """Policies that cost a forward of every row."""
+    read = {"reference"} if digen.kl.coef > 0 else set()
+    if digen.loss_name not in objective_names():
+        return read
+    objective = find_objective(digen.loss_name)
+    named = objective.policies_for(digen.loss_settings)
+    return read | (named if objective.behaviour == "old" else named - {"old"})  # old is the current one
+
+
+def policies_that_follow(digen: DigenConfig) -> tuple[str, ...]:
+    """Policies with a copy of the trained weights, besides the average of `digen.ema`."""
+    return tuple(digen.loss_settings.copies) if digen.loss_name in objective_names() else ()
+
+
+def num_selected(digen: DigenConfig, group_size: int) -> int:
+    """Samples of a group that train, if its rewards differ."""
+    return len(digen.select(range(group_size))) if digen.loss_name in objective_names() else group_size
+
+
+def frozen_copies(digen: DigenConfig, *, is_lora: bool) -> tuple[str, ...]:
+    """Policies with a copy of the trained weights that stays as it is: the teacher, and the reference, which of an
+    adapter is the bare model, and follows if the objective renews it."""
+    read = policies_read(digen) - {*policies_that_follow(digen)} - ({"reference"} if is_lora else set())
+    return tuple(policy for policy in ("reference", TEACHER) if policy in read)

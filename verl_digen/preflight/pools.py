@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for devices: the platform, the pools and their sizes, and the techniques that need separate ones."""
+"""Rules for devices: the platform, the pools and their sizes, the techniques that need separate ones, and what replicas
+of either kind can do."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,6 +23,10 @@ from verl_digen.pool_sizes import (
 )
 from verl_digen.require import require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS
+from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
+
+if TYPE_CHECKING:
+    from verl_digen.models.spec import ModelSpec
 
 COLOCATED = "digen_colocated"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
@@ -199,4 +206,91 @@ def check_pools(config: DictConfig) -> None:
         "actor_rollout_ref.actor.ppo_epochs 1 on separate pools, where a batch is one optimizer step",
         (actor.ppo_mini_batch_size, actor.ppo_epochs),
         "leave both alone, or leave out recipe disaggregated",
+    )
+
+
+def check_vllm_omni(config: DictConfig) -> None:
+    """Require the tested versions, a replica that is tensor parallel within one node, and settings that leave the
+    numbers of a step alone."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` reports that it is missing
+        return
+    check_versions(allow_untested=digen_config(config).rollout.allow_untested_versions)
+    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
+        require(
+            rollout[name] == 1,
+            f"actor_rollout_ref.rollout.{name} must be 1 with actor_rollout_ref.rollout.name=vllm_omni, whose replicas "
+            "are tensor parallel",
+            rollout[name],
+            "set it to 1; more devices make more replicas",
+        )
+    is_colocated = config.trainer.v1.trainer_mode == COLOCATED
+    num_devices = (config.trainer if is_colocated else rollout).n_gpus_per_node
+    require(
+        rollout.tensor_model_parallel_size <= num_devices,
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size must be <= {num_devices}, the devices of a node, with "
+        "actor_rollout_ref.rollout.name=vllm_omni",
+        rollout.tensor_model_parallel_size,
+        "lower it",
+    )
+    settings: Any = OmegaConf.select(rollout, "engine_kwargs.vllm_omni")
+    if settings is not None:
+        spec = _spec(config)
+        check_settings(
+            OmegaConf.to_container(settings, resolve=True),  # type: ignore[arg-type] - its keys are names
+            is_stepwise=spec is not None and spec.vllm_omni is not None and spec.vllm_omni.is_stepwise,
+        )
+
+
+def _spec(config: DictConfig) -> ModelSpec | None:
+    """Facts about the checkpoint's model. None where `check_model` reports that there is no checkpoint, or verl fetches
+    it later."""
+    from verl_digen.models import load_model
+    from verl_digen.models.locate import locate_configs
+
+    section = config.actor_rollout_ref.model
+    if OmegaConf.is_missing(section, "path") or "://" in section.path:
+        return None
+    return load_model(Path(locate_configs(section.path))).spec
+
+
+def check_outside(config: DictConfig) -> None:
+    """Require replicas that can make steps cheaper, and forwards that no other process waits for."""
+    digen = digen_config(config)
+    outside, rollout = digen.sampling.outside, config.actor_rollout_ref.rollout.name
+    if not outside.is_on:
+        return
+    require(
+        rollout != "vllm_omni",
+        "digen.sampling.outside must be left out with actor_rollout_ref.rollout.name=vllm_omni, whose pipelines "
+        "evaluate the network at every step of their own schedule",
+        outside,
+        "set actor_rollout_ref.rollout.name=diffusers, or lower digen.sampling.num_steps",
+    )
+    require(
+        outside.cache == 0 or digen.tag.policy == "off",
+        f"digen.sampling.outside.cache must be 0 with digen.tag.policy={digen.tag.policy}: every forward of a trainer "
+        "gathers weights from all its ranks, whose samples skip other steps",
+        outside.cache,
+        "set digen.tag.policy=off, or pass over steps with digen.sampling.outside.solver_after, the same on all ranks",
+    )
+    if outside.fp8:
+        _check_fp8(config)
+
+
+def _check_fp8(config: DictConfig) -> None:
+    """Require replicas that generate every sample, with the network's layers as diffusers has them."""
+    digen = digen_config(config)
+    key, remedy = "digen.sampling.outside.fp8 must be false with", "set it to false"
+    require(
+        digen.tag.policy == "off",
+        f"{key} digen.tag.policy={digen.tag.policy}: a trainer has sharded weights, without copies in fp8",
+        True,
+        f"{remedy}, or digen.tag.policy=off",
+    )
+    require(
+        not digen.rollout_compiles,
+        f"{key} compiled replicas, whose blocks have the layers' code in them",
+        True,
+        f"{remedy}, or set digen.rollout.compile=false",
     )

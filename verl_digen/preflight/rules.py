@@ -1,69 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules, and how they are run."""
+"""All rules, how they are run, and which of them a plan runs.
+
+A plan is made before prompts, rewards and weights are there, and on another machine than the run. So it checks prompts
+and rewards only where they are named, and neither the weights, nor the run's folders, nor the packages of a replica or
+of a weight update.
+"""
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
+from verl_digen.config import digen_config
 from verl_digen.config.load import read_only
-from verl_digen.preflight.adapter import check_adapter
-from verl_digen.preflight.agent_loop import check_agent_loop
-from verl_digen.preflight.branches import check_branches
-from verl_digen.preflight.classes import check_classes
-from verl_digen.preflight.effect import effect_problems
-from verl_digen.preflight.environment import check_environment
-from verl_digen.preflight.inputs import check_prompts, check_validation
-from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model, check_kernels
-from verl_digen.preflight.machine import check_address, check_cpus, check_machine, check_trackers, check_versions
-from verl_digen.preflight.model import check_loss, check_model, check_model_section
-from verl_digen.preflight.outside import check_outside
-from verl_digen.preflight.pairs import check_pairs
-from verl_digen.preflight.paths import check_resume, check_run_dir
-from verl_digen.preflight.pools import (
-    check_device,
-    check_mode,
-    check_placement,
-    check_pools,
-    check_rollout,
-    check_rollout_package,
-    check_weight_package,
-    check_weight_path,
+from verl_digen.preflight import (
+    adapter,
+    agent_loop,
+    inputs,
+    kernels,
+    machine,
+    model,
+    pairs,
+    paths,
+    pools,
+    precision,
+    recipes,
+    reward_model,
+    rewards,
+    run_folder,
+    unknown,
+    unused,
+    values,
+    verl_keys,
+    weights,
 )
-from verl_digen.preflight.precision import check_precision
-from verl_digen.preflight.recipes import check_recipes
-from verl_digen.preflight.reward_model import check_reward_model
-from verl_digen.preflight.rewards import (
-    check_combination,
-    check_group_rewards,
-    check_latents,
-    check_reward_devices,
-    check_reward_keys,
-    check_reward_manager,
-    check_rewards,
-    check_timeshared,
-)
-from verl_digen.preflight.run_folder import check_continued
-from verl_digen.preflight.teacher import check_teacher
-from verl_digen.preflight.unknown import unknown_problems
-from verl_digen.preflight.unused import unused_problems
-from verl_digen.preflight.values import value_problems
-from verl_digen.preflight.verl_keys import (
-    check_batches,
-    check_callback,
-    check_digen,
-    check_optimizer,
-    check_plugin,
-    check_shards,
-    check_storage,
-    check_strategy,
-)
-from verl_digen.preflight.vllm_omni import check_vllm_omni
-from verl_digen.preflight.watching import check_watching
-from verl_digen.preflight.weights import check_weights
+from verl_digen.reward.named import has_custom
 
 Rule = Callable[[DictConfig], None]
 
@@ -79,62 +55,62 @@ def _raising(problems_of: Callable[[DictConfig], list[str]]) -> Rule:
 
 
 RULES: tuple[Rule, ...] = (
-    check_versions,
-    check_plugin,
-    check_digen,
-    check_device,
-    check_machine,
-    check_address,
-    check_cpus,
-    check_trackers,
-    _raising(unknown_problems),
-    _raising(unused_problems),
-    check_strategy,
-    check_batches,
-    check_shards,
-    check_precision,
-    check_optimizer,
-    check_callback,
-    check_storage,
-    check_mode,
-    check_rollout,
-    check_rollout_package,
-    check_vllm_omni,
-    check_weight_path,
-    check_weight_package,
-    check_kernels,
-    check_kernel_machine,
-    check_pools,
-    _raising(effect_problems),
-    check_placement,
-    check_classes,
-    check_run_dir,
-    check_resume,
-    check_model,
-    check_kernel_model,
-    check_weights,
-    check_model_section,
-    check_adapter,
-    check_prompts,
-    check_validation,
-    check_loss,
-    check_teacher,
-    check_pairs,
-    check_agent_loop,
-    check_branches,
-    check_outside,
-    check_environment,
-    check_reward_keys,
-    check_rewards,
-    check_reward_model,
-    check_latents,
-    check_combination,
-    check_group_rewards,
-    check_reward_manager,
-    check_reward_devices,
-    check_timeshared,
-    check_watching,
-    check_continued,
+    machine.check_versions,
+    verl_keys.check_plugin,
+    verl_keys.check_digen,
+    pools.check_device,
+    machine.check_machine,
+    machine.check_address,
+    machine.check_cpus,
+    machine.check_trackers,
+    _raising(unknown.unknown_problems),
+    _raising(unused.unused_problems),
+    verl_keys.check_strategy,
+    verl_keys.check_batches,
+    verl_keys.check_shards,
+    precision.check_precision,
+    verl_keys.check_optimizer,
+    verl_keys.check_callback,
+    verl_keys.check_storage,
+    pools.check_mode,
+    pools.check_rollout,
+    pools.check_rollout_package,
+    pools.check_vllm_omni,
+    pools.check_weight_path,
+    pools.check_weight_package,
+    kernels.check_kernels,
+    kernels.check_kernel_machine,
+    pools.check_pools,
+    _raising(unused.effect_problems),
+    pools.check_placement,
+    verl_keys.check_classes,
+    paths.check_run_dir,
+    paths.check_resume,
+    model.check_model,
+    kernels.check_kernel_model,
+    weights.check_weights,
+    model.check_model_section,
+    adapter.check_adapter,
+    inputs.check_prompts,
+    inputs.check_validation,
+    model.check_loss,
+    adapter.check_teacher,
+    pairs.check_pairs,
+    agent_loop.check_agent_loop,
+    agent_loop.check_branches,
+    pools.check_outside,
+    agent_loop.check_environment,
+    rewards.check_reward_keys,
+    rewards.check_rewards,
+    reward_model.check_reward_model,
+    rewards.check_latents,
+    rewards.check_combination,
+    rewards.check_group_rewards,
+    rewards.check_reward_manager,
+    rewards.check_reward_devices,
+    rewards.check_timeshared,
+    rewards.check_watching,
+    run_folder.check_continued,
 )
 """All rules, in the order in which their messages are shown, after those of `values`."""
 
@@ -148,16 +124,16 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> None:
     Raises:
         ValueError: the messages of all rules that are broken, one line each.
     """
-    check_recipes(config)
-    values = value_problems(config)
-    problems = [problem for problem in values.values() if problem is not None]
-    usable = _without(config, list(values)) if values else config
+    recipes.check_recipes(config)
+    wrong = values.value_problems(config)
+    problems = [problem for problem in wrong.values() if problem is not None]
+    usable = _without(config, list(wrong)) if wrong else config
     with read_only(usable):
         for rule in rules:
             try:
                 rule(usable)
             except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
-                if not any(key in str(error) or error.full_key == key for key in values):
+                if not any(key in str(error) or error.full_key == key for key in wrong):
                     problems.append(_told(error))
             except OmegaConfBaseException as error:  # a value that is missing, or an interpolation that leads nowhere
                 problems.append(_told(error))
@@ -179,3 +155,61 @@ def _without(config: DictConfig, keys: list[str]) -> DictConfig:
         for key in keys:
             OmegaConf.update(usable, key, "???", merge=False, force_add=True)
     return usable
+
+
+OF_MODEL: tuple[Rule, ...] = (
+    pools.check_vllm_omni,
+    model.check_model,
+    kernels.check_kernel_model,
+    model.check_model_section,
+    adapter.check_adapter,
+)
+"""Rules that read the checkpoint's configs."""
+OF_RUN: tuple[Rule, ...] = (
+    machine.check_machine,
+    machine.check_cpus,
+    kernels.check_kernel_machine,
+    paths.check_run_dir,
+    paths.check_resume,
+    run_folder.check_continued,
+    weights.check_weights,
+    pools.check_rollout_package,
+    pools.check_weight_package,
+)
+"""Rules about the machine of the run."""
+
+
+def check_plannable(config: DictConfig) -> None:
+    """Run the rules that need no checkpoint.
+
+    Raises:
+        ValueError: the messages that a run would be refused with.
+    """
+    left_out = {*OF_MODEL, *OF_RUN}
+    if OmegaConf.select(config, "data.train_files") is None:
+        left_out.add(inputs.check_prompts)
+    if not (digen_config(config).reward.entries or has_custom(config)):
+        left_out |= {
+            rewards.check_rewards,
+            rewards.check_combination,
+            rewards.check_group_rewards,
+            rewards.check_timeshared,
+            rewards.check_watching,
+        }
+        left_out |= {reward_model.check_reward_model, rewards.check_latents}
+    check(config, [rule for rule in RULES if rule not in left_out])
+
+
+def check_plannable_model(config: DictConfig, folder: Path) -> None:
+    """Run the rules that read the checkpoint's configs.
+
+    Args:
+        folder: the checkpoint, with its configs at least.
+
+    Raises:
+        ValueError: the messages that a run would be refused with.
+    """
+    local = copy.deepcopy(config)
+    with flag_override(local, ["struct", "readonly"], False):
+        local.actor_rollout_ref.model.path = str(folder)
+    check(local, OF_MODEL)

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, reduce
 from importlib.resources import files
 from itertools import groupby
 from typing import Any, TypeGuard
@@ -162,6 +162,11 @@ def keys_of(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 def _is_section(node: Any) -> TypeGuard[DictConfig]:
     return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())
+
+
+def verls_default(key: str) -> Any:
+    """The value of a key in verl's own yaml."""
+    return reduce(lambda node, name: node[name], key.split("."), _verls_keys())
 
 
 @cache

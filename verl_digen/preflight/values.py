@@ -103,15 +103,23 @@ class Value:
         return TypeAdapter(self.type, config=STRICT)
 
 
+def _switches(section: str, names: str) -> dict[str, Value]:
+    return {f"{section}.{name}": Value(bool, "give true or false") for name in names.split()}
+
+
 VALUES: dict[str, Value] = {
+    **_switches("trainer", "val_before_train val_only balance_batch del_local_ckpt_after_load"),
+    **_switches("data", "shuffle filter_overlong_prompts validation_shuffle"),
+    **_switches(MODEL, "enable_gradient_checkpointing enable_activation_offload use_shm"),
+    **_switches(f"{ACTOR}.fsdp_config", "param_offload optimizer_offload reshard_after_forward"),
+    **_switches(ROLLOUT, "free_cache_engine enforce_eager"),
+    **_switches(REWARD_MODEL, "enable enable_resource_pool"),
     "trainer.nnodes": Value(Devices, DEVICES),
     "trainer.n_gpus_per_node": Value(Devices, DEVICES),
     "trainer.total_epochs": Value(Count, "give the passes over data.train_files"),
     "trainer.total_training_steps": Value(Count | None, "give the optimizer steps; null counts trainer.total_epochs"),
     "trainer.test_freq": Value(CountOrAll, NEVER),
     "trainer.save_freq": Value(CountOrAll, NEVER),
-    "trainer.val_before_train": Value(bool, "give true or false"),
-    "trainer.val_only": Value(bool, "give true or false"),
     "trainer.max_actor_ckpt_to_keep": Value(Count | None, "give the checkpoints to keep; null keeps all"),
     "trainer.logger": Value(list[Logger] | Logger, "give e.g. [tensorboard] or [console,wandb]"),
     "trainer.project_name": Value(Name, "change trainer.default_local_dir to write elsewhere"),
@@ -123,11 +131,7 @@ VALUES: dict[str, Value] = {
     "data.train_batch_size": Value(Count, "give the prompts of a step"),
     "data.val_batch_size": Value(Count | None, "null takes all validation prompts at once"),
     "data.dataloader_num_workers": Value(Annotated[int, Field(ge=0, le=4096)], "0 reads in the driver, and is enough"),
-    "data.shuffle": Value(bool, "give true or false"),
     "data.seed": Value(int | None, "leave it out: it is digen.seed"),
-    "data.filter_overlong_prompts": Value(bool, "give true or false"),
-    "trainer.balance_batch": Value(bool, "give true or false"),
-    "trainer.del_local_ckpt_after_load": Value(bool, "give true or false"),
     "actor_rollout_ref.nccl_timeout": Value(Count, "give seconds; 1800 suits most runs"),
     "global_profiler.tool": Value(Tool | None, "null profiles nothing"),
     "global_profiler.steps": Value(list[Count] | None, "give the steps to profile, e.g. [2,3]; null profiles none"),
@@ -135,17 +139,13 @@ VALUES: dict[str, Value] = {
     "ray_kwargs.ray_init.runtime_env": Value(
         dict, "leave it out, or set +ray_kwargs.ray_init.runtime_env.env_vars.NAME"
     ),
-    "data.validation_shuffle": Value(bool, "give true or false"),
     f"{MODEL}.path": Value(Text, "give a checkpoint in the diffusers format, a folder or a repository of the hub"),
     f"{MODEL}.lora_rank": Value(Annotated[int, Field(ge=0, le=MAX_LORA_RANK)], "0 trains all weights, 32 is usual"),
     f"{MODEL}.lora_alpha": Value(Count, "twice actor_rollout_ref.model.lora_rank is usual"),
     f"{MODEL}.recompute_blocks": Value(
         Annotated[int, Field(ge=0)] | Literal["auto", "all", "none"], "auto recomputes as few as memory asks for"
     ),
-    f"{MODEL}.enable_gradient_checkpointing": Value(bool, "give true or false"),
-    f"{MODEL}.enable_activation_offload": Value(bool, "give true or false"),
     f"{MODEL}.whole_base": Value(bool | Literal["auto"], "auto keeps the base whole where there is room"),
-    f"{MODEL}.use_shm": Value(bool, "give true or false"),
     f"{MODEL}.external_lib": Value(Text | list[Text] | None, "give the names of modules that can be imported"),
     f"{MODEL}.target_modules": Value(Text | Names | None, "null takes the model's own list"),
     f"{MODEL}.exclude_modules": Value(Text | list[Text] | None, "give names or a regular expression, or null"),
@@ -167,9 +167,6 @@ VALUES: dict[str, Value] = {
     f"{ACTOR}.optim.optimizer": Value(Text, "AdamW is usual"),
     f"{ACTOR}.optim.optimizer_impl": Value(Text, "give the module of the optimizer, e.g. torch.optim"),
     f"{ACTOR}.fsdp_config.model_dtype": Value(Dtype, "bf16 for a frozen base, fp32 to train all weights"),
-    f"{ACTOR}.fsdp_config.param_offload": Value(bool, "give true or false"),
-    f"{ACTOR}.fsdp_config.optimizer_offload": Value(bool, "give true or false"),
-    f"{ACTOR}.fsdp_config.reshard_after_forward": Value(bool, "give true or false"),
     f"{ACTOR}.fsdp_config.fsdp_size": Value(CountOrAll, "-1 shards over all ranks"),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": Value(Devices, "1 runs each row on one device"),
     f"{ACTOR}.fsdp_config.mixed_precision": Value(
@@ -189,19 +186,15 @@ VALUES: dict[str, Value] = {
     f"{ROLLOUT}.data_parallel_size": Value(Devices, "1 is the default"),
     f"{ROLLOUT}.pipeline_model_parallel_size": Value(Devices, "1 is the default"),
     f"{ROLLOUT}.dtype": Value(Dtype, "bfloat16 is usual"),
-    f"{ROLLOUT}.free_cache_engine": Value(bool, "give true or false"),
     f"{ROLLOUT}.engine_kwargs": Value(
         dict, "leave it out, or set +actor_rollout_ref.rollout.engine_kwargs.vllm_omni.NAME"
     ),
-    f"{ROLLOUT}.enforce_eager": Value(bool, "give true or false"),
     f"{ROLLOUT}.val_kwargs.n": Value(Annotated[int, Field(ge=1, le=10**6)], "1 sample of each prompt is usual"),
     f"{ROLLOUT}.agent.num_workers": Value(FewWorkers, "one for each node is enough"),
     f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": Value(
         Annotated[int, Field(ge=1, le=1_000_000)], "2048 is verl's default"
     ),
     "reward.num_workers": Value(FewWorkers, "8 is verl's default"),
-    f"{REWARD_MODEL}.enable": Value(bool, "give true or false"),
-    f"{REWARD_MODEL}.enable_resource_pool": Value(bool, "give true or false"),
     f"{REWARD_MODEL}.nnodes": Value(
         Devices,
         "give the nodes of a pool for the model's servers or the reward workers",

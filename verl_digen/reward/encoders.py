@@ -21,13 +21,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, check_fields, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
 from verl_digen.reward.pictures import images_of
@@ -52,17 +52,16 @@ class EncoderConfig:
 
     path: str = ""
     """Weights: a folder, or "owner/repository" of the Hugging Face hub, "owner/repository@revision"."""
-    dtype: str = "fp32"
+    dtype: Annotated[str, OneOf(DTYPES)] = "fp32"
     """Dtype of the encoder: fp32, bf16 or fp16."""
-    num_frames: int = 8
+    num_frames: Annotated[int, In("[1, inf]")] = 8
     """Maximum frames of a video that are scored, evenly spaced with the first and the last; 1 is the middle one."""
 
 
 def check_settings(name: str, config: EncoderConfig) -> None:
-    """Raise ValueError unless the shared settings of scorer `name` hold."""
+    """Raise ValueError unless the settings of scorer `name` lie within their bounds."""
     require(config.path != "", f"{name}: path must name a folder or a repository", config.path, "take it out")
-    require_one_of(f"{name}: dtype", config.dtype, DTYPES)
-    require(config.num_frames >= 1, f"{name}: num_frames must be >= 1", config.num_frames, "8 is the default")
+    check_fields(config, f"{name}: ")
 
 
 class FrameReward(Reward):

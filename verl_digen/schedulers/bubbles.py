@@ -74,10 +74,10 @@ def bubble_at(
         score_s=score_s,
         train_call_s=call_s,
         train_group_s=group_s,
-        min_groups=rules.min_groups_per_fragment,
+        min_groups=rules.gap.least_groups,
         max_groups=rules.largest_fragment,
         num_ranks=rules.num_trainer_ranks,
-        is_barrier=not rules.is_pipelined,
+        is_barrier=not rules.gap.enable,
         spans_groups=rules.assist_spans_groups,
         bundle=bundle,
     )

@@ -17,14 +17,16 @@ Invariants (tests/schedulers/test_deadlines.py)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
-from typing import Literal
+from typing import Annotated, Literal
 
-from verl_digen.require import require
+from verl_digen.require import In, check_fields
 from verl_digen.schedulers.durations import RunningLine
 
 CallKind = Literal["generate", "assist", "score", "train", "commit", "load", "publish", "answer", "start"]
 """Kinds of calls to a replica, the trainer or an agent loop worker. "answer": any call without work."""
+
+
+Seconds = Annotated[float, In("(0, inf)"), "give a large number"]
 
 
 @dataclass(frozen=True)
@@ -36,50 +38,43 @@ class DeadlinesConfig:
     a hang sooner.
     """
 
-    factor: float = 5.0
+    factor: Annotated[float, In("[1, inf)")] = 5.0
     """A call may take at most `factor` times the duration predicted from earlier calls of its kind."""
-    first_s: float = 3600.0
+    first_s: Seconds = 3600.0
     """Least bound of the first call of each kind to a replica or the trainer, which compiles and fills caches."""
-    generate_s: float = 120.0
+    generate_s: Seconds = 120.0
     """Least bound of a chunk on a replica, or of a validation sample."""
-    assist_s: float = 300.0
+    assist_s: Seconds = 300.0
     """Least bound of a chunk that the trainer generates itself."""
-    score_s: float = 1200.0
+    score_s: Seconds = 1200.0
     """Least bound of scoring a chunk; at least `digen.reward.timeout_s` per try of a sample."""
-    train_s: float = 900.0
+    train_s: Seconds = 900.0
     """Least bound of a training call: the gradient of one fragment, or in the colocated trainer of the whole batch."""
-    commit_s: float = 600.0
+    commit_s: Seconds = 600.0
     """Least bound of the optimizer step."""
-    load_s: float = 300.0
+    load_s: Seconds = 300.0
     """Least bound of a replica's switch to weights that it has received, and of timeshared rewards falling asleep."""
-    publish_s: float = 1200.0
+    publish_s: Seconds = 1200.0
     """Least bound of sending weights to all replicas."""
-    save_s: float = 7200.0
+    save_s: Seconds = 7200.0
     """Bound of writing a checkpoint, and of reading one."""
-    setup_s: float = 14400.0
+    setup_s: Seconds = 14400.0
     """Bound of everything before the first step: processes start, models are downloaded and loaded."""
-    start_s: float = 1800.0
+    start_s: Seconds = 1800.0
     """Bound of restarting a lost replica, loading its model included, and of waking the timeshared rewards."""
-    answer_s: float = 120.0
+    answer_s: Seconds = 120.0
     """Bound of a call without work, such as a health check, and of encoding a prompt for the trainer."""
-    abort_s: float = 60.0
+    abort_s: Seconds = 60.0
     """Bound of discarding the gradient of a step that failed: a rank may hang in a collective."""
-    blip_s: float = 30.0
+    blip_s: Seconds = 30.0
     """Time of retrying an unreachable replica (Ray's ActorUnavailableError) before it counts as lost."""
-    report_s: float = 300.0
+    report_s: Seconds = 300.0
     """Time without any event after which the log says who waits for whom; again each time it has doubled."""
-    no_progress_s: float = 10800.0
+    no_progress_s: Seconds = 10800.0
     """Time without any event after which the run ends, independent of the other bounds."""
 
     def __post_init__(self) -> None:
-        require(
-            1 <= self.factor < inf, "digen.deadlines.factor must be >= 1 and finite", self.factor, "5 is the default"
-        )
-        for name, value in vars(self).items():
-            if name != "factor":
-                require(
-                    0 < value < inf, f"digen.deadlines.{name} must be > 0 s and finite", value, "give a large number"
-                )
+        check_fields(self, "digen.deadlines.")
 
 
 @dataclass(frozen=True)

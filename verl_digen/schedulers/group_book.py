@@ -73,7 +73,7 @@ class GroupBook:
         """Number of groups to add: all for a batch not opened yet; else the missing ones, at most the refills left."""
         batch = self.batches.get(number)
         if batch is None:
-            return self._rules.num_prompts + self._rules.extra_prompts
+            return self._rules.num_prompts + self._rules.queue.extra_prompts
         short = self._rules.num_prompts - batch.num_open - batch.num_complete
         return max(0, min(short, self._rules.max_group_refills - batch.num_group_refills))
 
@@ -263,7 +263,7 @@ class GroupBook:
         The group that fills its batch makes the others surplus.
         """
         batch = self.batches[group.batch]
-        if self._rules.drop_zero_spread and min(group.rewards.values()) == max(group.rewards.values()):
+        if self._rules.queue.drop_zero_spread and min(group.rewards.values()) == max(group.rewards.values()):
             return self.drop(group, "zero_spread")
         group.state = "ready"
         batch.num_open -= 1
@@ -279,9 +279,9 @@ class GroupBook:
 
     def fragment_size(self, batch: Batch) -> int:
         """Number of ready groups that train next; 0: the trainer waits for more. All at a barrier."""
-        if not self._rules.is_pipelined:
+        if not self._rules.gap.enable:
             return len(batch.ready) if self.is_last(batch) else 0
-        least = 1 if self.is_last(batch) else self._rules.min_groups_per_fragment
+        least = 1 if self.is_last(batch) else self._rules.gap.least_groups
         return min(self._rules.largest_fragment, len(batch.ready)) if len(batch.ready) >= least else 0
 
     def take_ready(self, batch: Batch, size: int) -> tuple[str, ...]:

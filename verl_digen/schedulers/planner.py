@@ -20,7 +20,7 @@
 - Staleness: a group of batch b begun under version v is b - v versions stale; `BatchRules.stale_allowance` and
   `verl_digen.schedulers.headstart` say how many may be. A begun group stays with its version: slots that have it take
   its samples before they load a newer one; if no slot has it any more, the group is restarted.
-- Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `BatchRules.assist` says what
+- Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `digen.tag.policy` says what
   the trainer does then.
 - Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped.
 
@@ -132,7 +132,7 @@ class BatchPlanner:
 
     def prompts_wanted(self) -> dict[int, int]:
         """Batch -> prompts to draw for it now: for batches that may be begun, and to replace dropped groups."""
-        last = self.batch + self.rules.max_versions
+        last = self.batch + self.rules.staleness.max_versions
         if self._end is not None:
             last = min(last, self._end - 1)
         wanted = {number: self._book.num_wanted(number) for number in range(self.batch, last + 1)}
@@ -264,7 +264,7 @@ class BatchPlanner:
             return frozenset()
         chunk = live.chunk
         if version != chunk.version:
-            if self.rules.max_versions == 0:
+            if self.rules.staleness.max_versions == 0:
                 raise RuntimeError(
                     f"chunk {chunk_id} of group {chunk.uid} must be generated under version {chunk.version}, got "
                     f"{version}; with digen.staleness.max_versions=0 no sample of another version may exist"
@@ -322,7 +322,7 @@ class BatchPlanner:
             return Wait("prompts")
         is_last = self._book.is_last(batch)
         if size := self._book.fragment_size(batch):
-            wait_s = self._merging_wait_s(batch, now_s) if self.rules.merges and not is_last else None
+            wait_s = self._merging_wait_s(batch, now_s) if self.rules.gap.merges and not is_last else None
             if wait_s is not None:
                 return Wait("merging_pays", wait_s)
             fragment = self._fragment(batch, size)
@@ -367,7 +367,7 @@ class BatchPlanner:
 
     def _merging_wait_s(self, batch: Batch, now_s: float) -> float | None:
         """Seconds to wait for a larger fragment; None: train the ready groups. An assist uses the time better."""
-        if self.rules.assist != "off" and self._book.oldest_on_policy(self.batch) is not None:
+        if self.rules.tag.policy != "off" and self._book.oldest_on_policy(self.batch) is not None:
             return None
         state = (batch, self._slots.ids, self._requests.values(), self._book.live)
         find = partial(find_merge, now_s, *state, self._durations, self.rules)
@@ -387,11 +387,11 @@ class BatchPlanner:
         self._wait_until_s = None
 
     def _at_bubble(self, batch: Batch, now_s: float) -> Assist | Wait:
-        if self.rules.assist == "off" or self._book.oldest_on_policy(self.batch) is None:
+        if self.rules.tag.policy == "off" or self._book.oldest_on_policy(self.batch) is None:
             has_unissued = self._book.has_unissued(batch.number)
             return Wait(idle_reason(batch, has_slots=bool(self._slots), has_unissued=has_unissued))
         smallest = self.rules.assist_sizes(len(self._slots))[0]
-        if self.rules.assist == "always":
+        if self.rules.tag.policy == "always":
             return self._assist(smallest, now_s, "always", None)
         if self._wait_until_s is not None and now_s < self._wait_until_s - EPSILON_S:
             return Wait("waiting_pays", self._wait_until_s - now_s)

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planning rules: the switches of the techniques and their bounds, validated once.
-
-Every field names the config key; the planner's glue fills it from the config.
-"""
+"""Planning rules: `digen.gap`, `queue`, `tag` and `staleness`, and what else of a run the planner needs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
 
-from verl_digen.require import require
+from verl_digen.require import In, OneOf, check_fields, require
 
 AssistPolicy = Literal["off", "bts", "always"]
 """Policy of assists. off: the trainer never generates. bts: at bubbles where a search says that it shortens the batch.
@@ -48,8 +45,116 @@ def groups_per_fragment(num_ranks: int, group_size: int, num_prompts: int, rows_
 
 
 @dataclass(frozen=True)
+class GapConfig:
+    """Generation-axis pipeline on separate pools (`recipe=...+disaggregated`)."""
+
+    enable: bool = True
+    """A fragment trains as soon as it is ready. False: the batch trains in one call, when it is complete (barrier)."""
+    chunk_size: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
+    """Samples of one group that a slot generates together. auto: a group is spread over all replicas, within what
+    `digen.rollout.max_batch_size` lets a replica denoise at once. 1: every sample is sent on its own."""
+    slots_per_replica: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
+    """Chunks in flight per replica: one that it generates, and others that wait, so that it is busy while samples are
+    sent and the next chunk is requested. auto: 2; with `digen.tag.policy` 1, because the trainer cannot generate a
+    chunk that waits; with `digen.environment` 1, where it is the number of episodes."""
+    join_groups: bool = False
+    """Chunks of several groups that wait on a replica share a batch, up to `digen.rollout.max_batch_size`. Pays where a
+    batch of few samples takes nearly as long as a full one, which small pictures do; else the first group comes later.
+    Give as many slots as chunks fit into two batches."""
+    min_groups_per_fragment: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
+    """A smaller fragment trains only when no further group is expected. auto: what is ready trains, unless a group
+    that is expected soon joins it and the batch then ends earlier, by the measured fixed part of a training call and
+    the predicted times, and no assist may fill the time. 1: what is ready trains at once."""
+    max_groups_per_fragment: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
+    """Groups that completed while the trainer was busy merge into one fragment up to this. auto: 8, or where
+    these have fewer than 3 rows per rank as many as have a sample for every rank, at most a quarter of the batch;
+    chosen by simulation, see `verl_digen.schedulers.rules`."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "digen.gap.")
+        require(
+            self.most_groups is None or self.most_groups >= self.least_groups,
+            "digen.gap.max_groups_per_fragment must be auto or a number of groups >= "
+            f"min_groups_per_fragment={self.min_groups_per_fragment}",
+            self.max_groups_per_fragment,
+            "auto suits most runs",
+        )
+
+    @property
+    def least_groups(self) -> int:
+        """Smallest fragment while more groups are expected; 1 with auto."""
+        return 1 if isinstance(self.min_groups_per_fragment, str) else self.min_groups_per_fragment
+
+    @property
+    def merges(self) -> bool:
+        """True if the trainer waits for a larger fragment where the batch then ends earlier, see
+        `verl_digen.schedulers.merging`."""
+        return self.min_groups_per_fragment == "auto"
+
+    @property
+    def most_groups(self) -> int | None:
+        """Largest fragment; None with auto."""
+        return None if isinstance(self.max_groups_per_fragment, str) else self.max_groups_per_fragment
+
+
+@dataclass(frozen=True)
+class QueueConfig:
+    """Queue of samples for generation on separate pools (ROLL Flash's queue)."""
+
+    replicate_prompts: bool = True
+    """Samples of a group are sent independently. False: a whole group per slot."""
+    extra_prompts: Annotated[int, In("[0, inf]"), "0: none"] = 0
+    """Groups begun in addition to the batch's; once enough are complete, the surplus is dropped."""
+    drop_zero_spread: bool = False
+    """A group whose rewards are all equal carries no gradient: it is dropped and replaced, within
+    `digen.max_refills_per_step`."""
+    max_sample_refills: Annotated[int | None, In("[0, inf]"), "null means as many as a group has"] = None
+    """Maximum retries of failed samples per step; beyond it their groups are dropped. 0: none. null: the group size."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "digen.queue.")
+
+    def most_sample_refills(self, group_size: int) -> int:
+        """`max_sample_refills`, or the group size where it is null."""
+        return group_size if self.max_sample_refills is None else self.max_sample_refills
+
+
+@dataclass(frozen=True)
+class TagConfig:
+    """Trainer-assisted generation on separate pools: a trainer without a ready fragment generates samples itself."""
+
+    policy: Annotated[str, OneOf(get_args(AssistPolicy))] = "off"
+    """off | bts: when a search on the measured durations says that it shortens the batch | always: at every bubble,
+    which is known to lose time."""
+    chunk_size: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
+    """Samples that the trainer's ranks generate together, of as many groups as they belong to; of one group where the
+    samples of a group share or pass over steps before their window. auto: one per rank, or an equal larger number where
+    a slot's chunk has more samples than the trainer has ranks, or where the search finds that more at a time end the
+    batch sooner; at most `digen.rollout.max_batch_size` per rank."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "digen.tag.")
+
+
+@dataclass(frozen=True)
+class StalenessConfig:
+    """Limits on how far generation may run ahead of training on separate pools. Every group records its one version."""
+
+    max_versions: Annotated[int, In("[0, inf]"), "0 is on-policy"] = 0
+    """Versions that a group may be behind the weights it trains. 0: strictly on-policy. 1: TCSS; a replica without a
+    chunk left begins the next batch under the weights it has, where the trainer assists with groups that end before it
+    would have generated them. More: bounded asynchrony, with an off-policy loss."""
+    fraction: Annotated[float, In("(0, 1]"), "digen.staleness.max_versions=0 turns staleness off"] = 1.0
+    """Share of a batch that may be `max_versions` behind; the whole batch may be less behind. ROLL Flash's
+    async_generation_ratio is max_versions - 1 + fraction."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "digen.staleness.")
+
+
+@dataclass(frozen=True)
 class BatchRules:
-    """Config values that the planner needs.
+    """The config's own sections, and values that the planner needs beside them.
 
     Example:
         BatchRules(num_prompts=8, group_size=16)   # strict, pipelined, no assists
@@ -59,101 +164,44 @@ class BatchRules:
     """P, `data.train_batch_size`."""
     group_size: int
     """G, `actor_rollout_ref.rollout.n`."""
+    gap: GapConfig = field(default_factory=GapConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    tag: TagConfig = field(default_factory=TagConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
     rows_per_group: int | None = None
     """Trained rows of the samples of a group; None: one of each."""
-    is_pipelined: bool = True
-    """`digen.gap.enable`: a fragment trains as soon as it is ready. False: the batch trains in one call (barrier)."""
-    chunk_size: int | None = None
-    """`digen.gap.chunk_size`: samples of a chunk; None = auto, see `slot_chunk_size`."""
     max_chunk_size: int = 8
     """`digen.rollout.max_batch_size`: samples a slot denoises at once; upper limit of `auto`."""
     slots_per_replica: int = 1
-    """Slots of a replica, of which one is at work and the others wait for it."""
-    replicate_prompts: bool = True
-    """`digen.queue.replicate_prompts`: a group's samples go out independently. False: a whole group per slot."""
-    min_groups_per_fragment: int = 1
-    """`digen.gap.min_groups_per_fragment`: a smaller fragment trains only when no more groups are to come."""
-    merges: bool = False
-    """`digen.gap.min_groups_per_fragment=auto`: the trainer waits for a larger fragment where the batch then ends
-    earlier, see `verl_digen.schedulers.merging`."""
-    max_groups_per_fragment: int | None = None
-    """`digen.gap.max_groups_per_fragment`: groups that completed while the trainer was busy merge up to this; None =
-    auto, see `largest_fragment`."""
-    assist: AssistPolicy = "off"
-    """`digen.tag.policy`."""
+    """Slots of a replica, of which one is at work and the others wait for it: `digen.gap.slots_per_replica`, or what
+    auto stands for."""
     num_trainer_ranks: int = 1
     """Ranks of the trainer, which share the samples of an assist."""
-    assist_chunk_size: int | None = None
-    """`digen.tag.chunk_size`: samples of an assist; None = auto, see `assist_sizes`."""
     assist_spans_groups: bool = True
     """False: all samples of an assist are of one group, see `verl_digen.trainer.batch_rules`."""
-    max_versions: int = 0
-    """`digen.staleness.max_versions`: 0 strict, 1 TCSS, n needs an off-policy loss."""
-    fraction: float = 1.0
-    """`digen.staleness.fraction`: share of a batch that may be `max_versions` stale; all of it may be less stale."""
-    extra_prompts: int = 0
-    """`digen.queue.extra_prompts`: groups begun beyond P; the surplus is cancelled once P are complete."""
-    drop_zero_spread: bool = False
-    """`digen.queue.drop_zero_spread`: a group whose rewards are all equal is dropped; `max_group_refills`
-    bounds the replacements."""
     max_group_refills: int = 0
     """`digen.max_refills_per_step`: maximum number of prompts drawn in one batch to replace dropped groups."""
-    max_sample_refills: int = 0
-    """`digen.queue.max_sample_refills`: maximum number of failed samples regenerated in one batch."""
 
-    def __post_init__(self) -> None:
-        for key, value in (
-            ("data.train_batch_size", self.num_prompts),
-            ("actor_rollout_ref.rollout.n", self.group_size),
-            ("digen.rollout.max_batch_size", self.max_chunk_size),
-            ("digen.gap.slots_per_replica", self.slots_per_replica),
-            ("digen.gap.min_groups_per_fragment", self.min_groups_per_fragment),
-            ("rows of a group", 1 if self.rows_per_group is None else self.rows_per_group),
-            ("the number of trainer ranks", self.num_trainer_ranks),
-        ):
-            require(value >= 1, f"{key} must be >= 1", value, "give a positive number")
-        for key, size in (("digen.gap.chunk_size", self.chunk_size), ("digen.tag.chunk_size", self.assist_chunk_size)):
-            require(size is None or size >= 1, f"{key} must be >= 1 sample or auto", size, "auto suits most runs")
-        require(
-            self.max_groups_per_fragment is None or self.max_groups_per_fragment >= self.min_groups_per_fragment,
-            f"digen.gap.max_groups_per_fragment must be >= min_groups_per_fragment={self.min_groups_per_fragment}",
-            self.max_groups_per_fragment,
-            "raise it",
-        )
-        require(
-            self.assist in get_args(AssistPolicy),
-            f"digen.tag.policy must be one of {', '.join(get_args(AssistPolicy))}",
-            self.assist,
-            "bts is the one that does not lose time",
-        )
-        require(self.max_versions >= 0, "digen.staleness.max_versions must be >= 0", self.max_versions, "0 is strict")
-        require(
-            0 < self.fraction <= 1,
-            "digen.staleness.fraction must lie in (0, 1]",
-            self.fraction,
-            "digen.staleness.max_versions=0 turns staleness off",
-        )
-        for key, value in (
-            ("digen.queue.extra_prompts", self.extra_prompts),
-            ("digen.max_refills_per_step", self.max_group_refills),
-            ("digen.queue.max_sample_refills", self.max_sample_refills),
-        ):
-            require(value >= 0, f"{key} must be >= 0", value, "0 allows none")
+    @property
+    def max_sample_refills(self) -> int:
+        """Maximum number of failed samples regenerated in one batch."""
+        return self.queue.most_sample_refills(self.group_size)
 
     @property
     def techniques(self) -> tuple[str, ...]:
         """Techniques of `schedulers.simulation.TECHNIQUES` that are on; tiles, which the planner does not make, too."""
-        on = {"gap": self.is_pipelined, "tsp": True, "tag": self.assist != "off", "tcss": self.max_versions > 0}
+        is_stale = self.staleness.max_versions > 0
+        on = {"gap": self.gap.enable, "tsp": True, "tag": self.tag.policy != "off", "tcss": is_stale}
         return tuple(name for name, is_on in on.items() if is_on)
 
     @property
     def largest_fragment(self) -> int:
         """Most groups of a fragment in a pipelined run: as configured, else `groups_per_fragment`."""
-        if self.max_groups_per_fragment is not None:
-            return self.max_groups_per_fragment
+        if self.gap.most_groups is not None:
+            return self.gap.most_groups
         rows = self.group_size if self.rows_per_group is None else self.rows_per_group
         found = groups_per_fragment(self.num_trainer_ranks, self.group_size, self.num_prompts, rows)
-        return max(found, self.min_groups_per_fragment)
+        return max(found, self.gap.least_groups)
 
     def slot_chunk_size(self, num_slots: int) -> int:
         """Samples of a slot's chunk: as configured, else ceil(G / replicas), at most `max_chunk_size`.
@@ -165,10 +213,10 @@ class BatchRules:
             BatchRules(8, 16).slot_chunk_size(num_slots=8)                         # 2
             BatchRules(8, 16, slots_per_replica=2).slot_chunk_size(num_slots=16)   # 2: of two groups on a replica
         """
-        if not self.replicate_prompts:
+        if not self.queue.replicate_prompts:
             return self.group_size
-        if self.chunk_size is not None:
-            return min(self.chunk_size, self.group_size)
+        if isinstance(self.gap.chunk_size, int):
+            return min(self.gap.chunk_size, self.group_size)
         num_replicas = max(1, -(-num_slots // self.slots_per_replica))
         return min(self.max_chunk_size, -(-self.group_size // num_replicas))
 
@@ -185,8 +233,8 @@ class BatchRules:
             BatchRules(8, 12, num_trainer_ranks=1).assist_sizes(num_slots=2)    # (6,): same as a slot's chunk
         """
         largest = self.num_prompts * self.group_size if self.assist_spans_groups else self.group_size
-        if self.assist_chunk_size is not None:
-            return (min(self.assist_chunk_size, largest),)
+        if isinstance(self.tag.chunk_size, int):
+            return (min(self.tag.chunk_size, largest),)
         ranks = self.num_trainer_ranks
         sizes = [ranks * max(1, self.slot_chunk_size(num_slots) // ranks)]
         while 2 * sizes[-1] <= min(ranks * self.max_chunk_size, largest):
@@ -204,6 +252,7 @@ class BatchRules:
         (1 + a) batches in total may be begun under one version. So allowance(d) = floor(P * clamp(a + 1 - d, 0, 1)).
         a is ROLL Flash's async_generation_ratio.
         """
-        asynchrony = self.max_versions - 1 + self.fraction if self.max_versions else 0.0
+        stale = self.staleness
+        asynchrony = stale.max_versions - 1 + stale.fraction if stale.max_versions else 0.0
         share = min(1.0, max(0.0, asynchrony + 1 - age_versions))
         return int(self.num_prompts * share + 1e-9)  # 0.3 * 10 must be 3

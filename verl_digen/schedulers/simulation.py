@@ -16,17 +16,16 @@ Complexity: O(log events) per event, plus the planner's own.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import isfinite
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from verl_digen.require import require
+from verl_digen.require import In, check_fields, require
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.generation import ChunkSlots, Generator
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.play import EPSILON_S
-from verl_digen.schedulers.rules import BatchRules
+from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
 from verl_digen.schedulers.types import (
     TRAINER,
     Assist,
@@ -58,6 +57,9 @@ class Event(NamedTuple):
     """Groups (in `simulate`: fragments) it worked on, numbered over all steps; for a commit, the step."""
 
 
+Seconds = Annotated[float, In("[0, inf)"), "give the measured duration"]
+
+
 @dataclass(frozen=True)
 class Workload:
     """Amount of work.
@@ -66,25 +68,16 @@ class Workload:
         Workload(num_fragments=8, num_slots=2)    # eight chunks, each a fragment, on two generator slots
     """
 
-    num_fragments: int
+    num_fragments: Annotated[int, In("[1, inf]")]
     """Per step; one fragment is one chunk."""
-    num_slots: int
-    num_steps: int = 1
+    num_slots: Annotated[int, In("[1, inf]")]
+    num_steps: Annotated[int, In("[1, inf]")] = 1
     """Optimizer steps in a row; tcss changes nothing in a single one."""
-    stale_fraction: float = 1.0
+    stale_fraction: Annotated[float, In("(0, 1]"), 'leave "tcss" out of the techniques for none'] = 1.0
     """With tcss: share of a step's fragments that may be begun one version early."""
 
     def __post_init__(self) -> None:
-        for name in ("num_fragments", "num_slots", "num_steps"):
-            value = getattr(self, name)
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            require(is_whole and value >= 1, f"Workload.{name} must be a whole number >= 1", value, "give at least 1")
-        require(
-            0 < self.stale_fraction <= 1,
-            "Workload.stale_fraction must lie in (0, 1]",
-            self.stale_fraction,
-            'leave "tcss" out of the techniques for none',
-        )
+        check_fields(self, "Workload.")
 
 
 @dataclass(frozen=True)
@@ -95,29 +88,21 @@ class Costs:
         Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.5, commit_s=0.3)
     """
 
-    generate_s: float
+    generate_s: Seconds
     """A slot generates one chunk."""
-    assist_s: float
+    assist_s: Seconds
     """The trainer generates one chunk."""
-    score_s: float
+    score_s: Seconds
     """Seconds from a chunk's generation to its scores; overlaps with everything."""
-    train_s: float
+    train_s: Seconds
     """The trainer trains one fragment, with tsp."""
-    commit_s: float
+    commit_s: Seconds
     """Optimizer step and publication of the weights."""
-    train_without_tsp_s: float | None = None
+    train_without_tsp_s: Annotated[float | None, In("[0, inf)")] = None
     """`train_s` without tsp; None: tsp makes no difference."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is not None:
-                require(
-                    isinstance(value, int | float) and isfinite(value) and value >= 0,
-                    f"Costs.{item.name} must be >= 0 seconds and finite",
-                    value,
-                    "give the measured duration",
-                )
+        check_fields(self, "Costs.")
 
 
 @dataclass(frozen=True)
@@ -168,12 +153,9 @@ def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> S
     rules = BatchRules(
         num_prompts=workload.num_fragments,
         group_size=1,
-        is_pipelined=is_pipelined,
-        max_groups_per_fragment=1,
-        assist="bts" if "tag" in techniques else "off",
-        assist_chunk_size=1,
-        max_versions=1 if "tcss" in techniques else 0,
-        fraction=workload.stale_fraction,
+        gap=GapConfig(enable=is_pipelined, min_groups_per_fragment=1, max_groups_per_fragment=1),
+        tag=TagConfig(policy="bts" if "tag" in techniques else "off", chunk_size=1),
+        staleness=StalenessConfig(max_versions=1 if "tcss" in techniques else 0, fraction=workload.stale_fraction),
     )
     run = PlannerRun(
         rules, durations, slots, num_batches=workload.num_steps, commit_s=costs.commit_s, keeps_events=True

@@ -21,7 +21,7 @@ from itertools import combinations
 from verl_digen.devices import Pool
 from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
-from verl_digen.schedulers.rules import BatchRules
+from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
 from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
 from verl_digen.schedulers.types import TRAINER
 from verl_digen.simulate.bound import lower_bound_s
@@ -99,13 +99,11 @@ def simulated_rules(
         num_prompts=numbers.num_prompts,
         group_size=numbers.group_size,
         rows_per_group=numbers.group_size * numbers.num_trained_steps,
-        is_pipelined="gap" in techniques,
-        merges=True,
+        gap=GapConfig(enable="gap" in techniques),
+        tag=TagConfig(policy="bts" if "tag" in techniques else "off"),
+        staleness=StalenessConfig(max_versions=1 if "tcss" in techniques else 0, fraction=stale_fraction),
         max_chunk_size=numbers.max_chunk_size,
-        assist="bts" if "tag" in techniques else "off",
         num_trainer_ranks=split.trainer.num_devices,
-        max_versions=1 if "tcss" in techniques else 0,
-        fraction=stale_fraction,
     )
 
 
@@ -179,7 +177,7 @@ def durations_of(
     numbers, num_ranks = profile.numbers, split.trainer.num_devices
     slowdown = split.trainer.slowdown(profile.device)
     most_rounds = rules.assist_rounds(rules.assist_sizes(len(slots))[-1])
-    max_groups = rules.largest_fragment if rules.is_pipelined else numbers.num_prompts
+    max_groups = rules.largest_fragment if rules.gap.enable else numbers.num_prompts
     return KnownDurations(
         sample_s=dict.fromkeys(slots, _slot_sample_s(profile, split)),
         assisted_s=[assist_s(numbers, count * num_ranks, num_ranks, slowdown) for count in range(1, most_rounds + 1)],

@@ -264,7 +264,7 @@ class Conductor:
                 self._slots.lose(slot)
                 return
             if self.planner.has_slot(slot):  # else lost while it generated
-                reason = "staleness_bound" if self.planner.rules.max_versions else "no_chunk_left"
+                reason = "staleness_bound" if self.planner.rules.staleness.max_versions else "no_chunk_left"
                 self._idle.wait(lane, reason, self._step)
             if chunk.id not in self._withdrawn:
                 self.deadlines.observe("generate", slot, size=len(chunk.samples), seconds=took_s)

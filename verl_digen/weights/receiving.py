@@ -27,8 +27,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from verl_digen.weights.bounded_socket import BoundedSocket
-from verl_digen.weights.bucketed import BucketedWeightReceiver
+from verl_digen.weights.bucketed import BoundedSocket, BucketedWeightReceiver
 from verl_digen.weights.checksum import Checksum, Manifest
 from verl_digen.weights.host_pool import pool_for
 

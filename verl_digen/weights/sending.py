@@ -28,8 +28,7 @@ from torch import Tensor
 from verl.utils.device import get_device_name
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_digen.weights.bounded_socket import BoundedSocket
-from verl_digen.weights.bucketed import BucketedWeightSender
+from verl_digen.weights.bucketed import BoundedSocket, BucketedWeightSender
 from verl_digen.weights.checksum import Checksum
 from verl_digen.weights.own_device import own_device
 

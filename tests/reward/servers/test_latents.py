@@ -79,7 +79,7 @@ def test_a_sample_without_what_the_scorer_reads_is_refused(latents, says):
     [
         ({"noise_level": 1.5}, r"noise_level must lie in \[0, 1\], got 1.5"),
         ({"score_scale": 0.0}, "score_scale must not be 0"),
-        ({"score_bias": float("nan")}, "score_bias must be a finite number, got nan"),
+        ({"score_bias": float("nan")}, "score_bias must be finite, got nan"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(setting, rule):

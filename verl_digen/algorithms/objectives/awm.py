@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, 
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import latent_mean
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, require, require_one_of
 
 FLOOR = 1e-10
 """Added to an error before a root is taken of it, whose slope is infinite at 0."""
@@ -48,33 +49,26 @@ class AwmConfig(ClampedConfig):
     weighting: str = "ghuber"
     """Surrogate log-prob of the flow error e at noise level t. uniform: -e. t: -e t. t**2: -e t^2. huber: -t sqrt(e).
     ghuber: -t e^power / power, in all published recipes. Upper case is read as lower case."""
-    power: float = 0.25
+    power: Annotated[float, In("(0, inf)")] = 0.25
     """ghuber: exponent of the error."""
-    clip_range: float = 1.0
+    clip_range: Annotated[float, In("(0, inf)")] = 1.0
     """The ratio is clipped to 1 +- this. 1 in the published recipes, where the ratio is 1; 1e-4 in Flow-Factory."""
-    kl_coef: float = 0.003
+    kl_coef: Annotated[float, In("[0, inf)"), "0 switches it off"] = 0.003
     """Weight of the distance to the reference. 0.001 (GenEval), 0.003 (OCR), 1e-4 (PickScore); 0 saves its forward."""
-    ema_kl_coef: float = 1.0
+    ema_kl_coef: Annotated[float, In("[0, inf)"), "0 switches it off"] = 1.0
     """Weight of the distance to the average `ema`; 0 saves its forward and its memory."""
-    average: str = "linear"
+    average: Annotated[str, OneOf(AVERAGES)] = "linear"
     """Decay of the average after k optimizer steps, once per batch. linear: min(0.001 k, 0.3). constant: 0.3."""
     kl_weighting: str = "uniform"
     """Weight of both distances, mean[(v - v')^2]. uniform: 1, in all recipes. elbo: 1 / (2 s^2), that of an SDE step
     with eta 0.7."""
-    advantage_max: float = 1.0
+    advantage_max: Annotated[float, In("(0, inf)")] = 1.0
     """Clamped advantages are scaled to +- this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_one_of("digen.loss.weighting", self.weighting.lower(), tuple(WEIGHTINGS))
-        require_one_of("digen.loss.kl_weighting", self.kl_weighting.lower(), tuple(KL_WEIGHTINGS))
-        require_one_of("digen.loss.average", self.average, tuple(AVERAGES))
-        for name, usual in (("power", "0.25 is AWM's"), ("clip_range", "1 is AWM's"), ("advantage_max", "1 is AWM's")):
-            value = getattr(self, name)
-            require(0 < value < math.inf, f"digen.loss.{name} must be > 0 and finite", value, usual)
-        for name in ("kl_coef", "ema_kl_coef"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"digen.loss.{name} must be >= 0 and finite", value, "0 switches it off")
+        require_one_of("digen.loss.weighting", self.weighting.lower(), WEIGHTINGS)
+        require_one_of("digen.loss.kl_weighting", self.kl_weighting.lower(), KL_WEIGHTINGS)
         require(
             self.advantage_clip < math.inf,
             "digen.loss.advantage_clip must be finite with digen.loss.name=awm, which divides by it",

@@ -3,35 +3,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from verl_digen.algorithms.objectives.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.objectives.config import ClampedConfig
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR
 from verl_digen.algorithms.objectives.ratio import behaviour_log_ratio, ratio_of, truncated_ratio, weighted_reinforce
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import require
+from verl_digen.require import In
 
 
 @dataclass(frozen=True)
 class CispoConfig(ClampedConfig):
     """Settings of `cispo`."""
 
-    low: float = 0.1
+    low: Annotated[float, In("(0, 1]")] = 0.1
     """Weights are at least 1 - low. 0.1 (ROLL)."""
-    high: float = 0.1
+    high: Annotated[float, In("(0, inf)")] = 0.1
     """Weights are at most 1 + high. 0.1 (ROLL)."""
     mask: bool = False
     """True also removes the gradient of rows that PPO would clip at the same bounds."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 < self.low <= 1, "digen.loss.low must lie in (0, 1]", self.low, "0.1 is the default")
-        require(0 < self.high < math.inf, "digen.loss.high must be > 0 and finite", self.high, DEFAULTS)
 
     @property
     def clip_widths(self) -> Mapping[str, float]:

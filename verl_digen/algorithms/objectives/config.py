@@ -6,16 +6,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from verl_digen.algorithms.ema import Decay
-from verl_digen.require import require
-
-DEFAULTS = "leave it alone for the default"
+from verl_digen.require import In, check_fields
 
 
 @dataclass(frozen=True)
 class LossConfig:
     """Settings of a loss without any."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "digen.loss.")
 
     @property
     def advantage_bound(self) -> float:
@@ -56,16 +58,8 @@ class LossConfig:
 class ClampedConfig(LossConfig):
     """Settings that every loss of clamped advantages has."""
 
-    advantage_clip: float = 5.0
+    advantage_clip: Annotated[float, In("(0, inf]"), "inf (in a file .inf) never clamps"] = 5.0
     """Advantages are clamped to +- this (5 in Flow-GRPO). .inf: no clamping."""
-
-    def __post_init__(self) -> None:
-        require(
-            self.advantage_clip > 0,
-            "digen.loss.advantage_clip must be > 0",
-            self.advantage_clip,
-            "inf (in a file .inf) never clamps",
-        )
 
     @property
     def advantage_bound(self) -> float:
@@ -79,27 +73,12 @@ class ClampedConfig(LossConfig):
 class ClipConfig(ClampedConfig):
     """Settings of losses with PPO's clip."""
 
-    clip_range: float = 1e-4
+    clip_range: Annotated[float, In("(0, 1)"), "1e-5 to 1e-3 are usual"] = 1e-4
     """The importance ratio is clipped below, at 1 - clip_range; small because log-probs are means over latent
     dims. 1e-4 in Flow-GRPO (SD3.5), 1e-5 in Flow-GRPO-Fast and for Qwen-Image, 1e-3 for Wan. SDE law cps has
     another scale."""
-    clip_range_high: float | None = None
+    clip_range_high: Annotated[float | None, In("(0, inf)"), "null takes digen.loss.clip_range"] = None
     """The importance ratio is clipped above, at 1 + clip_range_high. null: clip_range."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            0 < self.clip_range < 1,
-            "digen.loss.clip_range must lie in (0, 1)",
-            self.clip_range,
-            "1e-5 to 1e-3 are usual",
-        )
-        require(
-            self.clip_range_high is None or 0 < self.clip_range_high < math.inf,
-            "digen.loss.clip_range_high must be > 0 and finite",
-            self.clip_range_high,
-            "null takes digen.loss.clip_range",
-        )
 
     @property
     def ratio_range(self) -> tuple[float, float]:

@@ -6,32 +6,23 @@ Source: Hilton et al., arXiv 2110.00641, as in AReaL, arXiv 2505.24298.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from verl_digen.algorithms.objectives.config import DEFAULTS, ClipConfig
+from verl_digen.algorithms.objectives.config import ClipConfig
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import require
+from verl_digen.require import In
 
 
 @dataclass(frozen=True)
 class DecoupledPpoConfig(ClipConfig):
     """Settings of `decoupled_ppo`."""
 
-    cap: float = 1.2
+    cap: Annotated[float, In("[1, inf)"), "a sample of the weights before the update has 1"] = 1.2
     """The largest weight of a row. AReaL, for tokens, drops weights above 5."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            1 <= self.cap < math.inf,
-            "digen.loss.cap must be >= 1 and finite, because a sample of the weights before the update has 1",
-            self.cap,
-            DEFAULTS,
-        )
 
 
 @register_objective(

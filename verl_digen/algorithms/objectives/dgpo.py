@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from verl_digen.algorithms.objectives.objective import Joint, JointRows
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ratio_metrics, ratio_of
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import require
+from verl_digen.require import In
 
 WEIGHT = "group_weight"
 """Column: sigmoid(S) of the row's group at the row's point, in (0, 1)."""
@@ -36,20 +37,14 @@ WEIGHT = "group_weight"
 class DgpoConfig(ClampedConfig):
     """Settings of `dgpo`."""
 
-    beta: float = 100.0
+    beta: Annotated[float, In("(0, inf)")] = 100.0
     """Scale of a group's logit. 100 (OCR, GenEval), 10 (PickScore), 2000 with the old policy as the reference."""
-    clip: float = 1e-2
+    clip: Annotated[float, In("(0, inf]"), "inf (in a file .inf) never clips"] = 1e-2
     """Distance of the ratio from 1 beyond which a row has no gradient. 1e-2 with guidance, 1e-3 without; .inf: off."""
 
-    switch_step: int = 0
+    switch_step: Annotated[int, In("[0, inf]"), "200 is DGPO's"] = 0
     """Optimizer step up to which samples come from the current policy: `old` is a copy until then, and the average with
     decay min(0.001 k, 0.3) afterwards. 200 in its code, 500 for GenEval; 0: the average from the first step on."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.switch_step >= 0, "digen.loss.switch_step must be >= 0", self.switch_step, "200 is DGPO's")
-        require(0 < self.beta < math.inf, "digen.loss.beta must be > 0 and finite", self.beta, "100 is DGPO's")
-        require(self.clip > 0, "digen.loss.clip must be > 0", self.clip, "inf (in a file .inf) never clips")
 
     def unclamped(self) -> DgpoConfig:
         return self  # the clip is part of the group's logit

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from verl_digen.algorithms.objectives.ratio import clamped_advantage
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import latent_mean
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, require
 
 MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
 OLD_POLICIES = {
@@ -37,34 +38,25 @@ OLD_POLICIES = {
 class DiffusionNftConfig(ClampedConfig):
     """Settings of `diffusion_nft`."""
 
-    beta: float = 1.0
+    beta: Annotated[float, In("(0, inf)"), "0.1 to 1 is usual"] = 1.0
     """Distance of v+ and v- from v_old, in units of v - v_old. 1 (GenEval, PickScore), 0.1 (OCR, several rewards)."""
-    kl_coef: float = 1e-4
+    kl_coef: Annotated[float, In("[0, inf)"), "1e-4 is DiffusionNFT's; 0 switches it off"] = 1e-4
     """Weight of mean[(v - v_ref)^2]. 0 saves the reference's forward."""
-    mode: str = "all"
+    mode: Annotated[str, OneOf(MODES)] = "all"
     """Advantages that train: all; positive_only or negative_only (the others count as 0); one_only (1 where positive,
     else 0); binary (their signs)."""
-    old_policy: str = "linear"
+    old_policy: Annotated[str, OneOf(OLD_POLICIES)] = "linear"
     """Decay of the old policy after k optimizer steps. copy: 0. linear: min(0.001 k, 0.5) (GenEval, PickScore).
     delayed: 0 up to step 75, then min(0.0075 (k - 75), 0.999) (OCR, several rewards)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 < self.beta < math.inf, "digen.loss.beta must be > 0 and finite", self.beta, "0.1 to 1 is usual")
-        require(
-            0 <= self.kl_coef < math.inf,
-            "digen.loss.kl_coef must be >= 0 and finite",
-            self.kl_coef,
-            "1e-4 is DiffusionNFT's; 0 switches it off",
-        )
         require(
             self.advantage_clip < math.inf,
             "digen.loss.advantage_clip must be finite with digen.loss.name=diffusion_nft, which divides by it",
             self.advantage_clip,
             "5 is DiffusionNFT's",
         )
-        require_one_of("digen.loss.mode", self.mode, MODES)
-        require_one_of("digen.loss.old_policy", self.old_policy, tuple(OLD_POLICIES))
 
     def unclamped(self) -> DiffusionNftConfig:
         return self  # the clip is part of the loss, which never trains before its advantages are divided

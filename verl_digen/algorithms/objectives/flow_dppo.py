@@ -11,32 +11,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from verl_digen.algorithms.objectives.config import DEFAULTS, LossConfig
+from verl_digen.algorithms.objectives.config import LossConfig
 from verl_digen.algorithms.objectives.objective import OLD
 from verl_digen.algorithms.objectives.ratio import ratio_metrics, ratio_of
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl
-from verl_digen.require import require
+from verl_digen.require import In
 
 
 @dataclass(frozen=True)
 class FlowDppoConfig(LossConfig):
     """Settings of `flow_dppo`; it does not clamp advantages."""
 
-    kl_threshold: float = 1e-5
+    kl_threshold: Annotated[float, In("(0, inf)")] = 1e-5
     """Rows with a divergence of this or more may only move back."""
-
-    def __post_init__(self) -> None:
-        require(
-            0 < self.kl_threshold < math.inf,
-            "digen.loss.kl_threshold must be > 0 and finite",
-            self.kl_threshold,
-            DEFAULTS,
-        )
 
 
 @register_objective(

@@ -4,27 +4,23 @@ baseline, which is in A."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from verl_digen.algorithms.objectives.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.objectives.config import ClampedConfig
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR
 from verl_digen.algorithms.objectives.ratio import behaviour_log_ratio, clamped_advantage
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import require
+from verl_digen.require import In
 
 
 @dataclass(frozen=True)
 class KimiConfig(ClampedConfig):
     """Settings of `kimi`."""
 
-    tau: float = 0.1
+    tau: Annotated[float, In("[0, inf)")] = 0.1
     """Weight of the squared log-ratio. 0.1 (ROLL)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.tau < math.inf, "digen.loss.tau must be >= 0 and finite", self.tau, DEFAULTS)
 
 
 @register_objective("kimi", config=KimiConfig, columns=("log_prob", BEHAVIOUR, "advantage"), off_policy=True)

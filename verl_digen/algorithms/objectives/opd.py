@@ -17,12 +17,13 @@ Sources: `distill_kl`, `distill_fm_mse` of verl-omni; DiffusionOPD, arXiv 2605.1
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from verl_digen.algorithms.objectives.config import LossConfig
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl, latent_mean
-from verl_digen.require import require_one_of
+from verl_digen.require import OneOf
 
 KINDS = ("kl", "velocity")
 
@@ -34,11 +35,8 @@ class OpdConfig(LossConfig):
     teacher: str | None = None
     """Folder of the teacher on every node of the trainer: a LoRA adapter in peft's format, of the run's checkpoint and
     with the rank and the layers of the adapter that trains."""
-    kind: str = "kl"
+    kind: Annotated[str, OneOf(KINDS)] = "kl"
     """Distance from the teacher: kl of the steps' Gaussians, or velocity."""
-
-    def __post_init__(self) -> None:
-        require_one_of("digen.loss.kind", self.kind, KINDS)
 
     @property
     def taught_by(self) -> str | None:

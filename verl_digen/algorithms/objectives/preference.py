@@ -9,9 +9,9 @@ Source: Diffusion-DPO, arXiv 2311.12908, for flow matching as in flow_grpo's cod
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 from torch.nn.functional import softplus
@@ -21,7 +21,7 @@ from verl_digen.algorithms.objectives.config import LossConfig
 from verl_digen.algorithms.objectives.matching import ERRORS, error_gain, flow_error, sums_together
 from verl_digen.algorithms.objectives.objective import Joint, JointRows, best_and_worst
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import require
+from verl_digen.require import In
 
 MARGIN = "pair_margin"
 """Column: m of the row's pair."""
@@ -31,20 +31,11 @@ MARGIN = "pair_margin"
 class DpoConfig(LossConfig):
     """Settings of a loss of preference pairs."""
 
-    beta: float = 2000.0
+    beta: Annotated[float, In("(0, inf)"), "100 to 5000 is usual"] = 2000.0
     """Strength of the preference. 2000 is the default of verl-omni and Flow-Factory, 100 that of published recipes."""
-    reference_every: int | None = None
+    reference_every: Annotated[int | None, In("[1, inf]"), "flow_grpo suggests 40"] = None
     """Optimizer steps after which the reference becomes a copy of the policy, again and again; flow_grpo suggests 40.
     null: it stays as the run began."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.beta < math.inf, "digen.loss.beta must be > 0 and finite", self.beta, "100 to 5000 is usual")
-        require(
-            self.reference_every is None or self.reference_every >= 1,
-            "digen.loss.reference_every must be null or >= 1 optimizer step",
-            self.reference_every,
-            "flow_grpo suggests 40",
-        )
 
     @property
     def copies(self) -> Mapping[str, Decay]:

@@ -3,61 +3,37 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 
-from verl_digen.algorithms.objectives.config import DEFAULTS, ClampedConfig
+from verl_digen.algorithms.objectives.config import ClampedConfig
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR
 from verl_digen.algorithms.objectives.ratio import truncated_ratio, weighted_reinforce
 from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import require
+from verl_digen.require import In
 
 
 @dataclass(frozen=True)
 class ToprConfig(ClampedConfig):
     """Settings of `topr`."""
 
-    threshold: float = 0.0
+    threshold: Annotated[float, In("(-inf, inf)"), "digen.loss.name=reinforce or tis treats all samples alike"] = 0.0
     """A sample with a larger reward (the weighted sum, not centred) counts as positive. 0 (TOPR, whose rewards are +1
     and -1). If all rewards are above it, topr is the same as reinforce; if all are below, the same as tis: choose it in
     between."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            math.isfinite(self.threshold),
-            "digen.loss.threshold must be finite",
-            self.threshold,
-            "digen.loss.name=reinforce or tis treats all samples alike",
-        )
 
 
 @dataclass(frozen=True)
 class WeightedToprConfig(ToprConfig):
     """Settings of `weighted_topr`."""
 
-    positive_weight: float = 1.0
+    positive_weight: Annotated[float, In("(0, inf)")] = 1.0
     """Weight of positive samples. 1 (ROLL), which is topr."""
-    negative_weight: float = 1.0
+    negative_weight: Annotated[float, In("[0, inf)")] = 1.0
     """Weight of the other samples. 1 (ROLL), which is topr."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            0 < self.positive_weight < math.inf,
-            "digen.loss.positive_weight must be > 0 and finite",
-            self.positive_weight,
-            DEFAULTS,
-        )
-        require(
-            0 <= self.negative_weight < math.inf,
-            "digen.loss.negative_weight must be >= 0 and finite",
-            self.negative_weight,
-            DEFAULTS,
-        )
 
 
 INPUTS = ("log_prob", BEHAVIOUR, "advantage", "reward")

@@ -18,39 +18,32 @@ from __future__ import annotations
 import asyncio
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
 import numpy as np
 
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
-from verl_digen.require import require
+from verl_digen.require import In, check_fields
 from verl_digen.reward.scorers.shape_edit import compute_score
 from verl_digen.reward.scorers.shapes.edits import Edit, apply, edits_of, instruction, parse_instruction
 from verl_digen.reward.scorers.shapes.scene import Scene, caption, parse_caption
 from verl_digen.types import PromptRow
-
-MAX_LATENCY_S = 3600.0
-MAX_SPREAD = 3.0
-"""Spread at which half of the times are below a 90th of the mean (calculated, exp(-9/2))."""
 
 
 @dataclass(frozen=True)
 class ShapeEditsConfig:
     """Settings of `shape_edits`."""
 
-    num_turns: int = 3
+    num_turns: Annotated[int, In("[1, inf]")] = 3
     """Turns of an episode; at most `digen.environment.max_turns`."""
-    latency_s: float = 0.0
+    latency_s: Annotated[float, In("[0, 3600]")] = 0.0
     """Mean of the simulated time of a turn, s. 0 sleeps never."""
-    latency_spread: float = 0.5
-    """Standard deviation of the logarithm of that time."""
+    latency_spread: Annotated[float, In("[0, 3]")] = 0.5
+    """Standard deviation of the logarithm of that time. At 3, half of the times are below a 90th of the mean."""
 
     def __post_init__(self) -> None:
-        require(self.num_turns >= 1, "num_turns must be >= 1", self.num_turns, "3 is the default")
-        for name, most in (("latency_s", MAX_LATENCY_S), ("latency_spread", MAX_SPREAD)):
-            value = getattr(self, name)
-            require(0 <= value <= most, f"{name} must lie in [0, {most:g}]", value, "leave it out")
+        check_fields(self, "")
 
 
 class ShapeEdits(Environment):

@@ -17,14 +17,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from PIL import Image
 
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.inputs import read_images
-from verl_digen.require import require
+from verl_digen.require import In, require
 from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig
 from verl_digen.reward.judges.content import Part, fitted, picture_parts
 from verl_digen.reward.judges.reply import Reply, shown
@@ -52,9 +52,9 @@ class VlmJudgeConfig(JudgeConfig):
     """Settings of `vlm_judge`, beside those of every judge."""
 
     url: Any = ""
-    num_turns: int = 3
+    num_turns: Annotated[int, In("[1, inf]")] = 3
     """Turns of an episode at most; at most `digen.environment.max_turns`."""
-    max_score: float = 10.0
+    max_score: Annotated[float, In("(0, inf)")] = 10.0
     """Score of a perfect picture."""
     question: str = QUESTION
     """Text with {task} (the prompt), {instruction} (the turn's) and {max_score}; other braces are written twice."""
@@ -62,8 +62,6 @@ class VlmJudgeConfig(JudgeConfig):
     def __post_init__(self) -> None:
         require(self.url != REWARD_MODEL, "url must be the address of a server", self.url, "e.g. http://host:8000")
         super().__post_init__()
-        require(self.num_turns >= 1, "num_turns must be >= 1", self.num_turns, "3 is the default")
-        require(0 < self.max_score < float("inf"), "max_score must be > 0 and finite", self.max_score, "leave it out")
         try:
             self.asked("a task", "an instruction")
         except (KeyError, IndexError, ValueError, AttributeError) as error:

@@ -11,8 +11,7 @@ from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from verl_digen.models.tiny.text import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
-from verl_digen.models.tiny.vae import LATENT_CHANNELS, image_vae
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.weights import LATENT_CHANNELS, draw_weights, image_vae
 
 CLIP_WIDTH = 16
 

@@ -13,8 +13,7 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_digen.models.tiny.text import CORPUS, VOCABULARY_SIZE, byte_tokenizer
-from verl_digen.models.tiny.vae import LATENT_CHANNELS
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.weights import LATENT_CHANNELS, draw_weights
 from verl_digen.models.tiny.z_image import CHAT_TEMPLATE
 
 WIDTH = 16

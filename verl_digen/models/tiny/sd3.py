@@ -8,8 +8,7 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import S
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from verl_digen.models.tiny.text import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
-from verl_digen.models.tiny.vae import LATENT_CHANNELS, image_vae
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.weights import LATENT_CHANNELS, draw_weights, image_vae
 
 CLIP_WIDTHS = (8, 16)
 """Sum less than T5's width, as in the real model, whose CLIP part is padded with zeros."""

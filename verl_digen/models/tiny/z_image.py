@@ -9,8 +9,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_digen.models.tiny.text import CORPUS, TEXT_WIDTH, VOCABULARY_SIZE, byte_tokenizer
-from verl_digen.models.tiny.vae import LATENT_CHANNELS, image_vae
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.weights import LATENT_CHANNELS, draw_weights, image_vae
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"

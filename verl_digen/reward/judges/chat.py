@@ -15,10 +15,10 @@ import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
-from verl_digen.require import require
+from verl_digen.require import In, require
 from verl_digen.reward.judges.content import Part, text_part
 from verl_digen.reward.judges.reply import Reply, read_reply
 from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer
@@ -58,21 +58,21 @@ class JudgeConfig(ServerSettings):
     """Server, or a list of servers of one model: http://host:8000, or with a path, which then stands before
     /chat/completions (https://api.openai.com/v1). reward_model: the servers of `reward.reward_model`, which verl
     starts."""
-    max_concurrency: int = 16
+    max_concurrency: Annotated[int, In("[1, 10000]")] = 16
     """Maximum requests in flight per URL, from each of the reward's processes."""
     model: str = ""
     """Name of the model; empty asks the server, which must serve one."""
     system: str = ""
     """Text of a system message; empty for none."""
-    max_tokens: int = 1024
+    max_tokens: Annotated[int, In(f"[1, {MAX_TOKENS}]")] = 1024
     """Maximum tokens of an answer, its thoughts included."""
     seed: int = 0
     """Seed of a request. At temperature 0 it matters to few servers."""
-    max_px: int = 1024
+    max_px: Annotated[int, In(f"[1, {MAX_SIDE_PX}]")] = 1024
     """Maximum of a picture's longer side in px; larger ones are made smaller before they are sent."""
-    num_frames: int = 8
+    num_frames: Annotated[int, In(f"[1, {MAX_FRAMES}]")] = 8
     """Maximum frames of a video that are sent, evenly spaced with the first and the last."""
-    max_asked_again: int = 1
+    max_asked_again: Annotated[int, In(f"[0, {MAX_ASKED_AGAIN}]")] = 1
     """Maximum further requests after an answer that gives no score. `digen.reward.max_retries` comes on top."""
     request: dict[str, Any] = field(default_factory=dict)
     """Further fields of a request, e.g. {chat_template_kwargs: {enable_thinking: false}}."""
@@ -82,14 +82,6 @@ class JudgeConfig(ServerSettings):
             replace(self, url=UNKNOWN_SERVER)  # checks the others
             return
         super().__post_init__()
-        for name, least, most in (
-            ("max_tokens", 1, MAX_TOKENS),
-            ("max_px", 1, MAX_SIDE_PX),
-            ("num_frames", 1, MAX_FRAMES),
-            ("max_asked_again", 0, MAX_ASKED_AGAIN),
-        ):
-            value = getattr(self, name)
-            require(least <= value <= most, f"{name} must lie in [{least}, {most}]", value, "leave it out")
         taken = sorted(OWN_FIELDS & set(self.request))
         require(
             not taken,

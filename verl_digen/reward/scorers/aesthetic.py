@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from verl_digen.require import require
+from verl_digen.require import In
 from verl_digen.reward.checkpoints import file
 from verl_digen.reward.encoders import (
     ClipEncoder,
@@ -45,12 +46,11 @@ class AestheticConfig(EncoderConfig):
     """CLIP in transformers' format: a folder, or "owner/repository" of the hub."""
     head: str = "trl-lib/ddpo-aesthetic-predictor"
     """The predictor: its file, or a folder or repository that holds aesthetic-model.pth."""
-    divisor: float = 10.0
+    divisor: Annotated[float, In("(0, inf]")] = 10.0
     """The number is divided by this."""
 
     def __post_init__(self) -> None:
         check_settings("aesthetic", self)
-        require(self.divisor > 0, "aesthetic: divisor must be > 0", self.divisor, "10 is the default")
 
 
 class Aesthetic(FrameReward):

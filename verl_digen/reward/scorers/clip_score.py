@@ -21,12 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from verl_digen.require import require_one_of
+from verl_digen.require import OneOf
 from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward, check_settings
 from verl_digen.types import RewardInput
 
@@ -40,12 +41,11 @@ class ClipScoreConfig(EncoderConfig):
 
     path: str = "openai/clip-vit-large-patch14"
     """Weights in transformers' format: a folder, or "owner/repository" of the hub."""
-    scale: str = "raw"
+    scale: Annotated[str, OneOf(SCALES)] = "raw"
     """raw: the cosine. flow_grpo: exp(logit_scale) times the cosine, over 30."""
 
     def __post_init__(self) -> None:
         check_settings("clip_score", self)
-        require_one_of("clip_score: scale", self.scale, SCALES)
 
 
 class ClipScore(FrameReward):

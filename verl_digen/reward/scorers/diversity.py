@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from verl_digen.require import require
+from verl_digen.require import In, check_fields, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.pictures import frames_of
 from verl_digen.types import RewardInput
@@ -25,11 +26,11 @@ from verl_digen.types import RewardInput
 class DiversityConfig:
     """Settings of `diversity`."""
 
-    size_px: int = 32
+    size_px: Annotated[int, In("[1, inf]")] = 32
     """Width and height at which pictures are compared."""
 
     def __post_init__(self) -> None:
-        require(self.size_px >= 1, "diversity: size_px must be >= 1", self.size_px, "32 is the default")
+        check_fields(self, "diversity: ")
 
 
 class Diversity(Reward):

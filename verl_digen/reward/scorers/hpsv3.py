@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
 from torch import nn
 
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, check_fields
 from verl_digen.reward import checkpoints
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.encoders import DTYPES
@@ -68,14 +69,13 @@ class HPSv3Config:
     """File of the weights, or folder or repository with HPSv3.safetensors."""
     base: str = "Qwen/Qwen2-VL-7B-Instruct"
     """Folder or repository with config and tokenizer of the base model; its weights are not needed."""
-    dtype: str = "bf16"
+    dtype: Annotated[str, OneOf(DTYPES)] = "bf16"
     """Dtype of the network: fp32, bf16 or fp16; the head is fp32."""
-    num_frames: int = 4
+    num_frames: Annotated[int, In("[1, inf]")] = 4
     """Frames of a video that are scored."""
 
     def __post_init__(self) -> None:
-        require_one_of("hpsv3: dtype", self.dtype, DTYPES)
-        require(self.num_frames >= 1, "hpsv3: num_frames must be >= 1", self.num_frames, "4 is the default")
+        check_fields(self, "hpsv3: ")
 
 
 def make_head(hidden: int) -> nn.Module:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.inputs import source_image
-from verl_digen.require import require
+from verl_digen.require import In, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
 from verl_digen.reward.encoders import (
@@ -59,16 +59,13 @@ class ImageSimilarityConfig(EncoderConfig):
 
     path: str = "openai/clip-vit-large-patch14"
     """A CLIP or DINOv2 checkpoint in transformers' format: a folder, or "owner/repository" of the hub."""
-    pixel_weight: float = 0.0
+    pixel_weight: Annotated[float, In("[0, 1]"), "0 is off"] = 0.0
     """Share of the pixels in the score, in [0, 1]."""
-    pixel_size_px: int = 64
+    pixel_size_px: Annotated[int, In("[1, inf]")] = 64
     """Width and height at which pixels are compared."""
 
     def __post_init__(self) -> None:
-        name = "image_similarity"
-        check_settings(name, self)
-        require(0 <= self.pixel_weight <= 1, f"{name}: pixel_weight must lie in [0, 1]", self.pixel_weight, "0 is off")
-        require(self.pixel_size_px >= 1, f"{name}: pixel_size_px must be >= 1", self.pixel_size_px, "64 is the default")
+        check_settings("image_similarity", self)
 
 
 class DinoEncoder:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from verl_digen.require import require
+from verl_digen.require import In, require
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.base import SampleJudge
 from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig
@@ -41,7 +42,7 @@ class QuestionConfig(JudgeConfig):
     """Largest number that the answer may give; score 1."""
     answers: dict[str, float] = field(default_factory=dict)
     """Answer -> value, e.g. {Yes: 1, No: 0}. This or `pattern`."""
-    top_logprobs: int = MAX_TOP_LOGPROBS
+    top_logprobs: Annotated[int, In(f"[1, {MAX_TOP_LOGPROBS}]")] = MAX_TOP_LOGPROBS
     """Likeliest tokens that are asked for with `answers`; services have limits of their own below the protocol's 20."""
     with_images: bool = True
     """Show the pictures that the prompt is about, before the sample."""
@@ -66,12 +67,6 @@ class QuestionConfig(JudgeConfig):
             )
         else:
             require_distinct(self.answers, "answers")
-        require(
-            1 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
-            f"top_logprobs must lie in [1, {MAX_TOP_LOGPROBS}]",
-            self.top_logprobs,
-            "leave it out",
-        )
 
 
 def require_pattern(key: str, pattern: str) -> None:

@@ -23,13 +23,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, check_fields, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.packages import imported
 from verl_digen.reward.pictures import images_of
@@ -48,32 +48,23 @@ class OcrConfig:
 
     detect: bool = True
     """False reads the whole picture as one line, which is faster: for pictures of a single line that fills them."""
-    detection_side_px: int = 736
+    detection_side_px: Annotated[int, In("[32, inf]")] = 736
     """A shorter side is enlarged to this many pixels before lines are looked for. rapidocr's `Det.limit_side_len`, and
     its default. Small pictures of large letters are read as well without enlarging, and many times as fast; a long and
     thin picture becomes huge with it."""
-    line_width_px: int = 320
+    line_width_px: Annotated[int, In(f"[{LINE_HEIGHT_PX}, inf]")] = 320
     """Width to which a shorter line is padded, at a height of 48 px. rapidocr's `Rec.rec_img_shape`, and its default;
     short words are read in less time with less."""
-    num_threads: int = 1
+    num_threads: Annotated[int, In("[1, inf]")] = 1
     """Threads of an engine, at most the machine's cores. A core does more with an engine of its own: raise
     `num_workers` first."""
-    num_frames: int = 8
+    num_frames: Annotated[int, In("[1, inf]")] = 8
     """Frames that are read of a video."""
-    frames: str = "mean_read"
+    frames: Annotated[str, OneOf(FRAMES)] = "mean_read"
     """Reward of a video: mean_read, mean or best; see the module."""
 
     def __post_init__(self) -> None:
-        require(self.detection_side_px >= 32, "ocr: detection_side_px must be >= 32", self.detection_side_px, "try 736")
-        require(
-            self.line_width_px >= LINE_HEIGHT_PX,
-            f"ocr: line_width_px must be >= {LINE_HEIGHT_PX}",
-            self.line_width_px,
-            "try 320",
-        )
-        require(self.num_threads >= 1, "ocr: num_threads must be >= 1", self.num_threads, "try 1")
-        require(self.num_frames >= 1, "ocr: num_frames must be >= 1", self.num_frames, "try 8")
-        require_one_of("ocr: frames", self.frames, FRAMES)
+        check_fields(self, "ocr: ")
 
 
 class Ocr(Reward):

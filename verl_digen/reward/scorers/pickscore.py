@@ -17,12 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from verl_digen.require import require
+from verl_digen.require import In
 from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward, check_settings
 from verl_digen.types import RewardInput
 
@@ -35,12 +36,11 @@ class PickScoreConfig(EncoderConfig):
     """Weights in transformers' format: a folder, or "owner/repository" of the hub."""
     processor: str | None = None
     """Folder or repository with tokenizer and picture processor; None takes those of `path`."""
-    divisor: float = 26.0
+    divisor: Annotated[float, In("(0, inf]")] = 26.0
     """The scaled cosine is divided by this."""
 
     def __post_init__(self) -> None:
         check_settings("pickscore", self)
-        require(self.divisor > 0, "pickscore: divisor must be > 0", self.divisor, "26 is the default")
 
 
 class PickScore(FrameReward):

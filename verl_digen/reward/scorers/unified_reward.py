@@ -14,10 +14,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Annotated
 
 from PIL import Image
 
-from verl_digen.require import require
+from verl_digen.require import In
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.base import SampleJudge
 from verl_digen.reward.judges.chat import MAX_SIDE_PX, JudgeConfig
@@ -49,7 +50,7 @@ class UnifiedRewardConfig(JudgeConfig):
 
     question: str = QUESTION
     """Text with {prompt}; the answer must give a number after 'Final Score:'."""
-    size_px: int = 512
+    size_px: Annotated[int, In(f"[0, {MAX_SIDE_PX}]")] = 512
     """Width and height to which a picture is brought; 0 keeps its size, at most `max_px`."""
     num_frames: int = 4
     """Maximum frames of a video, each of which is asked about."""
@@ -57,7 +58,6 @@ class UnifiedRewardConfig(JudgeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         fields_of(self.question, "question")
-        require(0 <= self.size_px <= MAX_SIDE_PX, f"size_px must lie in [0, {MAX_SIDE_PX}]", self.size_px, "512")
 
 
 class UnifiedReward(SampleJudge):

@@ -13,21 +13,21 @@ Qwen/Qwen2-VL-2B-Instruct (Apache-2.0). Rule and question: https://github.com/Kw
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, OneOf, check_fields, require
 from verl_digen.reward import checkpoints
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.encoders import DTYPES
-from verl_digen.reward.lora_merge import merged
 from verl_digen.reward.pictures import frames_of
 from verl_digen.reward.qwen_pixels import FACTOR, TEMPORAL, patches_of, scaled_video
 from verl_digen.reward.qwen_regressor import BASE_FILES, Question, QwenRegressor
@@ -86,17 +86,15 @@ class VideoAlignConfig:
     """Folder or repository with model_config.json and checkpoint-*/model.pth; the last checkpoint is taken."""
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
     """Folder or repository with config and tokenizer of the base model; its weights are not needed."""
-    axis: str = "sum"
+    axis: Annotated[str, OneOf(("sum", *AXES))] = "sum"
     """Score: sum, or one of VQ, MQ and TA."""
-    video_fps: float = 16.0
+    video_fps: Annotated[float, In("(0, inf]")] = 16.0
     """Frames per second that the generated videos stand for: 16 for Wan, 24 for HunyuanVideo."""
-    dtype: str = "bf16"
+    dtype: Annotated[str, OneOf(DTYPES)] = "bf16"
     """Dtype of the network: fp32, bf16 or fp16; the head is fp32."""
 
     def __post_init__(self) -> None:
-        require_one_of("video_align: axis", self.axis, ("sum", *AXES))
-        require_one_of("video_align: dtype", self.dtype, DTYPES)
-        require(self.video_fps > 0, "video_align: video_fps must be > 0", self.video_fps, "16 is Wan's")
+        check_fields(self, "video_align: ")
 
 
 class VideoAlign(Reward):
@@ -169,3 +167,42 @@ def _last_checkpoint(folder: Path) -> Path:
 
 
 REWARD = VideoAlign
+
+
+PREFIX = "base_model.model."
+FACTORS = (".lora_A.default.weight", ".lora_B.default.weight")
+
+
+def merged(weights: Mapping[str, Tensor], *, alpha: float, rank: int, rslora: bool = False) -> dict[str, Tensor]:
+    """Merge the LoRA factors of a state dict that PEFT wrote: W + (alpha / r) B A, or alpha / sqrt(r) with rslora.
+
+    A state dict without factors is returned as it is.
+
+    Example:
+        merged({"base_model.model.q.base_layer.weight": W, "base_model.model.q.lora_A.default.weight": A,
+                "base_model.model.q.lora_B.default.weight": B}, alpha=16, rank=8)  # {"q.weight": W + 2 B A}
+
+    Raises:
+        ValueError: a factor without its counterpart, with another rank, or of a kind that is not a linear layer's.
+    """
+    scale = alpha / (math.sqrt(rank) if rslora else rank)
+    plain: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        own = name.removeprefix(PREFIX)
+        if own.endswith(FACTORS) or ".original_module." in own:
+            continue
+        if ".lora_" in own:
+            raise ValueError(f"LoRA weights must be those of linear layers, got {name}; merge the checkpoint with PEFT")
+        plain[own.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")] = weight
+    for name, down in weights.items():
+        if name.endswith(FACTORS[0]):
+            layer = name.removesuffix(FACTORS[0])
+            up, target = weights.get(layer + FACTORS[1]), f"{layer.removeprefix(PREFIX)}.weight"
+            if up is None or target not in plain or down.shape[0] != rank:
+                raise ValueError(
+                    f"LoRA factors must come in pairs of rank {rank} with the weight they change, got {name} "
+                    f"{tuple(down.shape)}; check the checkpoint's lora_r"
+                )
+            base = plain[target]
+            plain[target] = (base.float() + scale * (up.float() @ down.float())).to(base.dtype)
+    return plain

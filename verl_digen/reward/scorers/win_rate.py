@@ -18,8 +18,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from verl_digen.require import require
+from verl_digen.require import In
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.base import Judge
 from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig
@@ -51,7 +52,7 @@ class WinRateConfig(JudgeConfig):
     """Weigh the two answers by their probability; false looks for them in the text."""
     both_orders: bool = True
     """Ask about every pair in both orders; false asks in a random one."""
-    rounds: int = 0
+    rounds: Annotated[int, In(f"[0, {MAX_ROUNDS}]"), "0 for all pairs"] = 0
     """Neighbours on either side, in a random circle, that a sample meets; 0: everybody meets everybody."""
     max_tokens: int = 16
     """Maximum tokens of an answer. A judge that thinks first needs room for its thoughts."""
@@ -64,7 +65,6 @@ class WinRateConfig(JudgeConfig):
         super().__post_init__()
         fields_of(self.question, "question")
         require_distinct({self.first: 1.0, self.second: 0.0}, "first and second")
-        require(0 <= self.rounds <= MAX_ROUNDS, f"rounds must lie in [0, {MAX_ROUNDS}]", self.rounds, "0 for all pairs")
 
 
 class WinRate(Judge):

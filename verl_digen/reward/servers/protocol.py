@@ -9,13 +9,15 @@ keys of the entry beside those of every server.
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from verl_digen.require import require
+from verl_digen.require import In
 from verl_digen.reward.base import Result
+from verl_digen.reward.pictures import encoded, images_of
 from verl_digen.reward.servers.answers import Answer, Request
 from verl_digen.reward.servers.settings import ServerSettings
 from verl_digen.types import PromptRow, RewardInput
@@ -27,16 +29,10 @@ class ProtocolSettings(ServerSettings):
 
     protocol: str = ""
     """Name of a file in `verl_digen/reward/servers/protocols/`."""
-    samples_per_request: int = 64
+    samples_per_request: Annotated[int, In("[1, inf]")] = 64
     """Maximum pictures or videos of one request. A batch of more makes several requests, at the same time."""
-    max_frames: int = 8
+    max_frames: Annotated[int, In("[1, inf]")] = 8
     """Frames of a video that a server of pictures gets, evenly spaced; the score is their mean."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("samples_per_request", "max_frames"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} must be >= 1", value, "leave it out for the default")
 
 
 @dataclass(frozen=True)
@@ -91,3 +87,22 @@ class Protocol(ABC):
     @abstractmethod
     def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result] | Later:
         """Read one result per sample; raise `UnusableAnswer` or `Declined` if the answer has none."""
+
+
+@dataclass(frozen=True)
+class JpegSettings(ProtocolSettings):
+    """Settings of protocols that send JPEG."""
+
+    jpeg_quality: Annotated[int, In("[1, 100]")] = 75
+    """Quality of the pictures that the server gets. 75 is what the clients of these servers send, by Pillow's default;
+    published scores were made with it."""
+
+
+def jpegs_of(batch: Sequence[RewardInput], quality: int) -> list[bytes]:
+    """One JPEG file per picture."""
+    return [encoded(images_of(sample)[0], "JPEG", quality=quality) for sample in batch]
+
+
+def pickled(payload: Mapping[str, Any]) -> Request:
+    """POST of a pickle to the URL itself. Protocol 4 is read by Python 3.4 and newer."""
+    return Request("", pickle.dumps(dict(payload), protocol=4))

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from verl_digen.require import require
+from verl_digen.require import In, check_fields, require
 
 SCHEMES = ("http", "https")
 
@@ -24,17 +24,17 @@ class ServerSettings:
     token_env: str = ""
     """Environment variable with the bearer token. It must be set where the reward's processes run. The token itself is
     no setting, because a run's config is logged."""
-    max_concurrency: int = 4
+    max_concurrency: Annotated[int, In("[1, 10000]")] = 4
     """Maximum requests in flight per URL, from each of the reward's processes."""
-    connect_timeout_s: float = 5.0
+    connect_timeout_s: Annotated[float, In("(0, inf)")] = 5.0
     """Timeout of a connection, its name lookup included."""
-    read_timeout_s: float = 120.0
+    read_timeout_s: Annotated[float, In("(0, inf)")] = 120.0
     """Timeout between two pieces of an answer, and for the first one."""
-    timeout_s: float = 240.0
+    timeout_s: Annotated[float, In("(0, inf)")] = 240.0
     """Timeout of a call with its waits and retries. Below `digen.reward.timeout_s`, so that the message says more."""
-    max_retries: int = 5
+    max_retries: Annotated[int, In("[0, 1000]")] = 5
     """Retries of a connection that failed, a status of 429 or 5xx, or an answer that cannot be used."""
-    backoff_s: float = 0.5
+    backoff_s: Annotated[float, In("[0, inf)")] = 0.5
     """Upper bound of the random wait before the first retry; it doubles with each further one."""
 
     def __post_init__(self) -> None:
@@ -44,13 +44,7 @@ class ServerSettings:
         require(
             len(set(self.urls)) == len(self.urls), "url must name each server once", list(self.urls), "take one out"
         )
-        for name, least, most in (("max_concurrency", 1, 10_000), ("max_retries", 0, 1000)):
-            value = getattr(self, name)
-            require(least <= value <= most, f"{name} must lie in [{least}, {most}]", value, "leave it out")
-        for name in ("connect_timeout_s", "read_timeout_s", "timeout_s"):
-            value = getattr(self, name)
-            require(0 < value < float("inf"), f"{name} must be > 0 and finite", value, "leave it out")
-        require(0 <= self.backoff_s < float("inf"), "backoff_s must be >= 0 and finite", self.backoff_s, "leave it out")
+        check_fields(self, "")
 
     @property
     def urls(self) -> tuple[str, ...]:

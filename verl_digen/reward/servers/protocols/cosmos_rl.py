@@ -18,12 +18,12 @@ import io
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import numpy as np
 
-from verl_digen.require import require
+from verl_digen.require import In, require
 from verl_digen.reward.base import Result
 from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer
 from verl_digen.reward.servers.protocol import Later, Protocol, ProtocolSettings
@@ -50,9 +50,9 @@ class CosmosSettings(ProtocolSettings):
     """Rewards of the service -> weights; the score is the weighted sum."""
     metrics: dict[str, str] = field(default_factory=dict)
     """Reward -> score that counts, where it has several and none of its own name."""
-    poll_s: float = 1.0
+    poll_s: Annotated[float, In("(0, inf)")] = 1.0
     """Time between two questions for the scores of a job."""
-    job_timeout_s: float = 200.0
+    job_timeout_s: Annotated[float, In("(0, inf)")] = 200.0
     """Timeout of a job, from its first request on. Below `digen.reward.timeout_s`."""
 
     def __post_init__(self) -> None:
@@ -60,9 +60,6 @@ class CosmosSettings(ProtocolSettings):
         require_weights(self.rewards, "hpsv2")
         for name in self.rewards:
             require(name not in REFUSED, f"rewards must not name {name}", name, REFUSED.get(name, ""))
-        for name in ("poll_s", "job_timeout_s"):
-            value = getattr(self, name)
-            require(0 < value < float("inf"), f"{name} must be > 0 seconds and finite", value, "leave it out")
 
 
 @dataclass(frozen=True)

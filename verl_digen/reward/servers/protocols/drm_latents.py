@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from safetensors.torch import save
 
-from verl_digen.require import require
+from verl_digen.require import In, require
 from verl_digen.reward.base import Result
 from verl_digen.reward.servers.answers import Answer, Declined, Request
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
@@ -42,21 +43,17 @@ class DrmSettings(ProtocolSettings):
 
     samples_per_request: int = 1
     """Maximum samples of one request."""
-    noise_level: float = 0.4
+    noise_level: Annotated[float, In("[0, 1]")] = 0.4
     """Noise level of the scorer, in [0, 1]."""
     noise_seed: int | None = 0
     """Seed of its noise; null leaves it to the server, and equal samples may score differently."""
-    score_scale: float = 1.0
+    score_scale: Annotated[float, In("(-inf, inf)")] = 1.0
     """Factor of the raw score."""
-    score_bias: float = 0.0
+    score_bias: Annotated[float, In("(-inf, inf)")] = 0.0
     """Summand, after the factor."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(0 <= self.noise_level <= 1, "noise_level must lie in [0, 1]", self.noise_level, "leave it out for 0.4")
-        for name in ("score_scale", "score_bias"):
-            value = getattr(self, name)
-            require(abs(value) < float("inf"), f"{name} must be a finite number", value, "leave it out")
         require(self.score_scale != 0, "score_scale must not be 0", self.score_scale, "leave it out")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_digen.reward.servers.answers import Request
-from verl_digen.reward.servers.jpegs import jpegs_of, pickled
+from verl_digen.reward.servers.protocol import jpegs_of, pickled
 from verl_digen.reward.servers.protocols.flow_grpo_deqa import Deqa
 from verl_digen.types import RewardInput
 

@@ -17,12 +17,12 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from PIL import Image
 
 from verl_digen.inputs import source_image
-from verl_digen.require import require
+from verl_digen.require import In
 from verl_digen.reward.base import Result
 from verl_digen.reward.pictures import encoded, images_of
 from verl_digen.reward.servers.answers import Answer, Declined, Request
@@ -41,12 +41,11 @@ class UnirlSettings(ProtocolSettings):
     """Reward -> sub-score that counts, where it has several and none of its own name."""
     lossless: bool = False
     """Send PNG, so that the service gets the very pixels, in place of JPEG."""
-    jpeg_quality: int = 95
+    jpeg_quality: Annotated[int, In("[1, 100]")] = 95
     """Quality of the JPEG files."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(1 <= self.jpeg_quality <= 100, "jpeg_quality must lie in [1, 100]", self.jpeg_quality, "leave it out")
         require_weights(self.rewards, "hpsv2")
 
 
