@@ -87,8 +87,3 @@ def test_a_run_is_a_function_of_its_world():
         world = draw_world(seed)
         assert simulate(world) == simulate(world)
     assert len({simulate(World(seed=seed)).fingerprint for seed in range(8)}) == 8
-
-
-def test_a_world_is_printed_as_it_is_written():
-    world = draw_world(3)
-    assert eval(repr(world), {"World": World, "Fault": Fault, "Kind": Kind}) == world

@@ -309,16 +309,6 @@ def test_a_replicas_server_is_what_its_properties_return():
     assert (replica.server_handle, replica.server_address) == ("handle", "address")
 
 
-def test_verl_keeps_how_a_worker_method_is_dispatched_with_the_method():
-    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
-
-    from verl_digen.engine.worker import DiffusionWorker
-
-    attributes = getattr(DiffusionWorker.commit, MAGIC_ATTR)
-    assert attributes["dispatch_mode"] == Dispatch.ONE_TO_ALL  # pyright: ignore[reportAttributeAccessIssue]
-    assert attributes["blocking"] is False, "commit returns references at once"
-
-
 # -- TransferQueue --------------------------------------------------------------------------------------------------
 def test_transfer_queues_calls_have_the_parameters_that_are_given_by_name():
     import transfer_queue as tq

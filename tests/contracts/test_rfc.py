@@ -214,7 +214,8 @@ def test_a_request_id_keeps_its_replica_until_the_map_is_full_and_others_go_to_t
         tasks: list[Any] = []
         for index, name in enumerate(("x", "x", "y")):  # y goes where x is not; the map of one id then forgets x
             tasks.append(asyncio.create_task(manager.generate(name, "a cat", sample_index=index)))
-            await asyncio.sleep(0.05)
+            while len(asked) < index + 1:
+                await asyncio.sleep(0)
             order.append(asked[-1][0])
             if name == "y":
                 assert "x" not in manager._balancer._request_id_to_server

@@ -193,13 +193,6 @@ def test_checkpoint_of_another_precision_starts_a_new_scale(
     assert scale_of(engine) == LossScale() and "has no loss scale" in caplog.text
 
 
-def test_other_precisions_have_no_scale(one_rank: None, tiny_sd3: Path):
-    bf16 = {"mixed_precision": FP16["mixed_precision"] | {"param_dtype": "bf16"}}
-    for fsdp in ({}, bf16):
-        engine = make_engine(tiny_sd3, fsdp=fsdp)
-        assert engine.state.loss_scale is None and engine.scaler is None
-
-
 # -- two ranks --------------------------------------------------------------------------------------------
 def overflow_on_one_rank(path: Path, folder: Path) -> list[Any]:
     """Per rank: what an infinite gradient on one of them left behind, and the step after it."""

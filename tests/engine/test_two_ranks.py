@@ -16,14 +16,12 @@ import torch.distributed as dist
 from tests.engine.harness import (
     LORA,
     RefusesToBeWritten,
-    assert_close,
     assert_equal,
     gradients,
     log_probs,
     make_batch,
     make_engine,
     on_two_ranks,
-    perturb,
     select,
     train,
     weights,
@@ -31,20 +29,7 @@ from tests.engine.harness import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
-BF16_BASE = {
-    "model": LORA,
-    "fsdp": {
-        "model_dtype": "bf16",
-        "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-    },
-}
 EMA = {"digen": {"tsp": {"samples_per_tile": 2, "steps_per_tile": 2}, "ema": {"enable": True, "every_steps": 1}}}
-
-
-def gradient_on_bf16_base(path: Path, folder: Path) -> Any:
-    engine = make_engine(path, **BF16_BASE)
-    perturb(engine, scale=0.1)
-    return gradients(engine, make_batch(path))[0]
 
 
 def ratio_to_evaluated_log_probs(path: Path, folder: Path) -> Any:
@@ -88,7 +73,6 @@ def save_that_fails_on_rank_1(path: Path, folder: Path) -> Any:
 
 
 SCENARIOS = [
-    gradient_on_bf16_base,
     ratio_to_evaluated_log_probs,
     exports,
     save_that_fails_on_rank_1,
@@ -103,14 +87,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(tiny_qwen_image: Path, folder: Path) -> dict[str, Any]:
     return on_two_ranks(SCENARIOS, tiny_qwen_image, folder)
-
-
-def test_gradient_of_an_fp32_adapter_on_a_bf16_base(
-    two_ranks: dict, one_rank: None, tiny_qwen_image: Path, tmp_path: Path
-):
-    found, expected = two_ranks["gradient_on_bf16_base"], gradient_on_bf16_base(tiny_qwen_image, tmp_path)
-    assert {value.dtype for value in found.values()} == {torch.float32}
-    assert_close(found, expected, 0.05)
 
 
 def test_ratio_to_evaluated_log_probs_is_exactly_one(two_ranks: dict):

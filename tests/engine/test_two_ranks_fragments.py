@@ -30,17 +30,7 @@ from verl_digen.engine.fragment import FragmentSpec
 
 pytestmark = pytest.mark.slow
 
-ALONE = (
-    "batch_scale_other_order",
-    "group_scale",
-    "no_clamping",
-    "without_tsp",
-    "full_kl",
-    "full_kl_reduced_by_tile",
-    "lora_kl",
-    "lora_kl_velocity",
-    "recomputed",
-)
+ALONE = ("batch_scale_other_order", "without_tsp", "full_kl", "lora_kl")
 """Cases that differ from another one by what ranks do not share; one rank has them in `test_transaction.py`."""
 SHARED = tuple(name for name in CASES if name not in ALONE)
 
@@ -126,7 +116,7 @@ def test_committed_gradient_is_that_of_the_serial_loop(
     found, metrics = two_ranks["committed"][name]
     loss, expected = CASES[name].serial(tiny_qwen_image)
     assert_close(found, expected, 2e-5 if CASES[name].true_cfg_scale > 1 else 1e-5)
-    CASES[name].check_ratio(metrics)
+    assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
     assert metrics["num_rows"] == 18
     assert_same_projection(metrics, expected)
     assert metrics["policy_loss"] + CASES[name].beside(metrics) == pytest.approx(loss, rel=1e-4, abs=1e-6)

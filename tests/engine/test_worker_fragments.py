@@ -92,19 +92,6 @@ def test_fragments_are_one_update_on_the_whole_batch(environment: None, batch: T
     assert_equal(weights(worker.engine), weights(engine))
 
 
-def test_abort_lets_the_batch_come_again(environment: None, batch: TensorDict, tiny_qwen_image: Path):  # noqa: F811
-    worker = make_worker(tiny_qwen_image)
-    before = weights(worker.engine)
-    groups = described(batch)
-    worker.begin(len(REWARDS), 18, PARTITION)
-    worker.accumulate(fragment(groups, "g1"))
-    worker.abort()
-    assert_equal(weights(worker.engine), before)
-    worker.begin(len(REWARDS), 18, PARTITION)
-    assert worker.accumulate(fragment(groups, "g1"))["num_rows"] == 3
-    worker.abort()
-
-
 @pytest.mark.parametrize("name", ["begin", "accumulate", "assist", "commit", "abort"])
 def test_every_rank_gets_the_same_call_and_none_blocks_the_driver(name: str):
     attributes = getattr(getattr(DiffusionWorker, name), MAGIC_ATTR)

@@ -21,7 +21,6 @@ from tests.tiny_models import build_tiny
 from verl_digen.export.saved_run import open_run
 from verl_digen.export.shards import Shards
 
-MERGED = LORA | {"lora": {"merge": True}}
 POLICIES = {"current": "current", "ema": "average"}
 """Policy as typed -> the engine's name."""
 

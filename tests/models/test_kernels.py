@@ -17,7 +17,6 @@ from verl_digen.models import kernels
 from verl_digen.models.experts import networks_of
 from verl_digen.models.kernels import block_classes, compute_exactly, set_kernels
 
-DTYPES = (torch.bfloat16, torch.float32)
 ONE = (PROMPTS[0], PROMPTS[0], PROMPTS[0])
 
 

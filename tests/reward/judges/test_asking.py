@@ -3,7 +3,6 @@
 
 import asyncio
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -54,14 +53,6 @@ def test_a_request_for_probabilities_asks_for_them():
     assert question_in(asked) == 'Does this figure show "a cat"? Please answer yes or no.'
 
 
-def test_the_picture_that_is_sent_is_the_samples():
-    sample = sample_of(make_picture(48, 96, seed=3))
-    with ChatServer(lambda request: "Score: 4") as server:
-        score_of(judge_of("judge", server, **SCORE), sample)
-    (sent,) = pictures_in(server.asked[0])
-    assert np.array_equal(sent, sample.pixels)
-
-
 @pytest.mark.parametrize("with_images, sizes", [(True, [(6, 4), (5, 5), (24, 40)]), (False, [(24, 40)])])
 def test_source_pictures_come_before_the_sample(tmp_path, with_images, sizes):
     paths = (str(tmp_path / "b.png"), str(tmp_path / "a.png"))
@@ -70,13 +61,6 @@ def test_source_pictures_come_before_the_sample(tmp_path, with_images, sizes):
     with ChatServer(lambda request: "Score: 4") as server:
         score_of(judge_of("judge", server, **SCORE, with_images=with_images), sample_of(images=paths))
     assert [picture.shape[:2] for picture in pictures_in(server.asked[0])] == sizes
-
-
-def test_frames_of_a_video_are_sent_in_one_request():
-    video = np.stack([np.full((8, 8, 3), 10 * number, np.uint8) for number in range(9)])
-    with ChatServer(lambda request: "Score: 4") as server:
-        score_of(judge_of("judge", server, **SCORE, num_frames=3), sample_of(video))
-    assert [picture[0, 0, 0] for picture in pictures_in(server.asked[0])] == [0, 40, 80]
 
 
 def test_answers_of_ones_own_are_weighed():
