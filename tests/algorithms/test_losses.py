@@ -343,10 +343,7 @@ def test_a_registered_loss_is_found_checked_and_called():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            dict(columns=("log_probs",)),
-            "columns of the objective 'mine' must be one of advantage, .*, got 'log_probs'",
-        ),
+        (dict(columns=("log_probs",)), "columns of the objective 'mine' must be one of advantage, .*, got 'log_probs'"),
         (dict(latents=("new_mean",)), "latents of the objective 'mine' must be one of latents, .*, got 'new_mean'"),
         (dict(columns=("mean",)), "columns of the objective 'mine' must be one of"),
         (dict(), "an objective must have a name and an input"),

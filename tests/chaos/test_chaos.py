@@ -107,10 +107,7 @@ REGRESSIONS = {
         num_rewards=2,
         num_prompts=2,
         group_size=1,
-        faults=(
-            Fault("reward 0", "score", 0, Kind.HANGS),
-            Fault("agent 0", "__ray_ready__", 0, Kind.DIES_BEFORE),
-        ),
+        faults=(Fault("reward 0", "score", 0, Kind.HANGS), Fault("agent 0", "__ray_ready__", 0, Kind.DIES_BEFORE)),
     ),
 }
 """Worlds that once failed."""

@@ -371,8 +371,7 @@ def test_a_reward_manager_takes_the_rfcs_arguments_and_columns(generated: DataPr
     own += [DiffusionRewardManager(config=CONFIG, tokenizer=None, compute_score=compute_score)]
     ours, columns = generated[2:3], {"prompts", "uid", "data_source", "ground_truth"}
     rfcs = DataProto(
-        TensorDict({"responses": ours.batch["responses"]}, 1),
-        {name: ours.non_tensor_batch[name] for name in columns},
+        TensorDict({"responses": ours.batch["responses"]}, 1), {name: ours.non_tensor_batch[name] for name in columns}
     )
     for manager in own:
         for data in (ours, rfcs):

@@ -125,11 +125,7 @@ def _log_of(run_dir: Path) -> Path:
 
 
 def run_main(
-    run_dir: Path,
-    *overrides: str,
-    recipe: str = "digen_flowgrpo",
-    timeout_s: float = 600,
-    python: Path | None = None,
+    run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 600, python: Path | None = None
 ) -> Run:
     """`start_main` and `finish_main`; again where Ray, which gives its processes 30 s, did not start on busy cores."""
     for _ in range(NUM_STARTS):

@@ -6,14 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.e2e.conftest import (
-    SEPARATE,
-    Run,
-    assert_same_weights,
-    assert_succeeded,
-    run_main,
-    steps_of,
-)
+from tests.e2e.conftest import SEPARATE, Run, assert_same_weights, assert_succeeded, run_main, steps_of
 from tests.e2e.moments import interfere_with_runs
 from tests.weight_change import SGD
 from verl_digen.observe.timeline import read_timeline

@@ -120,11 +120,7 @@ CASES = {
     "dance_grpo": ObjectiveCase("dance_grpo", CLIP, scale="max_group"),
     "decoupled_ppo": ObjectiveCase("decoupled_ppo", {**CLIP, "cap": 1.05}),
     "dgpo": ObjectiveCase(
-        "dgpo",
-        {"beta": 4.0, "clip": 0.15},
-        flavour="lora",
-        kl={"coef": 0.3, "kind": "velocity"},
-        decays={"old": 0.076},
+        "dgpo", {"beta": 4.0, "clip": 0.15}, flavour="lora", kl={"coef": 0.3, "kind": "velocity"}, decays={"old": 0.076}
     ),
     "dgpo_before_its_switch": ObjectiveCase(
         "dgpo", {"beta": 4.0, "clip": 0.15, "switch_step": 100}, scale="group", decays={"old": 0.0}

@@ -28,19 +28,12 @@ from verl_digen.types import Geometry
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
-EDITS = (
-    Geometry(32, 32, sources=((32, 64),)),
-    Geometry(32, 64, sources=((32, 64),)),
-)
+EDITS = (Geometry(32, 32, sources=((32, 64),)), Geometry(32, 64, sources=((32, 64),)))
 """A picture's size, and a wider picture."""
 VIDEOS = (Geometry(32, 32, 5, ((32, 32),)), Geometry(32, 48, 5, ((32, 48),)))
 WITH_SOUND = (Geometry(64, 64, 9), Geometry(32, 64, 17))
 """8 and 6 tokens of video, 9 and 18 of sound."""
-FIRST_FRAMES = (
-    Geometry(32, 32, 5, ((32, 32),)),
-    Geometry(32, 64, 9, ((32, 64),)),
-    Geometry(32, 32, 5),
-)
+FIRST_FRAMES = (Geometry(32, 32, 5, ((32, 32),)), Geometry(32, 64, 9, ((32, 64),)), Geometry(32, 32, 5))
 """Two with a given first frame, and a text."""
 
 

@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 from tensordict import TensorDict
 
-from tests.engine.harness import (
-    LORA,
-    make_batch,
-    make_engine,
-    on_two_ranks,
-    perturb,
-    stepped_gradients,
-    train,
-)
+from tests.engine.harness import LORA, make_batch, make_engine, on_two_ranks, perturb, stepped_gradients, train
 from verl_digen.engine.gradient_sizes import GradientSizes, eps_numbers
 
 NAMES = ("grad_rms", "grad_rms_to_eps", "eps_bound_share")

@@ -8,17 +8,8 @@ import random
 import pytest
 import torch
 
-from tests.engine.harness import (
-    described,
-)
-from verl_digen.algorithms.objectives import (
-    ClampedConfig,
-    Joint,
-    JointRows,
-    LossConfig,
-    LossOutput,
-    register_objective,
-)
+from tests.engine.harness import described
+from verl_digen.algorithms.objectives import ClampedConfig, Joint, JointRows, LossConfig, LossOutput, register_objective
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger

@@ -120,11 +120,7 @@ def test_rows_per_tile_are_measured_for_each_sampling_with_its_longest_prompt(
 ):
     """90 / 32 and 90 / 64 rows fit."""
     plan = planner(monkeypatch, TspConfig(), rehearse=hundred_bytes.append)
-    samples = [
-        described("1", "g", 0.0, 3),
-        described("22", "g", 0.0, 3),
-        described("333", "h", 0.0, 3, sampling=LARGE),
-    ]
+    samples = [described("1", "g", 0.0, 3), described("22", "g", 0.0, 3), described("333", "h", 0.0, 3, sampling=LARGE)]
     work = plan.deal(samples, torch.zeros(3), fetch)
     assert [len(tile.rows) for tile in work.tiles] == [2, 2, 2, 1, 1, 1]
     assert work.recomputed == {0: 3, 1: 3}

@@ -136,10 +136,7 @@ def test_folders_that_cannot_teach_are_refused(tiny_qwen_image: Path, tmp_path: 
             of_config(tiny_qwen_image, tmp_path / "more", target_modules=[*LORA["target_modules"], "proj_out"]),
             "of which 2 differ, e.g. base_model.model.proj_out.lora_A.weight: [4, 32] in place of nothing",
         ),
-        (
-            of_config(tiny_qwen_image, tmp_path / "dora", use_dora=True),
-            "lora_magnitude_vector: ",
-        ),
+        (of_config(tiny_qwen_image, tmp_path / "dora", use_dora=True), "lora_magnitude_vector: "),
     ):
         with pytest.raises(ValueError) as refused:
             check_teacher_files(folder, own)

@@ -72,11 +72,7 @@ def save_that_fails_on_rank_1(path: Path, folder: Path) -> Any:
     return errors
 
 
-SCENARIOS = [
-    ratio_to_evaluated_log_probs,
-    exports,
-    save_that_fails_on_rank_1,
-]
+SCENARIOS = [ratio_to_evaluated_log_probs, exports, save_that_fails_on_rank_1]
 
 
 @pytest.fixture(scope="module")

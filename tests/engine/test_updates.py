@@ -30,9 +30,7 @@ from tests.engine.harness import (
     weights,
     with_advantages,
 )
-from tests.engine.harness import (
-    SAMPLING as FITTING,
-)
+from tests.engine.harness import SAMPLING as FITTING
 from tests.engine.serial import flow_step, gradient_of, plain_lora, plain_transformer
 from tests.tags import SAMPLING as TAG_SAMPLING
 from tests.tags import make_tag

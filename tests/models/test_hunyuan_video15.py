@@ -152,8 +152,7 @@ class Tiled(Exception):
 
 
 @pytest.mark.parametrize(
-    ("name", "vae"),
-    [("hunyuan_video", AutoencoderKLHunyuanVideo), ("hunyuan_video15", AutoencoderKLHunyuanVideo15)],
+    ("name", "vae"), [("hunyuan_video", AutoencoderKLHunyuanVideo), ("hunyuan_video15", AutoencoderKLHunyuanVideo15)]
 )
 def test_large_pictures_are_decoded_in_tiles(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, vae: type

@@ -135,10 +135,7 @@ def test_an_image_at_another_size_than_the_requests_is_an_error(
 
 @pytest.mark.parametrize(
     ("file", "change"),
-    [
-        ("transformer/config.json", {"pos_embed_seq_len": 514}),
-        ("transformer/config.json", {"in_channels": 4}),
-    ],
+    [("transformer/config.json", {"pos_embed_seq_len": 514}), ("transformer/config.json", {"in_channels": 4})],
 )
 def test_a_wan_for_text_or_that_reads_a_last_frame_is_refused(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, file: str, change: dict[str, Any]

@@ -47,11 +47,7 @@ def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline
     request = request_of(model, images[1:2], height_px=1024, width_px=1024, size_from_image=True)
     geometry = request.sampling.geometry
     made = pipeline(
-        images[1].read(),
-        TEXT,
-        latents=start_of(model, geometry),
-        num_inference_steps=NUM_STEPS,
-        output_type="latent",
+        images[1].read(), TEXT, latents=start_of(model, geometry), num_inference_steps=NUM_STEPS, output_type="latent"
     )[0]
     torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
 

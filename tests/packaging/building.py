@@ -15,7 +15,7 @@ from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(
-    *(".git", ".venv*", "__pycache__", "*.egg-info", "build", "dist", "outputs", "shared", "*.png"),
+    *(".git", ".venv*", "__pycache__", "*.egg-info", "build", "dist", "outputs", "shared", "*.png")
 )
 WITH_SAMPLES = ("tests", "examples", "docs", ".ci")
 """Folders that no package may hold; a copy has one file of each."""

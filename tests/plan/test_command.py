@@ -190,10 +190,7 @@ def test_prompts_and_rewards_are_checked_where_they_are_named(tiny_qwen_image, c
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ("recipe=digen_flowgrpo", "gpus=8"),
-            "model.path must be a text, got None; give a checkpoint",
-        ),
+        (("recipe=digen_flowgrpo", "gpus=8"), "model.path must be a text, got None; give a checkpoint"),
         (("recipe=digen_flowgrpo", "actor_rollout_ref.model.path=a/b"), "or one of Qwen/Qwen-Image"),
         (("recipe=nope",), "the config cannot be composed: "),
         (("recipe=digen_flowgrpo", "gpus=many"), "gpus must be a number, got 'many'; e.g. gpus=8"),

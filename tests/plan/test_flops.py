@@ -11,12 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.cases import PROMPTS
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models import load_model
-from verl_digen.models.flops import (
-    device_type,
-    forward_flops,
-    peak_flops,
-    utilisation_metrics,
-)
+from verl_digen.models.flops import device_type, forward_flops, peak_flops, utilisation_metrics
 from verl_digen.plan.run import empty_condition
 from verl_digen.types import Geometry
 

@@ -30,11 +30,7 @@ def plan(path, *overrides: str) -> Run:
         f"digen.sampling.num_steps={NUM_STEPS}",
         *(
             f"actor_rollout_ref.actor.fsdp_config.{key}"
-            for key in (
-                "model_dtype=fp32",
-                "+mixed_precision.param_dtype=fp32",
-                "+mixed_precision.reduce_dtype=fp32",
-            )
+            for key in ("model_dtype=fp32", "+mixed_precision.param_dtype=fp32", "+mixed_precision.reduce_dtype=fp32")
         ),
         *overrides,
     )

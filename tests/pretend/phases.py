@@ -91,8 +91,7 @@ def measure(name: str, path: Path) -> Measured:
         return False
 
     trajectories, latents = counted(
-        "sample",
-        lambda: server._sampler.sample(asked, found, negatives, version=0, should_stop=note_start),
+        "sample", lambda: server._sampler.sample(asked, found, negatives, version=0, should_stop=note_start)
     )
     server._decode(latents, sampling.geometry)
     pixels = counted("decode", lambda: server._decode(latents, sampling.geometry)).pixels

@@ -55,10 +55,7 @@ def check_contract(reward: Reward, samples: Sequence[RewardInput] | None = None,
     """Assert that a batch equals its samples one by one, in any order, and that a video and a huge one are scored."""
     samples = make_samples() if samples is None else list(samples)
     together = scores_of(reward, samples)
-    for others in (
-        [scores_of(reward, [sample])[0] for sample in samples],
-        scores_of(reward, samples[::-1])[::-1],
-    ):
+    for others in ([scores_of(reward, [sample])[0] for sample in samples], scores_of(reward, samples[::-1])[::-1]):
         for (value, details), (other, other_details) in zip(together, others, strict=True):
             assert other == pytest.approx(value, abs=abs_tol)
             assert other_details == pytest.approx(details, abs=abs_tol)

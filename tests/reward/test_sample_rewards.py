@@ -174,10 +174,7 @@ def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine
     ("combine", "expected"),
     [
         ("sum", "reward = 0.7 x ocr + 0.3 x pick (only logged: gold)"),
-        (
-            "gdpo",
-            "advantage = 0.7 x A(ocr) + 0.3 x A(pick), each reward normalised in its group (only logged: gold)",
-        ),
+        ("gdpo", "advantage = 0.7 x A(ocr) + 0.3 x A(pick), each reward normalised in its group (only logged: gold)"),
         ("mine.smaller", "reward = mine.smaller(ocr, pick) (only logged: gold)"),
     ],
 )

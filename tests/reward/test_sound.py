@@ -39,10 +39,7 @@ def peak(data_source, solution_image, ground_truth, extra_info=None):
 
 @pytest.mark.parametrize(
     ("audio", "expected"),
-    [
-        (Audio(np.linspace(-0.75, 0.5, 60, dtype=np.float32).reshape(2, 30), 400), (30 / 400, 0.75)),
-        (None, (0.0, -1.0)),
-    ],
+    [(Audio(np.linspace(-0.75, 0.5, 60, dtype=np.float32).reshape(2, 30), 400), (30 / 400, 0.75)), (None, (0.0, -1.0))],
     ids=["sound", "silent"],
 )
 def test_a_class_and_a_function_get_the_waveform_and_its_rate(
@@ -50,10 +47,7 @@ def test_a_class_and_a_function_get_the_waveform_and_its_rate(
 ) -> None:
     path = tmp_path / "listeners.py"
     path.write_text(LISTENERS)
-    named = {
-        "lasting": {"weight": 1.0, "reward": f"{path}:Lasting"},
-        "peak": {"weight": 2.0, "reward": f"{path}:peak"},
-    }
+    named = {"lasting": {"weight": 1.0, "reward": f"{path}:Lasting"}, "peak": {"weight": 2.0, "reward": f"{path}:peak"}}
     digen = DigenConfig(reward=RewardConfig(named))
     config = OmegaConf.create({"digen": {"reward": {"functions": named}}})
 

@@ -23,14 +23,7 @@ from verl_digen.inputs import PromptInputs
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.sampler import Sampler, SamplingStopped, row_velocity, score_rows
-from verl_digen.types import (
-    CleanRecord,
-    Geometry,
-    Noised,
-    SampleRequest,
-    Sampling,
-    Trajectory,
-)
+from verl_digen.types import CleanRecord, Geometry, Noised, SampleRequest, Sampling, Trajectory
 
 CPU = torch.device("cpu")
 SQUARE = Geometry(height_px=64, width_px=64)

@@ -98,11 +98,7 @@ def test_what_does_not_divide_is_not_rounded_away_by_hand():
 
 @pytest.mark.parametrize(
     ("ahead", "window"),
-    [
-        ([0.0, 0.0, 0.0, 0.0], (1, 3)),
-        ([9.0, 4.0, 5.0, 6.0, 4.0, 5.0], (1, 4)),
-        ([9.0, 4.0, 8.0, 8.0], (2, 3)),
-    ],
+    [([0.0, 0.0, 0.0, 0.0], (1, 3)), ([9.0, 4.0, 5.0, 6.0, 4.0, 5.0], (1, 4)), ([9.0, 4.0, 8.0, 8.0], (2, 3))],
 )
 def test_steps_are_counted_between_commits_with_as_much_generated_ahead(ahead, window):
     assert steady_window(ahead) == window

@@ -33,13 +33,7 @@ def test_a_tag_survives_the_way_through_verls_mapping():
     entry = to_entry(TAG, step=4)
     assert from_entry(entry) == TAG
     verls = {name: value for name, value in entry.items() if name != "digen"}
-    assert verls == {
-        "status": "success",
-        "seq_len": 1,
-        "global_steps": 4,
-        "min_global_steps": 3,
-        "max_global_steps": 3,
-    }
+    assert verls == {"status": "success", "seq_len": 1, "global_steps": 4, "min_global_steps": 3, "max_global_steps": 3}
 
 
 def test_verls_batch_gives_the_tags_back():

@@ -52,11 +52,7 @@ from verl_digen.types import Burst, Geometry
 
 
 def engine_request(
-    number: int = 0,
-    *,
-    published: Published | None = None,
-    is_recorded: bool = True,
-    burst: Burst | None = None,
+    number: int = 0, *, published: Published | None = None, is_recorded: bool = True, burst: Burst | None = None
 ) -> Any:
     """A sample's request as vLLM-Omni's engine receives it."""
     asked = replace(request(number), burst=burst)

@@ -28,14 +28,7 @@ from tests.vllm_omni.conftest import (
     request,
     start_replica,
 )
-from tests.vllm_omni.faults import (
-    EMPTY,
-    LOST,
-    assert_found,
-    load_nothing,
-    load_weights,
-    register_empty_adapters,
-)
+from tests.vllm_omni.faults import EMPTY, LOST, assert_found, load_nothing, load_weights, register_empty_adapters
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.window import Window
 from verl_digen.image_sizes import IMAGE_SIZES

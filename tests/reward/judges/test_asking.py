@@ -7,14 +7,7 @@ import pytest
 from PIL import Image
 
 from tests.reward.contract import make_picture, make_samples, scores_of
-from tests.reward.judges.chat_server import (
-    MODEL,
-    ChatServer,
-    judge_of,
-    likely,
-    pictures_in,
-    question_in,
-)
+from tests.reward.judges.chat_server import MODEL, ChatServer, judge_of, likely, pictures_in, question_in
 from verl_digen.reward.judges.chat import api_url
 from verl_digen.reward.servers.answers import UnusableAnswer
 from verl_digen.types import PromptRow, RewardInput

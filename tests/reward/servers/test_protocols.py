@@ -271,12 +271,7 @@ def test_http_scorer_sends_metadata_and_gives_further_lists_as_details():
 
 
 @pytest.mark.parametrize(
-    "protocol, answer",
-    [
-        ("http_scorer", web.Response),
-        ("flow_factory", web.Response),
-        ("unirl", web.Response),
-    ],
+    "protocol, answer", [("http_scorer", web.Response), ("flow_factory", web.Response), ("unirl", web.Response)]
 )
 def test_an_error_that_the_server_tells_is_told_and_not_asked_for_again(protocol, answer):
     told = {
