@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The objective that docs/extending.md shows can be registered and computed as it stands there."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

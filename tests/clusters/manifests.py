@@ -6,8 +6,6 @@ of a RayJob, ray.io/v1 of KubeRay 1.x, are checked by name and type, those that 
 an operator, an admission webhook or a scheduler says.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

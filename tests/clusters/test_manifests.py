@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/clusters/kuberay.yaml and docker/compose.yaml are valid, fit themselves, and start what verl composes."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from subprocess import list2cmdline

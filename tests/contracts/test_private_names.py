@@ -46,8 +46,6 @@
 `test_overrides.py` has the methods we override, `tests/vllm_omni` what we use of vLLM-Omni.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings

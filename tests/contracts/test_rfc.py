@@ -4,8 +4,6 @@
 In this process, with a tiny Qwen-Image. vLLM-Omni's names: tests/vllm_omni/test_server.py and test_contracts.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import subprocess

@@ -10,8 +10,6 @@
 - what is left needs a marker with a reason, see `tests.docs.blocks`.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys, metrics and files that the pages name exist, every page is in the navigation, and the tables are up to date."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass

@@ -5,8 +5,6 @@
 imported already (`tests/fork_server.py`), which saves most of a short run's time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

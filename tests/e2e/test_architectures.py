@@ -7,8 +7,6 @@ and LoRA, colocated and on separate pools, each meet pictures and videos. Diffus
 Wan2.1's network meets FlowGRPO as Wan2.2, and Stable Diffusion 3 in fp16 below.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

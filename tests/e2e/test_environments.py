@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes through verl's main, on both placements."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

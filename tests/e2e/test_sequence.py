@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks that share every video against one, through verl's main."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logical batches that are trained fragment by fragment, for one rank and for two, and their expected results."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on the tiny checkpoint, batches for them, and ranks to run them on."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import shutil

@@ -6,8 +6,6 @@ Samples of two groups come from one weight version and those of the third from t
 log-probs are those of two policies.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

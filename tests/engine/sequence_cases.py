@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines whose ranks share rows, on the tiny checkpoints of every architecture that can be split."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slow reference: plain torch, one row at a time, formulas written out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

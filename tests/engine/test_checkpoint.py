@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save all or nothing, resume bitwise, export for other tools."""
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine on one rank against the serial loop."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes of different lengths in the engine: the gradient is that of the serial loop over all of their turns."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

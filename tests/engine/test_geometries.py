@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Geometries in the engine: a batch of several sizes of pictures or videos, and of images or sound, trains as one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Size of the gradient's entries against Adam's eps; on one rank and on two, sharded and replicated."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The places where FSDP2 keeps a gradient. First to fail when PyTorch's private state changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

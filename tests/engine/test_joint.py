@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint columns: the same wherever a fragment's rows lie; a group's rows together where the objective needs them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -2,8 +2,6 @@
 """Compiled blocks under FSDP2, with adapters, recomputation, offload, and copies that are swapped in; on two ranks with
 an average, checkpoints and assistance."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Additions of the engine's loss to the pure losses: choice of old log-probs, the KL term, the rollout check."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training in fp16: its gradient, overflow, growth and resume of the loss scale; on one rank and on two."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

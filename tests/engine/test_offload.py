@@ -2,8 +2,6 @@
 """The engine on the pretend device (`tests.pretend`): weights that are offloaded by copies that arrive late, and the
 stalls of a logical batch."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

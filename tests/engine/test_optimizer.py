@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam's step in one kernel, against PyTorch's loop over tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -9,8 +9,6 @@ Four processes run all of them, in process groups of 4, of 3 and 1, and of 2 and
 imported the libraries (`tests.engine.harness`); this one may have threads of autograd, which a fork cannot run beside.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress

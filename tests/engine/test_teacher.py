@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The teacher of a run: the policy that it is, and folders that are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -5,8 +5,6 @@ The device knows weights, Adam's moments (as many bytes as the engine's optimize
 that does not fit raises what torch raises.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A logical batch trained fragment by fragment, on one rank, against the serial loop over rows."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 Scenarios run one after another in one pair of processes; the tests compare what rank 0 brought back.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logical batches by fragments on two ranks against the serial loop on one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mini-batches and epochs over one batch, on a real engine; ranks answer in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Coroutine, Sequence

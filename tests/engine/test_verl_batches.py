@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's `train_batch`, `infer_batch` and `forward_step` on rows in a TensorDict, against logical batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace

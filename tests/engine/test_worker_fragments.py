@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's begin, accumulate, commit and abort, with samples in a real TransferQueue; one rank, in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of edits in the drawn world: its instructions, rewards and simulated times."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment workers that die: as real Ray actors, and in this process at chosen moments."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model cards, and uploads to a stand-in of the hub's client."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of adapters in ComfyUI, against diffusers' converters and against names read in ComfyUI's source."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

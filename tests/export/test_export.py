@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports of a checkpoint equal what the engine holds, and load in diffusers and peft."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

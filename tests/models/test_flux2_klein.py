@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.2 [klein]: with several images, without one, and what its conditions depend on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.1 Kontext: with an image of another shape than the picture's, without one, and what its conditions depend on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of HunyuanVideo 1.5 only: quoted text in a prompt, a guider, checkpoints for other uses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image to video: sizes from images, what conditions depend on, checkpoints for other uses."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

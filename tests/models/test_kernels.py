@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kernels and compiled blocks of every architecture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen-Image-Edit-Plus: images of several shapes, sizes from images, and what its conditions depend on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import Any

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every model's `ModelSpec` against its diffusers pipeline, and against the network of its tiny checkpoint.
 
-Config keys are compared in tests/plan/test_conditions.py, FLOPs in tests/plan/test_flops.py, LoRA targets in
+Config keys are compared in tests/plan/test_parts.py, FLOPs in tests/plan/test_flops.py, LoRA targets in
 test_parity.py, and vLLM-Omni's classes in tests/vllm_omni.
 """
-
-from __future__ import annotations
 
 import ast
 import gc
@@ -22,9 +20,11 @@ import transformers
 from torch import nn
 
 from tests.models.cases import CPU, Loaded
-from verl_digen.models import MODELS, model_class
+from tests.tiny_models import build_tiny
+from verl_digen.models import MODELS, load_model, model_class
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import HUB_ID
+from verl_digen.models.random_weights import MARKER, NUM_DRAWN, STD, draw
 from verl_digen.models.spec import Tokens
 from verl_digen.plan.networks import ENCODERS, Part, count_parts
 
@@ -115,3 +115,34 @@ def _networks() -> set[transformers.PreTrainedModel]:
 
 def _num_params(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
+
+
+# -- networks of a published size whose weights are drawn where they are loaded ------------------------------
+@pytest.fixture
+def drawn(tmp_path: Path) -> Path:
+    """A checkpoint whose transformer has a config and no weights."""
+    folder = tmp_path / "drawn"
+    build_tiny("sd3", folder)
+    for file in (folder / "transformer").glob("*.safetensors"):
+        file.unlink()
+    (folder / "transformer" / MARKER).touch()
+    return folder
+
+
+def test_every_process_draws_the_same_network_without_a_file_of_weights(drawn: Path):
+    one, other = (load_model(drawn).load_transformer(torch.bfloat16) for _ in range(2))
+    assert not any(tensor.is_meta for tensor in (*one.parameters(), *one.buffers()))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    assert {parameter.dtype for parameter in one.parameters()} == {torch.bfloat16}
+    values = dict(one.named_parameters())
+    assert values["norm_out.linear.bias"].eq(0).all() and values["transformer_blocks.0.attn.to_q.bias"].eq(0).all()
+    weight = values["transformer_blocks.0.attn.to_q.weight"].float()
+    assert abs(weight.std().item() / STD - 1) < 0.1 and abs(weight.mean().item()) < STD / 5
+
+
+def test_tensors_of_one_shape_differ_and_one_longer_than_what_is_drawn_repeats_it():
+    shape = torch.Size((8, 16))
+    assert not torch.equal(draw("a.weight", shape, torch.float32), draw("b.weight", shape, torch.float32))
+    long = draw("a.weight", torch.Size((NUM_DRAWN + 5, 1)), torch.float32).flatten()
+    assert torch.equal(long[:5], long[NUM_DRAWN:]) and not torch.equal(long[:5], long[5:10])
+    assert draw("norm.weight", torch.Size((4,)), torch.float32).eq(1).all()

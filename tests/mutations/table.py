@@ -6,8 +6,6 @@ A line is (MODULE.FUNCTION, operator, the fault in words), and where the module'
 the module's own. Break an invariant, not a line of code: `operators` says what lasts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of the checkout, tagged or without git, and what is built from them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

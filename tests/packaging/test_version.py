@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The version: where it comes from, and who names it."""
 
-from __future__ import annotations
-
 import tarfile
 from importlib.metadata import version
 from pathlib import Path

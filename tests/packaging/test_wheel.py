@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sdist of a tagged checkout, and the wheel that is built from it: files, and metadata as an index reads them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

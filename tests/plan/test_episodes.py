@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planned episodes, by hand, and against episodes that a replica and the environment `shape_edits` play."""
 
-from __future__ import annotations
-
 import asyncio
 from argparse import Namespace
 from pathlib import Path

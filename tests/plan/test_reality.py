@@ -5,8 +5,6 @@ The model is Wan, all of whose weights get a gradient. In Qwen-Image the last bl
 10 % of the tiny network's two blocks and 0.4 % of the real one's sixty; the plan counts it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor

@@ -13,8 +13,6 @@
 | update | receiving, sealing and loading all weights | update |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass

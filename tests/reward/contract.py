@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that every built-in scorer passes: batches, sizes, videos, odd prompts."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ Run in an environment of its own, from the root of the repository, beside the Py
 torchvision may be built for another PyTorch: its compiled operators are declared and never called.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

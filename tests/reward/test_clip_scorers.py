@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pickscore`, `clip_score` and `aesthetic` on tiny checkpoints, against the code that their publishers show."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

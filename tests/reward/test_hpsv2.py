@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hpsv2` on a tiny checkpoint, against scores of the hpsv2 package (`make_references.py`)."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`image_reward` on a tiny checkpoint, against scores of the image-reward package (`make_references.py`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OCR reward on drawn pictures, against rapidocr itself and against the rule for frames."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

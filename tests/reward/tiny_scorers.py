@@ -5,8 +5,6 @@ Weights come from NumPy, each tensor from its own name, so that `make_references
 environment with the original packages. The CLIP vocabulary is open_clip's, with few merges.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

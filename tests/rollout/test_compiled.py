@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `diffusers` replica with compiled blocks: its forwards read the weights of every update, also after a sleep."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

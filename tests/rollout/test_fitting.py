@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches that fit into memory: on a device that takes a known number of bytes, and a replica on the pretend device."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

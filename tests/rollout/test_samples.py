@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of a replica on the pretend device (`tests.pretend`), where copies to the host arrive late."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import threading

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The denoising loop: against diffusers' pipeline without noise, and against its own replay with it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

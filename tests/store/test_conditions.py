@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conditions in a real TransferQueue: those of a group alone are found and cleared, told by a tag or not."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

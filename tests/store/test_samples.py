@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of samples through a real TransferQueue."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tags and statuses through a real TransferQueue, and as verl's replay buffer reads them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -5,8 +5,6 @@ These tests fail first with another version; each names the code that would brea
 one, such as a method with other arguments, the other tests of this folder find.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import queue

@@ -4,8 +4,6 @@
 `test_request_mode.py` has the pipelines that denoise a batch in one call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's methods over a fake engine: faults of the engine, and which adapter a request names."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ Sender, receiver and their buckets are the real ones. The CPU stands for the dev
 the one that handles of device memory travel through; so a copy's kind follows from who makes it.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plain loop on Stable Diffusion 3 computes what verl-digen computes, on a tiny checkpoint in fp32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path

@@ -6,9 +6,11 @@ import re
 
 import pytest
 
+from verl_digen.reward.judges.question import fields_of, filled
 from verl_digen.reward.judges.reading import number_in, preferred, require_distinct, weighed
 from verl_digen.reward.judges.reply import Reply, Token
 from verl_digen.reward.servers.answers import UnusableAnswer
+from verl_digen.types import PromptRow
 
 SCORE = re.compile(r"Score:\s*(-?\d+(?:\.\d+)?)")
 YES_NO = {"Yes": 1.0, "No": 0.0}
@@ -110,3 +112,30 @@ def test_a_preference_for_both_or_neither_is_a_failure(text):
 def test_answers_that_cannot_be_told_apart_are_refused(answers):
     with pytest.raises(ValueError, match="answers must name at least two answers"):
         require_distinct(answers, "answers")
+
+
+# -- questions from templates --------------------------------------------------------------------------------
+ROW = PromptRow("a {strange} cat", "test", {"count": 3}, extra={"tag": "counting", "none": None}, place="line 7 of 'x'")
+
+
+def test_a_question_holds_the_rows_own_columns():
+    asked = filled('{prompt}, {ground_truth}, {tag}, {{"score": 4}}', ROW, "judge: question")
+    assert asked == "a {strange} cat, {'count': 3}, counting, {\"score\": 4}"
+
+
+def test_fields_are_listed_in_order():
+    assert fields_of("{tag} {prompt} {tag}", "q") == ("tag", "prompt", "tag")
+
+
+@pytest.mark.parametrize(
+    "question", ["{", "a } b", "{prompt.__class__}", "{prompt[0]}", "{prompt!r}", "{prompt:>9}", "{}"]
+)
+def test_a_brace_with_more_than_a_name_is_refused(question):
+    with pytest.raises(ValueError, match=r"judge\.question must .* twice"):
+        fields_of(question, "judge.question")
+
+
+@pytest.mark.parametrize("name", ["include", "none"])
+def test_a_column_that_the_row_lacks_is_named_with_its_place(name):
+    with pytest.raises(ValueError, match=rf"must name columns .*prompt, tag.*'{name}'; add it to the row \(line 7"):
+        filled("{" + name + "}", ROW, "judge: question")

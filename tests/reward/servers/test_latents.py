@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of latents: what is sent, what is refused, and that latents go to those alone that read them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

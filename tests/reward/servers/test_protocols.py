@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every protocol against a server that speaks it: right answers, and every way to fail."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import itertools
