@@ -12,7 +12,6 @@ import pytest
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopWorker
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
-from verl.single_controller.ray.base import RayWorkerGroup
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
@@ -209,10 +208,3 @@ def test_importing_all_of_ours_replaces_nothing():
         if "vllm_omni" not in module.name and "patches" not in module.name:
             importlib.import_module(module.name)
     assert replaced() == []
-
-
-def test_a_method_that_is_replaced_is_found(monkeypatch):
-    from verl_digen.engine.rendezvous import free_port
-
-    monkeypatch.setattr(RayWorkerGroup, "_get_master_addr_port", free_port)
-    assert "verl.single_controller.ray.base.RayWorkerGroup._get_master_addr_port" in replaced()

@@ -25,8 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"model": LORA},
     "gathered": {"fsdp": {"reshard_after_forward": False}},
-    "reduced at every tile": {"digen": {"tsp": {"reduce": "tile"}}},
-    "recomputed": {"model": {"enable_gradient_checkpointing": True}},
 }
 
 

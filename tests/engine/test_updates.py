@@ -248,12 +248,6 @@ def test_samples_are_described_group_after_group():
     assert found[0] == FragmentSample("b_0_3", "b", 0, 0.5, 2, TAG_SAMPLING, "a cat", (0, 1))
 
 
-def test_a_sample_that_the_objective_does_not_select_has_no_rows_and_keeps_its_reward():
-    tags = {index: make_tag(reward, version=0, num_steps=2) for index, reward in enumerate([0.5, 2.0, -1.0])}
-    found = fragment_samples({"a": tags}, lambda rewards: [rewards.index(max(rewards)), rewards.index(min(rewards))])
-    assert [(sample.reward, sample.num_steps) for sample in found] == [(0.5, 0), (2.0, 2), (-1.0, 2)]
-
-
 def test_best_of_trains_the_best_and_the_worst_with_the_scale_of_all():
     digen = DigenConfig(advantage=AdvantageConfig(best_of=2, eps=0.5))
     tags = {index: make_tag(reward, version=0, num_steps=2) for index, reward in enumerate([0.5, 2.0, -1.0, 1.0])}

@@ -44,16 +44,6 @@ def test_without_an_image_it_is_the_pipelines_text_to_image(model, network, enco
     torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
 
 
-@pytest.mark.long
-def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline, images):
-    request = request_of(model, images[:1], height_px=1024, width_px=1024, size_from_image=True)
-    image = images[0].read()
-    start = start_of(model, request.sampling.geometry)
-    size = {"height": image.height, "width": image.width}
-    made = pipeline(image, TEXT, latents=start, **size, num_inference_steps=NUM_STEPS, output_type="latent")[0]
-    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
-
-
 def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):
     asked = [request_of(model, each, height_px=64, width_px=64, image_px=64) for each in (images[:1], images[1:], ())]
     assert_conditions_of_their_own(model, network, encode, asked, num_tokens=18)

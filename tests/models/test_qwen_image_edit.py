@@ -40,16 +40,6 @@ def test_two_images_of_different_shapes_are_the_pipelines(model, network, encode
     torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
 
 
-@pytest.mark.long
-def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline, images):
-    request = request_of(model, images[1:2], height_px=1024, width_px=1024, size_from_image=True)
-    geometry = request.sampling.geometry
-    made = pipeline(
-        images[1].read(), TEXT, latents=start_of(model, geometry), num_inference_steps=NUM_STEPS, output_type="latent"
-    )[0]
-    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("area", [384**2, 1024**2])
 @pytest.mark.parametrize("size", [(1000, 1000), (4000, 3000), (1, 2), (333, 1024), (90, 40)])
 def test_a_fitted_size_is_the_pipelines(size, area):

@@ -261,9 +261,19 @@ WEIGHTS: tuple[Line, ...] = (
 
 STORE: tuple[Line, ...] = (
     ("client.run", swap("self._is_made", "True"), "a second thread calls before the client is made"),
-    ("conditions.own_condition_keys", swap("own_condition_key(uid, '')", "uid"), "conditions of another group go"),
+    (
+        "conditions.own_condition_keys",
+        swap("own_condition_key(uid, '')", "uid"),
+        "conditions of another group go",
+        "samples: nothing_is_left",
+    ),
     ("samples.fetch_columns", given(keys="keys[::-1]"), "samples come in another order than asked for"),
-    ("prompts.to_listing", swap("entry", "True", 3), "a sample that is being stored is listed", "tags: being_stored"),
+    (
+        "prompts.to_listing",
+        swap("entry", "True", 3),
+        "a sample that is being stored is listed",
+        "samples: being_stored",
+    ),
 )
 
 TABLE = tuple(

@@ -3,7 +3,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import wave
 from dataclasses import replace
 from pathlib import Path
@@ -83,18 +82,6 @@ def test_before_and_after_say_means_and_changes_and_mark_what_fell(tmp_path):
             )
         ]
     assert reddish[1] > 20 and reddish[0] == reddish[2] == 0
-
-
-def test_a_long_prompt_is_shown_whole(tmp_path):
-    entry = show(tmp_path / "a.png", picture(RED))
-    words = " ".join(f"word{number}" for number in range(60))
-    save_grid([replace(entry, prompt=words), entry], tmp_path / "grid.png", "title")
-    lines = len(textwrap.wrap(f"0.50  {words}", CELL_PX // images.LETTER_PX))
-    with Image.open(tmp_path / "grid.png") as grid:
-        assert grid.height == 24 + CELL_PX + images.LINE_PX * (lines + 1) and lines > 10
-        pixels = np.asarray(grid.convert("L"))[:, :CELL_PX]
-        assert pixels[-2 * images.LINE_PX - 4 :].min() < 80, "its last line is there"
-        assert pixels[-2:].min() == 255
 
 
 def test_a_video_has_its_sound_in_a_file_beside_it(tmp_path):

@@ -7,6 +7,7 @@ from argparse import ArgumentParser
 
 import pytest
 
+from tests.tiny_models import build_tiny
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import digen_config
 from verl_digen.devices import Pool
@@ -87,8 +88,8 @@ def test_a_trajectory_holds_both_parts_of_a_video_with_sound(tiny_ltx2, capsys):
     assert plan["trajectory_bytes"] == (num_rows + 1) * (8 + 9) * 8 * 4 + num_rows * 20 + 4
 
 
-def test_seconds_are_those_of_a_measured_share_of_the_peak_where_there_is_one(tiny_qwen_image):
-    plan = command.make_plan(["recipe=digen_sd3", "gpus=1", "device=H100"])
+def test_seconds_are_those_of_a_measured_share_of_the_peak_where_there_is_one(tiny_qwen_image, tmp_path):
+    plan = command.make_plan([*small(build_tiny("sd3", tmp_path / "sd3")), "gpus=1", "device=H100"])
     assert plan.mfu == 0.21 and plan.time.training_s == pytest.approx(plan.time.training_flops / (0.21 * 989e12))
     assert mfu_of(plan.run.measured.title, 8_000_000_000) == MFU, "3.5 large is another network"
     words = [*small(tiny_qwen_image), "gpus=1", "device=H100"]

@@ -27,8 +27,7 @@ def count(loaded, geometry, scale):
     return counter.get_total_flops(), max(len(condition["embeds"]) for condition in conditions)
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize(("size", "scale"), [(0, 3.0), (1, 1.0)])
 def test_a_forward_is_counted_within_one_percent(loaded, size, scale):
     geometry = loaded.case.sizes[size]
     counted, tokens = count(loaded, geometry, scale)

@@ -14,7 +14,7 @@ from verl_digen.types import PromptRow, RewardInput
 
 SIZES = ((64, 64), (48, 96), (512, 256), (17, 31))
 """(height, width) in px: square, wide, tall, odd and small."""
-HUGE = (4096, 2048)
+HUGE = (2048, 1024)
 
 
 def make_picture(height: int = 64, width: int = 64, *, seed: int = 0, frames: int | None = None) -> np.ndarray:

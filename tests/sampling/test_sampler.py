@@ -19,7 +19,6 @@ from verl_digen.algorithms.solvers import denoise_step
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models.base import DiffusionModel
-from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.sampler import Sampler, SamplingStopped, row_velocity, score_rows
 from verl_digen.types import CleanRecord, Geometry, Noised, SampleRequest, Sampling, Trajectory
 
@@ -101,19 +100,6 @@ def test_replay_gives_the_recorded_log_probs(model, network, encode, sample, tru
     other_prompts = replace(rows, conditions=encode([NEGATIVE] * len(rows)))
     wrong, _ = score_rows(model, network, other_prompts)
     assert (wrong.log_prob - rows.point.log_probs).abs().max() > 1e-3  # and a wrong replay does not
-
-
-def test_guidance_in_two_forwards_gives_the_same_sample(network, sample):
-    requests = mixed_requests(sampling(4.0))
-    expected, latents = sample(requests)
-    calls: list[None] = []
-    handle = network.register_forward_pre_hook(lambda *unused: calls.append(None))
-    found, split = sample(requests, branches=GuidanceBranches(True, CPU))
-    handle.remove()
-    assert len(calls) == 2 * NUM_STEPS
-    close(split, latents)
-    for one, other in zip(found, expected, strict=True):
-        close(one.record.log_probs, other.record.log_probs)
 
 
 def test_rounding_to_storage_dtype_comes_before_the_log_prob(model, network, encode, sample):

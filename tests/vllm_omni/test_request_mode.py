@@ -245,15 +245,6 @@ def test_a_group_runs_the_steps_before_its_window_once(served):
         assert_same(got, expected)
 
 
-def test_the_trainer_gets_the_conditions_that_a_sample_carries(served):
-    case, replica = served
-    asked = replace(case.requests(is_guided=True)[0], wants_condition=True)
-    (generation,) = replica.generate([asked])
-    condition, negative_condition = ray.get(replica.server.encode.remote(asked))
-    torch.testing.assert_close(condition, generation.condition, atol=0, rtol=0)
-    torch.testing.assert_close(negative_condition, generation.negative_condition, atol=0, rtol=0)
-
-
 def test_updates_come_between_trajectories_and_with_every_weight(served):
     case, replica = served
     requests = case.requests(is_guided=False)

@@ -21,12 +21,10 @@ from tests.vllm_omni.conftest import (
 )
 from tests.vllm_omni.faults import (
     EMPTY,
-    LOST,
     UNBOUND,
     assert_found,
     bind_no_module,
     broken,
-    load_nothing,
     load_weights,
     register_empty_adapters,
 )
@@ -112,11 +110,6 @@ def refused(replica, message, version):
     (after,) = replica.generate([request(0)])
     assert after.trajectory.version == before.trajectory.version == version
     assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
-
-
-def test_full_weights_that_are_not_loaded_are_an_error(full_replica):
-    assert_found(full_replica, load_weights, load_nothing, LOST)
-    full_replica.update(full_weights(full_replica.path, 0).items(), 0).result()
 
 
 @pytest.mark.parametrize(
