@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that several folders of tests share."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 from collections.abc import Iterator

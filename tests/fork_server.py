@@ -11,8 +11,6 @@ fork with its own arguments, environment, folder and output, and waits for the f
 - `sitecustomize` of a folder that PYTHONPATH names is imported in the fork, as in a process that starts.
 """
 
-from __future__ import annotations
-
 import array
 import atexit
 import gc

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses at forward points of whole batches, in fp64 and by the papers' formulas, without joint columns."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

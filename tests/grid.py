@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Further values of a grid that CI leaves out: `make test-grids`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

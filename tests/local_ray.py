@@ -4,8 +4,6 @@
 An actor that needs PyTorch and verl is ready after 2 s of a core in place of 6.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A user's modules outside the repository: a model, its tiny checkpoint, an objective and the name of a reward."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An accelerator's memory of 100 bytes, as `device_memory` reads it; tests add what allocates there."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

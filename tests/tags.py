@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sample's tag, for tests that need a few of its facts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from verl_digen.types import Geometry, SampleTag, Sampling

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of docs/algorithms/README.md against the recipes, the objectives and the tests that there are."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`actor_rollout_ref.model`."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

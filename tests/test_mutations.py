@@ -6,7 +6,7 @@ import ast
 import pytest
 
 from tests.mutations.__main__ import problem_of
-from tests.mutations.operators import Misplaced, Operator, accept, drop, given, mutated, passes, result, skip, swap
+from tests.mutations.operators import Operator, accept, drop, given, mutated, passes, result, swap
 from tests.mutations.table import TABLE
 
 SOURCE = """
@@ -39,21 +39,3 @@ def test_each_mutation_can_be_made_and_its_tests_exist():
 def test_an_operator_changes_what_it_names_alone(operator: Operator, old: str, new: str):
     found = sorted(line.strip() for line in mutated(SOURCE, "add", operator).splitlines())
     assert found == sorted(line.strip() for line in ast.unparse(ast.parse(SOURCE.replace(old, new))).splitlines())
-
-
-def test_a_function_that_is_skipped_does_nothing():
-    assert mutated(SOURCE, "Sum.add", skip()).endswith("-> int:\n        return")
-
-
-@pytest.mark.parametrize(
-    ("name", "operator", "message"),
-    [
-        ("subtract", skip(), "0 functions have this name"),
-        ("add", given(least="0"), "its arguments are most, self, value"),
-        ("add", swap("value", "0"), "there are 4 places for it"),
-        ("add", swap("value", "value", 1), "the operator changes nothing"),
-    ],
-)
-def test_an_operator_that_does_not_fit_is_told(name: str, operator: Operator, message: str):
-    with pytest.raises(Misplaced, match=message):
-        mutated(SOURCE, name, operator)

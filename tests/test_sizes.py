@@ -80,8 +80,3 @@ def objectives_of(text: str) -> list[str]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "register_objective"
     ]
     return [ast.literal_eval(name) for call in calls for name in call.args]
-
-
-def test_lines_of_code_leave_out_blanks_comments_and_docstrings():
-    text = 'async def f(\n    a):\n    """Text\n\n    of three lines."""\n\n    # a comment\n    return 1  # why\n'
-    assert dict(functions(text)) == {"f": 3}

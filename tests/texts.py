@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts without images, as tests write them: plain texts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from verl_digen.inputs import PromptInputs

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package's tiny checkpoints, as tests ask for them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from verl_digen.models.tiny import BUILDERS, build_tiny

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of recorded steps, for tests of their replay."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

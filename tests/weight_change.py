@@ -5,8 +5,6 @@ Weights hardly move in a few steps, so those of an untrained network would pass 
 d' agree if ||d - d'|| <= TOLERANCE ||d|| and ||d|| > 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -5,8 +5,7 @@ each family of pipelines.
 - `digen.sampling.image_sizes` names the rule of a run; the checks before a run compare it with the model's.
 - A rule is a function of sizes alone, so that requests are made without the model.
 
-Invariant (tests/models/test_image_sizes.py, test_video_sizes.py): with the areas of a pipeline, sizes are those of the
-pipeline.
+Invariant (tests/models/test_image_sizes.py): with the areas of a pipeline, sizes are the pipeline's.
 """
 
 from __future__ import annotations

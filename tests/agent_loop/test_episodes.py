@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes of an agent loop worker, in this process: turns, pictures that are edited, records, and tags."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's worker without the processes that its constructor connects to."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

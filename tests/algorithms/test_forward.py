@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise levels of forward points: where they lie, how many there are, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from statistics import NormalDist, fmean
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses at forward points: values of the published codes, formulas in fp64, joint columns, errors, choices."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Off-policy losses against slow references in plain Python, value and gradient; which policy a ratio is against."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

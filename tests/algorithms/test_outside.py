@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that the solver passes over, and the rules for `digen.sampling.outside`."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

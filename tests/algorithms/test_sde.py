@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import itertools
 import math
 from pathlib import Path
 
@@ -195,29 +194,6 @@ def test_a_step_taken_with_gradients_has_the_same_log_prob_gradient_as_when_scor
         take("flow", velocity=velocity, **given).log_prob.sum().backward()
         gradients.append(velocity.grad)
     assert torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("law", ["flow", "flow_clipped", "dance"])
-def test_the_sde_has_the_marginals_of_the_ode(law):
-    """Data N(0, 1/4): x is normal at every sigma, of a known variance that SDE steps must keep."""
-    data_var, num_steps = 0.25, 400
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 20000, generator=generator)
-    sigmas = torch.linspace(1, 0.02, num_steps + 1)
-    for sigma, sigma_next in itertools.pairwise(sigmas):
-        var = (1 - sigma) ** 2 * data_var + sigma**2
-        velocity = (sigma - (1 - sigma) * data_var) / var * x
-        x = sde_step(
-            velocity,
-            x,
-            sigma[None],
-            sigma_next[None],
-            law=law,
-            noise_level=0.5,
-            sigma_max=sigmas[1],
-            noise=torch.randn(x.shape, generator=generator),
-        ).next_sample
-    assert x.var().item() == pytest.approx((1 - 0.02) ** 2 * data_var + 0.02**2, rel=0.04)
 
 
 def test_cps_keeps_the_coefficients_of_point_data():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The step cache against a slow reference, row by row."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shape of a tree, and advantages of its nodes."""
 
-from __future__ import annotations
-
 import math
 import random
 from statistics import fmean, stdev

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Made-up runs, for tests of the reports on runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from verl_digen.bench import command
-from verl_digen.bench.runs import RunFailed, RunResult
+from verl_digen.bench.modes import MODES, interleaved, parse_modes
+from verl_digen.bench.runs import BenchWork, RunFailed, RunResult, command_of, outcome_of
 
 
 def digen_bench(*arguments: str) -> int:
@@ -89,3 +90,72 @@ def test_a_bench_whose_first_repeat_fails_has_no_table(tmp_path, monkeypatch, ca
     monkeypatch.setattr(command, "run_mode", run_mode)
     assert digen_bench("--modes", "barrier,gap", "--out", str(tmp_path)) == 1
     assert "whole" not in capsys.readouterr().out and not (tmp_path / "bench.json").exists()
+
+
+# -- the modes that are compared, and their order ------------------------------------------------------------
+def test_separate_modes_differ_in_the_switches_of_their_techniques_alone():
+    separate = [mode for mode in MODES.values() if mode.is_disaggregated]
+    assert [mode.name for mode in separate] == ["barrier", "gap", "gap+tsp", "gap+tsp+tag", "gap+tsp+tag+tcss"]
+    assert {mode.recipes for mode in separate} == {("disaggregated",)}
+    switched = {mode.name: dict(override.split("=") for override in mode.overrides) for mode in separate}
+    keys = {"digen.gap.enable", "digen.tsp.enable", "digen.tag.policy", "digen.staleness.max_versions"}
+    for mode in separate:
+        # tiles of several timesteps are what is compared, not what is given
+        assert switched[mode.name].keys() - {"digen.tsp.steps_per_tile"} == keys
+        assert switched[mode.name]["digen.tag.policy"] == ("bts" if "tag" in mode.techniques else "off")
+        assert switched[mode.name]["digen.staleness.max_versions"] == str(int("tcss" in mode.techniques))
+        for technique in ("gap", "tsp"):
+            assert switched[mode.name][f"digen.{technique}.enable"] == str(technique in mode.techniques).lower()
+
+
+def test_a_colocated_run_is_there_with_the_same_tiles_as_separate_pools_have_and_without():
+    with_tsp, without = MODES["colocated+tsp"], MODES["colocated"]
+    assert with_tsp.recipes == without.recipes == ()
+    assert set(with_tsp.overrides) <= set(MODES["gap+tsp"].overrides)
+    assert set(without.overrides) <= set(MODES["gap"].overrides)
+    assert with_tsp.overrides == ("digen.tsp.enable=true",)
+
+
+def test_repeats_are_interleaved():
+    order = interleaved(parse_modes("barrier,gap"), 3)
+    assert [(repeat, mode.name) for repeat, mode in order] == [
+        *((0, "barrier"), (0, "gap")),
+        *((1, "barrier"), (1, "gap")),
+        *((2, "barrier"), (2, "gap")),
+    ]
+
+
+# -- the command of a run, and its outcome -------------------------------------------------------------------
+WORK = BenchWork(("digen_quickstart",), ("digen.seed=7", "trainer.logger=[console]"), num_steps=2)
+
+
+def ended_run(run_dir: Path, num_steps: int) -> Path:
+    (run_dir / "console.log").write_text("\n".join(f"line {number}" for number in range(100)))
+    rows = [{"step": 0, "val/reward": 0.1}, *({"step": step, "perf/step_s": 2.0} for step in range(1, num_steps + 1))]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_dir
+
+
+def test_the_command_is_verls_main_with_the_modes_recipe_and_the_users_overrides_last(tmp_path):
+    command = command_of(WORK, MODES["gap"], tmp_path)
+    assert command[1:4] == ["-m", "verl.trainer.main_ppo", "recipe=digen_quickstart+disaggregated"]
+    assert command.index("digen.gap.enable=true") < command.index("digen.seed=7")
+    assert command.index("trainer.logger=[]") < command.index("trainer.logger=[console]")
+    assert "trainer.total_training_steps=2" in command
+    assert f"trainer.default_local_dir={tmp_path}" in command
+
+
+def test_a_finished_run_has_its_steps_and_no_validation(tmp_path):
+    run = outcome_of(MODES["gap"], 0, ended_run(tmp_path, 2), exit_code=0, num_steps=2, wall_s=41.0)
+    assert [row["step"] for row in run.steps] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "num_done", "message"), [(1, 2, "exit code 1"), (0, 1, "1 of 2 steps were done")]
+)
+def test_a_run_that_failed_or_ended_early_is_an_error_with_its_log(tmp_path, exit_code, num_done, message):
+    with pytest.raises(RunFailed) as told:
+        outcome_of(MODES["gap"], 1, ended_run(tmp_path, num_done), exit_code=exit_code, num_steps=2, wall_s=41.0)
+    text = str(told.value)
+    assert text.startswith(f"gap, repeat 2: {message}") and str(tmp_path / "console.log") in text
+    assert text.endswith("line 99") and "line 80" in text and "line 79" not in text

@@ -5,8 +5,6 @@ python -m tests.chaos --orders 10000 --seed 7     worlds 7000000 to 7009999
 python -m tests.chaos --world 7000123             one of them, with where it waits if it is stuck
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

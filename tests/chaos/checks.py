@@ -11,8 +11,6 @@
 | crashed | the run ends by anything but `RunStopped`, or because of a fault that it must survive |
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args

@@ -5,8 +5,6 @@ Every remote call of a run is one of `CALLS`; every kind is possible at every on
 `is_possible` excludes. `survival` defines whether a run may end because of a fault.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

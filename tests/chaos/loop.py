@@ -6,8 +6,6 @@
 - With nothing ready and no timer set there is a deadlock: `Stuck`, which says who waits where.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterator

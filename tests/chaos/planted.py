@@ -44,38 +44,8 @@ BUGS = {
         ),
         also=Bug("verl_digen.trainer.replicas", "for server in replica.servers:", "for server in ():"),
     ),
-    "a replica takes weights while another of its slots generates": Bug(
-        "verl_digen.trainer.slots", "if not self._unloaded.issuperset(slots):", "if False:"
-    ),
-    "a failure leaves the gradient open": Bug(
-        "verl_digen.trainer.conductor",
-        "if self._is_open:\n            await to_the_end",
-        "if False:\n            await to_the_end",
-    ),
-    "a group is handed to the trainer again": Bug(
-        "verl_digen.schedulers.planner",
-        "uids = self._book.take_ready(batch, size)",
-        "uids = self._book.take_ready(batch, size) * (1 + (self._num_fragments == 1))",
-    ),
-    "a failed sample is never generated again": Bug(
-        "verl_digen.schedulers.group_book", "group.unissued = sorted({*group.unissued, *returned})", "pass"
-    ),
     "the samples of a lost slot are never generated again": Bug(
         "verl_digen.schedulers.planner", "self._book.give_back(chunk_id, live.left)", "pass"
-    ),
-    "staleness has no bound": Bug("verl_digen.schedulers.group_book", "return age == 0 or ", "return True or "),
-    "the death of a replica counts as bad luck of its samples": Bug(
-        "verl_digen.agent_loop.chunks",
-        "is_lost = any(isinstance(error, RayActorError) for error in errors.values())",
-        "is_lost = False",
-    ),
-    "samples that failed are said to be generated": Bug(
-        "verl_digen.agent_loop.chunks",
-        "GeneratedChunk({index: _reason(error) for index, error in errors.items()}, is_lost)",
-        "GeneratedChunk({}, is_lost)",
-    ),
-    "a fragment holds the samples of its first group only": Bug(
-        "verl_digen.trainer.pools", "fragment_samples(groups,", "fragment_samples(dict(list(groups.items())[:1]),"
     ),
     "chunks of a group go to different agent loop workers": Bug(
         "verl_digen.trainer.pools",
@@ -86,19 +56,6 @@ BUGS = {
         "verl_digen.trainer.disaggregated",
         "|= outcome.condition_keys |",
         "|= {tag.condition_key for tags in outcome.groups.values() for tag in tags.values()} |",
-    ),
-    "conditions are cleared while another group needs them": Bug(
-        "verl_digen.trainer.disaggregated",
-        "self._condition_keys - self._generator.condition_keys()",
-        "{*self._condition_keys}",
-    ),
-    "rows that were published for nothing are left": Bug(
-        "verl_digen.trainer.disaggregated", "if outcome.unwanted:", "if False:"
-    ),
-    "a validation does not wait for the newest weights": Bug(
-        "verl_digen.trainer.disaggregated",
-        "self._supervision.run(self._conductor.drain())",
-        "pass",
     ),
     "weights are switched in the middle of a batch": Bug(
         "verl_digen.rollout.batcher",

@@ -11,8 +11,6 @@
 | queue | the calls | a dictionary |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence

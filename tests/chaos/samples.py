@@ -5,8 +5,6 @@
 - A pixel's value is a function of the sample's seed, so that rewards differ and a run is reproducible.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

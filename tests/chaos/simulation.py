@@ -334,11 +334,7 @@ def in_place_of_ray(simulation: Simulation) -> Iterator[None]:
     functions: list[tuple[Any, Sequence[str], Any]] = [
         (ray, ("get", "get_actor", "kill", "nodes"), cluster),
         (ray._private.state, ("actors",), cluster),
-        (
-            tq,
-            ("async_kv_put", "async_kv_batch_put", "async_kv_clear", "kv_batch_put", "kv_clear", "kv_list"),
-            client,
-        ),
+        (tq, ("async_kv_put", "async_kv_batch_put", "async_kv_clear", "kv_batch_put", "kv_clear", "kv_list"), client),
     ]
     patches = [
         mock.patch.object(module, name, getattr(ours, name)) for module, names, ours in functions for name in names

@@ -4,8 +4,6 @@
 The same functions run on the pretend accelerator.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`digen doctor --gpu --device cpu` as a user types it: a process per check, Ray, verl's main."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks in processes of their own, with small programs in place of the checks, and what is printed of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

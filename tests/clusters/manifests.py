@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manifests of KubeRay and compose files, and what is wrong with them.
 
-Kubernetes' own objects (pod templates, claims) are checked by its published JSON schemas, `kubernetes-validate`. Fields
-of a RayJob, ray.io/v1 of KubeRay 1.x, are checked by name and type, those that our manifest may use. No test knows what
-an operator, an admission webhook or a scheduler says.
+Kubernetes' own objects (pod templates, claims) are checked by its published JSON schemas, `kubernetes-validate`. No
+test knows what an operator, an admission webhook or a scheduler says.
 """
-
-from __future__ import annotations
 
 import json
 import re
@@ -17,31 +14,7 @@ import kubernetes_validate
 import yaml
 
 KUBERNETES = "1.37"
-JOB = {
-    **{name: str for name in ("entrypoint", "runtimeEnvYAML", "submissionMode", "jobId")},
-    **{name: int for name in ("activeDeadlineSeconds", "backoffLimit", "ttlSecondsAfterFinished")},
-    **{name: bool for name in ("shutdownAfterJobFinishes", "suspend")},
-    **{name: dict for name in ("rayClusterSpec", "submitterPodTemplate", "submitterConfig", "metadata")},
-}
-CLUSTER = {"rayVersion": str, "headGroupSpec": dict, "workerGroupSpecs": list, "enableInTreeAutoscaling": bool}
-HEAD = {"rayStartParams": dict, "template": dict, "serviceType": str, "enableIngress": bool}
-WORKERS = {
-    **{name: int for name in ("replicas", "minReplicas", "maxReplicas", "numOfHosts", "idleTimeoutSeconds")},
-    **{"groupName": str, "rayStartParams": dict, "template": dict, "suspend": bool},
-}
 DEVICE = "nvidia.com/gpu"
-
-
-def fields_of(
-    where: str, found: Mapping[str, Any], known: Mapping[str, type], needed: tuple[str, ...]
-) -> Iterator[str]:
-    """Problems of one level of a manifest: fields that are unknown, of another type, or missing."""
-    yield from (f"{where}.{name} is missing" for name in needed if name not in found)
-    for name, value in found.items():
-        if name not in known:
-            yield f"{where}.{name} is no field of ray.io/v1"
-        elif type(value) is not known[name]:
-            yield f"{where}.{name} must be of type {known[name].__name__}, got {value!r}"
 
 
 def schema_problems(where: str, manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -73,19 +46,10 @@ def pod_problems(where: str, template: Mapping[str, Any], claims: set[str]) -> I
 
 
 def ray_job_problems(job: Mapping[str, Any], claims: set[str]) -> Iterator[str]:
-    """Problems of a RayJob."""
-    if job["apiVersion"] != "ray.io/v1":
-        yield f"apiVersion must be ray.io/v1, got {job['apiVersion']!r}"
-    spec = job["spec"]
-    yield from fields_of("spec", spec, JOB, ("entrypoint", "rayClusterSpec"))
-    cluster = spec["rayClusterSpec"]
-    yield from fields_of("rayClusterSpec", cluster, CLUSTER, ("headGroupSpec", "workerGroupSpecs"))
-    groups = [("head", cluster["headGroupSpec"], HEAD, ("rayStartParams", "template"))]
-    for group in cluster["workerGroupSpecs"]:
-        needed = ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template")
-        groups.append((group.get("groupName", "a group"), group, WORKERS, needed))
-    for name, group, known, needed in groups:
-        yield from fields_of(name, group, known, needed)
+    """Problems of a RayJob's pods, and of Ray's options."""
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        name = group.get("groupName", "head")
         for option, value in group["rayStartParams"].items():
             if not isinstance(value, str):
                 yield f"{name}.rayStartParams.{option} must be a string, got {value!r}"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """examples/clusters/slurm.sh, run by bash with programs of SLURM and Ray that note what they are told."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

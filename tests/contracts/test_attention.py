@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of attention kernels against diffusers' own dispatcher."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

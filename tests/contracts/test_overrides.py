@@ -2,11 +2,9 @@
 """Methods of verl, Hydra and torch that we override: they exist there, and ours take what theirs are called with.
 
 A method that is renamed upstream would silently leave ours behind as dead code. `OVERRIDDEN` is the whole list; a class
-that overrides another method, or one that is gone upstream, fails. Tested elsewhere: hooks whose callers are tested in
-`test_public_names.py`, the platform's members in `test_verl_surface.py`, vLLM-Omni's names.
+that overrides another method, or one that is gone upstream, fails. Tested elsewhere: hooks whose callers, and
+the platform's members, are in `test_verl_surface.py`; vLLM-Omni's names.
 """
-
-from __future__ import annotations
 
 import importlib
 import inspect

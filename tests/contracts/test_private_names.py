@@ -46,8 +46,6 @@
 `test_overrides.py` has the methods we override, `tests/vllm_omni` what we use of vLLM-Omni.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 import warnings
@@ -307,16 +305,6 @@ def test_a_replicas_server_is_what_its_properties_return():
     replica: Any = object.__new__(DiffusersReplica)
     replica._server_handle, replica._server_address = "handle", "address"
     assert (replica.server_handle, replica.server_address) == ("handle", "address")
-
-
-def test_verl_keeps_how_a_worker_method_is_dispatched_with_the_method():
-    from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
-
-    from verl_digen.engine.worker import DiffusionWorker
-
-    attributes = getattr(DiffusionWorker.commit, MAGIC_ATTR)
-    assert attributes["dispatch_mode"] == Dispatch.ONE_TO_ALL  # pyright: ignore[reportAttributeAccessIssue]
-    assert attributes["blocking"] is False, "commit returns references at once"
 
 
 # -- TransferQueue --------------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@
 In this process, with a tiny Qwen-Image. vLLM-Omni's names: tests/vllm_omni/test_server.py and test_contracts.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import subprocess
@@ -214,7 +212,8 @@ def test_a_request_id_keeps_its_replica_until_the_map_is_full_and_others_go_to_t
         tasks: list[Any] = []
         for index, name in enumerate(("x", "x", "y")):  # y goes where x is not; the map of one id then forgets x
             tasks.append(asyncio.create_task(manager.generate(name, "a cat", sample_index=index)))
-            await asyncio.sleep(0.05)
+            while len(asked) < index + 1:
+                await asyncio.sleep(0)
             order.append(asked[-1][0])
             if name == "y":
                 assert "x" not in manager._balancer._request_id_to_server
@@ -370,8 +369,7 @@ def test_a_reward_manager_takes_the_rfcs_arguments_and_columns(generated: DataPr
     own += [DiffusionRewardManager(config=CONFIG, tokenizer=None, compute_score=compute_score)]
     ours, columns = generated[2:3], {"prompts", "uid", "data_source", "ground_truth"}
     rfcs = DataProto(
-        TensorDict({"responses": ours.batch["responses"]}, 1),
-        {name: ours.non_tensor_batch[name] for name in columns},
+        TensorDict({"responses": ours.batch["responses"]}, 1), {name: ours.non_tensor_batch[name] for name in columns}
     )
     for manager in own:
         for data in (ours, rfcs):

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of verl and Hydra that we rely on: the first tests to fail when either changes."""
 
+import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
 
 import pytest
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopWorker
+from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica
+
+import verl_digen
 
 
 def parameters(function):
@@ -135,3 +146,65 @@ def test_a_weight_update_of_verl_has_the_phases_that_ours_has():
         "resume_kv_cache_replicas",
         "resume_generation_replicas",
     ]
+
+
+# -- the class names of verl's RFC for diffusion FlowGRPO, each a subclass of the verl class it extends ------
+NAMES = {
+    "verl_digen.facade:RayFlowGRPOTrainer": RayPPOTrainer,
+    "verl_digen.agent_loop.manager:DiffusionAgentLoopWorker": AgentLoopWorker,
+    "verl_digen.agent_loop.single_turn:DiffusionSingleTurnAgentLoop": AgentLoopBase,
+    "verl_digen.agent_loop.server_manager:AsyncDiffusionServerManager": LLMServerClient,
+    "verl_digen.agent_loop.server_manager:DiffusionServerManager": LLMServerManager,
+    "verl_digen.reward.manager:DiffusionRewardLoopManager": RewardLoopManager,
+    "verl_digen.reward.manager:DiffusionRewardLoopWorker": RewardLoopWorker,
+    "verl_digen.reward.manager:DiffusionRewardManager": RewardManagerBase,
+    "verl_digen.engine.engine:DiffusersFSDPEngine": FSDPEngine,
+    "verl_digen.rollout.replica:DiffusersReplica": RolloutReplica,
+}
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_public_classes_extend_verls(target):
+    import verl_digen.trainer.register  # noqa: F401 - the order in which verl imports us
+
+    module, _, name = target.partition(":")
+    assert issubclass(getattr(importlib.import_module(module), name), NAMES[target])
+
+
+def test_verl_calls_the_hooks_of_a_step_that_we_replace():
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    source = inspect.getsource(PPOTrainer.fit)
+    for name in ("step", "on_step_end", "_validate", "_save_checkpoint", "_compute_metrics"):
+        assert f"self.{name}(" in source
+    assert "reward.num_workers" in inspect.getsource(RewardLoopManager), "0 workers lets us build our own"
+
+
+# -- verl in memory: its modules and classes hold no function and no class of ours ---------------------------
+def replaced():
+    """Attributes of the loaded modules of verl, and of their classes, that are functions or classes of ours."""
+    import inspect
+    import sys
+
+    def is_ours(value):
+        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        home = inner.__globals__["__name__"] if inspect.isfunction(inner) else getattr(inner, "__module__", None)
+        return isinstance(home, str) and home.split(".")[0] == "verl_digen"
+
+    found = []
+    for name, module in sorted(sys.modules.items()):
+        if name.split(".")[0] != "verl" or module is None:
+            continue
+        for key, value in list(vars(module).items()):
+            if inspect.isfunction(value) or inspect.isclass(value):
+                found += [f"{name}.{key}"] if is_ours(value) else []
+            if inspect.isclass(value) and value.__module__ == name:
+                found += [f"{name}.{key}.{inner}" for inner, one in list(vars(value).items()) if is_ours(one)]
+    return found
+
+
+def test_importing_all_of_ours_replaces_nothing():
+    for module in pkgutil.walk_packages(verl_digen.__path__, "verl_digen."):
+        if "vllm_omni" not in module.name and "patches" not in module.name:
+            importlib.import_module(module.name)
+    assert replaced() == []

@@ -82,23 +82,6 @@ def test_pairs_of_a_table_are_references_too(form, tmp_path):
     assert [colours(row.images) for row in rows] == [["red"], ["red"]]
 
 
-def test_only_paths_are_read_of_the_hubs_form_and_one_row_group_of_an_image(tmp_path, monkeypatch):
-    path = write(tmp_path / "train.parquet", "the hub's form")
-    asked = []
-    iter_batches, read_row_group = pa.parquet.ParquetFile.iter_batches, pa.parquet.ParquetFile.read_row_group
-
-    def note(read):
-        return lambda self, *args, **given: (asked.append((*args, given["columns"])), read(self, *args, **given))[1]
-
-    monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", note(iter_batches))
-    rows = read_prompts(str(path), columns=Columns(images="source"))
-    assert asked == [(["source.path"],)]
-    asked.clear()
-    monkeypatch.setattr(pa.parquet.ParquetFile, "read_row_group", note(read_row_group))
-    assert colours([*rows[3].images, *rows[3].images]) == ["white", "white"]
-    assert asked == [(1, ["source"])]
-
-
 @pytest.mark.parametrize("form", ["the hub's form", "lists of bytes"])
 def test_a_saved_datasets_images_are_references_to_them(form, tmp_path):
     import datasets

@@ -9,8 +9,6 @@ A block is fenced and names its language. A comment above it, which no reader se
 A line --8<-- "PATH" stands for the lines of that file, as on the site (mkdocs.yml, pymdownx.snippets).
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 `python -m tests.docs.configuration --write` writes the page anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import inspect

@@ -10,8 +10,6 @@
 - what is left needs a marker with a reason, see `tests.docs.blocks`.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -51,9 +49,7 @@ SMALL = ("digen_quickstart", "digen_tiny_ocr", "digen_tiny_edit", "digen_edit_ep
 """Recipes for any machine; all others are composed for accelerators."""
 OF_FILES = {*OF_MODEL, *OF_RUN, check_prompts, check_pairs, check_teacher, check_reward_model}
 """Checks of files and packages that a reader of the docs has and this machine lacks."""
-OF_REWARDS = {
-    *(check_rewards, check_combination, check_group_rewards, check_timeshared, check_watching, check_latents),
-}
+OF_REWARDS = {*(check_rewards, check_combination, check_group_rewards, check_timeshared, check_watching, check_latents)}
 """Checks that a command needs not pass which leaves its rewards out."""
 EXTRAS = {
     *re.findall(r'^        "([\w-]+)": ', (ROOT / "setup.py").read_text().partition("extras_require=")[2], re.MULTILINE)

@@ -5,8 +5,6 @@
 imported already (`tests/fork_server.py`), which saves most of a short run's time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -125,11 +123,7 @@ def _log_of(run_dir: Path) -> Path:
 
 
 def run_main(
-    run_dir: Path,
-    *overrides: str,
-    recipe: str = "digen_flowgrpo",
-    timeout_s: float = 600,
-    python: Path | None = None,
+    run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 600, python: Path | None = None
 ) -> Run:
     """`start_main` and `finish_main`; again where Ray, which gives its processes 30 s, did not start on busy cores."""
     for _ in range(NUM_STARTS):

@@ -1,19 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer-assisted generation and one-step-stale generation through verl's own main."""
+"""Trainer-assisted generation through verl's own main."""
 
 import signal
-from collections import Counter
 
 import pytest
 
-from tests.e2e.conftest import (
-    SEPARATE,
-    Run,
-    assert_same_weights,
-    assert_succeeded,
-    run_main,
-    steps_of,
-)
+from tests.e2e.conftest import SEPARATE, Run, assert_same_weights, assert_succeeded, run_main, steps_of
 from tests.e2e.moments import interfere_with_runs
 from tests.weight_change import SGD
 from verl_digen.observe.timeline import read_timeline
@@ -28,14 +20,6 @@ ASSISTED = (
     "digen.tag.chunk_size=6",  # of two groups, where neither is begun
     "digen.gap.chunk_size=1",  # a replica that takes few samples at a time leaves most of a batch to the trainer
 )
-
-SLOW_REWARD = """
-import random, time
-
-def compute_score(data_source, solution_image, ground_truth, extra_info=None, **kwargs):
-    time.sleep(random.expovariate(1 / 0.05))
-    return float(solution_image.mean()) / 255
-"""
 
 
 @pytest.fixture(scope="module")
@@ -68,35 +52,3 @@ def test_the_timeline_names_each_assist_and_why(killed_and_resumed):
     assert {interval.lane.pool for interval in assists} == {"trainer"}
     assert {interval.detail["reason"] for interval in assists} == {"always"}
     assert max(len(interval.group_ids) for interval in assists) >= 2
-
-
-def test_thirty_stale_steps_lose_nothing_and_stay_within_the_bound(tmp_path):
-    (tmp_path / "reward.py").write_text(SLOW_REWARD)
-    run = run_main(
-        tmp_path / "stale",
-        "trainer.total_training_steps=30",
-        "trainer.save_freq=15",
-        "data.train_batch_size=3",
-        "actor_rollout_ref.rollout.n=2",
-        "digen.sampling.num_steps=4",
-        "digen.sampling.height_px=32",
-        "digen.sampling.width_px=32",
-        "digen.staleness.max_versions=1",
-        "digen.staleness.fraction=0.67",
-        "digen.tag.policy=bts",
-        "digen.reward.functions={}",
-        f"reward.custom_reward_function.path={tmp_path / 'reward.py'}",
-        "actor_rollout_ref.rollout.n_gpus_per_node=2",
-        recipe=SEPARATE,
-        timeout_s=900,
-    )
-    assert_succeeded(run)
-    steps = steps_of(run)
-    assert len(steps) == 30
-    ages: Counter[int] = Counter()
-    for row in steps:
-        assert row["batch/num_samples"] == 6 and row["batch/late_samples"] == 0
-        assert row["rollout/version_age_max_versions"] <= 1
-        assert row.get("staleness/samples_1_versions", 0) <= 2 * 2, "at most two of three groups"
-        ages += Counter({age: int(row.get(f"staleness/samples_{age}_versions", 0)) for age in (0, 1)})
-    assert ages.total() == 30 * 6 and ages[1] > 0, "the next batch did begin early"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that read images through verl's main: images in a parquet file, and two shapes of them."""
 
-from __future__ import annotations
-
 import io
 import math
 from dataclasses import dataclass

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contracts.test_verl_is_unchanged import replaced
+from tests.contracts.test_verl_surface import replaced
 from tests.e2e.conftest import CHECKPOINT, ROOT, SGD, SMALL, Run, assert_succeeded, run_main, trained_weights
 from tests.fork_server import shared_server
 from verl_digen.models import load_model

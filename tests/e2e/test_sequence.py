@@ -1,22 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two ranks that share every video against one, through verl's main."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.conftest import (
-    SEPARATE,
-    Run,
-    assert_same_gradients,
-    assert_succeeded,
-    run_main,
-    steps_of,
-)
+from tests.e2e.conftest import SEPARATE, Run, assert_same_gradients, assert_succeeded, run_main, steps_of
 from tests.tiny_models import build_tiny
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.models import load_model
@@ -24,10 +15,7 @@ from verl_digen.models import load_model
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 NUM_STEPS = 2
-SHARED = (
-    "trainer.n_gpus_per_node=2",
-    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
-)
+SHARED = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2")
 
 
 def words(checkpoint: Path) -> tuple[str, ...]:

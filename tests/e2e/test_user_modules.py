@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run whose model, objective and reward are in a module outside the repository."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

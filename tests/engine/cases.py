@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logical batches that are trained fragment by fragment, for one rank and for two, and their expected results."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from tests.engine.harness import (
     with_advantages,
 )
 from tests.engine.serial import plain_lora, plain_transformer, serial_loss_and_gradient
-from tests.engine.teacher import plain_teacher, teacher_folder
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.copies import AVERAGE
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -53,31 +50,18 @@ class Case:
     fsdp: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     clip: float = CLIP
-    old_log_probs: str = "auto"
     kernels: dict[str, Any] = field(default_factory=dict)
-    opd: str | None = None
-    """`kind` of the objective `opd`, in place of flow_grpo."""
 
     def beside(self, metrics: dict[str, float]) -> float:
         """Part of the loss that advantages do not scale."""
         return KL * metrics["kl"] if self.kl else 0.0
-
-    def check_ratio(self, metrics: dict[str, float]) -> None:
-        """Require ratios of exactly 1 of an objective that has ratios."""
-        if self.opd is None:
-            assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
-
-    def _loss(self, path: Path) -> dict[str, Any]:
-        if self.opd is not None:
-            return {"name": "opd", "teacher": teacher_folder(path), "kind": self.opd}
-        return {"advantage_clip": self.clip}
 
     def make_engine(self, path: Path) -> DiffusersFSDPEngine:
         """Engine with other weights than the checkpoint's, so that the KL term and adapters are not zero."""
         digen: dict[str, Any] = {
             "tsp": self.tsp,
             "advantage": {"scale": self.scale},
-            "loss": {"old_log_probs": self.old_log_probs, **self._loss(path)},
+            "loss": {"advantage_clip": self.clip},
             "sampling": {"true_cfg_scale": self.true_cfg_scale},
             **self.kernels,
         }
@@ -96,28 +80,20 @@ class Case:
     def make_batch(self, path: Path) -> TensorDict:
         return make_batch(path, windows=WINDOWS, true_cfg_scale=self.true_cfg_scale)
 
-    def committed(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """(gradient that the optimizer step found, metrics) of the fragments."""
+    def committed(
+        self, path: Path, order: tuple[tuple[str, ...], ...] | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """(gradient that the optimizer step found, metrics) of the case's fragments, or of others."""
         engine, batch = self.make_engine(path), self.make_batch(path)
         groups = begin(engine, batch, REWARDS)
-        for uids in self.order:
+        for uids in order or self.order:
             engine.accumulate(fragment(groups, *uids))
         with stepped_gradients(engine) as found:
             outputs = engine.commit()
         return found, numbers(outputs["metrics"])
 
-    def dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Results as of `committed`, without group g1."""
-        engine, batch = self.make_engine(path), self.make_batch(path)
-        groups = begin(engine, batch, REWARDS)
-        for uid in ("g2", "g0"):
-            engine.accumulate(fragment(groups, uid))
-        with stepped_gradients(engine) as found:
-            outputs = engine.commit()
-        return found, numbers(outputs["metrics"])
-
     def without_dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Expected results of `dropped`: one fragment of the groups that came. One rank."""
+        """Expected results where group g1 was dropped: one fragment of the others. One rank."""
         engine, came = self.make_engine(path), [0, 1, 2, 6, 7, 8]
         rewards = [REWARDS[index] for index in came]
         batch = with_advantages(select(self.make_batch(path), came), rewards, self.scale, self.clip)
@@ -141,8 +117,6 @@ class Case:
             kl_coef=KL,
             kl_kind=self.kl or "flow_grpo",
             true_cfg_scale=self.true_cfg_scale,
-            teacher=None if self.opd is None else plain_teacher(path),
-            distance=self.opd,
         )
 
     def whole(self, path: Path) -> dict[str, float]:
@@ -155,19 +129,14 @@ CASES = {
     "batch_scale": Case(),
     "batch_scale_other_order": Case(order=(("g1", "g0"), ("g2",)), tsp={"samples_per_tile": 2, "steps_per_tile": 2}),
     "max_group_scale": Case(scale="max_group", tsp={"samples_per_tile": 1, "steps_per_tile": 3}),
-    "group_scale": Case(scale="group", tsp={"steps_per_tile": 1}),
     "no_scale": Case(scale="none", tsp={"samples_per_tile": 5, "steps_per_tile": 1, "reduce": "tile"}),
     "one_fragment": Case(order=(("g0", "g1", "g2"),), tsp={"reduce": "fragment"}),
-    "no_clamping": Case(clip=float("inf"), tsp={"samples_per_tile": 1, "steps_per_tile": 1, "reduce": "fragment"}),
     "no_clamping_by_batch": Case(clip=float("inf"), kl="exact", tsp={"reduce": "batch"}),
     "without_tsp": Case(tsp={"enable": False, "samples_per_tile": 2, "reduce": "tile"}),
     "full_kl": Case(kl="flow_grpo", tsp={"reduce": "batch"}),
-    "full_kl_reduced_by_tile": Case(kl="exact", tsp={"reduce": "tile", "samples_per_tile": 2, "steps_per_tile": 1}),
     "full_kl_unsharded": Case(kl="velocity", fsdp={"reshard_after_forward": False}, tsp={"reduce": "fragment"}),
-    "lora": Case(is_lora=True, tsp={"samples_per_tile": 3, "steps_per_tile": 1}),
     "lora_kl": Case(is_lora=True, kl="flow_grpo", order=(("g2",), ("g1", "g0"))),
     "lora_kl_by_tile": Case(is_lora=True, kl="exact", scale="max_group", tsp={"reduce": "tile"}, clip=float("inf")),
-    "lora_kl_velocity": Case(is_lora=True, kl="velocity", tsp={"reduce": "fragment"}),
     "kl_checkpointed": Case(kl="flow_grpo", model={"recompute_blocks": "all"}),
     "guided": Case(true_cfg_scale=3.0, tsp={"samples_per_tile": 2, "steps_per_tile": 2}),
     "replicated": Case(fsdp={"fsdp_size": 1}, tsp={"reduce": "batch"}),
@@ -177,21 +146,6 @@ CASES = {
         tsp={"samples_per_tile": 4, "steps_per_tile": 2},
         model={"enable_gradient_checkpointing": True},
         kernels={"attention_backend": "_native_flash"},
-    ),
-    "recomputed": Case(old_log_probs="recompute"),
-    "taught": Case(
-        is_lora=True,
-        opd="kl",
-        order=(("g1", "g0"), ("g2",)),
-        tsp={"samples_per_tile": 9, "steps_per_tile": 3, "reduce": "batch"},
-    ),
-    "taught_velocity": Case(
-        is_lora=True,
-        kl="velocity",
-        opd="velocity",
-        true_cfg_scale=3.0,
-        tsp={"samples_per_tile": 2, "steps_per_tile": 2, "reduce": "tile"},
-        fsdp={"reshard_after_forward": False},
     ),
 }
 

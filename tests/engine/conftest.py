@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's process group for the tests of a module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

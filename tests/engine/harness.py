@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines on the tiny checkpoint, batches for them, and ranks to run them on."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import shutil
@@ -423,11 +421,7 @@ class RefusesToBeWritten:
 def process_group(rank: int, world_size: int, file: str, timeout_s: float = 1800.0):
     """A gloo group, by file so that no port is taken."""
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{file}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        "gloo", init_method=f"file://{file}", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
     try:
         yield

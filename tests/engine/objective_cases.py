@@ -6,8 +6,6 @@ Samples of two groups come from one weight version and those of the third from t
 log-probs are those of two policies.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -120,11 +118,7 @@ CASES = {
     "dance_grpo": ObjectiveCase("dance_grpo", CLIP, scale="max_group"),
     "decoupled_ppo": ObjectiveCase("decoupled_ppo", {**CLIP, "cap": 1.05}),
     "dgpo": ObjectiveCase(
-        "dgpo",
-        {"beta": 4.0, "clip": 0.15},
-        flavour="lora",
-        kl={"coef": 0.3, "kind": "velocity"},
-        decays={"old": 0.076},
+        "dgpo", {"beta": 4.0, "clip": 0.15}, flavour="lora", kl={"coef": 0.3, "kind": "velocity"}, decays={"old": 0.076}
     ),
     "dgpo_before_its_switch": ObjectiveCase(
         "dgpo", {"beta": 4.0, "clip": 0.15, "switch_step": 100}, scale="group", decays={"old": 0.0}

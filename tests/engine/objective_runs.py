@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one objective's batch in every way that must not matter, on the ranks that there are."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logical batches drawn at random for the toy: settings, weights, recorded samples, and the calls that train them."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Mapping, Sequence

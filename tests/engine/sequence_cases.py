@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines whose ranks share rows, on the tiny checkpoints of every architecture that can be split."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -86,10 +84,7 @@ def split_engine(case: Case, path: Path, size: int, *, is_lora: bool, is_offload
     if is_lora:
         model |= {"lora_rank": 4, "lora_alpha": 8, "target_modules": list(case.lora)}
     engine = make_engine(
-        path,
-        digen={"sampling": size_keys, "tsp": tiles},
-        model=model,
-        fsdp={"ulysses_sequence_parallel_size": size},
+        path, digen={"sampling": size_keys, "tsp": tiles}, model=model, fsdp={"ulysses_sequence_parallel_size": size}
     )
     perturb(engine)
     return engine

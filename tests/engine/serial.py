@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The slow reference: plain torch, one row at a time, formulas written out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,11 +65,8 @@ def serial_loss_and_gradient(
     kl_coef: float = 0.0,
     kl_kind: str = "flow_grpo",
     true_cfg_scale: float = 1.0,
-    teacher: nn.Module | None = None,
-    distance: str | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """FlowGRPO on the first pass (old log-probs are this pass's), sample by sample, step by step; with a `teacher` the
-    `distance` from it (`digen.loss.kind`) in place of FlowGRPO's loss."""
+    """FlowGRPO on the first pass (old log-probs are this pass's), sample by sample, step by step."""
     module.zero_grad()
     num_rows = sum(len(batch["positions"][sample]) for sample in samples)
     total = 0.0
@@ -84,12 +79,6 @@ def serial_loss_and_gradient(
             ratio = torch.exp(log_prob - log_prob.detach())
             advantage = batch["advantages"][sample]
             loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 1e-4, 1 + 1e-4))
-            if teacher is not None:
-                with torch.no_grad():
-                    taught_mean, *_, taught_v = flow_step(teacher, path, batch, sample, step, true_cfg_scale)
-                loss = ((v - taught_v) ** 2).mean()
-                if distance == "kl":
-                    loss = ((mean - taught_mean) ** 2).mean() / (2 * s.squeeze() ** 2)
             if reference is not None:
                 with torch.no_grad():
                     reference_mean, *_, reference_v = flow_step(reference, path, batch, sample, step, true_cfg_scale)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A teacher of the tiny checkpoint for students with `harness.LORA`: its folder, and the plain module that it is."""
 
-from __future__ import annotations
-
 import os
 from functools import cache
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that arrive in the background, from a store that answers when the test lets it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.harness import full, make_batch, make_engine, on_two_ranks, train
+from tests.engine.harness import LORA, SIZE_PX, full, make_batch, make_engine, on_two_ranks, train
+from verl_digen.models.flops import forward_flops
+from verl_digen.types import Geometry
 
-LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_out.0"]}
+WAN_LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_out.0"]}
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -21,7 +23,7 @@ def test_full_weights_train_in_one_dtype_where_the_network_keeps_some_in_fp32(ti
 
 
 def test_an_adapter_leaves_them_alone(tiny_wan):
-    engine = make_engine(tiny_wan, model=dict(LORA), fsdp={"model_dtype": "bf16"})
+    engine = make_engine(tiny_wan, model=dict(WAN_LORA), fsdp={"model_dtype": "bf16"})
     dtypes = {parameter.requires_grad: set() for parameter in engine.module.parameters()}
     for parameter in engine.module.parameters():
         dtypes[parameter.requires_grad].add(parameter.dtype)
@@ -45,7 +47,7 @@ def test_a_trainer_that_computes_in_fp32_does_without_tf32(tiny_qwen_image, monk
 
 def gap_to_replica(path: Path, *, keeps_fp32: bool) -> float:
     """Mean distance of log-probs from those of a `diffusers` replica in bf16."""
-    engine = make_engine(path, model=dict(LORA), fsdp=BF16)
+    engine = make_engine(path, model=dict(WAN_LORA), fsdp=BF16)
     if keeps_fp32:
         engine.keep_fp32()
     (output,) = train(engine, make_batch(path, dtype=torch.bfloat16))
@@ -58,7 +60,7 @@ def test_what_a_replica_computes_in_fp32_the_trainer_does_too(tiny_wan):
 
 
 def test_parameters_kept_in_fp32_are_gathered_exactly(tiny_wan):
-    engine = make_engine(tiny_wan, model=dict(LORA), fsdp=BF16 | {"reshard_after_forward": False})
+    engine = make_engine(tiny_wan, model=dict(WAN_LORA), fsdp=BF16 | {"reshard_after_forward": False})
     engine.keep_fp32()
     kept = "scale_shift_table"
     expected = {name: full(value).clone() for name, value in engine.module.named_parameters() if kept in name}
@@ -86,3 +88,28 @@ def test_the_network_returns_no_view_whose_change_would_drop_the_hook_that_gathe
 ):
     train(make_engine(tiny_qwen_image, model=dict(model)), make_batch(tiny_qwen_image))
     assert not [warning for warning in recwarn if "view tensor" in str(warning.message)]
+
+
+# -- fLOPs of the engine's rows ------------------------------------------------------------------------------
+@pytest.mark.parametrize("scale", [1.0, 2.0], ids=["unguided", "guided"])
+def test_a_training_step_reports_what_its_rows_cost(tiny_qwen_image, scale):
+    batch = make_batch(tiny_qwen_image, true_cfg_scale=scale)
+    engine = make_engine(tiny_qwen_image, digen={"sampling": {"true_cfg_scale": scale}})
+    metrics = train(engine, batch)[0]["metrics"]
+    assert metrics["num_rows"] == 18
+    by_group = [len(batch["conditions"][uid][0]["embeds"]) for uid in sorted(batch["conditions"])]
+    assert metrics["prompt_tokens"] == pytest.approx(sum(by_group) / 2), "two groups with as many rows"
+    plain = forward_flops(
+        engine.model,
+        engine.model.load_transformer(torch.float32, meta=True),
+        Geometry(SIZE_PX, SIZE_PX),
+        round(metrics["prompt_tokens"]),
+        is_guided=scale > 1,
+    )
+    assert metrics["row_forward_flops"] == plain.forward
+    assert metrics["row_training_flops"] == 3 * plain.forward, "recomputation is no useful work"
+
+
+def test_an_adapter_saves_the_gradients_of_what_is_frozen(tiny_qwen_image):
+    metrics = train(make_engine(tiny_qwen_image, model=LORA), make_batch(tiny_qwen_image))[0]["metrics"]
+    assert 2 * metrics["row_forward_flops"] < metrics["row_training_flops"] < 3 * metrics["row_forward_flops"]

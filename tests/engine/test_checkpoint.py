@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save all or nothing, resume bitwise, export for other tools."""
 
-from __future__ import annotations
-
 import json
 import resource
 from pathlib import Path
@@ -96,23 +94,6 @@ def test_shards_saved_on_any_device_are_loaded_on_the_host(tiny_qwen_image: Path
     )
     engine.load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
     assert devices == ["cpu"] * 4
-
-
-def test_average_starts_from_loaded_weights_if_none_was_saved(tiny_qwen_image: Path, tmp_path: Path, batch, caplog):
-    engine = make_engine(tiny_qwen_image)
-    train(engine, batch)
-    engine.save_checkpoint(str(tmp_path / "step"))
-    resumed = make_engine(tiny_qwen_image, digen=EMA)
-    resumed.load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
-    assert_equal(weights(resumed, policy="average"), weights(engine))
-    assert "no copy of policy average" in caplog.text
-
-
-def test_only_the_latest_are_kept(tiny_qwen_image: Path, tmp_path: Path):
-    engine = make_engine(tiny_qwen_image)
-    for step in (1, 2, 3):
-        engine.save_checkpoint(str(tmp_path / f"step_{step}" / "actor"), max_ckpt_to_keep=2)
-    assert [(tmp_path / f"step_{step}" / "actor").exists() for step in (1, 2, 3)] == [False, True, True]
 
 
 def test_checkpoints_of_the_start_before_count_in_the_same_run(tiny_qwen_image: Path, tmp_path: Path):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recomputed blocks that a real engine chooses by itself, on a pretend device (`tests.pretend`) with little memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of the weights by policy: when they follow, what is kept and saved."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

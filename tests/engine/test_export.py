@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exported weights, for replicas and files."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path

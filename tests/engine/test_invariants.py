@@ -5,8 +5,6 @@ An objective without a case in `tests/engine/objective_cases.py` fails here by i
 takes one row at a time, in float64, by the papers' formulas; it shares only the toy's network with the engine.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

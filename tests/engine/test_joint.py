@@ -1,24 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Joint columns: the same wherever a fragment's rows lie; a group's rows together where the objective needs them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 import torch
 
-from tests.engine.harness import (
-    described,
-)
-from verl_digen.algorithms.objectives import (
-    ClampedConfig,
-    Joint,
-    JointRows,
-    LossConfig,
-    LossOutput,
-    register_objective,
-)
+from tests.engine.harness import described
+from verl_digen.algorithms.objectives import ClampedConfig, Joint, JointRows, LossConfig, LossOutput, register_objective
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger

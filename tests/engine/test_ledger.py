@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages of a batch whose rewards come group by group."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

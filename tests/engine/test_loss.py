@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Additions of the engine's loss to the pure losses: choice of old log-probs, the KL term, the rollout check."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -137,21 +135,6 @@ def test_divergences_are_divided_by_the_spread_of_their_law(law):
 def test_longcats_kl_is_refused_with_laws_that_its_weight_does_not_fit(law):
     with pytest.raises(ValueError, match=r"digen.sde.law must be flow or flow_clipped with digen.kl.kind=longcat, got"):
         DigenConfig(sde=SdeConfig(law=law), kl=KlConfig(coef=0.1, kind="longcat"))
-
-
-def test_longcats_weights_are_made_of_the_rows_own_schedule():
-    """Rows at sigma 0.8 and 1: k² is 0.8 / 0.2 / 0.2 = 20, and 1 / (1 - 0.9) / 0.4 = 25 with the second sigma."""
-    log_prob = torch.zeros(3, requires_grad=True)
-    rows = replace(make_rows(), sigmas=torch.tensor([0.8, 1.0, 1.0]), advantages=torch.tensor([2.0, -1.0, 100.0]))
-    assert isinstance(rows.point, Transitions)
-    rows = replace(rows, point=replace(rows.point, next_sigmas=torch.tensor([0.6, 0.6, 1.0])))
-    digen = DigenConfig(loss={"name": "longcat"}, kl=KlConfig(coef=0.5, kind="longcat"))
-    reference = {"reference": {"mean": torch.zeros(3, 2)}}  # the mean is 1, std 0.5: an exact KL of 2
-    output = DiffusionLoss(digen)(evaluated(log_prob), reference, rows, None, num_rows=2)
-    output.total.backward()
-    assert log_prob.grad is not None
-    assert log_prob.grad.tolist() == pytest.approx([-2 * 20**0.5 / 2, 25**0.5 / 2, 0])
-    assert output.fixed is not None and output.fixed.item() == pytest.approx(0.5 * 2 * (20 + 25) / 2)
 
 
 def metrics(**values: float) -> dict[str, Metric]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training in fp16: its gradient, overflow, growth and resume of the loss scale; on one rank and on two."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
@@ -191,13 +189,6 @@ def test_checkpoint_of_another_precision_starts_a_new_scale(
     engine = fp16_engine(tiny_sd3, {})
     engine.load_checkpoint(str(tmp_path / "step_0"))
     assert scale_of(engine) == LossScale() and "has no loss scale" in caplog.text
-
-
-def test_other_precisions_have_no_scale(one_rank: None, tiny_sd3: Path):
-    bf16 = {"mixed_precision": FP16["mixed_precision"] | {"param_dtype": "bf16"}}
-    for fsdp in ({}, bf16):
-        engine = make_engine(tiny_sd3, fsdp=fsdp)
-        assert engine.state.loss_scale is None and engine.scaler is None
 
 
 # -- two ranks --------------------------------------------------------------------------------------------

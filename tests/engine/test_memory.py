@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choices made from free memory, on a fake device."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -2,8 +2,6 @@
 """The engine on the pretend device (`tests.pretend`): weights that are offloaded by copies that arrive late, and the
 stalls of a logical batch."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -242,7 +240,7 @@ def test_trainer_and_replica_hold_the_frozen_base_once_and_copy_it_once(
     on_pretend(_one_copy, str(tiny_qwen_image), str(tmp_path), trainer_first)
 
 
-def _train_in_turns(path: str, folder: str, trainer_first: bool) -> None:
+def _train_in_turns(path: str, folder: str) -> None:
     import torch
 
     from verl_digen.engine.export import full_weights
@@ -254,7 +252,7 @@ def _train_in_turns(path: str, folder: str, trainer_first: bool) -> None:
     def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
         return one.keys() == other.keys() and all(torch.equal(one[name].cpu(), other[name].cpu()) for name in one)
 
-    both = Sharers(path, folder, trainer_first=trainer_first)
+    both = Sharers(path, folder, trainer_first=True)
     batch = harness.make_batch(path, group_size=2, windows=((0,),))
     plain = harness.make_engine(path, model=harness.LORA)
     for _ in range(2):
@@ -276,18 +274,17 @@ def _train_in_turns(path: str, folder: str, trainer_first: bool) -> None:
     assert both.replica_is_whole()
 
 
-@pytest.mark.parametrize("trainer_first", [True, False])
 def test_training_in_turns_with_a_replica_that_shares_the_base_is_bitwise_training_alone(
-    tiny_qwen_image: Path, tmp_path: Path, trainer_first: bool
+    tiny_qwen_image: Path, tmp_path: Path
 ) -> None:
     """Gradients and weights of two steps; merged export, a save and a resume while the base is offloaded."""
-    on_pretend(_train_in_turns, str(tiny_qwen_image), str(tmp_path), trainer_first)
+    on_pretend(_train_in_turns, str(tiny_qwen_image), str(tmp_path))
 
 
-def _odd(path: str, folder: str, trainer_first: bool) -> None:
+def _odd(path: str, folder: str) -> None:
     import torch
 
-    both = Sharers(path, folder, trainer_first=trainer_first, odd=True)
+    both = Sharers(path, folder, trainer_first=False, odd=True)
     both.turn()
     assert not torch.equal(both.loaded[0], both.expected[0])
     assert all(map(torch.equal, both.frozen(both.engine.module), both.loaded))
@@ -295,8 +292,7 @@ def _odd(path: str, folder: str, trainer_first: bool) -> None:
     assert both.replica_is_whole()
 
 
-@pytest.mark.parametrize("trainer_first", [True, False])
 def test_a_replica_of_other_weights_and_the_trainer_keep_copies_of_their_own(
-    tiny_qwen_image: Path, tmp_path: Path, trainer_first: bool
+    tiny_qwen_image: Path, tmp_path: Path
 ) -> None:
-    on_pretend(_odd, str(tiny_qwen_image), str(tmp_path), trainer_first)
+    on_pretend(_odd, str(tiny_qwen_image), str(tmp_path))

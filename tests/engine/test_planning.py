@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's work from descriptions alone: whole samples, buckets, and rows per tile measured for each sampling."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,10 +18,12 @@ from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.points import ForwardPoints
 from verl_digen.engine.rows import Samples
+from verl_digen.engine.texts import padded_tokens, text_order
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.qwen_image import QwenImage
+from verl_digen.models.wan import Wan
 from verl_digen.platforms import device_memory
-from verl_digen.types import Geometry, TrainingRows
+from verl_digen.types import Condition, Geometry, Noised, TrainingRows
 
 ALL = SimpleNamespace(fixed=3)
 """Switch of a network whose first 3 blocks are recomputed whatever memory there is."""
@@ -120,11 +120,7 @@ def test_rows_per_tile_are_measured_for_each_sampling_with_its_longest_prompt(
 ):
     """90 / 32 and 90 / 64 rows fit."""
     plan = planner(monkeypatch, TspConfig(), rehearse=hundred_bytes.append)
-    samples = [
-        described("1", "g", 0.0, 3),
-        described("22", "g", 0.0, 3),
-        described("333", "h", 0.0, 3, sampling=LARGE),
-    ]
+    samples = [described("1", "g", 0.0, 3), described("22", "g", 0.0, 3), described("333", "h", 0.0, 3, sampling=LARGE)]
     work = plan.deal(samples, torch.zeros(3), fetch)
     assert [len(tile.rows) for tile in work.tiles] == [2, 2, 2, 1, 1, 1]
     assert work.recomputed == {0: 3, 1: 3}
@@ -160,3 +156,37 @@ def test_a_rank_of_several_that_runs_out_of_memory_raises(
     plan = planner(monkeypatch, TspConfig(), num_ranks=2, rehearse=rehearse)
     with pytest.raises(RuntimeError, match=r"a rehearsed tile of 2 row.*2 GiB.*set digen.tsp.samples_per_tile=1"):
         plan.deal(samples, torch.zeros(2), fetch)
+
+
+# -- order of samples by their texts, and how much of what the network reads is padding ----------------------
+def condition(length: int) -> Condition:
+    return {"embeds": torch.zeros(length, 2)}
+
+
+@pytest.mark.parametrize(
+    ("scale", "takes_masks", "expected"),
+    [(1.0, True, (80, 10)), (3.0, True, (160, 80)), (3.0, False, (90, 10))],
+    ids=["alone", "guided", "guided in two forwards"],
+)
+def test_padding_is_counted_over_the_texts_of_each_forward(scale: float, takes_masks: bool, expected: tuple[int, int]):
+    """Prompts of 40 and 30 tokens; negative prompts of 5, which are read with guidance alone."""
+    model = object.__new__(QwenImage)
+    model.takes_masks = takes_masks
+    nothing = torch.zeros(2)
+    rows = TrainingRows(
+        latents=nothing,
+        sigmas=nothing,
+        point=object.__new__(Noised),
+        conditions=[condition(40), condition(30)],
+        negative_conditions=[condition(5), condition(5)],
+        advantages=nothing,
+        mask=nothing,
+        sampling=replace(SAMPLING, true_cfg_scale=scale),
+    )
+    assert padded_tokens(model, rows) == expected
+
+
+def test_the_longest_text_of_a_sample_comes_first():
+    model = object.__new__(QwenImage)
+    assert text_order(model, (condition(5), condition(40))) == (40, 5, 40)
+    assert text_order(object.__new__(Wan), (condition(5), condition(40))) == (), "the network reads 512 tokens of each"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation offload: the same gradient, and no input of a block stays where it was computed."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of two ranks on 1, 2 and 4 ranks, and on shards that lie elsewhere: the same state, the same run."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +29,7 @@ from tests.engine.harness import (
     weights,
 )
 from tests.engine.sequence_cases import CASES, batch_of, build
+from tests.grid import in_grid
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.resharding import OtherRanks
@@ -216,7 +215,7 @@ def four(unbroken: Any, checkpoint: Path, folder: Path) -> dict[str, Any]:
     return on_ranks(4, [resumed, shares], checkpoint, folder)
 
 
-ONE_AND_FOUR = ["one", "four"]
+ONE_AND_FOUR = ["one", *in_grid(["four"])]
 
 
 # -- the same run -------------------------------------------------------------------------------------------

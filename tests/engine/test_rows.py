@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples -> rows -> tiles, for both kinds of points."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

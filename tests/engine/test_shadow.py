@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The second copy of the weights; on FSDP2 it is tested through the engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The teacher of a run: the policy that it is, and folders that are refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -136,10 +134,7 @@ def test_folders_that_cannot_teach_are_refused(tiny_qwen_image: Path, tmp_path: 
             of_config(tiny_qwen_image, tmp_path / "more", target_modules=[*LORA["target_modules"], "proj_out"]),
             "of which 2 differ, e.g. base_model.model.proj_out.lora_A.weight: [4, 32] in place of nothing",
         ),
-        (
-            of_config(tiny_qwen_image, tmp_path / "dora", use_dora=True),
-            "lora_magnitude_vector: ",
-        ),
+        (of_config(tiny_qwen_image, tmp_path / "dora", use_dora=True), "lora_magnitude_vector: "),
     ):
         with pytest.raises(ValueError) as refused:
             check_teacher_files(folder, own)

@@ -5,8 +5,6 @@ The device knows weights, Adam's moments (as many bytes as the engine's optimize
 that does not fit raises what torch raises.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -143,13 +141,6 @@ def step(engine: DiffusersFSDPEngine, batch: TensorDict, *fragments: tuple[str, 
     engine.commit()
 
 
-def test_two_rows_are_not_rehearsed_where_they_cannot_fit(pretend: Any, batch: TensorDict):
-    """9 of 10 units may be used, 2 are taken already and 2 more by the first step; a row takes 5."""
-    engine, device = pretend(capacity=10, row=lambda count, length: 5 * count)
-    step(engine, batch, ALL)
-    assert device.sizes() == {1} and device.num_shortages == 0
-
-
 def test_a_tile_leaves_room_for_moments_that_the_first_step_makes(pretend: Any, batch: TensorDict):
     """A row takes 0.75 of 5 units that are left: 6 fit beside the moments, 9 would without them."""
     engine, device = pretend(capacity=10, row=lambda count, length: 0.75 * count)
@@ -253,17 +244,6 @@ def test_a_smaller_tile_has_at_most_half_of_the_rows(counts: tuple[int, ...], se
     found = memory.smaller_tile(rows)
     assert found == f"set digen.tsp.samples_per_tile={settings[0]} digen.tsp.steps_per_tile={settings[1]}"
     assert settings[0] * settings[1] <= len(rows) / 2
-
-
-def test_a_single_row_that_does_not_fit_after_all_names_what_is_left(pretend: Any, batch: TensorDict):
-    engine, device = pretend(capacity=10, row=lambda count, length: 5 * count)
-    step(engine, batch, ALL)
-    device.capacity /= 2
-    groups = begin(engine, batch, REWARDS)
-    with pytest.raises(
-        RuntimeError, match=r"a tile of 1 row.*set .*recompute_blocks=all actor_\S+offload=true.*resume"
-    ):
-        engine.accumulate(fragment(groups, *ALL))
 
 
 def test_state_that_is_offloaded_or_not_made_yet_is_counted():

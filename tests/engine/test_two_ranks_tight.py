@@ -2,8 +2,6 @@
 """Automatic tiles of two ranks, one of which has less memory: both choose the smaller tile, also if that rank found out
 by running out of memory in the middle of a forward or backward, where the other one waits for it in a collective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,8 +25,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"model": LORA},
     "gathered": {"fsdp": {"reshard_after_forward": False}},
-    "reduced at every tile": {"digen": {"tsp": {"reduce": "tile"}}},
-    "recomputed": {"model": {"enable_gradient_checkpointing": True}},
 }
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mini-batches and epochs over one batch, on a real engine; ranks answer in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Coroutine, Sequence
@@ -30,9 +28,7 @@ from tests.engine.harness import (
     weights,
     with_advantages,
 )
-from tests.engine.harness import (
-    SAMPLING as FITTING,
-)
+from tests.engine.harness import SAMPLING as FITTING
 from tests.engine.serial import flow_step, gradient_of, plain_lora, plain_transformer
 from tests.tags import SAMPLING as TAG_SAMPLING
 from tests.tags import make_tag
@@ -250,12 +246,6 @@ def test_samples_are_described_group_after_group():
     found = fragment_samples({"b": {1: tag, 0: tag}, "a": {0: tag}}, all_samples)
     assert [sample.key for sample in found] == ["b_0_3", "b_1_3", "a_0_3"]
     assert found[0] == FragmentSample("b_0_3", "b", 0, 0.5, 2, TAG_SAMPLING, "a cat", (0, 1))
-
-
-def test_a_sample_that_the_objective_does_not_select_has_no_rows_and_keeps_its_reward():
-    tags = {index: make_tag(reward, version=0, num_steps=2) for index, reward in enumerate([0.5, 2.0, -1.0])}
-    found = fragment_samples({"a": tags}, lambda rewards: [rewards.index(max(rewards)), rewards.index(min(rewards))])
-    assert [(sample.reward, sample.num_steps) for sample in found] == [(0.5, 0), (2.0, 2), (-1.0, 2)]
 
 
 def test_best_of_trains_the_best_and_the_worst_with_the_scale_of_all():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A frozen base that is whole on every rank, against one that is sharded, on two ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

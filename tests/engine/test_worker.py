@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's worker around the engine, in this process and without Ray; conditions are passed in, not fetched."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's begin, accumulate, commit and abort, with samples in a real TransferQueue; one rank, in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator
@@ -90,19 +88,6 @@ def test_fragments_are_one_update_on_the_whole_batch(environment: None, batch: T
     assert {"loss", "grad_norm", "policy_loss", "num_skipped_updates", "perf/max_memory_allocated_gb"} <= metrics.keys()
     assert all(isinstance(value, float | int) for value in metrics.values())
     assert_equal(weights(worker.engine), weights(engine))
-
-
-def test_abort_lets_the_batch_come_again(environment: None, batch: TensorDict, tiny_qwen_image: Path):  # noqa: F811
-    worker = make_worker(tiny_qwen_image)
-    before = weights(worker.engine)
-    groups = described(batch)
-    worker.begin(len(REWARDS), 18, PARTITION)
-    worker.accumulate(fragment(groups, "g1"))
-    worker.abort()
-    assert_equal(weights(worker.engine), before)
-    worker.begin(len(REWARDS), 18, PARTITION)
-    assert worker.accumulate(fragment(groups, "g1"))["num_rows"] == 3
-    worker.abort()
 
 
 @pytest.mark.parametrize("name", ["begin", "accumulate", "assist", "commit", "abort"])

@@ -5,8 +5,6 @@ Engines on it are real (`tests.engine.harness.make_engine`): only the network is
 are uneven, and some ranks have none of a parameter.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from functools import cache

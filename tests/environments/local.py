@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment workers in this process, and a replica that makes pictures of their requests."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any

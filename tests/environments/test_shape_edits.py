@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of edits in the drawn world: its instructions, rewards and simulated times."""
 
-from __future__ import annotations
-
 import asyncio
 from itertools import pairwise
 from typing import Any
@@ -66,25 +64,6 @@ def test_instructions_depend_on_the_seed_and_on_no_picture():
     assert len({tuple(texts(seed, True)) for seed in range(8)}) > 6
     kinds = [parse_instruction(text).attribute for text in texts(7, True)]
     assert all(one != other for one, other in pairwise(kinds))
-
-
-def test_simulated_times_have_their_mean_and_differ_between_pictures(monkeypatch):
-    slept = []
-
-    async def sleep(time_s):
-        slept.append(time_s)
-
-    monkeypatch.setattr(asyncio, "sleep", sleep)
-    for seed in range(100):
-        played(seed, obeys=True, latency_s=2.0, num_turns=10)
-    assert np.mean(slept) == pytest.approx(2.0, rel=0.1) and np.std(np.log(slept)) == pytest.approx(0.5, rel=0.1)
-    environment = made(latency_s=2.0)
-    environment.reset(ROW, 0)
-    assert environment._latency_s(drawn(SCENE)) == environment._latency_s(drawn(SCENE))
-    assert environment._latency_s(drawn(SCENE)) != environment._latency_s(drawn(TARGET))
-    slept.clear()
-    played(0, obeys=True)
-    assert set(slept) == {0.0}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment that asks a vision-language model, against a server of the chat protocol in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from pathlib import Path

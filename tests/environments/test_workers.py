@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment workers that die: as real Ray actors, and in this process at chosen moments."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -158,10 +156,7 @@ def test_a_class_of_a_file_is_loaded_once(tmp_path):
             "digen.environment.options.max_turn must be a setting of Brighter (max_turns, latency_s), got 3; did you "
             "mean max_turns?",
         ),
-        (
-            {"path": f"{WORLDS}.Brighter", "options": {"latency_s": "long"}},
-            "options.latency_s must have a value",
-        ),
+        ({"path": f"{WORLDS}.Brighter", "options": {"latency_s": "long"}}, "options.latency_s must have a value"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_refused_with_the_reason(given, message):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small environments of tests."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

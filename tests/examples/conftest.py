@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import of the examples' scripts, which lie in folders and not in a package."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator
 from pathlib import Path

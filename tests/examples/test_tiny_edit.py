@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny edit model that ships: its prompts, its lessons, and the script that pretrains it."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The world of words that the tiny OCR model learns, and the script that pretrains it."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run folders with checkpoints of the tiny Qwen-Image, as the trainer leaves them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of adapters in ComfyUI, against diffusers' converters and against names read in ComfyUI's source."""
 
-from __future__ import annotations
-
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImagePipeline, WanPipeline
+from huggingface_hub import metadata_load
+from omegaconf import OmegaConf
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.engine.harness import LORA
+from tests.export.runs import run_config
 from tests.tiny_models import build_tiny
 from verl_digen.engine.export import PEFT_PREFIX
+from verl_digen.export.card import MAX_ROWS, model_card, validations
 from verl_digen.export.comfyui import NAMES, comfyui_tensors, require_known
+from verl_digen.export.saved_run import SavedRun
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.experts import networks_of
 
@@ -86,3 +93,42 @@ def test_layers_and_pipelines_that_comfyui_does_not_read_are_refused(tmp_path: P
             exported(pipeline, tensors)
     with pytest.raises(ValueError, match="got 'HunyuanVideoPipeline'"):
         require_known("HunyuanVideoPipeline")
+
+
+# -- model cards, and uploads to a stand-in of the hub's client ----------------------------------------------
+def write_metrics(folder: Path, steps: range) -> Path:
+    lines = [{"step": step, **({"val/reward": step / 1000} if step % 2 == 0 else {})} for step in steps]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "metrics.jsonl"
+
+
+def test_card_states_facts_of_the_run(tmp_path: Path, tiny_qwen_image: Path):
+    values = run_config(tiny_qwen_image, LORA)
+    values["digen"]["reward"] = {"functions": {"ocr": 0.75}}
+    config = OmegaConf.create(values)
+    section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
+    model = DiffusionModelConfig(**{name: value for name, value in section.items() if name != "_target_"})
+    hydra = tmp_path / "hydra" / "2026-01-01_00-00-00" / ".hydra"
+    hydra.mkdir(parents=True)
+    (hydra / "overrides.yaml").write_text("- recipe=digen_qwen_image\n")
+    write_metrics(tmp_path, range(7))
+    text = model_card(SavedRun(tmp_path, 4, config, {"torch": "2.13.0"}, model), "ema", "peft")
+    for part in (
+        "LoRA, rank 4, alpha 8",
+        "step 4, policy `ema`, format `peft`",
+        "| `ocr` | 0.75 |",
+        "| torch | 2.13.0 |",
+    ):
+        assert part in text
+    assert "    recipe=digen_qwen_image" in text
+    assert "| 4 | 0.0040 |" in text and "| 6 |" not in text, "a validation after the checkpoint"
+    (tmp_path / "README.md").write_text(text)
+    metadata = metadata_load(tmp_path / "README.md")
+    assert metadata is not None and metadata["tags"] == ["verl-digen", "reinforcement-learning", "lora"]
+    assert "license" not in metadata and "base_model" not in metadata, "nothing states them"
+
+
+def test_a_long_curve_is_thinned_to_its_ends(tmp_path: Path):
+    rows = list(validations(write_metrics(tmp_path, range(401)), 400))
+    assert len(rows) == MAX_ROWS and rows[0] == (0, "0.0000") and rows[-1] == (400, "0.4000")
+    assert list(validations(tmp_path / "nothing", 4)) == []

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports of a checkpoint equal what the engine holds, and load in diffusers and peft."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,6 @@ from tests.tiny_models import build_tiny
 from verl_digen.export.saved_run import open_run
 from verl_digen.export.shards import Shards
 
-MERGED = LORA | {"lora": {"merge": True}}
 POLICIES = {"current": "current", "ema": "average"}
 """Policy as typed -> the engine's name."""
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of a checkpoint's policy are those that a validation saves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

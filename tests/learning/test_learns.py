@@ -5,8 +5,6 @@ A step is that of a run: pictures for P prompts x G samples from the current wei
 logical batch of the engine, which makes the advantages. Every step has the same prompts and noise of its own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

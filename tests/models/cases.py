@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny checkpoints of all architectures, and the equivalent calls of their diffusers pipelines."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

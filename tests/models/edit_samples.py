@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests for an edit, and samples of them, for the tests of models that read images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

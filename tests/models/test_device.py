@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every architecture on the pretend device (`tests.pretend`): nothing mixes devices, and stalls keep to docs/gpu.md."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The documentation of the model files agrees with the code."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from pathlib import Path

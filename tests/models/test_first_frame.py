@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan2.2 TI2V-5B: a given first frame, in a checkpoint that makes video from text alone, too."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.2 [klein]: with several images, without one, and what its conditions depend on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,17 +42,6 @@ def test_without_an_image_it_is_the_pipelines_text_to_image(model, network, enco
     geometry = request.sampling.geometry
     assert geometry == Geometry(64, 96)
     made = run_pipeline(model, pipeline, geometry, None)
-    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
-
-
-@pytest.mark.long
-def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline, tmp_path: Path):
-    """An image of more than 1024 x 1024 px is made smaller, and cropped to whole tokens."""
-    image = draw_image(tmp_path / "large.png", (1300, 910))
-    request = request_of(model, (image,), height_px=1024, width_px=1024, size_from_image=True)
-    start = start_of(model, request.sampling.geometry)
-    given = {"num_inference_steps": NUM_STEPS, "output_type": "latent", "guidance_scale": 1.0}
-    made = final_latents(pipeline, image=image.read(), prompt=TEXT, latents=start, **given)
     torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.1 Kontext: with an image of another shape than the picture's, without one, and what its conditions depend on."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -43,16 +41,6 @@ def test_without_an_image_it_is_the_pipelines_text_to_image(model, network, enco
     geometry = request.sampling.geometry
     assert geometry == Geometry(64, 96)
     made = run_pipeline(model, pipeline, geometry, None)
-    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
-
-
-@pytest.mark.long
-def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline, images):
-    request = request_of(model, images[:1], height_px=1024, width_px=1024, size_from_image=True)
-    image = images[0].read()
-    start = start_of(model, request.sampling.geometry)
-    size = {"height": image.height, "width": image.width}
-    made = pipeline(image, TEXT, latents=start, **size, num_inference_steps=NUM_STEPS, output_type="latent")[0]
     torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo's forward without a mask, against diffusers' own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

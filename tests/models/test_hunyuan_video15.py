@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of HunyuanVideo 1.5 only: quoted text in a prompt, a guider, checkpoints for other uses."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -152,8 +150,7 @@ class Tiled(Exception):
 
 
 @pytest.mark.parametrize(
-    ("name", "vae"),
-    [("hunyuan_video", AutoencoderKLHunyuanVideo), ("hunyuan_video15", AutoencoderKLHunyuanVideo15)],
+    ("name", "vae"), [("hunyuan_video", AutoencoderKLHunyuanVideo), ("hunyuan_video15", AutoencoderKLHunyuanVideo15)]
 )
 def test_large_pictures_are_decoded_in_tiles(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, vae: type

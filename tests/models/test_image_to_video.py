@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image to video: sizes from images, what conditions depend on, checkpoints for other uses."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -135,10 +133,7 @@ def test_an_image_at_another_size_than_the_requests_is_an_error(
 
 @pytest.mark.parametrize(
     ("file", "change"),
-    [
-        ("transformer/config.json", {"pos_embed_seq_len": 514}),
-        ("transformer/config.json", {"in_channels": 4}),
-    ],
+    [("transformer/config.json", {"pos_embed_seq_len": 514}), ("transformer/config.json", {"in_channels": 4})],
 )
 def test_a_wan_for_text_or_that_reads_a_last_frame_is_refused(
     tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, file: str, change: dict[str, Any]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kernels and compiled blocks of every architecture."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,7 +15,6 @@ from verl_digen.models import kernels
 from verl_digen.models.experts import networks_of
 from verl_digen.models.kernels import block_classes, compute_exactly, set_kernels
 
-DTYPES = (torch.bfloat16, torch.float32)
 ONE = (PROMPTS[0], PROMPTS[0], PROMPTS[0])
 
 

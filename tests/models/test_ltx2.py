@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LTX-2: two parts in one tensor of latents, and its sound."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

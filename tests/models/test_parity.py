@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contract of every model file: the same claims for all architectures, on tiny checkpoints in fp32 on the CPU."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import json

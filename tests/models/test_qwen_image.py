@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Qwen-Image model file against diffusers' own pipeline, part by part (the loop: tests/rollout)."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

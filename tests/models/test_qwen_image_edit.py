@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen-Image-Edit-Plus: images of several shapes, sizes from images, and what its conditions depend on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import Any
@@ -39,20 +37,6 @@ def test_two_images_of_different_shapes_are_the_pipelines(model, network, encode
             num_inference_steps=NUM_STEPS,
             output_type="latent",
         )[0]
-    torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
-
-
-@pytest.mark.long
-def test_by_default_all_sizes_are_the_pipelines(model, network, encode, pipeline, images):
-    request = request_of(model, images[1:2], height_px=1024, width_px=1024, size_from_image=True)
-    geometry = request.sampling.geometry
-    made = pipeline(
-        images[1].read(),
-        TEXT,
-        latents=start_of(model, geometry),
-        num_inference_steps=NUM_STEPS,
-        output_type="latent",
-    )[0]
     torch.testing.assert_close(sample(model, network, encode, request), made, atol=1e-5, rtol=0)
 
 

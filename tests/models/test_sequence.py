@@ -4,8 +4,6 @@
 Velocities and gradients of split networks are in tests/engine/test_sequence.py.
 """
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 from typing import Any

@@ -1,30 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every model's `ModelSpec` against its diffusers pipeline, and against the network of its tiny checkpoint.
 
-Config keys are compared in tests/plan/test_conditions.py, FLOPs in tests/plan/test_flops.py, LoRA targets in
+Config keys are compared in tests/plan/test_parts.py, FLOPs in tests/plan/test_flops.py, LoRA targets in
 test_parity.py, and vLLM-Omni's classes in tests/vllm_omni.
 """
-
-from __future__ import annotations
 
 import ast
 import gc
 import inspect
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
 import diffusers
+import huggingface_hub
+import huggingface_hub.constants
 import pytest
 import torch
 import transformers
 from torch import nn
 
 from tests.models.cases import CPU, Loaded
-from verl_digen.models import MODELS, model_class
+from tests.tiny_models import build_tiny
+from verl_digen.models import MODELS, load_model, model_class
 from verl_digen.models.base import DiffusionModel
-from verl_digen.models.locate import HUB_ID
+from verl_digen.models.locate import HUB_ID, locate, locate_configs, locate_index
+from verl_digen.models.random_weights import MARKER, NUM_DRAWN, STD, draw
 from verl_digen.models.spec import Tokens
 from verl_digen.plan.networks import ENCODERS, Part, count_parts
 
@@ -115,3 +118,90 @@ def _networks() -> set[transformers.PreTrainedModel]:
 
 def _num_params(network: nn.Module) -> int:
     return sum(parameter.numel() for parameter in network.parameters())
+
+
+# -- networks of a published size whose weights are drawn where they are loaded ------------------------------
+@pytest.fixture
+def drawn(tmp_path: Path) -> Path:
+    """A checkpoint whose transformer has a config and no weights."""
+    folder = tmp_path / "drawn"
+    build_tiny("sd3", folder)
+    for file in (folder / "transformer").glob("*.safetensors"):
+        file.unlink()
+    (folder / "transformer" / MARKER).touch()
+    return folder
+
+
+def test_every_process_draws_the_same_network_without_a_file_of_weights(drawn: Path):
+    one, other = (load_model(drawn).load_transformer(torch.bfloat16) for _ in range(2))
+    assert not any(tensor.is_meta for tensor in (*one.parameters(), *one.buffers()))
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+    assert {parameter.dtype for parameter in one.parameters()} == {torch.bfloat16}
+    values = dict(one.named_parameters())
+    assert values["norm_out.linear.bias"].eq(0).all() and values["transformer_blocks.0.attn.to_q.bias"].eq(0).all()
+    weight = values["transformer_blocks.0.attn.to_q.weight"].float()
+    assert abs(weight.std().item() / STD - 1) < 0.1 and abs(weight.mean().item()) < STD / 5
+
+
+def test_tensors_of_one_shape_differ_and_one_longer_than_what_is_drawn_repeats_it():
+    shape = torch.Size((8, 16))
+    assert not torch.equal(draw("a.weight", shape, torch.float32), draw("b.weight", shape, torch.float32))
+    long = draw("a.weight", torch.Size((NUM_DRAWN + 5, 1)), torch.float32).flatten()
+    assert torch.equal(long[:5], long[NUM_DRAWN:]) and not torch.equal(long[:5], long[5:10])
+    assert draw("norm.weight", torch.Size((4,)), torch.float32).eq(1).all()
+
+
+COMMIT = "0" * 40
+
+
+@pytest.fixture
+def hub_cache(tmp_path, monkeypatch) -> Path:
+    """A hub cache that holds the repository acme/tiny, and no network."""
+    snapshot = tmp_path / "hub" / "models--acme--tiny" / "snapshots" / COMMIT
+    (snapshot / "transformer").mkdir(parents=True)
+    (snapshot / "model_index.json").write_text("{}")
+    (snapshot / "transformer" / "config.json").write_text("{}")
+    refs = tmp_path / "hub" / "models--acme--tiny" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    return snapshot
+
+
+def test_a_repository_of_the_hub_is_found_in_its_cache(hub_cache):
+    assert locate("acme/tiny") == hub_cache
+    assert locate_index("acme/tiny") == locate_configs("acme/tiny") == hub_cache
+
+
+def test_only_what_the_index_names_is_downloaded(hub_cache, monkeypatch):
+    """FLUX.1's repository has its 24 GB a second time in one file, SD3.5's its encoders in fp16."""
+    index = {"_class_name": "P", "transformer": ["diffusers", "T"], "image_encoder": [None, None], "boundary": 0.5}
+    (hub_cache / "model_index.json").write_text(json.dumps(index))
+    published = [
+        *("model_index.json", "flux1-dev.safetensors", "image_encoder/model.safetensors", "transformer/notes.md"),
+        *("transformer/config.json", "transformer/model.safetensors", "transformer/model.fp16.safetensors"),
+    ]
+    asked = []
+
+    def snapshot(repository, *, allow_patterns, ignore_patterns):
+        filters = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        asked.append(list(huggingface_hub.utils.filter_repo_objects(published, **filters)))
+        return str(hub_cache)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    locate("acme/tiny")
+    locate_configs("acme/tiny")
+    with_weights = ["model_index.json", "transformer/config.json", "transformer/model.safetensors"]
+    assert asked == [with_weights, ["model_index.json", "transformer/config.json"]]
+
+
+def test_a_folder_wins_over_a_repository_of_the_same_name(hub_cache, tmp_path):
+    (tmp_path / "acme" / "tiny").mkdir(parents=True)
+    assert locate("acme/tiny") == Path("acme/tiny")
+
+
+def test_a_name_that_is_neither_is_an_error_with_the_remedy(hub_cache):
+    with pytest.raises(ValueError, match=r"model\.path must be .* got 'acme/absent'.*HF_TOKEN"):
+        locate("acme/absent")

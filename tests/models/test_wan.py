@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of Wan only: two experts, whole-numbered timesteps, cleaned prompts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

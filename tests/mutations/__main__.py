@@ -9,8 +9,6 @@ catches nothing. Exit status 1 if a mutation survives, if it cannot be made, or 
 Each run of tests is a fork of this process, which has imported the heavy libraries already.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -15,8 +15,6 @@ The first four act on the border of the function, and do not care how its body i
 An operator fits if there is exactly one place for it. Where there are several, a number says which, from 1.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -6,8 +6,6 @@ A line is (MODULE.FUNCTION, operator, the fault in words), and where the module'
 the module's own. Break an invariant, not a line of code: `operators` says what lasts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -260,12 +258,7 @@ WEIGHTS: tuple[Line, ...] = (
     ("receiving._check", skip(), "an abandoned update keeps its thread", "transfer"),
     ("sending.check", skip(), "a sender waits for a receiver that died", "transfer: receiver_that_died"),
     ("checksum.Checksum.add", given(tensor="tensor.abs()"), "signs are not in the checksum"),
-    (
-        "buckets._aligned",
-        result("result - ALIGNMENT_BYTES"),
-        "pieces of a bucket overlap",
-        "gloo: buckets",
-    ),
+    ("buckets._aligned", result("result - ALIGNMENT_BYTES"), "pieces of a bucket overlap", "gloo: buckets"),
     ("gloo.of", swap("len(generations) == 1", "True"), "a new rank is left out", ": gloo_group"),
     ("shared_copy._is_equal", result("True"), "other weights are taken for these", ": other_weights"),
     ("shared_copy._find", swap("whole[0] == READY", "True"), "an incomplete copy is taken", ": not_completed"),
@@ -273,9 +266,19 @@ WEIGHTS: tuple[Line, ...] = (
 
 STORE: tuple[Line, ...] = (
     ("client.run", swap("self._is_made", "True"), "a second thread calls before the client is made"),
-    ("conditions.own_condition_keys", swap("own_condition_key(uid, '')", "uid"), "conditions of another group go"),
+    (
+        "conditions.own_condition_keys",
+        swap("own_condition_key(uid, '')", "uid"),
+        "conditions of another group go",
+        "samples: nothing_is_left",
+    ),
     ("samples.fetch_columns", given(keys="keys[::-1]"), "samples come in another order than asked for"),
-    ("prompts.to_listing", swap("entry", "True", 3), "a sample that is being stored is listed", "tags: being_stored"),
+    (
+        "prompts.to_listing",
+        swap("entry", "True", 3),
+        "a sample that is being stored is listed",
+        "samples: being_stored",
+    ),
 )
 
 TABLE = tuple(

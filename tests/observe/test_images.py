@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-import textwrap
+import json
+import os
+import subprocess
+import sys
 import wave
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,18 +82,6 @@ def test_before_and_after_say_means_and_changes_and_mark_what_fell(tmp_path):
             )
         ]
     assert reddish[1] > 20 and reddish[0] == reddish[2] == 0
-
-
-def test_a_long_prompt_is_shown_whole(tmp_path):
-    entry = show(tmp_path / "a.png", picture(RED))
-    words = " ".join(f"word{number}" for number in range(60))
-    save_grid([replace(entry, prompt=words), entry], tmp_path / "grid.png", "title")
-    lines = len(textwrap.wrap(f"0.50  {words}", CELL_PX // images.LETTER_PX))
-    with Image.open(tmp_path / "grid.png") as grid:
-        assert grid.height == 24 + CELL_PX + images.LINE_PX * (lines + 1) and lines > 10
-        pixels = np.asarray(grid.convert("L"))[:, :CELL_PX]
-        assert pixels[-2 * images.LINE_PX - 4 :].min() < 80, "its last line is there"
-        assert pixels[-2:].min() == 255
 
 
 def test_a_video_has_its_sound_in_a_file_beside_it(tmp_path):
@@ -177,3 +169,37 @@ def test_tensorboard_reads_the_very_files(tmp_path):
     assert [event.step for event in events] == [0, 3]
     assert events[0].encoded_image_string == video_path(shown.path).read_bytes()
     assert (events[0].width, events[0].height) == (16, 16)
+
+
+# -- pictures, videos, tables and histograms in a real offline run of W&B: the files that it leaves ----------
+LOG = """
+import sys
+from pathlib import Path
+import wandb
+from verl_digen.observe.images import Shown
+from verl_digen.observe.wandb_media import log_to_wandb
+
+folder = Path(sys.argv[1])
+with wandb.init(mode="offline", dir=folder, project="digen", settings=wandb.Settings(x_disable_stats=True)):
+    shown = [Shown(folder / "a.png", "a cat", 0.5), Shown(folder / "b.png", "a dog", 0.25)]
+    log_to_wandb(wandb, 10, {"val/pictures": shown}, {"distribution/reward": [0.0, 0.5, 1.0]})
+"""
+
+
+def test_an_offline_run_holds_pictures_videos_tables_and_histograms(tmp_path: Path):
+    """Log in a process of its own, because W&B starts threads and a service that outlive a run."""
+    save_pixels(torch.zeros(8, 8, 3, dtype=torch.uint8), tmp_path / "a.png")
+    save_pixels(torch.zeros(2, 8, 8, 3, dtype=torch.uint8), tmp_path / "b.png")
+    environment = {**os.environ, "WANDB_SILENT": "true", "HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", LOG, str(tmp_path)], check=True, env=environment, timeout=300)
+    [run] = (tmp_path / "wandb").glob("offline-run-*")
+    media = run / "files" / "media"
+    found = sorted(path.relative_to(media).as_posix() for path in media.rglob("*") if path.is_file())
+    [table] = (media / "table").rglob("*.table.json")
+    assert any(name.startswith("images/val/pictures") for name in found)
+    assert any(name.startswith("videos/val/pictures") and name.endswith(".gif") for name in found), found
+    rows = json.loads(table.read_text())
+    assert rows["columns"] == ["step", "prompt", "reward", "picture"]
+    assert [row[:3] for row in rows["data"]] == [[10, "a cat", 0.5], [10, "a dog", 0.25]]
+    logged = next(run.glob("*.wandb")).read_bytes()
+    assert all(part in logged for part in (b"distribution/reward", b"histogram", b"0.500  a cat", b"0.250  a dog"))

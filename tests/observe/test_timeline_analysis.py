@@ -11,14 +11,7 @@ import pytest
 
 from tests.observe.timeline_runs import GROUP_SAMPLES, START_S, interval, lane, random_intervals, simulated_run
 from verl_digen.observe.timeline import step_metrics
-from verl_digen.observe.timeline.analysis import (
-    LABELS,
-    around_step,
-    overlap_s,
-    pool_usage,
-    segments,
-    step_window,
-)
+from verl_digen.observe.timeline.analysis import LABELS, around_step, overlap_s, pool_usage, segments, step_window
 
 WINDOW = (START_S, START_S + 10)
 

@@ -15,14 +15,7 @@ from dataclasses import replace
 import pytest
 
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
-from verl_digen.observe.timeline import (
-    Recorder,
-    TimelineFile,
-    UnixClock,
-    read_timeline,
-    recorder,
-    step_metrics,
-)
+from verl_digen.observe.timeline import Recorder, TimelineFile, UnixClock, read_timeline, recorder, step_metrics
 from verl_digen.observe.timeline import interval as interval_module
 from verl_digen.observe.timeline.interval import KINDS, WAIT_REASONS, from_line, join_parts, to_line
 from verl_digen.schedulers import types as scheduler_types

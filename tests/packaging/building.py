@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of the checkout, tagged or without git, and what is built from them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -15,7 +13,7 @@ from zipfile import ZipFile
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(
-    *(".git", ".venv*", "__pycache__", "*.egg-info", "build", "dist", "outputs", "shared", "*.png"),
+    *(".git", ".venv*", "__pycache__", "*.egg-info", "build", "dist", "outputs", "shared", "*.png")
 )
 WITH_SAMPLES = ("tests", "examples", "docs", ".ci")
 """Folders that no package may hold; a copy has one file of each."""

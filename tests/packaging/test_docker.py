@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docker/: the Dockerfile's style, its versions against setup.py's, and what reaches a build."""
 
-from __future__ import annotations
-
 import fnmatch
 import os
 import re
@@ -17,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.packaging.building import ROOT, metadata_of
+from tests.packaging.building import ROOT, git, metadata_of
 from verl_digen.versions import SUPPORTED
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -113,3 +111,25 @@ def test_the_wheel_of_the_image_is_built_from_what_reaches_it(tmp_path: Path):
     subprocess.run([sys.executable, "-c", code], cwd=context, env=environment, check=True, capture_output=True)
     [wheel] = tmp_path.glob("*.whl")
     assert metadata_of(wheel)["Version"] == "1.2.3"
+
+
+# -- every shell script and the Dockerfile pass their linters, which `make lint` runs too --------------------
+RULE = re.search(r"^SCRIPTS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def is_script(path: Path) -> bool:
+    """True for a file that a shell runs."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.readline().startswith((b"#!/usr/bin/env bash", b"#!/bin/"))
+
+
+def test_make_lint_reads_every_script_of_the_repository():
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout of git")
+    assert RULE is not None
+    listed = {path.relative_to(ROOT).as_posix() for word in RULE[1].split() for path in ROOT.glob(word)}
+    tracked = git(ROOT, "ls-files", "--cached", "--others", "--exclude-standard").splitlines()
+    scripts = {name for name in tracked if is_script(ROOT / name)}
+    assert scripts == listed

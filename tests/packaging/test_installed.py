@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pip install` of the sdist and of the wheel into a bare environment, and first use there, away from any checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every architecture's tiny checkpoint, and plans of runs on the tiny Qwen-Image."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.models.cases import CASES, Loaded

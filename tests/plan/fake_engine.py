@@ -11,8 +11,6 @@
 - Networks are made shallower with `Depth`, because a block takes seconds.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import tempfile

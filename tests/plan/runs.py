@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs for the pure parts of the plan: round numbers that can be checked by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planned episodes, by hand, and against episodes that a replica and the environment `shape_edits` play."""
 
-from __future__ import annotations
-
 import asyncio
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,25 +139,3 @@ def test_slots_hold_the_episodes_of_a_replica():
     assert (settings.episodes_per_replica, settings.episodes_at_once) == (30, 32), "no more than a step has"
     settings = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3, extra_episodes=1)).settings
     assert (settings.episodes_per_replica, settings.episodes_at_once) == (5, 36), "all of them, where pools take turns"
-
-
-def test_a_plan_tells_episodes_at_the_same_time_and_what_limits_them(tmp_path, capsys):
-    checkpoint = build_tiny("qwen_image_edit_plus", tmp_path / "checkpoint")
-    words = [
-        "recipe=digen_edit_episodes+disaggregated",
-        f"actor_rollout_ref.model.path={checkpoint}",
-        "actor_rollout_ref.rollout.agent.num_workers=2",
-        "digen.deadlines.generate_s=300",
-        "digen.gap.chunk_size=2",
-        "digen.gap.slots_per_replica=3",
-        "digen.environment.concurrent=5",
-        "gpus=2",
-        "gpu_mem=80",
-    ]
-    command.run(Namespace(words=words, json=False))
-    out = capsys.readouterr().out
-    assert "8 prompts x 8 samples x at most 3 turns x 7 trained steps" in out
-    assert "episodes: 64 begin in a step; at the same time 6, at most 6 on a replica and about 3 at an agent" in out
-    assert "a replica generates 32 pictures together: more digen.gap.slots_per_replica" in out
-    assert "the environment runs 5 calls at the same time" in out
-    assert "of it one turn's condition" in out

@@ -11,12 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.models.cases import PROMPTS
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models import load_model
-from verl_digen.models.flops import (
-    device_type,
-    forward_flops,
-    peak_flops,
-    utilisation_metrics,
-)
+from verl_digen.models.flops import device_type, forward_flops, peak_flops, utilisation_metrics
 from verl_digen.plan.run import empty_condition
 from verl_digen.types import Geometry
 
@@ -32,8 +27,7 @@ def count(loaded, geometry, scale):
     return counter.get_total_flops(), max(len(condition["embeds"]) for condition in conditions)
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
-@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize(("size", "scale"), [(0, 3.0), (1, 1.0)])
 def test_a_forward_is_counted_within_one_percent(loaded, size, scale):
     geometry = loaded.case.sizes[size]
     counted, tokens = count(loaded, geometry, scale)

@@ -5,8 +5,6 @@ The model is Wan, all of whose weights get a gradient. In Qwen-Image the last bl
 10 % of the tiny network's two blocks and 0.4 % of the real one's sixty; the plan counts it.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,11 +28,7 @@ def plan(path, *overrides: str) -> Run:
         f"digen.sampling.num_steps={NUM_STEPS}",
         *(
             f"actor_rollout_ref.actor.fsdp_config.{key}"
-            for key in (
-                "model_dtype=fp32",
-                "+mixed_precision.param_dtype=fp32",
-                "+mixed_precision.reduce_dtype=fp32",
-            )
+            for key in ("model_dtype=fp32", "+mixed_precision.param_dtype=fp32", "+mixed_precision.reduce_dtype=fp32")
         ),
         *overrides,
     )

@@ -25,10 +25,6 @@ def assert_invariants(run, device_bytes, remedies):
         assert remedy.fits == (max(remedy.training_bytes, remedy.generating_bytes) <= limit)
 
 
-def test_a_run_that_fits_needs_none():
-    assert find_remedies(make_run(), 200 * GB, with_adapter(make_run())) == []
-
-
 def test_checkpointing_comes_before_an_adapter_and_that_before_devices():
     run = make_run(recompute="none")
     names = [remedy.override for remedy in find_remedies(run, 80 * GB, with_adapter(run))]
@@ -66,20 +62,9 @@ def test_tensor_parallelism_is_for_replicas_that_do_it():
         assert asked == (name == "vllm_omni")
 
 
-def test_the_adapter_is_measured_once():
-    run, calls = make_run(), []
-
-    def measure():
-        calls.append(1)
-        return with_adapter(run)()
-
-    find_remedies(run, 24 * GB, measure)
-    assert len(calls) == 1
-
-
 def test_any_run_is_told_the_truth():
     rng = random.Random(0)
-    for _ in range(50):
+    for _ in range(20):
         run = make_run(
             lora=rng.random() < 0.3,
             recompute=rng.choice(["all", "none", 5]),

@@ -39,12 +39,6 @@ def test_steps_that_the_solver_passes_over_cost_nothing_and_those_of_the_cache_c
     assert flops(Outside(solver_before=0.5, solver_after=0.5)) == 1 + 2 + 3
 
 
-def test_twice_the_devices_take_half_the_time():
-    one = plan_time(make_run(), "H100", 0.4, 1.0)
-    two = plan_time(make_run(num_trainer_devices=16, num_generator_devices=16), "H100", 0.4, 1.0)
-    assert two.step_s == pytest.approx(one.step_s / 2)
-
-
 @pytest.mark.parametrize(
     ("digen", "forwards"),
     [

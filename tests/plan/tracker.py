@@ -11,8 +11,6 @@ extended to the published number. Where blocks are of two kinds, both grow in th
 line.
 """
 
-from __future__ import annotations
-
 import os
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from verl_digen.preflight.notes import notes
 WORLD = "digen.environment.path=tests.environments.worlds.Brighter"
 KEY = "with digen.environment.path"
 NO_FUNCTION = "digen.reward.functions={}"
-TREE = ("digen.branches.splits=[0]", "digen.sampling.shared_initial_noise=true")
 SEPARATE = "recipe=digen_flowgrpo+disaggregated"
 
 

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf, open_dict
 from verl_digen.pool_sizes import asked_devices, num_function_devices, num_reward_devices
 from verl_digen.preflight import reward_model
 from verl_digen.preflight.reward_model import check_reward_model
-from verl_digen.preflight.rewards import check_reward_devices, check_rewards
+from verl_digen.preflight.rewards import check_latents, check_reward_devices, check_rewards
 
 SERVED = [
     "reward.reward_model.enable=true",
@@ -98,3 +98,15 @@ def test_a_judge_without_a_server_is_refused_where_no_model_is_served(served):
     with pytest.raises(ValueError, match=r"functions.yes_no.url must name a server .*vllm serve MODEL.*enable=true"):
         check_reward_model(without)
     check_reward_model(changed(without, {"digen.reward.functions": {"yes_no": {"weight": 1.0, "url": "http://h:1"}}}))
+
+
+# -- rewards of latents: samples that carry none are refused before the start --------------------------------
+READS = "digen.reward.functions={drm: {weight: 1, reward: server, protocol: drm_latents, url: 'http://h:1'}}"
+SEES = "digen.reward.functions={shapes: 1.0}"
+
+
+def test_latents_need_replicas_that_make_every_sample(start):
+    check_latents(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=off"))
+    check_latents(start("recipe=digen_flowgrpo+disaggregated", SEES, "digen.tag.policy=always"))
+    with pytest.raises(ValueError, match=r"digen.tag.policy must be off with digen.reward.functions.drm, .*got 'bts'"):
+        check_latents(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=bts"))

@@ -4,8 +4,6 @@
 It measures all architectures, and prints the lines that stall, too.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

@@ -6,8 +6,6 @@ contiguous and of the same dtype, as PyTorch first makes a pageable copy otherwi
 non_blocking=True)` makes a pinned tensor.
 """
 
-from __future__ import annotations
-
 import weakref
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of the pretend device: bytes of live storages, their peak, and a limit."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -13,8 +13,6 @@
 | update | receiving, sealing and loading all weights | update |
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,8 +89,7 @@ def measure(name: str, path: Path) -> Measured:
         return False
 
     trajectories, latents = counted(
-        "sample",
-        lambda: server._sampler.sample(asked, found, negatives, version=0, should_stop=note_start),
+        "sample", lambda: server._sampler.sample(asked, found, negatives, version=0, should_stop=note_start)
     )
     server._decode(latents, sampling.geometry)
     pixels = counted("decode", lambda: server._decode(latents, sampling.geometry)).pixels

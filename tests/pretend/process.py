@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that have the pretend device, forked from one that has done the imports (5 s of a core)."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import traceback

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notes of the pretend device: stalls, float64 operations and attention masks, by file and line."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Iterator

@@ -35,12 +35,7 @@ READS = {
     aten.repeat_interleave.Tensor,
 }
 """Operations whose result, or its shape, the host waits for."""
-INDEXING = {
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-}
+INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 """Operations whose indices may be on the host."""
 TAKES_SCALARS = {aten.masked_fill.Tensor, aten.masked_fill_.Tensor, aten.where.self, aten.fill_.Tensor}
 """Operations, besides elementwise ones, that take a scalar tensor of the host."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pretend device punishes what CUDA does, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`pickscore`, `clip_score` and `aesthetic` on tiny checkpoints, against the code that their publishers show."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -123,11 +121,10 @@ def test_a_prompt_is_cut_at_the_positions_of_the_text_encoder(clip):
     assert cut == longer == pytest.approx(beyond, abs=1e-6) and abs(other - cut) > 1e-4
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_half_precision_encoders_give_scores_in_fp32(clip, head, dtype):
+def test_half_precision_encoders_give_scores_in_fp32(clip, head):
     for name, settings in (("clip_score", {}), ("pickscore", {}), ("aesthetic", {"head": str(head)})):
         exact = values(scorer(name, clip, **settings), make_samples())
-        reward = scorer(name, clip, dtype=dtype, **settings)
+        reward = scorer(name, clip, dtype="bf16", **settings)
         found = values(reward, make_samples())
         assert found == pytest.approx(exact, abs=0.1 * max(map(abs, exact))) and found != exact
         scores = reward.frame_scores([Image.fromarray(make_picture())], [0], make_samples()[:1])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scorers with encoders compute on the device that they are given, and bring nothing but numbers back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,7 +3,6 @@
 
 import json
 import math
-import random
 
 import pytest
 
@@ -64,18 +63,6 @@ def test_the_trend_is_the_median_slope_in_standard_errors():
     assert line == pytest.approx(math.sqrt(17.5) / (math.sqrt(math.pi) / 2)) and round(line, 1) == 4.7
     assert trend(range(10), [-step for step in range(10)]) == pytest.approx(-10.25, abs=0.01)
     assert trend([1, 2, 3], [5.0, 5.0, 5.0]) == 0.0
-
-
-def test_scale_and_offset_of_a_reward_do_not_matter():
-    steps = range(10, 110, 10)
-    assert trend(steps, [100 * value - 7 for value in FALLING]) == pytest.approx(trend(steps, FALLING))
-
-
-def test_flat_noise_falls_by_the_threshold_in_one_of_a_hundred_windows():
-    rng = random.Random(0)
-    windows = [[rng.gauss(0, 1) for _ in range(10)] for _ in range(2000)]
-    share = sum(trend(range(10), window) <= -HackingConfig().threshold for window in windows) / len(windows)
-    assert 0.005 < share < 0.02
 
 
 def test_the_best_is_the_first_highest_also_when_it_left_the_window():

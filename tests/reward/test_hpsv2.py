@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hpsv2` on a tiny checkpoint, against scores of the hpsv2 package (`make_references.py`)."""
-
-from __future__ import annotations
+"""`hpsv2` on a tiny checkpoint, against scores of the hpsv2 package (`tiny_scorers.py`)."""
 
 import json
 import shutil
@@ -12,8 +10,7 @@ import pytest
 import torch
 
 from tests.reward.contract import check_contract
-from tests.reward.make_references import PLACE, TEXTS, pictures
-from tests.reward.tiny_scorers import hps_state, write_hps
+from tests.reward.tiny_scorers import PLACE, TEXTS, hps_state, pictures, write_hps
 from verl_digen.config.reward import reward_entry
 from verl_digen.reward.named import make
 from verl_digen.reward.scorers.hpsv2 import HpsV2

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`image_reward` on a tiny checkpoint, against scores of the image-reward package (`make_references.py`)."""
-
-from __future__ import annotations
+"""`image_reward` on a tiny checkpoint, against scores of the image-reward package (`tiny_scorers.py`)."""
 
 import json
 from pathlib import Path
@@ -11,8 +9,7 @@ import pytest
 import torch
 
 from tests.reward.contract import check_contract
-from tests.reward.make_references import PLACE, TEXTS, pictures
-from tests.reward.tiny_scorers import MED_CONFIG, image_reward_state, write_image_reward
+from tests.reward.tiny_scorers import MED_CONFIG, PLACE, TEXTS, image_reward_state, pictures, write_image_reward
 from verl_digen.config.reward import reward_entry
 from verl_digen.reward.named import make
 from verl_digen.reward.scorers.image_reward import ImageReward

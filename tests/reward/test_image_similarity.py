@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`image_similarity` on tiny CLIP and DINOv2 checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

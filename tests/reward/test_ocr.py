@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The OCR reward on drawn pictures, against rapidocr itself and against the rule for frames."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -90,13 +88,6 @@ def test_settings_reach_rapidocr_under_its_names():
     assert found.EngineConfig.onnxruntime.intra_op_num_threads == 1
     by_itself, ours = RapidOCR(params={}).cfg, RapidOCR(params=engine_parameters(OcrConfig(), 1)).cfg
     assert (ours.Det, ours.Rec) == (by_itself.Det, by_itself.Rec)
-
-
-def test_a_page_upside_down_is_not_turned(fast):
-    pixels = np.ascontiguousarray(drawn("Hello", 64, 128)[::-1, ::-1])
-    turning = RapidOCR(params={**engine_parameters(fast.config, 1), "Global.use_cls": True})
-    assert rapidocr_reads(turning, pixels) == "Hello"
-    assert fast.read(Image.fromarray(pixels)) != "Hello"
 
 
 def test_reward_counts_wrong_letters(fast):

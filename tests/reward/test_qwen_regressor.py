@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """HPSv3 and VideoAlign on tiny random checkpoints: scores of transformers' own classes, one sample at a time."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -2,8 +2,10 @@
 """All rewards of a run, as an agent loop worker asks them: functions, pools, groups, and how they are combined."""
 
 import asyncio
+import re
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,13 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.reward.samples import Handle, make_sample
+from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig, PoolSettings, RewardConfig
 from verl_digen.config.reward import reward_entry
 from verl_digen.errors import RunStopped
 from verl_digen.reward.combine import formula
-from verl_digen.reward.manager import DiffusionRewardLoopWorker, RewardPoolWorker, samples_of
+from verl_digen.reward.functions import call_arguments
+from verl_digen.reward.manager import DiffusionRewardLoopWorker, DiffusionRewardManager, RewardPoolWorker, samples_of
 from verl_digen.reward.named import check, check_packages, check_rows, make, settings
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.reward.scorers import diversity
@@ -174,10 +178,7 @@ def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine
     ("combine", "expected"),
     [
         ("sum", "reward = 0.7 x ocr + 0.3 x pick (only logged: gold)"),
-        (
-            "gdpo",
-            "advantage = 0.7 x A(ocr) + 0.3 x A(pick), each reward normalised in its group (only logged: gold)",
-        ),
+        ("gdpo", "advantage = 0.7 x A(ocr) + 0.3 x A(pick), each reward normalised in its group (only logged: gold)"),
         ("mine.smaller", "reward = mine.smaller(ocr, pick) (only logged: gold)"),
     ],
 )
@@ -246,3 +247,60 @@ def test_the_arguments_of_an_entry_are_the_settings_of_its_class():
     entry = reward_entry("few", {"weight": 1, "reward": "diversity", "size_px": 8, "num_gpus": 0.5})
     assert settings(entry, check(entry)) == diversity.DiversityConfig(8)
     assert entry.pool == PoolSettings(num_gpus=0.5)
+
+
+# -- sound of a video on its way to rewards of both kinds ----------------------------------------------------
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+LISTENERS = """
+from verl_digen.reward.base import Reward
+
+
+class Lasting(Reward):
+    def score(self, batch):
+        return [0.0 if one.audio is None else one.audio.waveform.shape[1] / one.audio.rate_hz for one in batch]
+
+
+def peak(data_source, solution_image, ground_truth, extra_info=None):
+    if "audio" not in extra_info:
+        return -1.0
+    return {"score": abs(extra_info["audio"].waveform).max(), "channels": len(extra_info["audio"].waveform)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("audio", "expected"),
+    [(Audio(np.linspace(-0.75, 0.5, 60, dtype=np.float32).reshape(2, 30), 400), (30 / 400, 0.75)), (None, (0.0, -1.0))],
+    ids=["sound", "silent"],
+)
+def test_a_class_and_a_function_get_the_waveform_and_its_rate(
+    audio: Audio | None, expected: tuple[float, float], tmp_path: Path
+) -> None:
+    path = tmp_path / "listeners.py"
+    path.write_text(LISTENERS)
+    named = {"lasting": {"weight": 1.0, "reward": f"{path}:Lasting"}, "peak": {"weight": 2.0, "reward": f"{path}:peak"}}
+    digen = DigenConfig(reward=RewardConfig(named))
+    config = OmegaConf.create({"digen": {"reward": {"functions": named}}})
+
+    async def run() -> Any:
+        handles = {
+            SHARED: [Handle(DiffusionRewardManager(config))],
+            "lasting": [Handle(RewardPoolWorker(config, "lasting"))],
+        }
+        rewards = SampleRewards(handles, digen.reward.weights(has_custom=False), digen)
+        return await rewards.score(replace(make_sample(), audio=audio), version=0, group_size=1)
+
+    score, _ = asyncio.run(run())
+    assert (score.parts["lasting"], score.parts["peak"]) == expected
+    assert score.total == expected[0] + 2.0 * expected[1]
+    assert audio is None or score.parts["peak/channels"] == 2
+
+
+def test_the_function_of_the_page_measures_loudness_and_length() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text().split("\n## Sound\n")[1].split("\n## ")[0], re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(code, PAGE.name, "exec"), names)
+    sample = replace(make_sample(), audio=Audio(np.full((2, 30), -0.5, np.float32), rate_hz=400))
+    arguments = call_arguments(sample)
+    assert names["compute_score"](**arguments) == {"score": 0.5, "seconds": 30 / 400}
+    arguments["extra_info"]["audio"].waveform[:] = 0
+    assert sample.audio is not None and sample.audio.waveform.min() == -0.5, "another function gets the sound itself"

@@ -11,11 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.reward.contract import check_contract
 from tests.reward.samples import make_sample
 from verl_digen.config.reward import reward_entry
 from verl_digen.reward.base import NoSettings, Reward, RewardUnavailable
 from verl_digen.reward.functions import FunctionReward
-from verl_digen.reward.named import BUILT_IN, find
+from verl_digen.reward.named import BUILT_IN, find, make
 from verl_digen.reward.scorers import jpeg_compressibility as jpeg
 from verl_digen.reward.scoring import BatchScorer, ScoringError
 from verl_digen.types import PartScore, RewardInput
@@ -255,3 +256,9 @@ def test_a_video_compresses_as_well_as_its_frames_do_on_average():
     apart = [jpeg.compute_score("x", frame, None) for frame in (noisy, flat)]
     assert jpeg.compute_score("x", np.stack([noisy, flat]), None) == pytest.approx(np.mean(apart))
     assert jpeg.compute_score("x", np.stack([noisy] * 5), None) == pytest.approx(apart[0]), "length does not count"
+
+
+# -- built-in rewards without weights keep the contract of `contract.py`, which sees a reward that does not --
+@pytest.mark.parametrize("name", ["jpeg_compressibility", "jpeg_incompressibility"])
+def test_a_batch_is_its_samples_one_by_one(name):
+    check_contract(make(reward_entry(name, 1.0), torch.device("cpu")))

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guarantees of the drawn world and its scorer."""
 
-import itertools
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -19,7 +18,7 @@ from verl_digen.reward.scorers.shapes.scene import (
     draw,
     parse_caption,
 )
-from verl_digen.reward.scorers.shapes.scorer import WEIGHTS, compute_score
+from verl_digen.reward.scorers.shapes.scorer import compute_score
 
 SCENES = all_scenes()
 ONE_WRONG_LOSES = {"shape": 0.2, "colour": 0.2, "position": 0.1, "count": 0.1, "background": 0.1}
@@ -131,22 +130,6 @@ def test_blur_and_a_little_noise_cost_little():
         assert score(sloppy, scene) >= 0.9
 
 
-def test_score_falls_steadily_as_the_colour_fades():
-    scene = parse_caption("a red circle on the left on a blue background")
-    other = replace(scene, colour="yellow")
-    right, wrong = (draw(s, 64, np.random.default_rng(4)).astype(float) for s in (scene, other))
-    faded = [(right + share * (wrong - right)).astype(np.uint8) for share in np.linspace(0, 1, 6)]
-    scores = [score(picture, scene) for picture in faded]
-    assert all(a > b for a, b in itertools.pairwise(scores))
-
-
-def test_score_falls_steadily_as_the_shape_moves_away():
-    scene = parse_caption("a red square on the left on a black background")
-    picture = draw(scene, 64, np.random.default_rng(5))
-    scores = [score(np.roll(picture, shift, axis=1), scene) for shift in (0, 7, 10, 13, 16)]
-    assert all(a > b for a, b in itertools.pairwise(scores))
-
-
 def test_a_video_scores_the_mean_of_its_frames():
     scene = SCENES[10]
     frames = np.stack([draw(scene, 64, np.random.default_rng(6)), np.zeros((64, 64, 3), np.uint8)])
@@ -157,13 +140,6 @@ def test_ground_truth_may_be_the_fields_of_a_scene():
     scene = SCENES[-1]
     picture = draw(scene, 64, np.random.default_rng(7))
     assert compute_score("x", picture, asdict(scene)) == compute_score("y", picture, caption(scene))
-
-
-def test_the_score_is_the_weighted_sum_of_its_parts():
-    scene = parse_caption("a white triangle at the top on a green background")
-    parts = compute_score("x", draw(scene, 64, np.random.default_rng(8)), caption(scene))
-    assert sum(WEIGHTS.values()) == pytest.approx(1)
-    assert parts["score"] == pytest.approx(sum(weight * parts[name] for name, weight in WEIGHTS.items()))
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 """The rewards that docs/extending.md shows work as they stand there."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.reward.samples import make_sample
+from verl_digen.algorithms import ema, objectives, sde
+from verl_digen.algorithms.objectives import find_objective, policy_loss, ratio
 from verl_digen.config.reward import reward_entry
 from verl_digen.reward.base import NoSettings, Reward
 from verl_digen.reward.named import make
@@ -60,3 +64,34 @@ def test_the_win_rate_is_the_share_of_the_others_that_lose():
     judge.prefers = lambda one, other: one.pixels.mean() > other.pixels.mean()
     assert judge.scope == "group"
     assert judge.score([make_sample(value=value) for value in (10, 30, 20)]) == [0.0, 1.0, 0.5]
+
+
+# -- the objective that docs/extending.md shows can be registered and computed as it stands there ------------
+KNOWN: dict[str, Any] = {
+    **vars(ema),
+    **vars(sde),
+    **vars(ratio),
+    **vars(objectives),
+    "dataclass": dataclass,
+    "Tensor": torch.Tensor,
+    "torch": torch,
+    "__name__": __name__,
+}
+"""Names that the sketches use; a real file imports them."""
+
+
+def test_a_sketched_objective_can_be_registered_and_computed():
+    section = PAGE.read_text().split("## An objective of your own")[1].split("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    exec(compile(code, PAGE.name, "exec", dont_inherit=True), dict(KNOWN))
+    objective = find_objective("my_matching")
+    generator = torch.Generator().manual_seed(0)
+    settings = objective.loss.config()
+    inputs = {column: torch.randn(4, generator=generator) for column in objective.loss.columns}
+    latents = objective.latents_for(settings)
+    inputs |= {latent: torch.randn(4, 3, 2, generator=generator) for latent in latents}
+    inputs["sigma"] = torch.rand(4, generator=generator)
+    velocity = inputs["velocity"].requires_grad_()
+    output = policy_loss("my_matching", inputs, settings)
+    (gradient,) = torch.autograd.grad(output.loss, velocity)
+    assert output.loss.isfinite() and gradient.ne(0).any()

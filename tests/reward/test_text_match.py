@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text reward against flow_grpo's rule, written again in the slow and obvious way."""
 
-from __future__ import annotations
-
 import random
 from functools import cache
 

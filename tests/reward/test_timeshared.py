@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A reward that takes turns: when it is made, when it scores, and what it holds while it is asleep."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Sequence

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random checkpoints of the models that scorers read: CLIP, DINOv2, HPSv2.1, ImageReward, the aesthetic head.
 
-Weights come from NumPy, each tensor from its own name, so that `make_references.py` makes the same ones in another
-environment with the original packages. The CLIP vocabulary is open_clip's, with few merges.
+Weights come from NumPy, each tensor from its own name, so that another environment with the original packages makes the
+same ones: `references.json` has the scores of hpsv2 1.2.0 and image-reward 1.5 (transformers 4.40.2, timm 0.6.13) on
+`hps_state`, `image_reward_state`, `pictures` and `TEXTS`. The CLIP vocabulary is open_clip's, with few merges.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping
@@ -15,7 +14,17 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from PIL import Image
 
+from tests.reward.contract import make_picture
+
+PLACE = Path(__file__).with_name("references.json")
+PICTURES_PX = ((28, 28), (64, 64), (48, 96), (96, 48), (17, 31), (33, 90), (45, 32), (45, 32))
+"""(height, width); 45 x 32 has an odd border to crop."""
+TEXTS = (
+    *("a red square", "two dogs", "", "a long prompt " * 30, "TWO  Red dogs, 3!", "Red", "dogs &amp;amp; squares"),
+    "two “red” ﬂags",
+)
 WORDS = ("red", "square", "two", "dogs", "long", "prompt")
 """Words that the vocabularies hold whole; any other text is read letter by letter."""
 HPS_SIZES: dict[str, Any] = {
@@ -48,6 +57,11 @@ MED_CONFIG: dict[str, Any] = {
     "encoder_width": 24,
     "add_cross_attention": True,
 }
+
+
+def pictures() -> list[Image.Image]:
+    """The pictures of the references, in order."""
+    return [Image.fromarray(make_picture(*size, seed=number)) for number, size in enumerate(PICTURES_PX)]
 
 
 def tensor_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:

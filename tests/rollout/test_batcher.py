@@ -73,12 +73,7 @@ def test_prompts_of_like_length_share_a_batch():
     async def run() -> list[list[str]]:
         record = Recorder()
         batcher = RequestBatcher(record, max_batch_size=4, wait_s=0.01)
-        texts = {
-            "p0": "short",
-            "p1": "a prompt that is much longer",
-            "p2": "brief",
-            "p3": "a prompt as long as that",
-        }
+        texts = {"p0": "short", "p1": "a prompt that is much longer", "p2": "brief", "p3": "a prompt as long as that"}
         requests = [request(uid, index, text=text) for uid, text in texts.items() for index in range(2)]
         await asyncio.gather(*[batcher.submit(asked) for asked in requests])
         return [[asked.uid for asked in batch] for batch in record.batches]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `diffusers` replica with compiled blocks: its forwards read the weights of every update, also after a sleep."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from tests.engine.sequence_cases import CASES, build
-from tests.rollout.test_server import begin_and_send, make_server
+from tests.rollout.test_server import ask, begin_and_send, make_server
 from tests.sampling.runs import close, path_of
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
@@ -44,7 +42,7 @@ async def generate(server: DiffusersServer) -> list[Generation]:
         SampleRequest(f"p{number}", 0, PromptInputs(text, (), 64), negative, window, sampling, False)
         for number, text in enumerate(texts)
     ]
-    return await asyncio.gather(*(server.generate("id", [], {"request": request}) for request in requests))
+    return await ask(server, requests)
 
 
 def server_of(path: Path, *, is_lora: bool, compiles: bool) -> DiffusersServer:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches that fit into memory: on a device that takes a known number of bytes, and a replica on the pretend device."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +14,7 @@ from tests.pretend.phases import make_server
 from tests.pretend.process import on_pretend
 from tests.pretend_cuda import FakeCuda
 from tests.rollout.test_samples import requests_of
+from tests.rollout.test_server import ask
 from verl_digen.config import RolloutConfig
 from verl_digen.rollout import fitting as fitting_module
 from verl_digen.rollout.fitting import Fitting
@@ -153,8 +152,7 @@ def test_a_batch_size_is_a_number_or_auto():
 async def draw(server) -> list[Generation]:
     """Eight samples of a prompt."""
     first = replace(requests_of("qwen_image")[0], wants_latents=False, wants_condition=False, burst=None)
-    asked = [replace(first, sample_index=index) for index in range(8)]
-    return await asyncio.gather(*[server.generate("", [], {"request": one}) for one in asked])
+    return await ask(server, [replace(first, sample_index=index) for index in range(8)])
 
 
 def sizes_of(server) -> list[int]:

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer rank's handle of a replica that is out of reach, dies, and is replaced, in virtual time."""
 
+import os
+
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
+from verl_digen.rollout.birth import drop_launcher_variables
 from verl_digen.rollout.lost import ReplicaHandle
+from verl_digen.rollout.placed import cpu_threads
 
 
 class Server:
@@ -71,3 +75,18 @@ def test_a_dead_server_is_not_asked_again_until_another_one_has_its_name(monkeyp
     cluster.server = Server()
     handle.find_successor()
     assert run_in_virtual_time(handle.call("seal", 3)) == 4
+
+
+def test_replicas_share_the_cores_with_those_that_compute_at_the_same_time(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+    assert cpu_threads(num_neighbours=2, num_devices=2, is_standalone=True) == 4
+    assert cpu_threads(num_neighbours=0, num_devices=1, is_standalone=False) == 16, "taking turns with the trainer"
+    assert cpu_threads(num_neighbours=2, num_devices=4, is_standalone=False) == 4, "replicas work at the same time"
+    assert cpu_threads(num_neighbours=16, num_devices=16, is_standalone=True) == 1
+
+
+def test_a_replica_drops_the_process_group_of_the_job_that_started_ray(monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "29500")
+    drop_launcher_variables()
+    assert "29500" not in os.environ.values()

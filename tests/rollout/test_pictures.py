@@ -113,13 +113,7 @@ def test_a_picture_or_a_prompt_that_cannot_be_read_fails_its_own_sample_alone(ti
     Path(requests[2].picture.reference).unlink()
     requests[3] = replace(requests[3], inputs=replace(requests[3].inputs, text="red " * 2000))
     server = make_server(tiny_qwen_image, max_batch_size=16)
-
-    async def run():
-        return await asyncio.gather(
-            *(server.generate("id", [], {"request": asked}) for asked in requests), return_exceptions=True
-        )
-
-    answers = asyncio.run(run())
+    answers = generate(server, requests, return_exceptions=True)
     errors = [str(answer) for answer in answers if isinstance(answer, BaseException)]
     assert [isinstance(answer, ValueError) for answer in answers] == [False, True, True, True, False, False]
     assert "has changed since its prompt was drawn" in errors[0] and "every node can read" in errors[1]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Batches of a replica on the pretend device (`tests.pretend`), where copies to the host arrive late."""
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import threading
@@ -16,6 +14,7 @@ import torch
 from tests.pretend.phases import GUIDED, make_server
 from tests.pretend.process import on_pretend
 from tests.pretend.record import recording
+from tests.rollout.test_server import ask, generate
 from tests.tiny_models import build_tiny
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
@@ -58,14 +57,11 @@ def run_two_batches(name: str, path: Path) -> tuple[list[str], list[str]]:
     server, asked = make_server(path, max_batch_size=2), requests_of(name)
     stalls: dict[str, list[str]] = {"denoise": [], "answer": []}
 
-    async def generate() -> list[Generation]:
-        return await asyncio.gather(*[server.generate("", [], {"request": one}) for one in asked])
-
     async def run() -> list[Generation]:
-        await generate()  # encodes the prompts, and does what the first call alone does
+        await ask(server, asked)  # encodes the prompts, and does what the first call alone does
         with recording() as record:
             record.stalls = ByThread(stalls)
-            return await generate()
+            return await ask(server, asked)
 
     answers = asyncio.run(run())
     for batch, got in ((asked[:2], answers[:2]), (asked[2:], answers[2:])):
@@ -100,11 +96,7 @@ def same_records(got: Trajectory, expected: Trajectory) -> None:
 def test_an_answer_is_sent_with_the_memory_of_one_sample(tiny_qwen_image: Path) -> None:
     server = make_server(tiny_qwen_image, max_batch_size=8)
     asked = [replace(one, wants_condition=False) for one in requests_of("qwen_image")] * 2
-
-    async def run() -> list[Generation]:
-        return await asyncio.gather(*[server.generate("", [], {"request": one}) for one in asked])
-
-    for got in asyncio.run(run()):
+    for got in generate(server, asked):
         assert got.latents is not None
         tensors = [got.pixels, got.latents.final, *got.trajectory.record.columns().values()]
         own = sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -73,11 +73,12 @@ def weights_of(server, factor=1.0):
     return {name: factor * tensor for name, tensor in server._weights.module.state_dict().items()}
 
 
-def generate(server, requests):
-    async def run():
-        return await asyncio.gather(*[server.generate("id", [], {"request": asked}, None, None) for asked in requests])
+async def ask(server, requests, **how):
+    return await asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in requests], **how)
 
-    return asyncio.run(run())
+
+def generate(server, requests, **how):
+    return asyncio.run(ask(server, requests, **how))
 
 
 @pytest.mark.parametrize(("dtype", "allows_tf32"), [("float32", False), ("bfloat16", True)])
@@ -134,24 +135,6 @@ def test_a_sample_for_a_reward_of_latents_carries_what_its_picture_was_decoded_f
         assert torch.equal(latents.condition[name], tensor), "the prompt's own, not the negative one's"
 
 
-def test_guidance_is_split_and_pictures_are_decoded_in_batches_as_configured(tiny_qwen_image):
-    server = make_server(tiny_qwen_image, decode_batch_size=3, split_guidance=True)
-    forwards, decoded, decode = [], [], server._decode.decode
-
-    def count(module, args, inputs):
-        forwards.append(len(inputs["hidden_states"]))
-
-    def decode_counted(latents, geometry):
-        decoded.append(len(latents))
-        return decode(latents, geometry)
-
-    server._weights.module.register_forward_pre_hook(count, with_kwargs=True)
-    server._samples.decoder = replace(server._decode, decode=decode_counted)
-    generate(server, make_requests(GUIDED)[:4])
-    assert forwards == [4] * (2 * GUIDED.num_steps)
-    assert decoded == [3, 1]
-
-
 def test_texts_of_one_length_share_a_forward_where_padding_cannot_be_masked(tiny_qwen_image):
     requests = make_requests(GUIDED)[:6]
     requests[3:] = [replace(asked, inputs=PromptInputs("a much longer prompt of p2")) for asked in requests[3:]]
@@ -170,37 +153,12 @@ def test_texts_of_one_length_share_a_forward_where_padding_cannot_be_masked(tiny
         close(got.trajectory.record.latents, own.trajectory.record.latents)
 
 
-def test_a_prompt_the_encoder_refuses_fails_its_own_samples_alone(tiny_qwen_image):
-    requests = make_requests(GUIDED)
-    requests[4] = replace(requests[4], inputs=PromptInputs("a cat " * 2000))
-    server = make_server(tiny_qwen_image, max_batch_size=9)
-
-    async def run():
-        return await asyncio.gather(
-            *[server.generate("id", [], {"request": asked}) for asked in requests], return_exceptions=True
-        )
-
-    answers = asyncio.run(run())
-    expected = generate(make_server(tiny_qwen_image, max_batch_size=9), make_requests(GUIDED))
-    for index, (got, alone) in enumerate(zip(answers, expected, strict=True)):
-        if index == 4:
-            assert isinstance(got, ValueError) and "shorten it in data.train_files" in str(got)
-        else:
-            close(got.trajectory.record.latents, alone.trajectory.record.latents)
-
-
 def test_latents_that_are_not_finite_fail_their_own_samples_alone(tiny_qwen_image):
     requests = make_requests()
     server = make_server(tiny_qwen_image, max_batch_size=9)
     (condition,) = server._prompts.lookup([requests[3].inputs]).values()
     condition["embeds"].fill_(torch.nan)  # as of an encoder that overflows on one prompt
-
-    async def run():
-        return await asyncio.gather(
-            *[server.generate("id", [], {"request": asked}) for asked in requests], return_exceptions=True
-        )
-
-    answers = asyncio.run(run())
+    answers = generate(server, requests, return_exceptions=True)
     expected = generate(make_server(tiny_qwen_image, max_batch_size=9), requests)
     for request, got, own in zip(requests, answers, expected, strict=True):
         if request.uid == "p2":
@@ -225,12 +183,7 @@ def test_pixels_and_sound_that_are_not_finite_fail_their_own_samples_alone(tiny_
 
     server._samples.decoder = replace(server._decode, decode=decode_one_badly)
     server._samples.audio_decoder = replace(server._decode_audio, decode=sounds)
-
-    async def run():
-        calls = [server.generate("id", [], {"request": one}) for one in asked]
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    answers = asyncio.run(run())
+    answers = generate(server, asked, return_exceptions=True)
     assert [isinstance(answer, Generation) for answer in answers] == [True, False, True, True]
     assert f"sample {asked[1].sample_index} of group {asked[1].uid} must have finite {part}, got NaN" in str(answers[1])
 
@@ -239,14 +192,13 @@ def test_pixels_and_sound_that_are_not_finite_fail_their_own_samples_alone(tiny_
 def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image, is_live):
     server = make_server(tiny_qwen_image)
 
-    async def ask():
-        return await asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in make_requests()[:4]])
+    requests = make_requests()[:4]
 
     async def run():
-        first = asyncio.ensure_future(ask())
+        first = asyncio.ensure_future(ask(server, requests))
         await asyncio.sleep(0.03)
         manifest = await begin_and_send(server, weights_of(server, 1.01), 5, is_live=is_live)
-        meanwhile = asyncio.ensure_future(ask())
+        meanwhile = asyncio.ensure_future(ask(server, requests))
         if is_live:
             await first
             assert not meanwhile.done(), "no batch runs on half an update"
@@ -256,7 +208,7 @@ def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_ima
             await server.seal_update(manifest)
             await server.seal_update(manifest)
             await server.activate_weights()
-        return await first, await meanwhile, await ask()
+        return await first, await meanwhile, await ask(server, requests)
 
     before, meanwhile, after = asyncio.run(run())
     for got in (*before, *meanwhile, *after):
@@ -308,7 +260,7 @@ def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image)
             copied_out.append(sum(memory.num_bytes_copied_out for memory in memories))
             with pytest.raises(RuntimeError, match="a sleeping replica cannot encode"):
                 await server.encode(make_requests()[0])
-            waiting = asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in make_requests()[:2]])
+            waiting = asyncio.ensure_future(ask(server, make_requests()[:2]))
             await server.wake_up()
             await update(server, weights, version)
             got = await waiting
@@ -321,22 +273,6 @@ def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image)
         assert (one.pixels.int() - other.pixels.int()).abs().max() <= 1
     trained = sum(tensor.nbytes for tensor in weights.values())
     assert copied_out[0] == copied_out[1] == num_bytes - trained > 0, "once, and nothing that updates replace"
-
-
-@pytest.mark.parametrize("is_live", [True, False], ids=["live", "staged"])
-def test_after_an_update_samples_are_those_of_a_network_with_its_weights(tiny_qwen_image, is_live):
-    server, other = make_server(tiny_qwen_image), make_server(tiny_qwen_image)
-    weights = weights_of(server, 1.1)
-    other._weights.module.load_state_dict(weights)
-
-    async def run():
-        manifest = await begin_and_send(server, weights, 1, is_live=is_live)
-        await server.commit_update(manifest)
-
-    asyncio.run(run())
-    for got, expected in zip(*(generate(each, make_requests()[:2]) for each in (server, other)), strict=True):
-        assert torch.equal(got.trajectory.record.latents, expected.trajectory.record.latents)
-        assert got.trajectory.version == 1
 
 
 def late_windows():
@@ -379,22 +315,19 @@ def test_copies_in_fp8_are_those_of_the_weights_that_serve_also_after_a_sleep(ti
     server._frees_memory = True
     other = weights_of(server, 1.1)
 
-    async def samples(of):
-        return await asyncio.gather(*[of.generate("id", [], {"request": one}) for one in asked])
-
     async def run():
-        before = await samples(server)
+        before = await ask(server, asked)
         await update(server, other, 1)
-        awake = await samples(server)
+        awake = await ask(server, asked)
         await server.sleep()
         assert server._network.fp8.num_held_bytes == 0
         await server.wake_up()
         await update(server, other, 2)
-        return before, awake, await samples(server)
+        return before, awake, await ask(server, asked)
 
     async def run_fresh():
         await update(fresh, other, 1)
-        return await samples(fresh)
+        return await ask(fresh, asked)
 
     before, awake, woken = asyncio.run(run())
     expected = asyncio.run(run_fresh())

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accepted settings and versions of vLLM-Omni; runs without it installed."""
 
-from __future__ import annotations
-
 from importlib.metadata import requires
 
 import pytest

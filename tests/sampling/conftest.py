@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tiny Qwen-Image that samplers run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

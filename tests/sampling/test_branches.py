@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One forward or two for guidance, on a pretended device: the network takes 40 of 100 bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp8 outside the window: products of dequantised factors, exact steps inside, a network that is left as it was."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path

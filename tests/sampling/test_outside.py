@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cheap steps outside the window: what trains is exact, and samples do not depend on their batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps before the window, run once for the samples of a group."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

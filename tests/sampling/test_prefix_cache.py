@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Latents at the start of windows, kept from batch to batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

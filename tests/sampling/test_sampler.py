@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The denoising loop: against diffusers' pipeline without noise, and against its own replay with it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline
 from torch import Tensor
 
 from tests.sampling.runs import RUN_SEED, close, close_columns, run
@@ -22,20 +19,11 @@ from verl_digen.algorithms.solvers import denoise_step
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.models.base import DiffusionModel
-from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.sampler import Sampler, SamplingStopped, row_velocity, score_rows
-from verl_digen.types import (
-    CleanRecord,
-    Geometry,
-    Noised,
-    SampleRequest,
-    Sampling,
-    Trajectory,
-)
+from verl_digen.types import CleanRecord, Geometry, Noised, SampleRequest, Sampling, Trajectory
 
 CPU = torch.device("cpu")
 SQUARE = Geometry(height_px=64, width_px=64)
-WIDE = Geometry(height_px=48, width_px=80)
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
 NEGATIVE = " "
 NUM_STEPS = 6
@@ -93,36 +81,6 @@ def all_rows(encode: TextEncoder, trajectories: Sequence[Trajectory], requests: 
 # -- without noise: the pipeline --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("geometry", [SQUARE, WIDE])
-@pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
-def test_without_sde_steps_it_is_the_diffusers_pipeline(model, sample, tiny_qwen_image, geometry, true_cfg_scale):
-    how = sampling(true_cfg_scale, geometry)
-    trajectories, latents = sample([request(how, uid=f"p{n}", prompt=prompt) for n, prompt in enumerate(PROMPTS)])
-    initial = torch.stack(
-        [noise(RUN_SEED, f"p{n}", 0, INITIAL_LATENTS, model.latent_shape(geometry)) for n in range(len(PROMPTS))]
-    )
-    pipeline = QwenImagePipeline.from_pretrained(tiny_qwen_image)
-    pipeline.set_progress_bar_config(disable=True)
-
-    def expected(output_type: str) -> Tensor:
-        images = pipeline(
-            list(PROMPTS),
-            negative_prompt=[NEGATIVE] * 2 if true_cfg_scale > 1 else None,
-            true_cfg_scale=true_cfg_scale,
-            height=geometry.height_px,
-            width=geometry.width_px,
-            num_inference_steps=NUM_STEPS,
-            latents=initial,
-            output_type=output_type,
-        ).images
-        return torch.as_tensor(images)
-
-    close(latents, expected("latent"))
-    pixels = model.load_decoder(torch.float32, CPU)(latents, geometry).pixels
-    assert (pixels.float() - expected("np") * 255).abs().max() < 0.5 + 0.01  # rounding to 8 bits, and 4e-5 of error
-    assert [path.record.latents.shape[0] for path in trajectories] == [0, 0]
-
-
 # -- with noise: the replay -------------------------------------------------------------------------------
 
 
@@ -142,19 +100,6 @@ def test_replay_gives_the_recorded_log_probs(model, network, encode, sample, tru
     other_prompts = replace(rows, conditions=encode([NEGATIVE] * len(rows)))
     wrong, _ = score_rows(model, network, other_prompts)
     assert (wrong.log_prob - rows.point.log_probs).abs().max() > 1e-3  # and a wrong replay does not
-
-
-def test_guidance_in_two_forwards_gives_the_same_sample(network, sample):
-    requests = mixed_requests(sampling(4.0))
-    expected, latents = sample(requests)
-    calls: list[None] = []
-    handle = network.register_forward_pre_hook(lambda *unused: calls.append(None))
-    found, split = sample(requests, branches=GuidanceBranches(True, CPU))
-    handle.remove()
-    assert len(calls) == 2 * NUM_STEPS
-    close(split, latents)
-    for one, other in zip(found, expected, strict=True):
-        close(one.record.log_probs, other.record.log_probs)
 
 
 def test_rounding_to_storage_dtype_comes_before_the_log_prob(model, network, encode, sample):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups that are trees (`digen.branches`): generated whole, in parts, and replayed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

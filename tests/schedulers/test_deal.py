@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partition of rows over ranks."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

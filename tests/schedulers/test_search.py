@@ -3,7 +3,6 @@
 
 import random
 import statistics
-import time
 from dataclasses import replace
 
 import pytest
@@ -101,25 +100,6 @@ def test_assisting_is_never_worse_than_not_and_often_better(outcomes):
     better = [without / found for _, _, _, found, without in outcomes if found < without - SAME_S]
     assert len(better) > NUM_INSTANCES / 4
     assert max(better) > 1.3
-
-
-def test_large_instances_are_never_worse_than_without_assisting():
-    rng = random.Random(3)
-    ratios = []
-    for _ in range(40):
-        workload = Workload(num_fragments=rng.randint(30, 120), num_slots=rng.randint(1, 24))
-        costs = Costs(
-            generate_s=1.0,
-            assist_s=rng.choice([0.05, 0.3, 0.9, 1.2, 2.5]) * rng.uniform(0.8, 1.2),
-            score_s=rng.choice([0.0, 0.1, 2.0]),
-            train_s=rng.choice([0.01, 0.05, 0.2, 1.0]) * rng.uniform(0.8, 1.2),
-            commit_s=0.0,
-        )
-        found = simulate(workload, costs, {"gap", "tag"}).makespan_s
-        without = simulate(workload, costs, {"gap"}).makespan_s
-        assert found <= without + SAME_S, (workload, costs)
-        ratios.append(without / found)
-    assert max(ratios) > 1.5
 
 
 ASKED = Bubble(
@@ -272,7 +252,7 @@ def test_bundles_of_slots_predict_what_single_slots_do(size, chunk_size):
     assert found.choice == exact.choice == "assist"
 
 
-def test_a_large_batch_is_decided_with_few_chunks_and_few_milliseconds():
+def test_a_large_batch_is_decided_with_few_chunks():
     """704 ranks and 320 slots, 352 groups of 24 samples: the first bubble of a batch."""
     slots = {f"s{index:03d}": 13.0 for index in range(320)}
     rules = make_rules(352, 24, assist="bts", num_trainer_ranks=704, max_chunk_size=1)
@@ -289,10 +269,5 @@ def test_a_large_batch_is_decided_with_few_chunks_and_few_milliseconds():
     )
     assert asked is not None and len(asked.unissued) == 352 and sum(asked.unissued) == 352 * 24
     assert len(asked.free_in_s) * asked.bundle <= 320 and sum(asked.unissued) / asked.bundle <= MAX_STREAM
-    taken_s = []
-    for _ in range(5):
-        start_s = time.process_time()
-        verdict = BubbleSearch().decide(asked)
-        taken_s.append(time.process_time() - start_s)
-    assert min(taken_s) < 0.010, "5 ms of an idle core, and a margin"
+    verdict = BubbleSearch().decide(asked)
     assert (verdict.choice, verdict.num_samples) == ("assist", 704) and verdict.gain_s > 1

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cheapest pair of recomputed blocks and rows per tile, compared with all pairs that fit."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 from random import Random
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing of a rank's rows into tiles."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

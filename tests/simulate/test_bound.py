@@ -12,7 +12,6 @@ from verl_digen.simulate.bound import lower_bound_s
 from verl_digen.simulate.cluster import Split, ladder, run_split
 from verl_digen.simulate.costs import train_s
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
-from verl_digen.simulate.splits import best_split
 
 EVERYTHING = ("gap", "tsp", "tag", "tcss")
 ROUNDING = 1e-9
@@ -71,11 +70,3 @@ def test_no_simulated_schedule_beats_it(seed):
         outcome = run_split(profile, split, techniques, num_steps=12, stale_fraction=fraction)
         assert outcome.bound_s is not None
         assert outcome.step_s >= outcome.bound_s * (1 - ROUNDING), techniques
-
-
-@pytest.mark.parametrize("name", profile_names())
-def test_with_everything_on_the_best_split_comes_close(name):
-    profile = load_profile(name)
-    split = best_split(profile, Pool(32, profile.device), EVERYTHING, num_steps=5)
-    outcome = run_split(profile, split, EVERYTHING, num_steps=30)
-    assert outcome.bound_s is not None and outcome.step_s < 1.03 * outcome.bound_s

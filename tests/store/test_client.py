@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of TransferQueue from two threads: the first one of a process runs alone."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -28,12 +28,6 @@ def test_the_first_group_trains_while_later_ones_are_generated():
     assert "begin" in order[:2] and [name for name in order if name != "load"][-1] == "commit"
 
 
-def test_a_barrier_trains_the_whole_batch_in_one_call():
-    pools = Pools()
-    run(make_conductor(pools, is_pipelined=False))
-    assert [call[1] for call in pools.calls if call[0] == "accumulate"] == [("p000", "p001", "p002")]
-
-
 @pytest.mark.parametrize("seed", range(60))
 def test_every_group_trains_once_whole_under_one_version_whatever_the_order_failures_and_lost_slots(seed):
     rng = random.Random(seed)

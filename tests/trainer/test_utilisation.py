@@ -1,9 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
+import math
+
 import pytest
 
 from tests.tags import make_tag
+from verl_digen.config import RolloutConfig
+from verl_digen.errors import RunStopped
+from verl_digen.trainer.agreement import GAP, check_log_prob_gap
+from verl_digen.trainer.hosts import host_of, told
+from verl_digen.trainer.lanes import call_intervals
 from verl_digen.trainer.step_result import StepResult, utilisation
 from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
+from verl_digen.trainer.validation import validation_metrics
+from verl_digen.types import RewardCall
 
 METRICS = {
     "actor/num_rows": 40.0,
@@ -45,3 +54,69 @@ def test_shared_skipped_and_assisted_steps_are_no_forwards_of_the_generators():
     found = utilisation(result, METRICS, num_steps=10, devices={"trainer": device, "generator": device})
     num_forwards = (3 - 1) * 10 - (2 + 4) - (1 + 2)
     assert found["perf/tflops_per_device/generator"] == pytest.approx(num_forwards * 1e13 / 4.0 / 1e12)
+
+
+@pytest.mark.parametrize("gap", [0.11, math.nan, math.inf])
+def test_a_gap_above_the_bound_stops_the_run_and_says_where_to_look(gap):
+    with pytest.raises(RunStopped, match=r"step 3: rollout/log_prob_gap_max must be <= .*=0.1 nats.*rollout\.dtype"):
+        check_log_prob_gap({GAP: gap}, 0.1, step=3)
+
+
+def test_a_gap_within_the_bound_any_gap_without_one_and_no_gap_pass():
+    check_log_prob_gap({GAP: 0.1}, 0.1, step=3)
+    check_log_prob_gap({GAP: 9.0}, None, step=3)
+    check_log_prob_gap({}, 0.1, step=3)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
+def test_a_bound_must_be_positive(value):
+    with pytest.raises(ValueError, match="max_log_prob_gap must be null or > 0"):
+        RolloutConfig(max_log_prob_gap=value)
+
+
+# -- names of nodes in the timeline --------------------------------------------------------------------------
+NAMES = {"10.0.0.7": "node-7", "fd00::7": "node-7"}
+
+
+@pytest.mark.parametrize(
+    ("address", "host"),
+    [
+        ("10.0.0.7:8000", "node-7"),
+        ("[fd00::7]:8000", "node-7"),
+        ("127.0.0.1:8000", "driver"),
+        ("10.0.0.8:8000", "10.0.0.8"),
+    ],
+)
+def test_a_server_is_on_the_node_of_its_address(address, host):
+    assert host_of(address, NAMES, "driver") == host
+
+
+def test_a_lane_on_several_nodes_says_how_many():
+    assert told(["b", "b"]) == "b" and told(["b", "a", "c", "a"]) == "a and 2 more"
+
+
+def test_a_call_of_a_reward_is_one_interval_on_its_own_lane_with_the_groups_it_scored():
+    batch, judged, function = (RewardCall(name, 1.0, 3.0, 2, 5) for name in ("ocr", "judge", "shapes"))
+    samples = {"a_0_4": make_tag(calls=(function, batch)), "b_1_4": make_tag(calls=(batch, judged))}
+    found = call_intervals(samples, ["judge", "ocr"], "node-0", step=7)
+    assert [(one.lane.name, one.group_ids, one.detail["reward"]) for one in found] == [
+        ("reward/2", ("a", "b"), "ocr"),
+        ("reward/1", ("b",), "judge"),
+    ]
+    first = found[0]
+    assert (first.kind, first.step, first.start_s, first.end_s, first.num_samples) == ("score", 7, 1.0, 3.0, 2)
+    assert first.lane.num_devices == 0 and first.detail["num_queued"] == 5
+
+
+# -- metrics of a validation ---------------------------------------------------------------------------------
+def test_a_validation_counts_what_failed_and_has_the_mean_reward_of_all_and_of_each_source():
+    facts = [(0.5, "drawbench"), (1.5, "drawbench"), (4.0, "ocr"), (0.0, "ocr"), (1.0, "ocr")]
+    tags = {
+        f"val-{index:05d}_0_7": make_tag(reward, version=7, data_source=source)
+        for index, (reward, source) in enumerate(facts)
+    }
+    found = validation_metrics(tags, num_samples=6)
+    assert found["val/reward"] == 1.4 and found["val/failed_samples"] == 1
+    assert (found["val/drawbench/reward"], found["val/ocr/reward"]) == (1.0, 5 / 3)
+    one_source = validation_metrics(dict(list(tags.items())[:2]), num_samples=2)
+    assert one_source["val/reward"] == 1.0 and "val/drawbench/reward" not in one_source

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of a `diffusers` replica, and their comparison with a `vllm_omni` replica's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

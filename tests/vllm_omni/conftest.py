@@ -4,8 +4,6 @@
 These tests are not collected unless the extra `vllm-omni` is installed; `make test-vllm-omni` installs it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Iterable, Iterator, Sequence

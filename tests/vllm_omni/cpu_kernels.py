@@ -7,8 +7,6 @@ loads, and which defines the operators with the signatures of `vllm/_custom_ops.
 attention by its definition, one request after the other.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

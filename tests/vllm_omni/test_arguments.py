@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arguments of vLLM-Omni's engine, and configs that are refused before it starts."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
+import torch
 from verl.utils.config import omega_conf_to_dataclass
 
+from tests.models.cases import draw_image
 from tests.tiny_models import build_tiny
 from tests.vllm_omni.conftest import compose_actor_rollout, compose_config
+from verl_digen.models import load_model
 from verl_digen.preflight.pools import check_vllm_omni
 from verl_digen.rollout.vllm_omni.served import require_served, served_pipelines
+from verl_digen.sampling.requests import inputs_of
+from verl_digen.types import Geometry
 
 
 def arguments(path, *overrides):
@@ -109,3 +112,21 @@ def test_what_a_replica_cannot_do_is_refused_before_ray_starts(tmp_path, overrid
     check_vllm_omni(compose_config(path))
     with pytest.raises(ValueError, match=message):
         check_vllm_omni(compose_config(path, override))
+
+
+# -- images of video pipelines in a network's dtype; in fp32, `test_request_mode.py` compares whole samples --
+def test_clip_encodes_in_fp32_where_the_network_runs_in_bf16(one_worker, tmp_path):
+    """Tokens equal those of a `diffusers` replica bit for bit; vLLM-Omni itself loads CLIP in bf16."""
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+
+    from verl_digen.rollout.vllm_omni.pipeline import recording_class
+
+    path = build_tiny("wan2.1_i2v", tmp_path / "checkpoint")
+    config = OmniDiffusionConfig.from_kwargs(model=str(path), dtype="bfloat16")
+    config.enrich_config()
+    pipeline = recording_class("WanImageToVideoPipeline")(od_config=config)
+    inputs = inputs_of("a red circle", (draw_image(tmp_path / "0.png", (90, 40), 0),), Geometry(64, 64, 5), 64)
+    (expected,) = load_model(path).load_encoder(torch.bfloat16, torch.device("cpu"))([inputs])
+    found = pipeline.encode_condition(inputs)
+    assert found["image"].dtype == torch.bfloat16 and torch.equal(found["image"], expected["image"])
+    assert torch.equal(found["embeds"], expected["embeds"])

@@ -5,8 +5,6 @@ These tests fail first with another version; each names the code that would brea
 one, such as a method with other arguments, the other tests of this folder find.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import queue
@@ -52,11 +50,7 @@ from verl_digen.types import Burst, Geometry
 
 
 def engine_request(
-    number: int = 0,
-    *,
-    published: Published | None = None,
-    is_recorded: bool = True,
-    burst: Burst | None = None,
+    number: int = 0, *, published: Published | None = None, is_recorded: bool = True, burst: Burst | None = None
 ) -> Any:
     """A sample's request as vLLM-Omni's engine receives it."""
     asked = replace(request(number), burst=burst)

@@ -7,8 +7,6 @@ import pytest
 
 from tests.e2e.conftest import (
     ROOT,
-    assert_same_gradients,
-    assert_succeeded,
     finish_main,
     kill_one,
     run_main,
@@ -17,7 +15,6 @@ from tests.e2e.conftest import (
 )
 from tests.e2e.test_edits import CASES, train_continued, train_edits
 from tests.tiny_models import build_tiny
-from tests.weight_change import SGD
 
 pytestmark = pytest.mark.e2e
 RECIPE = "[digen_flowgrpo,vllm_omni]"
@@ -48,37 +45,6 @@ def test_three_steps_train_what_was_generated(tmp_path, overrides):
         assert row["rollout/version_age_max_versions"] == 0
         assert row["actor/grad_norm"] > 0
         assert row["rollout/refilled_groups"] == 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("objective", "overrides"),
-    [
-        pytest.param("nft", LORA, id="nft, LoRA", marks=pytest.mark.grid),
-        pytest.param("nft", (), id="nft", marks=pytest.mark.grid),
-        pytest.param("awm", (*LORA, "digen.forward.num_points=4"), id="awm, LoRA", marks=pytest.mark.grid),
-    ],
-)
-def test_objectives_of_finished_pictures_train_as_with_diffusers_replicas(tmp_path, objective, overrides):
-    """Equal rewards and gradients need samples of the same policy: of `old`, where the objective serves it."""
-    expected, found = (
-        run_main(
-            tmp_path / rollout,
-            *SGD,
-            "trainer.total_training_steps=3",
-            f"actor_rollout_ref.rollout.name={rollout}",
-            *overrides,
-            recipe=f"[digen_flowgrpo,{objective}]",
-        )
-        for rollout in ("diffusers", "vllm_omni")
-    )
-    for run in (expected, found):
-        assert_succeeded(run)
-    assert_same_gradients(expected, found)
-    for row in steps_of(found):
-        assert row["rollout/version_age_max_versions"] == 0
-        if objective == "nft":
-            assert (row["actor/old_distance"] > 0) == (row["step"] > 1)
 
 
 def test_episodes_of_edits_have_one_adapter_each_on_pools_that_work_at_the_same_time(tmp_path):

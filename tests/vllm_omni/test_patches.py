@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that the limitations that shims work around still exist."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -4,18 +4,15 @@
 `test_request_mode.py` has the pipelines that denoise a batch in one call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-import ray
 import torch
 
 from tests.sampling.runs import assert_bitwise as assert_same_record
 from tests.vllm_omni.compare import TOLERANCE, assert_same, by_diffusers
-from tests.vllm_omni.conftest import GUIDED, SAMPLING, Replica, adapter_weights, by_sampler, full_weights, request
+from tests.vllm_omni.conftest import GUIDED, SAMPLING, Replica, by_sampler, full_weights, request
 from verl_digen.algorithms.window import Window
 from verl_digen.models import load_model
 from verl_digen.types import Generation, SampleRequest, Sampling
@@ -84,16 +81,3 @@ def test_no_sample_begins_at_latents_of_the_weights_before_an_update_of_the_same
             expected = by_sampler(full_replica.path, network, one, 320)
             torch.testing.assert_close(got.trajectory.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)
     set_weights(full_replica, 0, 0)
-
-
-def test_samples_in_flight_under_two_adapters_begin_at_latents_of_their_own(lora_replica):
-    asked = late(range(3))
-    under_way = []
-    for number in (1, 2):
-        lora_replica.update(adapter_weights(lora_replica, number)[1].items(), 330).result()
-        under_way += [(number, one, lora_replica.submit(one)) for one in asked]
-    for number, one, answer in under_way:
-        expected = by_sampler(lora_replica.path, adapter_weights(lora_replica, number)[0], one, 330)
-        torch.testing.assert_close(
-            ray.get(answer).trajectory.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0
-        )

@@ -28,14 +28,7 @@ from tests.vllm_omni.conftest import (
     request,
     start_replica,
 )
-from tests.vllm_omni.faults import (
-    EMPTY,
-    LOST,
-    assert_found,
-    load_nothing,
-    load_weights,
-    register_empty_adapters,
-)
+from tests.vllm_omni.faults import EMPTY, LOST, assert_found, load_nothing, load_weights, register_empty_adapters
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.window import Window
 from verl_digen.image_sizes import IMAGE_SIZES
@@ -150,8 +143,9 @@ NOT_READ_BY_DIFFUSERS = {"text_encoder_out_layers": [1, 2, 3]}
 """Entries of a text encoder's config."""
 
 
-LIKE_ANOTHER = {"wan2.2_i2v_a14b", "wan2.1", "hunyuan_video15"}
-"""Cases of which each part is in another one: an image in Wan2.1's, two experts in text to video, text in both."""
+LIKE_ANOTHER = {"wan2.2_i2v_a14b", "wan2.1", "hunyuan_video15", "flux_kontext"}
+"""Cases of which each part is in another one: an image in Wan2.1's, two experts in text to video, text in both; FLUX.1
+in text to image, and images beside it in FLUX.2's and in the case with an adapter."""
 ADAPTERS_LIKE_ANOTHER = {"flux2_klein", "wan2.2_i2v_a14b", "wan2.2_ti2v_5b_i2v", "hunyuan_video15_i2v"}
 
 
@@ -185,7 +179,7 @@ def test_a_batch_gives_the_samples_of_the_diffusers_replica(served, is_guided):
     )
 
 
-@pytest.mark.parametrize("served", JOINED, indirect=True, ids=str)
+@pytest.mark.parametrize("served", [JOINED[1], *in_grid(JOINED[:1])], indirect=True, ids=str)
 def test_requests_with_the_same_images_run_as_one_and_others_wait(served):
     """The most images that the model takes, and none."""
     case, replica = served
@@ -250,15 +244,6 @@ def test_a_group_runs_the_steps_before_its_window_once(served):
         assert torch.equal(got.trajectory.record.latents[0], expected.trajectory.record.latents[0])
     for got, expected in zip(together, by_diffusers(replica.path, requests), strict=True):
         assert_same(got, expected)
-
-
-def test_the_trainer_gets_the_conditions_that_a_sample_carries(served):
-    case, replica = served
-    asked = replace(case.requests(is_guided=True)[0], wants_condition=True)
-    (generation,) = replica.generate([asked])
-    condition, negative_condition = ray.get(replica.server.encode.remote(asked))
-    torch.testing.assert_close(condition, generation.condition, atol=0, rtol=0)
-    torch.testing.assert_close(negative_condition, generation.negative_condition, atol=0, rtol=0)
 
 
 def test_updates_come_between_trajectories_and_with_every_weight(served):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server's methods over a fake engine: faults of the engine, and which adapter a request names."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from types import SimpleNamespace
@@ -100,10 +98,7 @@ def make_server(engine, *, sends_adapter=False, first_s=60.0, check_prompt=lambd
     server.replica_rank = 0
     server.rollout_mode = None
     server.config = SimpleNamespace(free_cache_engine=True)
-    server.digen = DigenConfig(
-        seed=RUN_SEED,
-        deadlines=DeadlinesConfig(first_s=first_s),
-    )
+    server.digen = DigenConfig(seed=RUN_SEED, deadlines=DeadlinesConfig(first_s=first_s))
     server._check_prompt = check_prompt
     server._takes_images = False
     server._latents_dtype = torch.float32

@@ -4,8 +4,6 @@
 It is an Idefics3: vLLM and transformers prepare its pictures without torchvision, which has no build for this PyTorch.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

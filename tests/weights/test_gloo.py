@@ -3,7 +3,6 @@
 
 import asyncio
 import pickle
-import time
 
 import psutil
 import pytest
@@ -171,10 +170,6 @@ def test_every_replica_gets_every_tensor_and_every_trainer_rank_takes_part(worke
         assert_equal(found, weights(3))
     for found in exchange(senders, receivers[:1], (4,))[1]:
         assert_equal(found, weights(4))
-    started_s = time.perf_counter()
-    _, got = exchange(senders, receivers[:1], (5, 64), "receive_and_drop")
-    print(f"{BACKEND}: {got[0] / 2**20 / (time.perf_counter() - started_s):.0f} MB/s")
-    assert got == [64 << 20]
     workers.living += [*senders, *receivers]
 
 

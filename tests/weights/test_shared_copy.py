@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host copies that processes share: bytes held together, other weights, and processes that end."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator

@@ -5,10 +5,7 @@ Sender, receiver and their buckets are the real ones. The CPU stands for the dev
 the one that handles of device memory travel through; so a copy's kind follows from who makes it.
 """
 
-from __future__ import annotations
-
 import asyncio
-import pickle
 from collections import Counter
 
 import pytest
@@ -16,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_digen.weights.buckets import from_buckets, to_buckets
 from verl_digen.weights.checksum import Checksum, checksum
 from verl_digen.weights.receiver import WeightReceiver
 from verl_digen.weights.sending import DIRECT_MB, BoundedSender, Wire, _on_the_wire
@@ -127,26 +123,3 @@ def test_staged_one_copy_into_a_bucket_one_to_the_host_and_one_back():
     copied, num_messages = send(is_live=False)
     assert copied == {"sender": 1.0, "receiver": 1.0, "switch": 1.0}
     assert num_messages == 1
-
-
-def test_between_pools_over_gloo_one_copy_to_the_host_and_none_there():
-    weights = {str(number): torch.ones(1 << 14) for number in range(8)}
-    copies = Copies()
-
-    async def run():
-        copies.at = "sender"
-        buckets = [bucket async for bucket in to_buckets(weights.items(), 1 << 18)]
-        pickled = sum(len(pickle.dumps(bucket.header())) for bucket in buckets)
-
-        async def again():
-            for bucket in buckets:
-                yield bucket
-
-        copies.at = "receiver"
-        return pickled, {name: tensor async for name, tensor in from_buckets(again(), 1 << 18)}
-
-    with copies:
-        pickled, found = asyncio.run(run())
-    size = sum(tensor.nbytes for tensor in weights.values())
-    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
-    assert dict(copies.num_bytes) == {"sender": size} and pickled < 0.01 * size

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sender and receiver of a weight update over a real socket and shared memory, in one process."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import subprocess

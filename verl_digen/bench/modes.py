@@ -13,7 +13,7 @@
 
 All but the last are strict: every sample is generated under the weights that it trains.
 
-*Invariants (tests/bench/test_modes.py):* modes differ in the keys of their table alone; repeats are interleaved, so
+*Invariants (tests/bench/test_command.py):* modes differ in the keys of their table alone; repeats are interleaved, so
 that a machine that gets slower affects all modes alike.
 """
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One run of verl's own main as a subprocess, and its results.
 
-*Invariant (tests/bench/test_runs.py):* a run that fails, or ends early, is an error with its log's path and last lines.
+*Invariant (tests/bench/test_command.py):* a run that fails, or ends early, is an error with its log's path and last
+lines.
 """
 
 from __future__ import annotations

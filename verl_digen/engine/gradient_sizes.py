@@ -5,7 +5,7 @@ Adam divides by sqrt(v) + eps, where sqrt(v) is about the root mean square (RMS)
 that is large against eps the step does not depend on the gradient's scale; where it is small the parameter hardly
 moves, whatever the learning rate.
 
-Invariant (tests/engine/test_gradient_sizes.py): the same on any number of ranks, however shards are replicated.
+Invariant (tests/engine/test_two_ranks_fragments.py): the same on any number of ranks, however shards are replicated.
 """
 
 from __future__ import annotations

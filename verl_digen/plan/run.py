@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input of the plan: the config values that decide memory, traffic and time, and measurements of the networks.
 
-Invariant (tests/plan/test_command.py, test_records.py): rows, recorded latents and their bytes equal the real run's.
+Invariant (tests/plan/test_command.py, test_parts.py): rows, recorded latents and their bytes equal the real run's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/baselines.md shows what examples/research/baselines.py simulates, and verl-omni's way is calibrated."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import replace

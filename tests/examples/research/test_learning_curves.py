@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning curves: the list of runs, reading them, the table; and the page that shows them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of the OpenAI chat protocol in this process, and judges that ask it."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

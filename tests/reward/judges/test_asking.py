@@ -2,21 +2,22 @@
 """Requests of judges, and their scores for all that a server may answer."""
 
 import asyncio
+import base64
+import io
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from PIL import Image
 
+from tests.docs.blocks import blocks_of
 from tests.reward.contract import make_picture, make_samples, scores_of
-from tests.reward.judges.chat_server import (
-    MODEL,
-    ChatServer,
-    judge_of,
-    likely,
-    pictures_in,
-    question_in,
-)
+from tests.reward.judges.chat_server import MODEL, ChatServer, judge_of, likely, pictures_in, question_in
+from verl_digen.config import RewardConfig
 from verl_digen.reward.judges.chat import api_url
+from verl_digen.reward.judges.content import fitted, picture_part, sample_images
+from verl_digen.reward.named import check
 from verl_digen.reward.servers.answers import UnusableAnswer
 from verl_digen.types import PromptRow, RewardInput
 
@@ -54,14 +55,6 @@ def test_a_request_for_probabilities_asks_for_them():
     assert question_in(asked) == 'Does this figure show "a cat"? Please answer yes or no.'
 
 
-def test_the_picture_that_is_sent_is_the_samples():
-    sample = sample_of(make_picture(48, 96, seed=3))
-    with ChatServer(lambda request: "Score: 4") as server:
-        score_of(judge_of("judge", server, **SCORE), sample)
-    (sent,) = pictures_in(server.asked[0])
-    assert np.array_equal(sent, sample.pixels)
-
-
 @pytest.mark.parametrize("with_images, sizes", [(True, [(6, 4), (5, 5), (24, 40)]), (False, [(24, 40)])])
 def test_source_pictures_come_before_the_sample(tmp_path, with_images, sizes):
     paths = (str(tmp_path / "b.png"), str(tmp_path / "a.png"))
@@ -70,13 +63,6 @@ def test_source_pictures_come_before_the_sample(tmp_path, with_images, sizes):
     with ChatServer(lambda request: "Score: 4") as server:
         score_of(judge_of("judge", server, **SCORE, with_images=with_images), sample_of(images=paths))
     assert [picture.shape[:2] for picture in pictures_in(server.asked[0])] == sizes
-
-
-def test_frames_of_a_video_are_sent_in_one_request():
-    video = np.stack([np.full((8, 8, 3), 10 * number, np.uint8) for number in range(9)])
-    with ChatServer(lambda request: "Score: 4") as server:
-        score_of(judge_of("judge", server, **SCORE, num_frames=3), sample_of(video))
-    assert [picture[0, 0, 0] for picture in pictures_in(server.asked[0])] == [0, 40, 80]
 
 
 def test_answers_of_ones_own_are_weighed():
@@ -153,3 +139,60 @@ def test_a_setting_that_cannot_be_is_refused(name, settings, rule):
 def test_a_judge_without_a_server_says_how_to_give_it_one():
     with pytest.raises(ValueError, match=r"yes_no: url=reward_model needs .*enable=true; set url="):
         judge_of("yes_no", "reward_model")
+
+
+# -- pictures as parts of a message: pixels, order, size limit -----------------------------------------------
+def picture_of(part) -> Image.Image:
+    kind, data = part["image_url"]["url"].split(";base64,")
+    assert part["type"] == "image_url" and kind == "data:image/png"
+    return Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
+
+
+def test_a_part_holds_every_pixel():
+    pixels = make_picture(48, 96, seed=3)
+    assert np.array_equal(np.asarray(picture_of(picture_part(Image.fromarray(pixels)))), pixels)
+
+
+@pytest.mark.parametrize(
+    "size, fits", [((64, 32), (64, 32)), ((65, 65), (64, 64)), ((2000, 500), (64, 16)), ((10, 5000), (1, 64))]
+)
+def test_a_picture_is_made_smaller_and_never_larger(size, fits):
+    assert fitted(Image.new("RGB", size), 64).size == fits
+
+
+def test_frames_of_samples_come_one_sample_after_the_other():
+    row = PromptRow("a", "test", None)
+    videos = [
+        RewardInput(np.full((5, 8, 8, 3), 0, np.uint8), row, 0),
+        RewardInput(np.zeros((5, 8, 8, 3), np.uint8), row, 1),
+    ]
+    for number, video in enumerate(videos):
+        video.pixels[...] = np.arange(5)[:, None, None, None] + 100 * number
+    values = [np.asarray(image)[0, 0, 0] for image in sample_images(videos, 3, 64)]
+    assert values == [0, 2, 4, 100, 102, 104]
+
+
+# -- the examples of docs/rewards.md are what Hydra takes from a shell, and pass the checks of a run ---------
+PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
+
+
+def examples() -> list[str]:
+    """Values of digen.reward.functions in the page, as a shell hands them on."""
+    shell = [block for block in blocks_of(PAGE) if block.language == "bash"]
+    words = [word for block in shell for command in block.commands for word in command]
+    return [word for word in words if word.startswith("digen.reward.functions=")]
+
+
+def test_the_page_has_an_example_of_every_judge():
+    named = " ".join(examples())
+    for name in ("reward: judge", "yes_no", "unified_reward:", "unified_reward2", "ocr_vlm", "win_rate"):
+        assert name in named, name
+
+
+@pytest.mark.parametrize("example", examples())
+def test_an_example_passes_the_checks(example):
+    functions = OverridesParser.create().parse_override(example).value()
+    entries = RewardConfig(functions=functions).entries
+    assert entries
+    for entry in entries:
+        check(entry)

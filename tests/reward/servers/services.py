@@ -4,8 +4,6 @@
 `SERVICES` is protocol -> (settings, service, exact): `exact` says that pixels arrive without loss.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -121,19 +121,6 @@ def test_a_defect_of_the_reader_is_no_fault_of_the_server():
     assert len(server.requests) == 3 and client.take_counts()["retries"] == 0
 
 
-def test_half_an_answer_is_retried():
-    async def handler(request):
-        response = web.StreamResponse(headers={"Content-Length": "100"})
-        await response.prepare(request)
-        await response.write(b"half")
-        request.transport.close()
-        return response
-
-    with LocalServer(handler) as server:
-        error = ask(client_of(server.url))
-    assert isinstance(error, Failed) and "broke off" in str(error) and len(server.requests) == 4
-
-
 def test_an_answer_that_is_too_large_is_refused_before_it_fills_the_memory():
     async def handler(request):
         response = web.StreamResponse()

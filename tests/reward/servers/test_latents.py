@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of latents: what is sent, what is refused, and that latents go to those alone that read them."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -92,14 +89,3 @@ def test_which_rewards_read_latents():
     assert reads_latents(reward_entry("a", {**server, "protocol": "drm_latents"}))
     for entry in ({**server, "protocol": "http_scorer"}, {"weight": 1.0, "reward": "shapes"}):
         assert not reads_latents(reward_entry("a", entry))
-
-
-def test_bytes_of_latents_of_any_dtype_are_read():
-    picture = np.zeros((16, 16, 3), np.uint8)
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        latents = SampleLatents(
-            torch.zeros(3, 16, 16, dtype=dtype), {"embeds": torch.ones(2, 1), "pooled": torch.ones(1)}
-        )
-        with Running("drm_latents") as running:
-            ((value, _),) = scores_of(running.reward(), [RewardInput(picture, ROW, 0, latents=latents)])
-        assert value == 0.0

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reader of pickled answers: plain values and numbers of numpy, nothing else, nothing run."""
 
-from __future__ import annotations
-
 import collections
 import datetime
 import decimal
