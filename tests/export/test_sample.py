@@ -215,7 +215,7 @@ def test_settings_of_the_command_line_replace_those_of_the_run(saved, tmp_path: 
     [
         ([], "one of --prompt and --prompts must be given"),
         (["--prompt", "a", "--policy", "old"], "--policy must be one of current, ema"),
-        (["--prompt", "a", "--steps", 1], "digen.sampling.val_num_steps must be >= 2"),
+        (["--prompt", "a", "--steps", 1], "digen.sampling.val_num_steps must lie in [2, 1000]"),
         (["--prompt", "a", "--size", "33x32"], "height_px"),
     ],
 )

@@ -175,3 +175,27 @@ def test_compiled_blocks_compute_the_same(case: str, tmp_path: Any, monkeypatch:
 @pytest.mark.grid
 def test_compiled_blocks_compute_the_same_with_inductor(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     compiled("sd3", "inductor", tmp_path / "m", monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["sd3", *in_grid(case.name for case in CASES if case.name != "sd3")])
+def test_a_compiled_network_has_the_same_velocity_in_sampling_and_in_training(case: str, tmp_path: Any):
+    (of_case,) = (each for each in CASES if each.name == case)
+    loaded = Loaded(of_case, build_tiny(case, tmp_path / "m"))
+    model, geometry, (row, *_) = loaded.model, of_case.sizes[0], loaded.encode(PROMPTS[:1])
+    network: Any = model.load_transformer(torch.bfloat16)
+    set_kernels(model, network, side="trainer", attention="native", compiles=True)
+    start = torch.randn(3, *model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))
+
+    def velocity() -> Tensor:
+        return model.velocity(network, start, torch.linspace(0.95, 0.93, 3), [row] * 3, None, 1.0, geometry).detach()
+
+    try:
+        with torch.no_grad():
+            sampled = velocity()
+        assert torch.equal(velocity(), sampled)
+        for each in networks_of(network):
+            each.enable_gradient_checkpointing()
+        assert torch.equal(velocity(), sampled)
+    finally:
+        torch._dynamo.reset()

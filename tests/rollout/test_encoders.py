@@ -87,5 +87,5 @@ def test_large_encoders_wait_on_the_host(setting, device_bytes, waits):
 
 
 def test_other_places_are_refused():
-    with pytest.raises(ValueError, match=r"digen.rollout.encoders must be one of auto, device, host, got 'disk'"):
+    with pytest.raises(ValueError, match=r"digen.rollout.encoders must be one of auto, device, host, before, got"):
         RolloutConfig(encoders="disk")
