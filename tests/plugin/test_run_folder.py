@@ -72,10 +72,11 @@ def test_a_run_that_learns_something_else_is_refused_unless_its_checkpoint_is_na
     assert "other than before: " in found[0]
 
 
-def test_a_reward_may_get_other_processes(begin, saved):
+def test_a_reward_may_get_other_processes_and_one_without_weight_may_come_or_go(begin, saved):
     path = saved / "global_step_6" / "run.json"
     known = json.loads(path.read_text())
-    given = {"jpeg_compressibility": {"weight": 1.0, "num_workers": 2}}
+    seen = {"weight": 0, "gold": True, "reward": "jpeg_compressibility"}
+    given = {"jpeg_compressibility": {"weight": 1.0, "num_workers": 2}, "seen": seen, "other": 0.0}
     known["config"]["digen"]["reward"]["recipe_functions"] = given
     path.write_text(json.dumps(known))
     words = "digen.reward.recipe_functions={jpeg_compressibility: {weight: 1.0, num_workers: 3}}"

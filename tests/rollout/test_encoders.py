@@ -83,7 +83,7 @@ def test_encoders_and_transformer_take_turns_and_samples_are_bitwise_those_of_bo
     ("device", 24 * GB, False), ("host", None, True),
 ])  # fmt: skip
 def test_large_encoders_wait_on_the_host(setting, device_bytes, waits):
-    assert RolloutConfig(encoders=setting).hosts_encoders(11 * GB, device_bytes) is waits
+    assert RolloutConfig(encoders=setting).hosts_encoders(18 * GB, device_bytes) is waits
 
 
 def test_other_places_are_refused():

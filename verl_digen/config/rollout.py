@@ -14,8 +14,8 @@ MAX_SAMPLES = 1_000_000
 DTYPES = ("float32", "bfloat16", "float16")
 AUTO = "auto"
 ENCODERS = (AUTO, "device", "host", "before")
-LARGE_ENCODERS = 0.15
-"""Share of the device's memory beyond which encoders wait on the host, under `encoders=auto`."""
+MOST_TOGETHER = 0.5
+"""Share of the device's memory that encoders and transformer may take together, under `encoders=auto`."""
 AUTO_BATCH_SIZE = 8
 """Samples of a batch under `max_batch_size=auto`, where memory does not limit it or is not measured yet."""
 MOST_AUTO = 64
@@ -39,8 +39,8 @@ class RolloutConfig:
     """Place of a `diffusers` replica's text encoders between two encodings. device: on its device. host: in host
     memory; to encode they take the transformer's place on the device, once for all prompts that wait, which costs a
     copy of both to the device. before: nowhere; all prompts of the run are encoded before any transformer is loaded,
-    and read from `conditions_dir`. auto: on the host, if they alone take more than 15 % of the device's memory. On a
-    CPU nothing moves; a `vllm_omni` replica keeps them on its device."""
+    and read from `conditions_dir`. auto: on the host, if they and the transformer take more than half of the device's
+    memory. On a CPU nothing moves; a `vllm_omni` replica keeps them on its device."""
     conditions_dir: str = "~/.cache/verl_digen/conditions"
     """Folder of `encoders=before`, which all nodes share. Later runs with the same encoders read what is there."""
     conditions_gb: Annotated[float, In("(0, inf]")] = 100.0
@@ -97,10 +97,14 @@ class RolloutConfig:
             check_name("digen.rollout.attention_backend", self.attention_backend)
 
     def hosts_encoders(self, num_bytes: int, device_bytes: int | None) -> bool:
-        """True if encoders of `num_bytes` wait in host memory, beside a device of `device_bytes`; None: unknown."""
+        """True if encoders wait in host memory.
+
+        Args:
+            num_bytes: of encoders and transformer. device_bytes: memory of the device; None: unknown.
+        """
         if self.encoders != AUTO:
             return self.encoders == "host"
-        return device_bytes is not None and num_bytes > LARGE_ENCODERS * device_bytes
+        return device_bytes is not None and num_bytes > MOST_TOGETHER * device_bytes
 
     @property
     def batch_size(self) -> int:

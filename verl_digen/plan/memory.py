@@ -359,7 +359,7 @@ def _parts(run: Run, *, decode: bool) -> Items:
 
 def encoders_take_turns(run: Run, device_bytes: int | None) -> bool:
     """True if a replica's encoders are on its device for an encoding alone, in place of its other networks."""
-    settings, size = run.settings, sum(_parts(run, decode=False).values())
+    settings, size = run.settings, run.measured.transformer_bytes + sum(_parts(run, decode=False).values())
     moves = settings.is_accelerated and settings.rollout_name == "diffusers"
     return moves and settings.digen.rollout.hosts_encoders(size, device_bytes)
 

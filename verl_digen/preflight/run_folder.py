@@ -187,12 +187,21 @@ def _differences(checkpoint: Path, keys: tuple[str, ...], config: DictConfig) ->
 
 
 def _values(config: DictConfig, key: str) -> dict[str, Any]:
-    """Key -> value of everything at `key` and below; empty if the config has no such key."""
+    """Key -> value of everything at `key` and below, but of rewards without weight; empty if the config has no such
+    key."""
     value = OmegaConf.select(config, key, default=MISSING)
     if value == MISSING:
         return {}
-    plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    if key in (FUNCTIONS, RECIPE_FUNCTIONS) and plain is not None:
+        plain = {name: entry for name, entry in plain.items() if _counts(entry)}
     return dict(leaves(key, json.loads(json.dumps(plain, default=str))))
+
+
+def _counts(entry: Any) -> bool:
+    """True if a reward has a weight; one without is only looked at."""
+    weight = entry.get("weight", 1) if isinstance(entry, dict) else entry
+    return weight is not None and weight != 0
 
 
 def _other_prompts(checkpoint: Path, config: DictConfig) -> Iterator[tuple[str, Any, Any]]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from verl.plugin.platform import get_platform
 
 from verl_digen.config import RolloutConfig
+from verl_digen.config.rollout import AUTO
 from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory
 from verl_digen.platforms.module_memory import DeviceMemory
@@ -52,15 +53,17 @@ class Encoders:
         else:
             self.encode = model.load_encoder(dtype, device)
         self._memory = DeviceMemory(self.encode.modules, device, share_as and f"{share_as}-encoders")
-        size, is_accelerated = self._memory.num_bytes, device.type != "cpu"
-        total = device_memory.limit_bytes() if is_accelerated and settings.encoders == "auto" else None
+        size, total, is_accelerated = self._memory.num_bytes, None, device.type != "cpu"
+        if is_accelerated and settings.encoders == AUTO:
+            size += sum(parameter.nbytes for parameter in model.load_transformer(dtype, meta=True).parameters())
+            total = device_memory.limit_bytes()
         self.wait_on_host = is_accelerated and settings.hosts_encoders(size, total)
         """True if they are on the device for an encoding alone."""
         self.prompts = PromptCache(self.encode, settings.embed_cache_size, turn=self._turn)
         self._others: DeviceMemory | None = None
         self._changed: Callable[[], Iterable[Tensor]] = tuple
         if self.wait_on_host:
-            logger.info("text encoders of %.1f GB wait in host memory while the transformer runs", size / 1e9)
+            logger.info("text encoders wait in host memory while the transformer runs")
             self._memory.release()
 
     def alternate_with(self, others: DeviceMemory, changed: Callable[[], Iterable[Tensor]]) -> None:
