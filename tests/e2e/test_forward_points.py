@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 NFT = (
     *SGD,
     "trainer.total_training_steps=2",
-    "trainer.save_freq=2",
+    "trainer.save_freq=1",
     "trainer.test_freq=2",
     "digen.advantage.scale=group",
 )

@@ -58,7 +58,7 @@ def test_wan_14b_at_480x832x81_does_not_fit_8_devices_of_80_gb_and_with_the_reme
         40 * 32760 * 5120 * 2, rel=0.02
     )  # a hidden state per block
     assert [remedy["fits"] for remedy in plan["remedies"]][-1] is True
-    assert plan["remedies"][-1]["override"] == "digen.rollout.max_batch_size=1"
+    assert plan["remedies"][-1]["override"] == "digen.rollout.max_batch_size=auto"
     more = [word for remedy in plan["remedies"] for word in remedy["override"].split()]
     assert digen_plan(*WAN_14B, "gpus=8", "device=H100", *more, "--json") == 0
     after = json.loads(capsys.readouterr().out)

@@ -65,7 +65,7 @@ def checkpoint_to_continue(config: DictConfig) -> Path | None:
     """The folder `global_step_N` that a start continues."""
     trainer = config.trainer
     if trainer.resume_mode == "resume_path":
-        return Path(trainer.resume_from_path)
+        return None if trainer.resume_from_path is None else Path(trainer.resume_from_path)
     return newest_checkpoint(Path(trainer.default_local_dir)) if trainer.resume_mode == "auto" else None
 
 

@@ -109,7 +109,7 @@ class RequestBatcher:
 
     @property
     def waiting(self) -> list[SampleRequest]:
-        """Requests of later batches, as far as they have come."""
+        """Requests of later batches, as far as they have come; from any thread."""
         return [request for request, _ in self._pending]
 
     def pause(self) -> None:

@@ -151,18 +151,15 @@ class DiffusersServer:
     async def _generate_batch(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
     ) -> Awaitable[Answers]:
-        waiting = self._batcher.waiting
-        answer = await self._on_device(lambda: self._generate(requests, waiting, should_stop))
+        answer = await self._on_device(lambda: self._generate(requests, should_stop))
         if self._samples.fitting.size is not None:
             self._batcher.max_batch_size = self._samples.fitting.size
         return asyncio.get_running_loop().run_in_executor(self._answering, answer)
 
-    def _generate(
-        self, requests: Sequence[SampleRequest], waiting: Sequence[SampleRequest], should_stop: Callable[[], bool]
-    ) -> Callable[[], Answers]:
+    def _generate(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Callable[[], Answers]:
         self._weights.require_whole()
         if self._encoders.wait_on_host:
-            others = (inputs for request in waiting for inputs in request.branches)
+            others = (inputs for request in self._batcher.waiting for inputs in request.branches)
             self._prompts.prepare([inputs for request in requests for inputs in request.branches], others)
         return self._samples.make(requests, self._version, should_stop)
 
