@@ -49,3 +49,5 @@ def test_auto_is_one_forward_on_a_cpu_and_a_setting_is_a_setting(monkeypatch: py
 def test_another_setting_is_refused():
     with pytest.raises(ValueError, match=r"digen.rollout.split_guidance must be auto, true or false, got 'never'"):
         RolloutConfig(split_guidance="never")
+    with pytest.raises(ValueError, match=r"digen.rollout.split_guidance must be auto, true or false, got 1"):
+        RolloutConfig(split_guidance=1)

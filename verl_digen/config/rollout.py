@@ -88,7 +88,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         check_fields(self, "digen.rollout.")
         require(
-            self.split_guidance in (True, False, "auto"),
+            isinstance(self.split_guidance, bool) or self.split_guidance == "auto",
             "digen.rollout.split_guidance must be auto, true or false",
             self.split_guidance,
             "auto is the default",
