@@ -69,7 +69,7 @@ def of_prompts(asked: Sequence[SampleRequest]) -> dict[str, ConditionPair]:
 
 
 def generate(assistant: Assistant, asked: Sequence[SampleRequest], version: int = VERSION) -> list[Generation]:
-    return assistant.generate(asked, of_prompts(asked), version=version)
+    return assistant.assist(asked, of_prompts(asked), version=version)
 
 
 def assist(engine: Any, count: int) -> list[Generation]:
@@ -132,15 +132,15 @@ def test_the_trainer_refuses_latents_that_are_not_finite(one_rank, tiny_qwen_ima
         assert positive is not None
         positive["embeds"].fill_(torch.inf)
     with pytest.raises(ValueError, match=f"sample 0 of group p3 must have finite latents .* version {VERSION}"):
-        assistant.generate(asked, conditions, version=VERSION)
+        assistant.assist(asked, conditions, version=VERSION)
 
 
 def test_the_trainer_refuses_pixels_that_are_not_finite(one_rank, tiny_qwen_image):
     assistant, asked = assistant_of(make_engine(tiny_qwen_image)), requests(2)
-    (vae,) = assistant._decode.modules
+    (vae,) = assistant.decoder.modules
     next(vae.decoder.parameters()).data.fill_(torch.nan)
     with pytest.raises(ValueError, match="sample 0 of group p3 must have finite pixels, got NaN"):
-        assistant.generate(asked, of_prompts(asked), version=VERSION)
+        assistant.assist(asked, of_prompts(asked), version=VERSION)
 
 
 def test_a_later_assist_of_the_group_begins_at_its_window_under_the_same_version_alone(one_rank, tiny_qwen_image):
@@ -182,7 +182,7 @@ def test_the_trainers_videos_have_the_sound_of_their_latents(one_rank, tiny_ltx2
     asked = [replace(one, sampling=sampling) for one in requests(3)]
     pair = [{name: torch.randn(6, TEXT_WIDTH) for name in ("embeds", "audio")} for _ in range(2)]
     conditions = {asked[0].condition_key: (pair[0], pair[1])}
-    found = assistant_of(engine).generate(asked, conditions, version=VERSION)
+    found = assistant_of(engine).assist(asked, conditions, version=VERSION)
     sampler = Sampler(
         engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
     )

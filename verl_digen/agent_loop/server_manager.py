@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 from omegaconf import DictConfig
+from ray import ObjectRef
 from ray.exceptions import ActorDiedError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
@@ -145,15 +146,17 @@ class ServerClient:
         self._wants_latents, self._burst = wants_latents, burst
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
-        """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`."""
+        """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`. A trainer
+        that generates answers with a reference to the sample, which lies with the rank that made it."""
         name = request_id(request.uid, request.sample_index)
         if self._wants_latents:
             request = replace(request, wants_latents=True)
         if self._burst is not None:
             request = replace(request, burst=self._burst)
-        return await through_blips(
+        answer = await through_blips(
             lambda: self.server.generate.remote(name, [], {"request": request}), self.digen.deadlines.blip_s
         )
+        return await answer if isinstance(answer, ObjectRef) else answer
 
 
 class AsyncDiffusionServerManager(DiffusionServerClient):

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer-assisted generation on a rank: the project's sampler over the trainer's own FSDP-sharded weights.
+"""Generation on the trainer's ranks: the project's sampler over their own FSDP-sharded weights.
 
-- No second copy of the network, nothing offloaded; the gradient of the open logical batch stays as it is.
+| who asks | when | prompts |
+| --- | --- | --- |
+| the planner (`digen.tag`) | while a logical batch is open | encoded by a replica |
+| `actor_rollout_ref.rollout.name=trainer` | between batches; there is no other generator | encoded by the rank |
+
+- No second copy of the network, nothing offloaded; the gradient of an open logical batch stays as it is.
 - The samples of a call, of one group or several, are split over the data-parallel ranks; of ranks that share rows the
-  first decodes.
+  first answers.
 - Every forward gathers weights from all ranks, so all ranks denoise the same number of batches, and all batches of a
   call take the same number of forwards. A batch holds samples of one `Sampling`; a rank with fewer batches than others
-  denoises a padding sample and discards it.
-- A rank also holds the decoders of picture and sound, which a trainer does not have otherwise. Prompts are encoded by a
-  replica.
+  makes a padding sample and discards it.
+- A rank also holds the decoders of picture and sound, which a trainer does not have otherwise.
 
 Invariant (tests/engine/test_assistant.py): a sample equals what a replica with the same weights generates, to float
 error; an open gradient is bitwise as before.
@@ -16,21 +20,24 @@ error; an open gradient is bitwise as before.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.models.pixels import in_batches
+from verl_digen.inputs import PromptInputs
+from verl_digen.rollout.fitting import Fitting
+from verl_digen.rollout.prompt_cache import Conditions, Prompts
+from verl_digen.rollout.samples import Answers, SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
-from verl_digen.sampling.recording import experts_of, not_finite
+from verl_digen.sampling.recording import Denoised
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.store.conditions import ConditionPair
-from verl_digen.types import Condition, Generation, SampleRequest, Trajectory, move_condition
+from verl_digen.types import Generation, SampleRequest
 
 
 class Assistant:
@@ -40,95 +47,120 @@ class Assistant:
 
     def __init__(self, engine: DiffusersFSDPEngine, *, latents_dtype: torch.dtype, decoder_dtype: torch.dtype):
         self._engine = engine
-        self._device = engine.forward.device
-        self._decode = engine.model.load_decoder(decoder_dtype, self._device)
-        self._decode_audio = engine.model.load_audio_decoder(decoder_dtype, self._device)
-        self._sampler = Sampler(
-            engine.model,
-            engine.module,
-            run_seed=engine.digen.seed,
-            device=self._device,
+        device, rollout = engine.forward.device, engine.digen.rollout
+        self._is_alone = engine.get_data_parallel_size() == 1
+        """True if this rank decides for itself how many forwards it takes."""
+        self.decoder = engine.model.load_decoder(decoder_dtype, device)
+        self.audio_decoder = engine.model.load_audio_decoder(decoder_dtype, device)
+        self.fitting = Fitting.of(rollout, device) if self._is_alone else Fitting(measures=False, most=rollout.batch_size)
+        self._sampler = _RankSampler(
+            engine,
+            # a tile of a row, both branches with gradients, fits
+            GuidanceBranches(rollout.split_guidance if self._is_alone else rollout.split_guidance is True, device),
             latents_dtype=latents_dtype,
-            # `auto` too is one forward: a tile of a row, both branches with gradients, fits
-            branches=GuidanceBranches(engine.digen.rollout.split_guidance is True, self._device),
-            # where groups share steps, a call has one group (`trainer.batch_rules`): all ranks skip the same forwards
-            prefixes=PrefixCache(),
         )
 
     def generate(
+        self, requests: Sequence[SampleRequest], prompts: Prompts, *, version: int
+    ) -> list[tuple[int, Generation | ValueError]]:
+        """Generate this rank's share of `requests` -> (place in `requests`, answer). All ranks call it with the same
+        arguments.
+
+        Args:
+            prompts: knows the conditions of the prompts, the same on all ranks.
+            version: weight version.
+        """
+        rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
+        known = prompts.lookup([inputs for request in requests for inputs in request.branches])
+        found = [[known[inputs] for inputs in request.branches] for request in requests]
+        refused = {place: one for place, each in enumerate(found) for one in each if isinstance(one, ValueError)}
+        taken = [place for place in range(len(requests)) if place not in refused]
+        answers: list[tuple[int, Generation | ValueError]] = [*refused.items()] if rank == 0 else []
+        maker = SampleMaker(
+            self._sampler,
+            prompts,
+            self.decoder,
+            self.audio_decoder,
+            fitting=self.fitting,
+            batch_size=self._engine.digen.rollout.decode_batch_size,
+        )
+        kinds = [self._kind(requests[place], known) for place in taken]
+        for batch in deal_samples(kinds, num_ranks)[rank] if taken else ():
+            places = [taken[number] for number in batch]
+            made = maker.make([requests[place] for place in places or taken[:1]], version)()
+            answers += zip(places, made, strict=False)  # none of a padding sample
+        return answers if self._engine.is_mp_src_rank_with_outputs() else []
+
+    def forget_weights(self) -> None:
+        """Drop what was made with the weights before an update."""
+        self._sampler.prefixes.clear()
+
+    def assist(
         self, requests: Sequence[SampleRequest], conditions: Mapping[str, ConditionPair], *, version: int
     ) -> list[Generation]:
-        """Generate this rank's share of `requests`. All ranks call it with the same arguments.
+        """Generate this rank's share of requests whose prompts are encoded, and stored, already.
 
         Args:
             conditions: condition key -> conditions of that prompt; the negative one only with guidance.
-            version: weight version.
 
         Raises:
             ValueError: latents, pixels or sound of one of them are not finite.
         """
-        rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
-        kinds = [self._kind(request, *conditions[request.condition_key]) for request in requests]
-        batches = [[requests[index] for index in batch] for batch in deal_samples(kinds, num_ranks)[rank]]
-        started_s = time.time()
-        with self._engine.assisting():
-            denoised = [self._denoise(batch or requests[:1], conditions, version) for batch in batches]
-        if not self._engine.is_mp_src_rank_with_outputs():
-            return []
-        made = [(batch, samples) for batch, samples in zip(batches, denoised, strict=True) if batch]
-        # after the last forward, for which other ranks need this one
-        finished = [self._finish(batch, *samples, started_s) for batch, samples in made]
-        return [generation for batch in finished for generation in batch]
+        samples = []
+        asked = [replace(request, wants_condition=False) for request in requests]
+        for _, answer in self.generate(asked, _Known.of(requests, conditions), version=version):
+            if isinstance(answer, ValueError):
+                raise answer
+            samples.append(answer)
+        return samples
 
-    def _kind(self, request: SampleRequest, condition: Condition, negative: Condition | None) -> Hashable:
+    def _kind(self, request: SampleRequest, known: Conditions) -> Hashable:
         """Equal for samples that may share a forward."""
         model = self._engine.model
         if not model.keeps_lengths_apart:
             return request.sampling
-        return request.sampling, model.text_lengths(condition), model.text_lengths(negative or {})
+        return request.sampling, *(model.text_lengths(known[inputs]) for inputs in request.branches)
 
-    def _denoise(
-        self, batch: Sequence[SampleRequest], conditions: Mapping[str, ConditionPair], version: int
-    ) -> tuple[list[Trajectory], Tensor, list[Condition]]:
-        """Trajectories, final latents [B, ...] and conditions of a batch."""
-        moved = {
-            key: tuple(None if one is None else move_condition(one, self._device) for one in conditions[key])
-            for key in {request.condition_key for request in batch}
-        }
-        pairs = [moved[request.condition_key] for request in batch]
-        positive = [condition for condition, _ in pairs if condition is not None]
-        negative = [condition for _, condition in pairs if condition is not None] or None
-        return *self._sampler.sample(batch, positive, negative, version=version), positive
 
-    def _finish(
-        self,
-        batch: Sequence[SampleRequest],
-        trajectories: Sequence[Trajectory],
-        latents: Tensor,
-        conditions: Sequence[Condition],
-        started_s: float,
-    ) -> list[Generation]:
-        """Decode a batch."""
-        geometry = trajectories[0].sampling.geometry
-        whole = self._engine.model.completed(latents, conditions)
-        pictures = in_batches(self._decode, whole, geometry, self._engine.digen.rollout.decode_batch_size)
-        audio = self._decode_audio(whole, geometry)
-        version = trajectories[0].version
-        for request, final, is_finite, sound in zip(batch, latents, pictures.is_finite, audio, strict=True):
-            if (error := not_finite(request, final, version, is_finite, sound)) is not None:
-                raise error
-        ended_s = time.time()
-        return [
-            Generation(
-                trajectory=trajectory,
-                pixels=pictures.pixels[index],
-                audio=audio[index],
-                started_s=started_s,
-                ended_s=ended_s,
-                experts=experts_of(self._engine.model, trajectory),
-            )
-            for index, trajectory in enumerate(trajectories)
-        ]
+class _RankSampler(Sampler):
+    """A sampler over the engine's module, whose weights are gathered for one batch at a time."""
+
+    def __init__(self, engine: DiffusersFSDPEngine, branches: GuidanceBranches, *, latents_dtype: torch.dtype):
+        super().__init__(
+            engine.model,
+            engine.module,
+            run_seed=engine.digen.seed,
+            device=engine.forward.device,
+            latents_dtype=latents_dtype,
+            branches=branches,
+        )
+        # where groups share steps, a call has one group (`trainer.batch_rules`): all ranks skip the same forwards
+        self.prefixes: PrefixCache = PrefixCache()
+        self._engine = engine
+
+    def denoise(self, *args: Any, **kwargs: Any) -> Denoised:
+        with self._engine.assisting():
+            return super().denoise(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Conditions that were encoded elsewhere."""
+
+    conditions: Conditions
+
+    @classmethod
+    def of(cls, requests: Sequence[SampleRequest], conditions: Mapping[str, ConditionPair]) -> _Known:
+        """Those of the requests' prompts."""
+        known: Conditions = {}
+        for request in requests:
+            for inputs, condition in zip(request.branches, conditions[request.condition_key], strict=False):
+                assert condition is not None
+                known[inputs] = condition
+        return cls(known)
+
+    def lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
+        return {inputs: self.conditions[inputs] for inputs in prompts}
 
 
 def deal_samples(kinds: Sequence[Hashable], num_ranks: int) -> list[list[list[int]]]:

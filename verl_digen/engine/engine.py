@@ -253,15 +253,14 @@ class DiffusersFSDPEngine(VerlBatches):
         """
         if self._open is not None:
             self._open.transaction.require_sound("assisting")
-        with self.eval_mode(), torch.no_grad(), self._behaviour():
+        with self.eval_mode(), torch.no_grad(), self._exported():
             keeps = memory.weights_may_stay(gathered_bytes(self.module))
             with forwards(self.module, keeps=keeps):
                 yield self.module
 
-    def _behaviour(self) -> AbstractContextManager[None]:
-        """Context in which the module has the weights of the policy that generates."""
-        policy = self.objective.behaviour
-        return nullcontext() if policy == CURRENT else self.copies[policy].swapped_in(self.module)
+    def _exported(self) -> AbstractContextManager[None]:
+        """Context in which the module has the weights of the policy that generates, `exports`."""
+        return nullcontext() if self.exports == CURRENT else self.copies[self.exports].swapped_in(self.module)
 
     def keep_old(self) -> None:
         """Copy the weights, as policy `old` of the optimizer steps up to the next `commit` without `more`.

@@ -42,11 +42,13 @@ from verl_digen.engine import rendezvous
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec
+from verl_digen.engine.generator import RankGenerator
 from verl_digen.engine.rows import Fetch, fetch_samples
 from verl_digen.engine.verl_batches import own_objective
 from verl_digen.platforms.device_memory import accelerator_name
-from verl_digen.rollout.registry import REPLICAS
+from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.store.conditions import fetch_conditions
+from verl_digen.inputs import PromptInputs
 from verl_digen.types import Generation, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -86,6 +88,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     _assistant: Assistant
     """Exists only with `digen.tag.policy` other than off."""
+    _generator: RankGenerator | None = None
+    """None but for `actor_rollout_ref.rollout.name=trainer`."""
 
     @register(Dispatch.ALL_TO_ALL, Execute.RANK_ZERO)  # pyright: ignore[reportAttributeAccessIssue] - dynamic enums
     def free_port(self) -> int | None:
@@ -105,10 +109,13 @@ class DiffusionWorker(ActorRolloutRefWorker):
         super().init_model()
         if self._is_actor:
             self.trainer.set_loss_fn(own_objective)
-            self.engine.shares_device = self._is_rollout
+            name = self.config.rollout.name
+            self.engine.shares_device = self._is_rollout and name != TRAINER
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
-            if self.config.rollout.name == "diffusers":  # vLLM-Omni computes in one dtype
+            if name != "vllm_omni":  # which computes in one dtype
                 self.engine.keep_fp32()
+            if name == TRAINER:
+                self._generator = RankGenerator(self.engine, self.engine.wire_dtype)
             if self.engine.digen.tag.policy != "off":
                 rollout = self.engine.digen.rollout
                 self._assistant = Assistant(
@@ -119,6 +126,38 @@ class DiffusionWorker(ActorRolloutRefWorker):
         if self._is_rollout and self.config.rollout.name in REPLICAS:
             # our replicas load the checkpoint for any rollout.load_format, so an adapter needs no base sent first
             self.base_sync_done = True
+
+    # -- generation without replicas ----------------------------------------------------------------------
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+        """verl's `update_weights`. A rank that generates itself sends nothing: rank 0 tells the server the version."""
+        if self._generator is None:
+            return await super().update_weights(global_steps, mode)
+        self._generator.renew()
+        if self.rank == 0:
+            await self.rollout.server.call("activate", global_steps)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    @DistProfiler.annotate(color="blue", role="actor_draw")
+    def draw(
+        self, requests: Sequence[SampleRequest], coming: Sequence[PromptInputs], version: int
+    ) -> tuple[list[tuple[int, Any]], dict[str, Any]]:
+        """Generate this rank's share of the requests, see `RankGenerator.draw`.
+
+        Returns:
+            (place in `requests`, reference to the `Generation`, or the error) of each; and `RankGenerator.facts`.
+        """
+        assert self._generator is not None
+        drawn = self._generator.draw(requests, coming, version)
+        return [(place, one if isinstance(one, ValueError) else ray.put(one)) for place, one in drawn], (
+            self._generator.facts()
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
+    def rest(self) -> None:
+        """Free the device memory that only generation needs."""
+        assert self._generator is not None
+        self._generator.rest()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # pyright: ignore[reportAttributeAccessIssue]
     def export_policy(self, name: str) -> None:
@@ -182,7 +221,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="blue", role="actor_assist")
     def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[tuple[str, Any]]:
-        """Generate this rank's share of the requests, see `Assistant.generate`.
+        """Generate this rank's share of the requests, see `Assistant.assist`.
 
         Only with `digen.tag.policy` other than off. The prompts' conditions must be in TransferQueue.
 
@@ -193,7 +232,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
             Of each group in the share: its uid, and a reference to the list of its samples.
         """
         conditions = fetch_conditions([request.condition_key for request in requests])
-        return stored_by_group(self._assistant.generate(requests, conditions, version=version))
+        return stored_by_group(self._assistant.assist(requests, conditions, version=version))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_commit")

@@ -84,3 +84,21 @@ class DiffusersServerAdapter(BaseRollout):
             manifest = Manifest(kwargs["global_steps"], total.num_tensors, total.value)
             await self._replica.call("commit_update" if self._takes_turns else "seal_update", manifest)
             logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)
+
+
+class NoWeightsSent(BaseRollout):
+    """verl's handle of a rank that generates itself, see `DiffusionWorker.update_weights`."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **kwargs: Any):
+        super().__init__(config, model_config, device_mesh, **kwargs)
+        self.server = ReplicaHandle(server_name(0), self.model_config.digen.deadlines.blip_s)
+
+    async def resume(self, tags: list[str]) -> None:
+        """No-op: nothing sleeps that verl could wake."""
+
+    async def release(self) -> None:
+        """See `resume`."""
+
+    async def update_weights(self, weights: Any, **kwargs: Any) -> None:
+        """Refuse: the weights are there."""
+        raise RuntimeError("the trainer's ranks generate with the weights that they train; nothing may be sent to them")

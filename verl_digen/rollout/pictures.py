@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_digen.models.loaded import Decoder
 from verl_digen.models.pixels import fitted
-from verl_digen.rollout.prompt_cache import PromptCache
+from verl_digen.rollout.prompt_cache import Prompts
 from verl_digen.sampling.recording import experts_of, initial_seed, not_finite, record_trajectory
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest
@@ -31,7 +31,7 @@ class PictureSamples:
         batch_size: maximum pictures in the VAE at a time.
     """
 
-    def __init__(self, sampler: Sampler, prompts: PromptCache, vae: Decoder, batch_size: int):
+    def __init__(self, sampler: Sampler, prompts: Prompts, vae: Decoder, batch_size: int):
         self._model, self._prompts, self._vae = sampler.model, prompts, vae
         self._run_seed, self._latents_dtype, self._batch_size = sampler.run_seed, sampler.latents_dtype, batch_size
 

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from verl_digen.inputs import PromptInputs
 from verl_digen.models.base import PromptEncoder
@@ -20,6 +21,14 @@ from verl_digen.types import Condition, move_condition
 
 Conditions = dict[PromptInputs, Condition | ValueError]
 """Prompt -> its condition, or the encoder's error for a prompt it refuses. On the CPU."""
+
+
+class Prompts(Protocol):
+    """Whatever knows the conditions of prompts."""
+
+    def lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
+        """Those of `prompts`."""
+        ...
 
 
 class PromptCache:

@@ -32,7 +32,13 @@ class ReplicaEntry:
             return getattr(import_module(module), name)
 
 
+TRAINER = "trainer"
+"""The trainer's own ranks generate, with the weights that they train."""
+
 REPLICAS = {
+    TRAINER: ReplicaEntry(
+        "verl_digen.trainer.generating.TrainerReplica", "verl_digen.rollout.adapter.NoWeightsSent"
+    ),
     "diffusers": ReplicaEntry(
         "verl_digen.rollout.replica.DiffusersReplica", "verl_digen.rollout.adapter.DiffusersServerAdapter"
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a `diffusers` replica, one batch at a time: made on the device in one thread, answered in another.
+"""Samples of a `diffusers` replica or a trainer's rank, one batch at a time: made on the device in one thread, answered in another.
 
     compute thread    encode, denoise, decode; begin the copies to the host    the next batch ...
     answer thread                                  wait for the copies         trajectories, pixels, answers
@@ -25,7 +25,7 @@ from verl_digen.models.loaded import AudioDecoder, Decoded, Decoder
 from verl_digen.models.pixels import in_batches
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.pictures import PictureSamples
-from verl_digen.rollout.prompt_cache import PromptCache
+from verl_digen.rollout.prompt_cache import Prompts
 from verl_digen.sampling.recording import Denoised, experts_of, not_finite
 from verl_digen.sampling.sampler import TEXT_STEP, Sampler
 from verl_digen.transfers import HostCopies
@@ -62,7 +62,7 @@ class SampleMaker:
     def __init__(
         self,
         sampler: Sampler,
-        prompts: PromptCache,
+        prompts: Prompts,
         decoder: Decoder,
         audio_decoder: AudioDecoder,
         *,
@@ -76,7 +76,7 @@ class SampleMaker:
         self._ended_s = 0.0
 
     def make(
-        self, requests: Sequence[SampleRequest], version: int, should_stop: Callable[[], bool]
+        self, requests: Sequence[SampleRequest], version: int, should_stop: Callable[[], bool] | None = None
     ) -> Callable[[], Answers]:
         """Make a batch of samples -> function that waits for them, for another thread.
 
@@ -137,7 +137,7 @@ class SampleMaker:
         requests: Mapping[int, SampleRequest],
         conditions: Sequence[Sequence[Condition]],
         version: int,
-        should_stop: Callable[[], bool],
+        should_stop: Callable[[], bool] | None,
         copies: HostCopies,
     ) -> _Made:
         """Denoise and decode samples, by place, in one batch."""

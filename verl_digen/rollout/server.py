@@ -26,7 +26,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.inputs import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
-from verl_digen.rollout.batcher import RequestBatcher
+from verl_digen.rollout.batching import BatchingServer
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.encoders import Encoders
 from verl_digen.rollout.fitting import Fitting
@@ -36,13 +36,13 @@ from verl_digen.rollout.samples import Answers, SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Condition, Generation, SampleRequest
+from verl_digen.types import Condition, SampleRequest
 from verl_digen.weights.checksum import Manifest
 
 logger = logging.getLogger(__name__)
 
 
-class DiffusersServer:
+class DiffusersServer(BatchingServer):
     """See the module.
 
     Args:
@@ -56,6 +56,7 @@ class DiffusersServer:
         self._encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
         self._answering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="answer")
         digen = model_config.digen
+        super().__init__(max_batch_size=digen.rollout.batch_size, wait_s=digen.rollout.batch_wait_s)
         checkpoint = open_checkpoint(config, model_config, num_threads)
         self._model, dtype, self._device = checkpoint
         self._encoders = Encoders(*checkpoint, digen.rollout, name_on_node())
@@ -89,31 +90,12 @@ class DiffusersServer:
             fitting=Fitting.of(digen.rollout, self._device),
             batch_size=digen.rollout.decode_batch_size,
         )
-        self._batcher = RequestBatcher(
-            self._generate_batch, max_batch_size=digen.rollout.batch_size, wait_s=digen.rollout.batch_wait_s
-        )
         self._version = 0
         self._intake = Intake(self._network, digen.rollout.update_timeout_s)
         self._sealing = asyncio.Lock()
         """Held by a seal, and while a sealed update is loaded."""
 
     # -- generation ---------------------------------------------------------------------------------------
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        image_data: list[Any] | None = None,
-        video_data: list[Any] | None = None,
-    ) -> Generation:
-        """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's."""
-        return await self._batcher.submit(sampling_params["request"])
-
-    async def abort_request(self, request_id: str) -> None:
-        """Cancel the sample `UID_INDEX`: its caller gets `Withdrawn`."""
-        uid, _, index = request_id.rpartition("_")
-        self._batcher.withdraw(uid, int(index))
-
     async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
         """Encode the request's prompt and, with guidance, its negative prompt, into conditions on the CPU; also while a
         batch runs. For the trainer, which has no encoder and generates samples of the group too.
@@ -256,29 +238,6 @@ class DiffusersServer:
         if self._weights.is_whole:
             self._batcher.resume()
 
-    async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Stop starting batches. Work in flight is finished, not discarded."""
-        self._batcher.pause()
-
-    async def resume_generation(self) -> None:
-        """Start batches again."""
-        self._batcher.resume()
-
-    async def clear_kv_cache(self) -> None:
-        """No-op: diffusion has no KV cache."""
-
-    async def release_kv_cache(self) -> None:
-        """No-op: diffusion has no KV cache."""
-
-    async def resume_kv_cache(self) -> None:
-        """No-op: diffusion has no KV cache."""
-
-    async def start_profile(self, **kwargs: Any) -> None:
-        """No-op: replicas are profiled through verl's profiler of the trainer ranks."""
-
-    async def stop_profile(self) -> None:
-        """See `start_profile`."""
-
     async def check_health(self) -> dict[str, Any]:
         """State of this replica; see `verl_digen.trainer.replicas.Replicas.metrics`."""
         return {
@@ -288,10 +247,6 @@ class DiffusersServer:
             "last_update": self._last_update,
             "device": accelerator_name(),
         }
-
-    async def ready(self) -> bool:
-        """True once the constructor is done."""
-        return True
 
     async def visible_devices(self) -> list[SeenDevice]:
         """The device of this replica, in a list."""
