@@ -7,6 +7,7 @@ callbacks that fill verl's registries when verl imports the modules that own the
 | when this is imported | this is registered | needed in |
 | --- | --- | --- |
 | now | platform `cpu` | every process |
+| `omegaconf` | resolver of the recipes' `rollout.name` | every process |
 | `hydra` | `recipe=NAME` on verl's main | driver |
 | `verl.trainer.ppo.v1` | trainers | task runner |
 | `verl.workers.engine` | training engine | trainer ranks |
@@ -42,6 +43,14 @@ def _register_recipes() -> None:
     from verl_digen.recipe_source import register
 
     register()
+
+
+def _register_resolver() -> None:
+    from omegaconf import OmegaConf
+
+    from verl_digen.rollout.registry import GENERATOR, default_generator
+
+    OmegaConf.register_new_resolver(GENERATOR, default_generator, replace=True)
 
 
 def _register_trainers() -> None:
@@ -89,6 +98,7 @@ def _reporting_failure(noun: str, register: Callable[[], None]) -> Callable[[], 
 
 
 _reporting_failure("platform", _register_platform)()
+after_import("omegaconf", _reporting_failure("resolver", _register_resolver))
 after_import("hydra", _reporting_failure("recipes", _register_recipes))
 after_import("verl.trainer.ppo.v1", _reporting_failure("trainers", _register_trainers))
 after_import("verl.workers.engine", _reporting_failure("engine", _register_engine))

@@ -22,6 +22,7 @@ def plan(path, *overrides: str) -> Run:
     """Plan of a run on one rank of this machine's platform."""
     words = (
         "recipe=digen_flowgrpo",
+        "actor_rollout_ref.rollout.name=diffusers",
         f"actor_rollout_ref.model.path={path}",
         *("trainer.n_gpus_per_node=1", "data.train_batch_size=2", "actor_rollout_ref.rollout.n=3"),
         *(f"digen.sampling.height_px={SIZE_PX}", f"digen.sampling.width_px={SIZE_PX}"),

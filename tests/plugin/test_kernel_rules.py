@@ -22,6 +22,7 @@ OMNI = "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.diffusion_attention_b
 BF16 = "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: bf16}"
 SHARED = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2"
 ON_OMNI = "actor_rollout_ref.rollout.name=vllm_omni"
+REPLICAS = "actor_rollout_ref.rollout.name=diffusers"
 
 
 def broken(check: Any, config: Any) -> str:
@@ -106,7 +107,7 @@ def test_a_device_without_the_kernel_is_refused():
 
 
 def test_compiled_blocks_need_a_compiler(start, monkeypatch: pytest.MonkeyPatch):
-    config = start("recipe=digen_flowgrpo", "digen.rollout.compile=true")
+    config = start("recipe=digen_flowgrpo", REPLICAS, "digen.rollout.compile=true")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "digen.rollout.compile must be false without" in broken(check_kernel_machine, config)
 
@@ -118,7 +119,7 @@ def test_vllm_omnis_own_variable_is_refused(start, monkeypatch: pytest.MonkeyPat
 
 def test_a_network_without_a_choice_is_named(start, tmp_path: Path):
     path = f"actor_rollout_ref.model.path={build_tiny('sd3', tmp_path / 'm')}"
-    text = broken(check_kernel_model, start("recipe=digen_flowgrpo", path, f"{R}=_native_math"))
+    text = broken(check_kernel_model, start("recipe=digen_flowgrpo", REPLICAS, path, f"{R}=_native_math"))
     assert f"{R} must be native for Stable Diffusion 3" in text
     check_kernel_model(start("recipe=digen_flowgrpo", path))
 

@@ -146,8 +146,10 @@ class ServerClient:
         self._wants_latents, self._burst = wants_latents, burst
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
-        """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`. A trainer
-        that generates answers with a reference to the sample, which lies with the rank that made it."""
+        """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`.
+
+        Ranks that generate answer with a reference to the sample, which stays with the rank that made it.
+        """
         name = request_id(request.uid, request.sample_index)
         if self._wants_latents:
             request = replace(request, wants_latents=True)

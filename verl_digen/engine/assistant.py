@@ -31,7 +31,7 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.prompt_cache import Conditions, Prompts
-from verl_digen.rollout.samples import Answers, SampleMaker
+from verl_digen.rollout.samples import SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import Denoised
@@ -52,7 +52,9 @@ class Assistant:
         """True if this rank decides for itself how many forwards it takes."""
         self.decoder = engine.model.load_decoder(decoder_dtype, device)
         self.audio_decoder = engine.model.load_audio_decoder(decoder_dtype, device)
-        self.fitting = Fitting.of(rollout, device) if self._is_alone else Fitting(measures=False, most=rollout.batch_size)
+        self.fitting = (
+            Fitting.of(rollout, device) if self._is_alone else Fitting(measures=False, most=rollout.batch_size)
+        )
         self._sampler = _RankSampler(
             engine,
             # a tile of a row, both branches with gradients, fits
@@ -151,7 +153,7 @@ class _Known:
 
     @classmethod
     def of(cls, requests: Sequence[SampleRequest], conditions: Mapping[str, ConditionPair]) -> _Known:
-        """Those of the requests' prompts."""
+        """Conditions of the requests' prompts."""
         known: Conditions = {}
         for request in requests:
             for inputs, condition in zip(request.branches, conditions[request.condition_key], strict=False):

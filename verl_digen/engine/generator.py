@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank generates with where there is no replica: `actor_rollout_ref.rollout.name=trainer`.
+"""Generation by a rank where there is no replica: `actor_rollout_ref.rollout.name=trainer`.
 
 Between batches the rank's network stays where it is; while it trains, encoders and decoders have no device memory.
 Encoders that wait on the host take the place of everything else on the device for the time of one encoding.
@@ -55,7 +55,7 @@ class RankGenerator:
         return self.assistant.generate(requests, prompts, version=version)
 
     def facts(self) -> dict[str, Any]:
-        """What the server says of the rank: `prompt_cache`, and samples that `fitted` together, None if unknown."""
+        """State of the rank for its server: `prompt_cache`, and how many samples `fitted` together, None if unknown."""
         return {"prompt_cache": self._encoders.prompts.stats(), "fitted": self.assistant.fitting.size}
 
     def rest(self) -> None:

@@ -45,10 +45,11 @@ from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.generator import RankGenerator
 from verl_digen.engine.rows import Fetch, fetch_samples
 from verl_digen.engine.verl_batches import own_objective
+from verl_digen.inputs import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
+from verl_digen.rollout.adapter import NoWeightsSent
 from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.store.conditions import fetch_conditions
-from verl_digen.inputs import PromptInputs
 from verl_digen.types import Generation, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -129,12 +130,13 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     # -- generation without replicas ----------------------------------------------------------------------
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
-    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+    async def update_weights(self, global_steps: int, mode: str = "auto") -> Any:
         """verl's `update_weights`. A rank that generates itself sends nothing: rank 0 tells the server the version."""
         if self._generator is None:
             return await super().update_weights(global_steps, mode)
         self._generator.renew()
         if self.rank == 0:
+            assert isinstance(self.rollout, NoWeightsSent)
             await self.rollout.server.call("activate", global_steps)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]

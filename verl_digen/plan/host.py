@@ -21,6 +21,7 @@ TransferQueue's copies.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from verl_digen.plan.networks import Tensors
 from verl_digen.plan.run import Run, frozen_copies, policies_that_follow
@@ -51,14 +52,17 @@ def host_memory(
         input_bytes: inputs of blocks that wait for recomputation, of one trainer rank.
     """
     settings = run.settings
-    trainer = {"checkpoint of rank 0 while it loads": run.measured.counts.param_bytes} | _offloaded(run, resident)
+    # ranks that generate leave the device while encoders are on it
+    moved = replace(settings, param_offload=True, optimizer_offload=True) if in_turns and settings.draws else settings
+    trainer = {"checkpoint of rank 0 while it loads": run.measured.counts.param_bytes}
+    trainer |= _offloaded(replace(run, settings=moved), resident)
     if input_bytes:
         trainer["inputs of recomputed blocks"] = settings.trainer_devices_per_node * input_bytes
     replicas = max(1, settings.generator_devices_per_node // settings.tensor_parallel)
     generator = {"staged weight updates": replicas * update_bytes} if settings.is_split else {}
     if settings.frees_replica or in_turns:
         generator["replicas that wait"] = _waiting(run, networks, in_turns=in_turns)
-    if settings.rollout_name == "diffusers":
+    if settings.is_ours:
         generator[PROMPT_CACHE] = replicas * cached_prompts(run)
     queue = {"trajectories and conditions": queue_bytes}
     if settings.is_split:
@@ -74,13 +78,13 @@ def cached_prompts(run: Run) -> int:
 def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
     """Host copies of the replicas of a node that sleep, or whose encoders take turns with the transformer."""
     settings, names = run.settings, {*networks} - {PROMPT_CACHE}
-    if settings.rollout_name != "diffusers":
+    if not settings.is_ours:
         return settings.generator_devices_per_node * sum(networks[name] for name in names)
     # after a sleep the next update brings what it sends
     trained = "adapter" if settings.is_lora and not settings.merges_lora else "transformer"
     names -= {trained}
     server = sum(networks[name] for name in names)
-    own = settings.generator_devices_per_node * networks[trained] if in_turns else 0
+    own = settings.generator_devices_per_node * networks.get(trained, 0) if in_turns else 0
     if settings.shares_host_copies:
         is_trainers = _keeps_base(run) and settings.dtypes.model == settings.dtypes.rollout
         return own + server - (networks["transformer"] if is_trainers and "transformer" in names else 0)

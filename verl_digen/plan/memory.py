@@ -42,6 +42,7 @@ from verl_digen.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memor
 from verl_digen.plan.run import Run, frozen_copies, policies_read, policies_that_follow
 from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
 
+WAITING = "trainer that waits"
 RUNTIME = "contexts and NCCL (estimated)"
 
 CONTEXT_BYTES = 500_000_000
@@ -138,18 +139,20 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
     in_turns = encoders_take_turns(run, device_bytes)
     networks, encoders = replica(run), _parts(run, decode=False)
     beside_training, beside_generating = _shared_devices(run, resident, 0 if in_turns else sum(encoders.values()))
-    beside_generating |= _runtime(run, trains=not run.settings.is_split, generates=True)
+    beside_generating |= _runtime(run, trains=not run.settings.is_split, generates=not run.settings.draws)
     resting = {*encoders} if in_turns else set()
+    # ranks that generate leave the device to the encoders
+    beside_encoding = _without(beside_generating, {WAITING} if run.settings.draws else ())
     of_replica = _without(networks, resting) | beside_generating
-    runtime = _runtime(run, trains=True, generates=not run.settings.is_split)
+    runtime = _runtime(run, trains=True, generates=not (run.settings.is_split or run.settings.draws))
     tile = _choose_tile(run, resident, beside_training | _assistant(run) | runtime, device_bytes)
     return Memory(
         training=tile.phase,
         num_recomputed=tile.num_recomputed,
         num_blocks=len(run.measured.training.blocks),
-        generating=_generating(run, of_replica, limit),
+        generating=_generating(run, of_replica | _gathered_to_generate(run, tile), limit),
         decoding=Phase(of_replica, run.measured.decoding_bytes, _num_decoded(run), "samples decoded together"),
-        encoding=Phase(encoders | beside_generating, 0, 1, "prompt at a time") if in_turns else None,
+        encoding=Phase(encoders | beside_encoding, 0, 1, "prompt at a time") if in_turns else None,
         limit_bytes=limit,
         host=host_memory(
             run,
@@ -171,9 +174,20 @@ def _generating(run: Run, items: Items, limit: int | None) -> Phase:
     """A batch of samples; with `max_batch_size=auto` of as many as fit."""
     settings, sample = run.settings, run.measured.sampling.largest_block
     most = settings.digen.rollout.batch_size
-    if settings.digen.rollout.fits_batches and settings.rollout_name == "diffusers" and limit is not None:
+    # ranks that generate in step do not decide by their memory
+    is_alone = not settings.draws or settings.num_trainer_devices == settings.sequence_parallel
+    if settings.digen.rollout.fits_batches and settings.is_ours and is_alone and limit is not None:
         most = min(most, max(1, (limit - sum(items.values())) // sample))
     return Phase(items, sample, most, "samples of a batch")
+
+
+def _gathered_to_generate(run: Run, tile: Tile) -> Items:
+    """Parameters that a rank gathers for a forward; all of them only where there is room."""
+    if not run.settings.draws:
+        return {}
+    blocks = range(len(run.measured.training.blocks))
+    found = (gathered(run, block, is_whole=tile.is_base_whole) for block in blocks)
+    return max(found, key=lambda items: sum(items.values()))
 
 
 def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:
@@ -194,7 +208,7 @@ def _assistant(run: Run) -> Items:
 
 def _num_decoded(run: Run) -> int:
     digen = run.settings.digen
-    if digen.sampling.num_frames > 1 or run.settings.rollout_name != "diffusers":
+    if digen.sampling.num_frames > 1 or not run.settings.is_ours:
         return 1
     return min(digen.rollout.decode_batch_size, digen.rollout.batch_size)
 
@@ -336,22 +350,25 @@ def _without(items: Items, names: Collection[str]) -> Items:
 
 # -- a replica's device ---------------------------------------------------------------------------------------
 def replica(run: Run) -> Items:
-    """Networks of one device of a replica; text encoders and VAE are unsharded on each."""
+    """Networks of one device of a replica; text encoders and VAE are unsharded on each. A rank that generates has no
+    others."""
     settings, measured = run.settings, run.measured
+    if settings.draws:
+        return _parts(run, decode=False) | _parts(run, decode=True)
     items = {"transformer": -(-measured.transformer_bytes // settings.tensor_parallel)}
     if settings.is_lora and not settings.merges_lora:
         items["adapter"] = measured.counts.trained_bytes
     if measured.fp8_bytes:
         items["layers in fp8"] = measured.fp8_bytes
     items |= _parts(run, decode=False) | _parts(run, decode=True)
-    if settings.rollout_name != "diffusers":
+    if not settings.is_ours:
         items[PROMPT_CACHE] = cached_prompts(run)
     return items
 
 
 def _parts(run: Run, *, decode: bool) -> Items:
     """Networks of a replica that decode, or those that encode; no encoders if prompts were encoded before the run."""
-    if not decode and run.settings.rollout_name == "diffusers" and run.settings.digen.rollout.encoders == "before":
+    if not decode and run.settings.is_ours and run.settings.digen.rollout.encoders == "before":
         return {}
     of_kind = {name: part for name, part in run.measured.parts.items() if (name in run.measured.decoders) is decode}
     return {name.replace("_", " "): part.num_bytes for name, part in of_kind.items()}
@@ -360,7 +377,7 @@ def _parts(run: Run, *, decode: bool) -> Items:
 def encoders_take_turns(run: Run, device_bytes: int | None) -> bool:
     """True if a replica's encoders are on its device for an encoding alone, in place of its other networks."""
     settings, size = run.settings, run.measured.transformer_bytes + sum(_parts(run, decode=False).values())
-    moves = settings.is_accelerated and settings.rollout_name == "diffusers"
+    moves = settings.is_accelerated and settings.is_ours
     return moves and settings.digen.rollout.hosts_encoders(size, device_bytes)
 
 
@@ -380,19 +397,23 @@ def _shared_devices(run: Run, resident: Items, encoder_bytes: int) -> tuple[Item
     if settings.is_split:
         return {}, {}
     networks = _without(replica(run), _parts(run, decode=False))
+    if settings.draws:
+        networks, encoder_bytes = {}, 0  # decoders and encoders leave the device
     left = networks.get(PROMPT_CACHE, 0) if settings.frees_replica else sum(networks.values()) + encoder_bytes
     parked = 0 if settings.param_offload else resident["parameters"]
     parked += 0 if settings.optimizer_offload else resident["optimizer"]
     parked += resident["EMA"] if _has_average_here(run) else 0
     parked += sum(resident.get(policy, 0) for policy in frozen_copies(settings.digen, is_lora=settings.is_lora))
     parked += sum(resident[f"policy {policy}"] for policy in _following_here(run))
-    return {"replica that waits": left}, {"trainer that waits": parked}
+    return ({} if settings.draws else {"replica that waits": left}), {WAITING: parked}
 
 
 # -- outside the devices --------------------------------------------------------------------------------------
 def update_bytes(run: Run) -> int:
     """Bytes of one weight update to one replica."""
     settings = run.settings
+    if settings.draws:
+        return 0
     if settings.is_lora and not settings.merges_lora:
         return run.measured.counts.num_trained * settings.dtypes.rollout.itemsize
     return _transformer_params(run) * settings.dtypes.rollout.itemsize

@@ -16,6 +16,7 @@ from functools import cache, partial
 
 from verl_digen.plan.memory import Memory, plan_memory
 from verl_digen.plan.run import Run
+from verl_digen.rollout.registry import TRAINER
 
 MAX_DOUBLINGS = 6
 """Maximum number of times the devices are doubled."""
@@ -112,10 +113,13 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
         lambda run: None if run.settings.is_split else _set(run, frees_replica=True),
     )
     yield _Change("digen.rollout.encoders=host", _encoders_on_host)
+    yield _Change(f"{rollout}.name=trainer {actor}.param_offload=false", _draw)
     yield _Change(f"{actor}.reshard_after_forward=true", lambda run: _set(run, reshard=True))
     yield _Change(f"{model}.whole_base=false", lambda run: _set(run, whole_base=False))
     yield _Change(f"{actor}.optimizer_offload=true", lambda run: _set(run, optimizer_offload=True))
-    yield _Change(f"{actor}.param_offload=true", lambda run: _set(run, param_offload=True))
+    yield _Change(
+        f"{actor}.param_offload=true", lambda run: None if run.settings.draws else _set(run, param_offload=True)
+    )
     yield _Change("digen.rollout.decode_batch_size=1", partial(_set_rollout, decode_batch_size=1))
     yield _Change("digen.rollout.max_batch_size=auto", _as_many_as_fit)
     yield _Change("digen.rollout.max_batch_size=1", partial(_set_rollout, max_batch_size=1))
@@ -145,12 +149,19 @@ def _offload_activations(run: Run) -> Run | None:
 
 
 def _encoders_on_host(run: Run) -> Run | None:
-    return _set_rollout(run, encoders="host") if run.settings.rollout_name == "diffusers" else None
+    return _set_rollout(run, encoders="host") if run.settings.is_ours else None
+
+
+def _draw(run: Run) -> Run | None:
+    settings = run.settings
+    if settings.draws or settings.is_split or settings.digen.reward.timeshared or settings.digen.sampling.outside.fp8:
+        return None
+    return _set(run, rollout_name=TRAINER, param_offload=False)
 
 
 def _as_many_as_fit(run: Run) -> Run | None:
     settings = run.settings
-    is_measured = settings.rollout_name == "diffusers" and settings.is_accelerated
+    is_measured = settings.is_ours and settings.is_accelerated
     return _set_rollout(run, max_batch_size="auto") if is_measured else None
 
 
@@ -179,7 +190,7 @@ def _keeping(run: Run, lora: Run) -> Run:
 
 def _tensor_parallel(size: int, run: Run) -> Run | None:
     settings = run.settings
-    if settings.rollout_name == "diffusers" or size <= settings.tensor_parallel:
+    if settings.is_ours or size <= settings.tensor_parallel:
         return None
     if settings.num_generator_devices % size:
         return None

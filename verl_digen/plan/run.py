@@ -35,6 +35,7 @@ from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count
 from verl_digen.platforms.module_memory import SHARING
 from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
+from verl_digen.rollout.registry import TRAINER
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import plain_request, rows_per_group
@@ -101,6 +102,16 @@ class Settings:
     limits: Limits
     num_steps: int | None = None
     """Steps of the run; None: as many as its epochs have."""
+
+    @property
+    def draws(self) -> bool:
+        """True if the trainer's ranks generate, without replicas."""
+        return self.rollout_name == TRAINER
+
+    @property
+    def is_ours(self) -> bool:
+        """True if our sampler generates, not vLLM-Omni."""
+        return self.rollout_name != "vllm_omni"
 
     @property
     def num_devices(self) -> int:
@@ -308,7 +319,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     model.embedded_guidance(sampling.guidance_scale)
     network = model.load_transformer(dtypes.model, meta=True)
     bare = deepcopy(networks_of(network)[0])  # built once: some networks compute large tables
-    is_ours = settings.rollout_name == "diffusers"
+    is_ours = settings.is_ours
     # where all weights train, a replica gets them in one dtype
     in_one_dtype = not is_ours or not settings.is_lora
     of_replica = transformer_bytes(model, network, dtypes.rollout, in_one_dtype=in_one_dtype)

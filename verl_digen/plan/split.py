@@ -116,6 +116,7 @@ def with_split(run: Run, placed: Placed) -> Run:
     settings = replace(
         run.settings,
         is_split=True,
+        rollout_name="diffusers" if run.settings.draws else run.settings.rollout_name,
         frees_replica=False,
         num_trainer_devices=num_trainer,
         num_generator_devices=placed.split.generator.num_devices,
@@ -189,7 +190,7 @@ def run_profile(run: Run, memory: Memory, device: str, mfu: float) -> Profile:
         gather_s=shard_bytes / GATHER_BYTES_PER_S if gathers else 0.0,
         score_s=0.0,
         commit_s=update_bytes(run) / NETWORK_BYTES_PER_S,
-        switch_s=2 * run.measured.transformer_bytes / HOST_BYTES_PER_S,
+        switch_s=0.0 if settings.draws else 2 * run.measured.transformer_bytes / HOST_BYTES_PER_S,
     )
     return Profile("plan", run.measured.title, "calculated by digen plan", device, numbers, {})
 

@@ -36,8 +36,8 @@ def _check_replicas(config: DictConfig) -> None:
     rollout, digen = config.actor_rollout_ref.rollout, digen_config(config)
     loss = f"digen.loss.name={digen.loss_name}"
     require(
-        rollout.name == "diffusers",
-        f"actor_rollout_ref.rollout.name must be diffusers with {loss}, whose pictures the replicas encode",
+        rollout.name != "vllm_omni",
+        f"actor_rollout_ref.rollout.name must be diffusers or trainer with {loss}, whose pictures are encoded",
         rollout.name,
         "leave out recipe vllm_omni",
     )

@@ -14,6 +14,7 @@ from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import (
     REPLICA_KEY,
+    num_data_parallel_ranks,
     num_environment_devices,
     num_function_devices,
     num_generator_devices,
@@ -22,8 +23,9 @@ from verl_digen.pool_sizes import (
     num_trainer_devices,
 )
 from verl_digen.require import require, require_one_of, suggestion
-from verl_digen.rollout.registry import REPLICAS
+from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
+from verl_digen.trainer.batch_rules import groups_are_alike
 
 if TYPE_CHECKING:
     from verl_digen.models.spec import ModelSpec
@@ -69,11 +71,11 @@ def check_rollout(config: DictConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     require_one_of("actor_rollout_ref.rollout.name", rollout.name, REPLICAS)
     size, is_colocated = num_replica_devices(config), config.trainer.v1.trainer_mode == COLOCATED
+    why = "whose ranks generate together" if rollout.name == TRAINER else "whose replicas have one device"
     for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
         require(
-            rollout.name != "diffusers" or rollout[name] == 1,
-            f"actor_rollout_ref.rollout.{name} must be 1 with actor_rollout_ref.rollout.name=diffusers, whose replicas "
-            "have one device",
+            rollout.name == "vllm_omni" or rollout[name] == 1,
+            f"actor_rollout_ref.rollout.{name} must be 1 with actor_rollout_ref.rollout.name={rollout.name}, {why}",
             rollout[name],
             "set it to 1: more devices make more replicas; actor_rollout_ref.rollout.name=vllm_omni has replicas of "
             f"{REPLICA_KEY} devices",
@@ -94,6 +96,36 @@ def check_rollout(config: DictConfig) -> None:
         f"{pool}.nnodes x {pool}.n_gpus_per_node must be a multiple of a replica's devices ({size})",
         num_devices,
         f"change it, or {REPLICA_KEY}",
+    )
+
+
+def check_generating_ranks(config: DictConfig) -> None:
+    """Require a trainer whose ranks may generate at any time between two batches, all with as many forwards."""
+    if config.actor_rollout_ref.rollout.name != TRAINER:
+        return
+    digen, name = digen_config(config), "actor_rollout_ref.rollout.name=trainer"
+    replicas = "set actor_rollout_ref.rollout.name=diffusers"
+    mode = config.trainer.v1.trainer_mode
+    require(
+        mode == COLOCATED,
+        f"actor_rollout_ref.rollout.name must not be trainer with trainer.v1.trainer_mode={mode}, where replicas have "
+        "devices of their own",
+        TRAINER,
+        f"{replicas}, or leave out recipe disaggregated",
+    )
+    require(
+        not config.actor_rollout_ref.actor.fsdp_config.param_offload,
+        f"actor_rollout_ref.actor.fsdp_config.param_offload must be false with {name}, which generates with the "
+        "weights where they are",
+        True,
+        f"leave it out, or {replicas}",
+    )
+    require(
+        groups_are_alike(digen) or num_data_parallel_ranks(config) == 1,
+        f"digen.sampling.shared_initial_noise and digen.sampling.outside must be left out with {name} and several "
+        "ranks, whose samples would take different numbers of forwards",
+        digen.sampling,
+        replicas,
     )
 
 
@@ -266,6 +298,13 @@ def check_outside(config: DictConfig) -> None:
         "evaluate the network at every step of their own schedule",
         outside,
         "set actor_rollout_ref.rollout.name=diffusers, or lower digen.sampling.num_steps",
+    )
+    require(
+        not (outside.cache or outside.fp8) or rollout != TRAINER,
+        f"digen.sampling.outside.{'cache' if outside.cache else 'fp8'} must be left out with "
+        "actor_rollout_ref.rollout.name=trainer: ranks have sharded weights, and their forwards are the same in number",
+        outside,
+        "set actor_rollout_ref.rollout.name=diffusers",
     )
     require(
         outside.cache == 0 or digen.tag.policy == "off",

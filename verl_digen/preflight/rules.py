@@ -99,6 +99,7 @@ RULES: tuple[Rule, ...] = (
     agent_loop.check_agent_loop,
     agent_loop.check_branches,
     pools.check_outside,
+    pools.check_generating_ranks,
     agent_loop.check_environment,
     rewards.check_reward_keys,
     rewards.check_rewards,

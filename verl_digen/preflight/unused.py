@@ -234,10 +234,20 @@ SWITCHES = (
     ),
     Switch(
         "rollout",
-        lambda config, digen: config.actor_rollout_ref.rollout.name == "diffusers",
+        lambda config, digen: config.actor_rollout_ref.rollout.name != "vllm_omni",
         "with replicas that vLLM-Omni runs",
         "use actor_rollout_ref.rollout.name=diffusers",
         prefix="encoders",
+    ),
+    *(
+        Switch(
+            "rollout",
+            lambda config, digen: config.actor_rollout_ref.rollout.name != "trainer",
+            "with actor_rollout_ref.rollout.name=trainer, whose network is the trainer's",
+            f"set digen.{key}, or actor_rollout_ref.rollout.name=diffusers",
+            prefix=key,
+        )
+        for key in ("attention_backend", "compile")
     ),
     Switch(
         "rollout",

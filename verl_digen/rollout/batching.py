@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the servers of our own back ends share: requests in, batches out. Method names are verl's."""
+"""Base of the servers of our own back ends: requests in, batches out. Method names are verl's."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_digen.rollout.batcher import Answers, RequestBatcher
@@ -20,9 +20,7 @@ class BatchingServer:
     def __init__(self, *, max_batch_size: int, wait_s: float):
         self._batcher = RequestBatcher(self._generate_batch, max_batch_size=max_batch_size, wait_s=wait_s)
 
-    async def _generate_batch(
-        self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
-    ) -> Awaitable[Answers]:
+    async def _generate_batch(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Answers:
         """Run a batch -> its answers, for which the next batch does not wait."""
         raise NotImplementedError
 

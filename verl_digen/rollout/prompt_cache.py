@@ -24,10 +24,10 @@ Conditions = dict[PromptInputs, Condition | ValueError]
 
 
 class Prompts(Protocol):
-    """Whatever knows the conditions of prompts."""
+    """A source of conditions."""
 
     def lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
-        """Those of `prompts`."""
+        """Conditions of `prompts`."""
         ...
 
 

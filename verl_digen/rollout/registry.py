@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
+
+from omegaconf import OmegaConf
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,7 @@ TRAINER = "trainer"
 """The trainer's own ranks generate, with the weights that they train."""
 
 REPLICAS = {
-    TRAINER: ReplicaEntry(
-        "verl_digen.trainer.generating.TrainerReplica", "verl_digen.rollout.adapter.NoWeightsSent"
-    ),
+    TRAINER: ReplicaEntry("verl_digen.trainer.generating.TrainerReplica", "verl_digen.rollout.adapter.NoWeightsSent"),
     "diffusers": ReplicaEntry(
         "verl_digen.rollout.replica.DiffusersReplica", "verl_digen.rollout.adapter.DiffusersServerAdapter"
     ),
@@ -48,6 +49,28 @@ REPLICAS = {
     ),
 }
 """`actor_rollout_ref.rollout.name` -> the replica's classes."""
+
+GENERATOR = "digen_generator"
+"""Name of the resolver that our recipes choose `rollout.name` by."""
+
+
+def default_generator(*, _root_: Any) -> str:
+    """Key of `REPLICAS`: the trainer's one device generates itself, unless its memory is needed in between.
+
+    Args:
+        _root_: the whole config.
+    """
+    read = partial(OmegaConf.select, _root_)  # None for what is missing, which `preflight` reports
+    sections = read("digen.reward.functions"), read("digen.reward.recipe_functions")
+    rewards = [reward for section in sections if isinstance(section, Mapping) for reward in section.values()]
+    is_alone = (
+        (read("trainer.nnodes"), read("trainer.n_gpus_per_node")) == (1, 1)
+        and read("trainer.v1.trainer_mode") == "digen_colocated"
+        and not read("actor_rollout_ref.actor.fsdp_config.param_offload")
+        and not (read("digen.sampling.outside.fp8") or read("digen.sampling.outside.cache"))
+        and not any(isinstance(reward, Mapping) and reward.get("timeshare") for reward in rewards)
+    )
+    return TRAINER if is_alone else "diffusers"
 
 
 @contextmanager

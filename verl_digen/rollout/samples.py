@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a `diffusers` replica or a trainer's rank, one batch at a time: made on the device in one thread, answered in another.
+"""Samples of a `diffusers` replica or of a trainer's rank, one batch at a time. A replica makes them on the device in
+one thread and answers in another.
 
     compute thread    encode, denoise, decode; begin the copies to the host    the next batch ...
     answer thread                                  wait for the copies         trajectories, pixels, answers

@@ -59,7 +59,6 @@ from verl_digen.trainer.checkpoint import (
 )
 from verl_digen.trainer.collector import keep_for_good
 from verl_digen.trainer.encoding import encode_before
-from verl_digen.trainer.generating import span_all_ranks
 from verl_digen.trainer.loop_thread import LoopThread, within
 from verl_digen.trainer.nodes import fetch_on_all_nodes
 from verl_digen.trainer.ranks import TrainerRanks
@@ -99,7 +98,6 @@ class DiffusionTrainer(PPOTrainerSync):
         allow_no_prompts(config)
         take_all_steps(config)
         name_splits(config)
-        span_all_ranks(config)
         self.digen = digen_config(config)
         super().__init__(config)
         self.run_dir = Path(config.trainer.default_local_dir)

@@ -44,6 +44,7 @@ from verl_digen.store.prompts import list_partition
 from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.colocated_timeline import ColocatedTimeline
+from verl_digen.trainer.generating import span_all_ranks
 from verl_digen.trainer.hosts import hosts_of
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.restarts import start_colocated
@@ -64,6 +65,10 @@ class ColocatedTrainer(DiffusionTrainer):
     replay_buffer: GroupReplayBuffer
     _turns: Turns | None = None
     """None without timeshared rewards."""
+
+    def __init__(self, config: Any):
+        span_all_ranks(config)
+        super().__init__(config)
 
     def _setup(self) -> None:
         super()._setup()

@@ -13,7 +13,7 @@ Invariant (tests/e2e/test_trainer_generates.py): samples are bitwise those of a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -40,7 +40,9 @@ def span_all_ranks(config: Any) -> None:
     if rollout.name == TRAINER:
         with open_dict(config):
             # ranks of a sequence-parallel group make the same samples
-            rollout.tensor_model_parallel_size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+            rollout.tensor_model_parallel_size = (
+                config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+            )
             rollout.data_parallel_size = num_trainer_devices(config) // rollout.tensor_model_parallel_size
 
 
@@ -61,9 +63,7 @@ class TrainerServer(BatchingServer):
         self._prompt_cache = {"hits": 0, "misses": 0}
         self._batcher.pause()
 
-    async def _generate_batch(
-        self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
-    ) -> Awaitable[Answers]:
+    async def _generate_batch(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Answers:
         own = {inputs for request in requests for inputs in request.branches}
         waiting = dict.fromkeys(inputs for request in self._batcher.waiting for inputs in request.branches)
         coming = tuple(inputs for inputs in waiting if inputs not in own | self._announced)
