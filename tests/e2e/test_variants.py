@@ -65,8 +65,8 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_reason_and_no_ray(tmp_
 
 
 def test_adapters_kl_and_a_batch_that_its_ranks_do_not_divide(tmp_path):
-    """5 samples on 2 ranks that take turns and on 3 of their own. Replicas of the one run have the adapter merged into
-    their weights, those of the other keep it separate."""
+    """5 samples on 2 ranks that take turns with replicas, on 2 that generate, and on 3 with a replica of its own.
+    Replicas of the first run have the adapter merged into their weights, those of the last keep it separate."""
     overrides = (
         *SGD,
         "trainer.total_training_steps=2",
@@ -80,6 +80,10 @@ def test_adapters_kl_and_a_batch_that_its_ranks_do_not_divide(tmp_path):
     merged = "actor_rollout_ref.model.lora.merge=true"
     one = run_main(tmp_path / "colocated", *overrides, merged, "trainer.n_gpus_per_node=2")
     assert_succeeded(one)
+    own = run_main(
+        tmp_path / "own", *overrides, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.name=trainer"
+    )
+    assert_succeeded(own)
     other = run_main(
         tmp_path / "separate",
         *overrides,
@@ -89,6 +93,7 @@ def test_adapters_kl_and_a_batch_that_its_ranks_do_not_divide(tmp_path):
     )
     assert_succeeded(other)
     assert_same_gradients(one, other)
+    assert_same_gradients(one, own)
     # from step 2 on replicas serve what was committed: a gap means that it was not sent, or not used
-    for run in (one, other):
+    for run in (one, own, other):
         assert all(row["rollout/log_prob_gap_max"] <= 1e-4 for row in steps_of(run))

@@ -34,7 +34,9 @@ from verl_digen.algorithms.window import Window
 from verl_digen.engine import memory
 from verl_digen.engine.assistant import Assistant, deal_samples
 from verl_digen.engine.gathered import gathered_bytes
+from verl_digen.engine.generator import RankGenerator
 from verl_digen.inputs import PromptInputs
+from verl_digen.models.loaded import PromptEncoder
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.store.conditions import ConditionPair
 from verl_digen.types import Condition, Generation, Geometry, SampleRequest, Sampling
@@ -291,9 +293,47 @@ def test_an_assist_gathers_the_weights_once_where_they_may_stay_and_at_every_ste
     assert found["after"][0] == kept and all(map(torch.equal, latents, found["after"][2]))
 
 
+def draws(path: Path, folder: Path) -> Any:
+    """(answers of each rank, trajectories of one sampler) where ranks encode the prompts, of which one is refused."""
+    engine = make_engine(path)
+    generator = RankGenerator(engine, torch.float32)
+    encode = generator._encoders.encode.encode
+
+    def refuse(prompts: Sequence[PromptInputs]) -> Any:
+        if any(prompt.text == "no" for prompt in prompts):
+            raise ValueError("refused")
+        return encode(prompts)
+
+    generator._encoders.prompts._encode = PromptEncoder(refuse, ())
+    groups = of_groups(("a cat", 2, 0), ("no", 1, 0), ("two dogs", 3, 1))
+    asked = [replace(one, wants_condition=False) for one in groups]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, generator.draw(asked, (), VERSION))
+    sampler = Sampler(
+        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
+    )
+    alone = {}
+    for place, one in enumerate(asked):
+        if one.uid != "no":
+            positive, negative = ([each] for each in encode(list(one.branches)))
+            with engine.assisting():
+                alone[place] = sampler.sample([one], positive, negative, version=VERSION)[0][0]
+    return gathered, alone
+
+
+@pytest.mark.slow
+def test_ranks_that_encode_generate_each_sample_once_and_pass_a_refusal_on(two_ranks):
+    by_rank, alone = two_ranks["draws"]
+    answers = dict(answer for part in by_rank for answer in part)
+    assert sum(map(len, by_rank)) == len(answers) == 6 and all(len(part) >= 2 for part in by_rank)
+    assert str(answers.pop(2)) == "refused" and answers.keys() == alone.keys()
+    for index, trajectory in alone.items():
+        assert_same(answers[index], trajectory)
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_two_ranks([group_shares, gathers], tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
+    return on_two_ranks([group_shares, gathers, draws], tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
 
 
 def place(one: Any) -> tuple[str, int]:

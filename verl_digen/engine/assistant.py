@@ -37,7 +37,7 @@ from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import Denoised
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.store.conditions import ConditionPair
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.types import Condition, Generation, SampleRequest
 
 
 class Assistant:
@@ -74,9 +74,14 @@ class Assistant:
         """
         rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         known = prompts.lookup([inputs for request in requests for inputs in request.branches])
-        found = [[known[inputs] for inputs in request.branches] for request in requests]
-        refused = {place: one for place, each in enumerate(found) for one in each if isinstance(one, ValueError)}
-        taken = [place for place in range(len(requests)) if place not in refused]
+        refused: dict[int, ValueError] = {}
+        kinds: dict[int, Hashable] = {}
+        for place, request in enumerate(requests):
+            try:
+                kinds[place] = self._kind(request, [_accepted(known[inputs]) for inputs in request.branches])
+            except ValueError as error:
+                refused[place] = error
+        taken = [*kinds]
         answers: list[tuple[int, Generation | ValueError]] = [*refused.items()] if rank == 0 else []
         maker = SampleMaker(
             self._sampler,
@@ -86,8 +91,7 @@ class Assistant:
             fitting=self.fitting,
             batch_size=self._engine.digen.rollout.decode_batch_size,
         )
-        kinds = [self._kind(requests[place], known) for place in taken]
-        for batch in deal_samples(kinds, num_ranks)[rank] if taken else ():
+        for batch in deal_samples([*kinds.values()], num_ranks)[rank] if taken else ():
             places = [taken[number] for number in batch]
             made = maker.make([requests[place] for place in places or taken[:1]], version)()
             answers += zip(places, made, strict=False)  # none of a padding sample
@@ -116,12 +120,17 @@ class Assistant:
             samples.append(answer)
         return samples
 
-    def _kind(self, request: SampleRequest, known: Conditions) -> Hashable:
+    def _kind(self, request: SampleRequest, conditions: Sequence[Condition]) -> Hashable:
         """Equal for samples that may share a forward."""
         model = self._engine.model
-        if not model.keeps_lengths_apart:
-            return request.sampling
-        return request.sampling, *(model.text_lengths(known[inputs]) for inputs in request.branches)
+        return request.sampling, *(map(model.text_lengths, conditions) if model.keeps_lengths_apart else ())
+
+
+def _accepted(condition: Condition | ValueError) -> Condition:
+    """The condition; raises the encoder's error for a prompt that it refuses."""
+    if isinstance(condition, ValueError):
+        raise condition
+    return condition
 
 
 class _RankSampler(Sampler):
