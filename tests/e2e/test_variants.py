@@ -80,9 +80,7 @@ def test_adapters_kl_and_a_batch_that_its_ranks_do_not_divide(tmp_path):
     merged = "actor_rollout_ref.model.lora.merge=true"
     one = run_main(tmp_path / "colocated", *overrides, merged, "trainer.n_gpus_per_node=2")
     assert_succeeded(one)
-    own = run_main(
-        tmp_path / "own", *overrides, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.name=trainer"
-    )
+    own = run_main(tmp_path / "own", *overrides, "trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.name=trainer")
     assert_succeeded(own)
     other = run_main(
         tmp_path / "separate",

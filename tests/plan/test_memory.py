@@ -331,3 +331,18 @@ def test_of_separate_pools_the_fuller_node_counts():
     split = plan_memory(make_run(is_split=True, frees_replica=False, param_offload=True), DEVICE).host
     expected = {"trajectories and conditions", "staged weight updates", "prompt cache"}  # 128 GB to the trainer's 64
     assert split.keys() == expected
+
+
+def test_ranks_that_generate_hold_one_network():
+    settings = {"rollout_name": "trainer", "is_accelerated": True}
+    digen = {"rollout": RolloutConfig(encoders="host")}
+    memory, other = (plan_memory(make_run(lora=True, **how), DEVICE) for how in (settings, {"is_accelerated": True}))
+    assert "transformer" not in memory.generating.items and "replica that waits" not in memory.training.items
+    assert memory.generating.items["trainer that waits"] == other.generating.items["trainer that waits"]
+    assert memory.generating.items["gathered parameters"] == memory.training.items["gathered parameters"]
+    assert memory.generating.items[RUNTIME] == other.generating.items[RUNTIME] - CONTEXT_BYTES
+    assert memory.step["weights to all replicas"] == 0 < other.step["weights to all replicas"]
+    turns = plan_memory(make_run(lora=True, digen=digen, **settings), DEVICE)
+    assert turns.encoding is not None and {*turns.encoding.items} == {"text encoder", RUNTIME}
+    assert turns.host["offloaded parameters"] > 0, "they leave the device for an encoding"
+    assert_invariants(turns)

@@ -233,6 +233,29 @@ LATENTS = "{weight: 1, reward: server, protocol: drm_latents, url: 'http://h:1'}
 
 TOGETHER = [
     (
+        (f"{ROLLOUT}.name=trainer", f"{ACTOR}.fsdp_config.param_offload=true"),
+        f"{ACTOR}.fsdp_config.param_offload must be false with {ROLLOUT}.name=trainer",
+    ),
+    (
+        (f"{ROLLOUT}.name=trainer", "recipe=digen_flowgrpo+disaggregated"),
+        f"{ROLLOUT}.name must not be trainer with trainer.v1.trainer_mode=digen_disaggregated",
+    ),
+    (
+        (f"{ROLLOUT}.name=trainer", "digen.window.kind=consecutive", "digen.sampling.outside.cache=0.1"),
+        f"digen.sampling.outside.cache must be left out with {ROLLOUT}.name=trainer",
+    ),
+    (
+        (
+            *(f"{ROLLOUT}.name=trainer", "trainer.n_gpus_per_node=2", "digen.window.kind=consecutive"),
+            "digen.sampling.shared_initial_noise=true",
+        ),
+        f"digen.sampling.shared_initial_noise and digen.sampling.outside must be left out with {ROLLOUT}.name=trainer",
+    ),
+    (
+        (f"{ROLLOUT}.name=trainer", "digen.rollout.compile=true"),
+        f"digen.rollout.compile must be null with {ROLLOUT}.name=trainer",
+    ),
+    (
         (
             "digen.reward.recipe_functions.diversity={weight: 1, timeshare: true}",
             *(f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.free_cache_engine=false"),

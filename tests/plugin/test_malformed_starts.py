@@ -370,3 +370,21 @@ def test_the_section_is_read_once_for_all_rules(start, runnable, monkeypatch, wo
     monkeypatch.setattr(load, "_digen_config", lambda config: reads.append(config) or read(config))
     said_of(start, *runnable, word)
     assert len(reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ((), "trainer"),
+        (("trainer.n_gpus_per_node=2",), "diffusers"),
+        (("recipe=digen_flowgrpo+disaggregated",), "diffusers"),
+        (("actor_rollout_ref.actor.fsdp_config.param_offload=true",), "diffusers"),
+        (("digen.reward.functions={hpsv2: {weight: 1, timeshare: true}}",), "diffusers"),
+        (("digen.window.kind=consecutive", "digen.sampling.outside.cache=0.1"), "diffusers"),
+        (("recipe=digen_flowgrpo+vllm_omni",), "vllm_omni"),
+    ],
+    ids=lambda one: " ".join(one) if isinstance(one, tuple) else one,
+)
+def test_one_device_generates_with_the_weights_that_it_trains_unless_their_memory_is_needed(start, overrides, name):
+    recipe = () if any(word.startswith("recipe=") for word in overrides) else ("recipe=digen_flowgrpo",)
+    assert start(*recipe, "trainer.n_gpus_per_node=1", *overrides).actor_rollout_ref.rollout.name == name

@@ -28,19 +28,20 @@ class RolloutConfig:
 
     max_batch_size: Annotated[int | str, In(f"[1, {MAX_SAMPLES}]", "auto"), "memory decides"] = 8
     """Maximum samples that a replica denoises together (memory decides). auto: as many as fit into the device's memory,
-    64 at most, on a `diffusers` replica; measured at the first batches of each kind, and halved if one runs out of
-    memory nevertheless. On a CPU and in `vllm_omni` replicas it is 8. Chunks of separate pools are cut, and memory is
-    planned, for 8 too."""
+    64 at most, on a `diffusers` replica or one rank that generates; measured at the first batches of each kind, and
+    halved if one runs out of memory nevertheless. On a CPU and in `vllm_omni` replicas it is 8. Chunks of separate
+    pools are cut, and memory is planned, for 8 too."""
     split_guidance: bool | str = "auto"
     """Run the two branches of classifier-free guidance one after the other, in half the memory, rather than in one
-    forward, while a `diffusers` replica or an assisting trainer generates. auto: a replica does where both together
-    would not fit, measured at the first step of each kind of batch; never on a CPU. The numbers differ by rounding."""
+    forward, while a `diffusers` replica or the trainer generates. auto: a replica, or one rank that generates, does
+    where both together would not fit, measured at the first step of each kind of batch; never on a CPU. The numbers
+    differ by rounding."""
     encoders: Annotated[str, OneOf(ENCODERS)] = AUTO
-    """Place of a `diffusers` replica's text encoders between two encodings. device: on its device. host: in host
-    memory; to encode they take the transformer's place on the device, once for all prompts that wait, which costs a
-    copy of both to the device. before: nowhere; all prompts of the run are encoded before any transformer is loaded,
-    and read from `conditions_dir`. auto: on the host, if they and the transformer take more than half of the device's
-    memory. On a CPU nothing moves; a `vllm_omni` replica keeps them on its device."""
+    """Place of the text encoders of a `diffusers` replica, or of a rank that generates, between two encodings. device:
+    on its device. host: in host memory; to encode they take the transformer's place on the device, once for all prompts
+    that wait, which costs a copy of both to the device. before: nowhere; all prompts of the run are encoded before any
+    transformer is loaded, and read from `conditions_dir`. auto: on the host, if they and the transformer take more than
+    half of the device's memory. On a CPU nothing moves; a `vllm_omni` replica keeps them on its device."""
     conditions_dir: str = "~/.cache/verl_digen/conditions"
     """Folder of `encoders=before`, which all nodes share. Later runs with the same encoders read what is there."""
     conditions_gb: Annotated[float, In("(0, inf]")] = 100.0
@@ -53,7 +54,7 @@ class RolloutConfig:
     """Compile the repeated blocks of a `diffusers` replica. null: as the trainer, `digen.compile`. A `vllm_omni`
     replica compiles by `actor_rollout_ref.rollout.enforce_eager`."""
     decode_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]"), "memory decides"] = 4
-    """Maximum pictures that a VAE decodes together, in `diffusers` replicas and in trainers that assist; videos are
+    """Maximum pictures that a VAE decodes together, in `diffusers` replicas and in trainers that generate; videos are
     decoded one by one. A picture of 1024 px takes about 1.6 GB while it is decoded (calculated for FLUX's VAE in bf16).
     A `vllm_omni` replica decodes one by one."""
     batch_wait_s: Annotated[float, In("[0, 600]")] = 0.05
