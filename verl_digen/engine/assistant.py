@@ -26,6 +26,7 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.inputs import PromptInputs
@@ -48,17 +49,14 @@ class Assistant:
     def __init__(self, engine: DiffusersFSDPEngine, *, latents_dtype: torch.dtype, decoder_dtype: torch.dtype):
         self._engine = engine
         device, rollout = engine.forward.device, engine.digen.rollout
-        self._is_alone = engine.get_data_parallel_size() == 1
-        """True if this rank decides for itself how many forwards it takes."""
+        is_alone = dist.get_world_size() == 1  # and decides for itself how many forwards it takes
         self.decoder = engine.model.load_decoder(decoder_dtype, device)
         self.audio_decoder = engine.model.load_audio_decoder(decoder_dtype, device)
-        self.fitting = (
-            Fitting.of(rollout, device) if self._is_alone else Fitting(measures=False, most=rollout.batch_size)
-        )
+        self.fitting = Fitting.of(rollout, device) if is_alone else Fitting(measures=False, most=rollout.batch_size)
         self._sampler = _RankSampler(
             engine,
-            # a tile of a row, both branches with gradients, fits
-            GuidanceBranches(rollout.split_guidance if self._is_alone else rollout.split_guidance is True, device),
+            # of several ranks `auto` is one forward: a tile of a row, both branches with gradients, fits
+            GuidanceBranches(rollout.split_guidance if is_alone else rollout.split_guidance is True, device),
             latents_dtype=latents_dtype,
         )
 

@@ -175,7 +175,7 @@ def _generating(run: Run, items: Items, limit: int | None) -> Phase:
     settings, sample = run.settings, run.measured.sampling.largest_block
     most = settings.digen.rollout.batch_size
     # ranks that generate in step do not decide by their memory
-    is_alone = not settings.draws or settings.num_trainer_devices == settings.sequence_parallel
+    is_alone = not settings.draws or settings.num_trainer_devices == 1
     if settings.digen.rollout.fits_batches and settings.is_ours and is_alone and limit is not None:
         most = min(most, max(1, (limit - sum(items.values())) // sample))
     return Phase(items, sample, most, "samples of a batch")

@@ -124,7 +124,7 @@ class TrainerReplica(RolloutReplica):
         await super().init_hybrid(worker_group)
 
     async def launch_servers(self) -> None:
-        """Start the server on the driver's node, or wherever there is room: it needs no device."""
+        """Start the server, wherever there is room: it needs no device."""
         server: Any = (
             ray.remote(TrainerServer)
             .options(name=server_name(0), max_concurrency=self.max_concurrency, num_cpus=0)
