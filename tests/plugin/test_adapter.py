@@ -152,13 +152,14 @@ def test_a_lora_file_of_each_form_starts_an_engine(start, runnable, tiny_qwen_im
     ("word", "message"),
     [
         ("lora_rank=8", "lora_rank must be that of .*, 2, got 8"),
+        ("lora.rank=8", "lora.rank must be that of lora_adapter_path, 2, got 8"),
         ("lora_alpha=9", "lora_alpha must be that of .*, 2, got 9"),
     ],
 )
 def test_a_typed_rank_or_alpha_that_is_not_the_adapter_s_is_refused(start, runnable, tmp_path, word: str, message: str):
     lora_file(tmp_path / "sft", *FORMS["kohya"])
     with pytest.raises(ValueError, match=f"{MODEL}.{message}; leave out"):
-        check(start(*runnable, f"{MODEL}.lora_adapter_path={tmp_path}/sft", f"{MODEL}.{word}"))
+        check(start(*runnable, f"{MODEL}.lora_adapter_path={tmp_path}/sft", f"++{MODEL}.{word}"))
 
 
 def test_a_lora_of_another_network_is_refused_with_numbers(start, runnable, tmp_path):

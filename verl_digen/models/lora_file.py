@@ -176,7 +176,8 @@ def _pairs(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> 
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
         layer = layer.removeprefix(prefix)
         if prefix != PREFIXES[0]:
-            flat = flat or _flat_names(model)
+            modules = flat or model.load_transformer(torch.float32, meta=True).named_modules()
+            flat = flat or {module.replace(".", "_"): module for module, _ in modules}
             layer = flat.get(layer.replace(".", "_"), layer)
         if role is None:
             unknown.append(name)
@@ -195,12 +196,6 @@ def _pairs(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> 
         layer: Pair(found[DOWN], found[UP], _scale(layer, len(found[DOWN]), found.get(ALPHA), saved))
         for layer, found in parts.items()
     }
-
-
-def _flat_names(model: DiffusionModel) -> dict[str, str]:
-    """The network's modules: name with underscores -> name."""
-    network = model.load_transformer(torch.float32, meta=True)
-    return {name.replace(".", "_"): name for name, _ in network.named_modules()}
 
 
 def _saved_config(file: Path) -> LoraConfig | None:
@@ -237,29 +232,31 @@ def _unused(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) ->
     for name in tensors:
         stem, role = _split(name)
         stems.setdefault(stem, {})[role or name] = name
-    alphas = {found[ALPHA]: len(tensors[found[DOWN]]) for found in stems.values() if {ALPHA, DOWN} <= found.keys()}
-    filled = {name: torch.full(value.shape, float(alphas.get(name, numbers[name]))) for name, value in tensors.items()}
-    poison = {name: torch.full(tensors[name].shape, math.nan) for name in alphas}
-    plain, poisoned = (_pairs(file, each, model) for each in (filled, filled | poison))
-    seen = {layer: _marks(pair.down) | _marks(pair.up) for layer, pair in plain.items()}
-    scaled = set().union(*(seen[layer] for layer, pair in poisoned.items() if _is_poisoned(pair)))
-    used = set().union(*seen.values())
+    ranks = {found[ALPHA]: len(tensors[found[DOWN]]) for found in stems.values() if {ALPHA, DOWN} <= found.keys()}
+
+    def values_of(given: Mapping[str, float]) -> dict[str, set[float]]:
+        """Layer -> numbers in its matrices; not a number if its scale is none."""
+        filled = {name: torch.tensor(float(given[name])).expand(value.shape) for name, value in tensors.items()}
+        pairs = _pairs(file, filled, model)
+        return {layer: {*_values(down), *_values(up * (0 * scale + 1))} for layer, (down, up, scale) in pairs.items()}
+
+    used = values_of(numbers | ranks)
+    poisoned = values_of(numbers | dict.fromkeys(ranks, math.nan))
+    scaled = set().union(*(used[layer] for layer, found in poisoned.items() if any(map(math.isnan, found))))
+    shown = set().union(*used.values())
     unused = []
     for found in stems.values():
         for role, name in found.items():
-            own = {numbers[one] for one in found.values()} if role == ALPHA else {numbers[name]}
-            if own.isdisjoint(scaled if role == ALPHA else used) and tensors[name].count_nonzero():
+            is_used = scaled & {numbers[one] for one in found.values()} if role == ALPHA else numbers[name] in shown
+            if not is_used and tensors[name].count_nonzero():
                 unused.append(name)
     return unused
 
 
-def _marks(value: Tensor) -> set[float]:
-    rows = value.flatten(1)
-    return {*rows[0].unique().tolist(), *rows[:, 0].unique().tolist()}
-
-
-def _is_poisoned(pair: Pair) -> bool:
-    return any(math.isnan(mark) for mark in (pair.scale, *_marks(pair.down), *_marks(pair.up)))
+def _values(matrix: Tensor) -> list[float]:
+    """Values of the first row and of the first column: converters cut matrices and join them."""
+    rows = matrix.flatten(1)
+    return torch.cat([rows[0], rows[:, 0]]).unique().tolist()
 
 
 def _split(name: str) -> tuple[str, str | None]:

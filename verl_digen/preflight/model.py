@@ -91,12 +91,13 @@ def check_model_section(config: DictConfig) -> None:
         made.lora_alpha,
         f"set {KEY}.lora_rank, e.g. 32",
     )
-    adopted = {"lora_rank": made.lora_rank, "lora_alpha": made.lora_alpha} if made.lora_adapter_path else {}
-    for name, value in adopted.items():  # a recipe's give way
+    adopted = {"rank": made.lora_rank, "alpha": made.lora_alpha} if made.lora_adapter_path else {}
+    for name in typed_keys(config, KEY):  # a recipe's give way
+        value, given = adopted.get(name.removeprefix("lora")[1:]), OmegaConf.select(config, f"{KEY}.{name}")
         require(
-            name not in typed_keys(config, KEY) or section[name] in (value, 0),
+            value is None or given in (value, 0),
             f"{KEY}.{name} must be that of lora_adapter_path, {value}",
-            section[name],
+            given,
             f"leave out {name}",
         )
 
