@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -74,6 +76,8 @@ FILES = {
     ("wan2.1", "kohya"): wan,
     ("z_image", "ai-toolkit"): named("diffusion_model.", *PEFT),
 }
+SINCE_0_42 = {("qwen_image", "ai-toolkit with alpha")}
+"""Files that older versions of diffusers read without some of their tensors."""
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +129,8 @@ def assert_same_network(loaded: Loaded, file: Path, reference: Path | None = Non
 
 @pytest.mark.parametrize(("name", "form"), FILES)
 def test_a_lora_in_each_form_gives_the_network_of_diffusers(tiny, tmp_path, name: str, form: str):
+    if (name, form) in SINCE_0_42 and Version(diffusers.__version__) < Version("0.42"):
+        pytest.skip("this diffusers drops the alphas, so the file is refused")
     loaded = tiny(name)
     save_file(FILES[name, form](matrices_of(loaded)), tmp_path / "pytorch_lora_weights.safetensors")
     config = assert_same_network(loaded, tmp_path)
