@@ -28,13 +28,15 @@ from verl.workers.config import MtpConfig
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.models import load_model, read_pipeline
 from verl_digen.models.json_file import read_object
-from verl_digen.models.locate import locate, locate_index
+from verl_digen.models.locate import locate, locate_configs, locate_index
 from verl_digen.require import require
 from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.user_modules import import_user_modules
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+    from verl_digen.models.lora_file import LoraFile
 
 MODEL_TYPE = "diffusion_model"
 """Key of our engine in verl's `EngineRegistry`."""
@@ -47,6 +49,9 @@ KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 """peft's name for an adapter's config file."""
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+"""diffusers' name for a LoRA file."""
 
 
 @dataclass
@@ -107,8 +112,9 @@ class DiffusionModelConfig(BaseConfig):
     exclude_modules: Any = None
     """Modules LoRA leaves alone, as for `target_modules`."""
     lora_adapter_path: str | None = None
-    """peft folder of an adapter to continue training; its rank and alpha apply, its dropout does not. The KL reference
-    is the bare model."""
+    """Adapter to continue training: peft's folder, or a LoRA in one file as diffusers, kohya's scripts and ai-toolkit
+    save it (or a folder that holds one). Its rank and alpha apply, its dropout does not. The KL reference is the bare
+    model."""
 
     # -- read by verl, without meaning here ---------------------------------------------------------------
     model_type: str = MODEL_TYPE
@@ -217,15 +223,21 @@ class DiffusionModelConfig(BaseConfig):
         _require(self.lora_alpha > 0, "lora_alpha must be > 0", self.lora_alpha, "twice the rank is usual")
 
     def _adopt_adapter(self, adapter_path: str) -> None:
-        self.lora_adapter_path = copy_to_local(os.path.expanduser(adapter_path), use_shm=self.use_shm)
-        file = Path(self.lora_adapter_path) / ADAPTER_CONFIG_NAME
+        local = Path(copy_to_local(os.path.expanduser(adapter_path), use_shm=self.use_shm))
+        config, file = local / ADAPTER_CONFIG_NAME, _find_lora_file(local)
+        self.lora_adapter_path = str(local if config.is_file() or file is None else file)
+        if self.lora_file is not None:
+            adapter = self.lora_config()
+            self.lora_rank, self.lora_alpha = adapter.r, adapter.lora_alpha
+            return
         _require(
-            file.is_file(),
-            f"lora_adapter_path must be a peft folder with {ADAPTER_CONFIG_NAME}",
+            config.is_file(),
+            "lora_adapter_path must be a LoRA in one .safetensors file, a folder that holds one, or a peft folder with "
+            f"{ADAPTER_CONFIG_NAME}",
             adapter_path,
-            "give the folder `lora_adapter` of a checkpoint",
+            "give the file, or the folder `lora_adapter` of a checkpoint",
         )
-        saved = read_object(file, "actor_rollout_ref.model.lora_adapter_path")
+        saved = read_object(config, "actor_rollout_ref.model.lora_adapter_path")
         missing = sorted({"r", "lora_alpha"} - saved.keys())
         _require(
             not missing,
@@ -243,18 +255,26 @@ class DiffusionModelConfig(BaseConfig):
             adapter_path,
             "convert it with peft's `path_initial_model_for_weight_conversion`",
         )
-        _require(
-            self.lora_rank in (0, saved["r"]),
-            f"lora_rank must be that of lora_adapter_path, {saved['r']}, or 0",
-            self.lora_rank,
-            "drop lora_rank",
-        )
         self.lora_rank, self.lora_alpha = saved["r"], saved["lora_alpha"]
 
     @property
     def local_path(self) -> str:
         """The checkpoint's folder on this machine; reading it the first time may fetch the checkpoint."""
         return str(locate(os.path.expanduser(self.path), use_shm=self.use_shm))
+
+    @property
+    def lora_file(self) -> Path | None:
+        """The LoRA in one file that `lora_adapter_path` names; None for a peft folder, or no adapter."""
+        path = Path(self.lora_adapter_path or "")
+        return path if path.is_file() else None
+
+    def read_lora_file(self) -> LoraFile:
+        """`lora_file`, converted; fetches no weights of the checkpoint."""
+        assert self.lora_file is not None
+        from verl_digen.models.lora_file import read_lora_file  # 0.6 s of imports, for those who have such a file
+
+        folder = self.local_path if "://" in self.path else locate_configs(os.path.expanduser(self.path))
+        return read_lora_file(self.lora_file, load_model(folder))
 
     @property
     def merges_lora(self) -> bool:
@@ -268,6 +288,8 @@ class DiffusionModelConfig(BaseConfig):
             PeftConfig,
         )  # 2 s of imports that the agent loop's processes can do without
 
+        if self.lora_file is not None:
+            return self.read_lora_file().config
         if self.lora_adapter_path is not None:
             config = PeftConfig.from_pretrained(self.lora_adapter_path)
             assert isinstance(config, LoraConfig)  # `_adopt_adapter` requires it
@@ -293,6 +315,15 @@ class DiffusionModelConfig(BaseConfig):
     def get_processor(self) -> None:
         """verl saves a text model's processor with its checkpoints; a diffusers checkpoint keeps its own."""
         return None
+
+
+def _find_lora_file(path: Path) -> Path | None:
+    """The LoRA file at `path`, a file or a folder that holds one; None for anything else."""
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        files = [file for file in files if file.name == LORA_FILE] or files
+        path = files[0] if len(files) == 1 else path
+    return path if path.is_file() and path.suffix == ".safetensors" else None
 
 
 def _to_digen(section: Any) -> DigenConfig:

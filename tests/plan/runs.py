@@ -69,6 +69,7 @@ MEASURED = Measured(
     transformer_bytes=16 * GB,
     tensors=(Tensors(GB // 10, True, 320),),
     decoding_bytes=GB,
+    tiled_bytes=GB // 4,
     num_experts=1,
     training=ACTIVATIONS,
     sampling=ACTIVATIONS,

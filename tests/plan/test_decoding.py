@@ -8,7 +8,8 @@ import torch
 
 from verl_digen.models import load_model
 from verl_digen.models.published import checkpoint_folder
-from verl_digen.plan.decoding import decoding_bytes
+from verl_digen.plan import decoding
+from verl_digen.plan.decoding import TILED, decoding_bytes
 from verl_digen.plan.networks import count_parts
 from verl_digen.plan.peak import PeakBytes
 from verl_digen.types import Geometry
@@ -44,6 +45,27 @@ def test_a_picture_of_sd3_takes_three_feature_maps_of_its_last_level():
         small, large = (decoding_bytes(model, Geometry(side, side), torch.bfloat16) for side in (256, 512))
     assert large == pytest.approx(3 * 512 * 512 * 256 * 4, rel=0.01)
     assert large == pytest.approx(4 * small, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("repository", "size"), [("black-forest-labs/FLUX.1-dev", (1024, 1024)), ("Qwen/Qwen-Image", (512, 512))]
+)
+def test_a_decoder_that_takes_tiles_needs_what_one_tile_does(monkeypatch, repository, size):
+    """Against a trace of the whole picture in tiles, as a replica decodes it that ran out of memory."""
+    with checkpoint_folder(repository) as folder:
+        model, geometry = load_model(folder), Geometry(*size)
+        whole, tiled = (decoding_bytes(model, geometry, torch.bfloat16, pieces) for pieces in ({}, TILED))
+        load = model.load_decoder
+
+        def load_tiled(*given):
+            decoder = load(*given)
+            assert decoder._take_tiles()
+            return decoder
+
+        monkeypatch.setattr(model, "load_decoder", load_tiled)
+        traced = decoding._trace(model, geometry, model.decoder_dtype(torch.bfloat16))
+    assert traced <= tiled * 1.01 and tiled == pytest.approx(traced, rel=0.03)
+    assert tiled < 0.3 * whole
 
 
 def test_peak_bytes_counts_a_storage_once_until_it_is_freed():

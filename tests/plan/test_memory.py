@@ -204,11 +204,16 @@ def test_decoding_is_a_phase_of_its_own_of_a_few_pictures_or_one_video():
     video = {"sampling": SamplingConfig(num_frames=5)}
     assert [plan_memory(make_run(digen=digen), DEVICE).decoding.num_rows for digen in (one, video)] == [1, 1]
     assert plan_memory(make_run(rollout_name="vllm_omni"), DEVICE).decoding.num_rows == 1
-    large = replace(make_run(), measured=replace(MEASURED, decoding_bytes=20 * GB))
+    large = replace(make_run(), measured=replace(MEASURED, decoding_bytes=20 * GB, tiled_bytes=20 * GB))
     decoding = plan_memory(large, DEVICE)
     assert decoding.generating.total < decoding.limit_bytes < decoding.decoding.total
     assert decoding.fits is False and decoding.replica_bytes == decoding.decoding.total
     assert_invariants(decoding)
+    tiled = replace(large, measured=replace(large.measured, decoding_bytes=80 * GB, tiled_bytes=GB))
+    found = plan_memory(tiled, DEVICE).decoding
+    assert (found.row_bytes, found.num_rows, found.rows_name) == (GB, 1, "sample decoded in tiles")
+    on_vllm_omni = replace(tiled, settings=replace(tiled.settings, rollout_name="vllm_omni"))
+    assert plan_memory(on_vllm_omni, DEVICE).decoding.row_bytes == 80 * GB, "which does not"
 
 
 def test_processes_take_memory_of_an_accelerator_that_no_tensor_is():

@@ -16,15 +16,21 @@ FOLDER = files("verl_digen") / "models" / "published"
 PUBLISHED = {
     # half of the bytes in its index of bf16 weights
     "Qwen/Qwen-Image": (20_430_401_088, 0.0),
-    # the same network; model cards: 20B
+    # the same network; vLLM-Omni's page of Qwen-Image says so of all of them, model cards: 20B
+    "Qwen/Qwen-Image-2512": (20_430_401_088, 0.0),
     "Qwen/Qwen-Image-Edit": (20_430_401_088, 0.0),
     "Qwen/Qwen-Image-Edit-2509": (20_430_401_088, 0.0),
     # model cards and reports, with their rounding
     "black-forest-labs/FLUX.1-dev": (12e9, 0.02),
     "black-forest-labs/FLUX.1-Kontext-dev": (12e9, 0.02),
-    "black-forest-labs/FLUX.2-klein-base-4B": (4e9, 0.04),
+    # the published files in bf16: 7392 and 17316 MiB
+    "black-forest-labs/FLUX.2-klein-4B": (3.876e9, 0.001),
+    "black-forest-labs/FLUX.2-klein-base-4B": (3.876e9, 0.001),
+    "black-forest-labs/FLUX.2-klein-9B": (9.079e9, 0.001),
+    "black-forest-labs/FLUX.2-klein-base-9B": (9.079e9, 0.001),
     "stabilityai/stable-diffusion-3.5-medium": (2.5e9, 0.02),
     "stabilityai/stable-diffusion-3.5-large": (8.1e9, 0.02),
+    "stabilityai/stable-diffusion-3.5-large-turbo": (8.1e9, 0.02),
     "Tongyi-MAI/Z-Image-Turbo": (6e9, 0.03),
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": (14e9, 0.03),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (1.3e9, 0.1),
@@ -50,6 +56,7 @@ TEXT_ENCODERS = {
     # and the VAE's half that encodes images
     "black-forest-labs/FLUX.1-Kontext-dev": {"text_encoder": 123e6, "text_encoder_2": 4.76e9, "vae (images)": 34.3e6},
     "black-forest-labs/FLUX.2-klein-base-4B": {"text_encoder": 4.02e9, "vae (images)": 34.3e6},
+    "black-forest-labs/FLUX.2-klein-9B": {"text_encoder": 7.57e9, "vae (images)": 34.3e6},
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": {"text_encoder": 5.68e9},
     # ViT-H-14's vision half
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": {"text_encoder": 5.68e9, "image_encoder": 631e6},

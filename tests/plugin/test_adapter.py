@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
-from tests.engine.harness import digen_section
+from tests.engine.harness import digen_section, full, make_engine, process_group
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
@@ -109,6 +109,71 @@ def test_other_adapters_are_refused(start, runnable, adapter, edit: Edit | None,
     folder = adapter(edit, **given)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         check(start(*runnable, f"{MODEL}.lora_adapter_path={folder}"))
+
+
+LAYERS = ("transformer_blocks.0.attn.to_q", "img_in")
+
+
+def lora_file(folder: Path, start: str, ends: tuple[str, str], alpha: bool) -> None:
+    """Write a LoRA of rank 2 as other trainers do."""
+    found = {}
+    for layer, (height, width) in zip(LAYERS, ((32, 32), (32, 16)), strict=True):
+        stem = start + (layer.replace(".", "_") if start.endswith("_") else layer)
+        found[f"{stem}.{ends[0]}.weight"], found[f"{stem}.{ends[1]}.weight"] = (
+            torch.ones(2, width),
+            torch.ones(height, 2),
+        )
+        found |= {f"{stem}.alpha": torch.tensor(1.0)} if alpha else {}
+    folder.mkdir(exist_ok=True)
+    save_file(found, folder / "pytorch_lora_weights.safetensors")
+
+
+FORMS = {
+    "diffusers": ("transformer.", ("lora_A", "lora_B"), False),
+    "kohya": ("lora_unet_", ("lora_down", "lora_up"), True),
+    "ai-toolkit": ("diffusion_model.", ("lora_A", "lora_B"), False),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_lora_file_of_each_form_starts_an_engine(start, runnable, tiny_qwen_image, tmp_path, form: str):
+    lora_file(tmp_path / "sft", *FORMS[form])
+    words = [f"{MODEL}.lora_adapter_path={tmp_path}/sft", *runnable]
+    config = start(*("recipe=digen_qwen_image" if "recipe=" in word else word for word in words))
+    check(config)
+    assert any("lora_rank=2 in place of 32 and lora_alpha=2 in place of 64 of the recipe" in n for n in notes(config))
+    with process_group(0, 1, f"{tmp_path}/store"):
+        engine = make_engine(tiny_qwen_image, model={"lora_adapter_path": f"{tmp_path}/sft"})
+        up = [full(value) for name, value in engine.module.named_parameters() if "lora_B" in name]
+    assert len(up) == len(LAYERS) and all(value.eq(1).all() for value in up)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("lora_rank=8", "lora_rank must be that of .*, 2, got 8"),
+        ("lora.rank=8", "lora.rank must be that of lora_adapter_path, 2, got 8"),
+        ("lora_alpha=9", "lora_alpha must be that of .*, 2, got 9"),
+    ],
+)
+def test_a_typed_rank_or_alpha_that_is_not_the_adapter_s_is_refused(start, runnable, tmp_path, word: str, message: str):
+    lora_file(tmp_path / "sft", *FORMS["kohya"])
+    with pytest.raises(ValueError, match=f"{MODEL}.{message}; leave out"):
+        check(start(*runnable, f"{MODEL}.lora_adapter_path={tmp_path}/sft", f"++{MODEL}.{word}"))
+
+
+def test_a_lora_of_another_network_is_refused_with_numbers(start, runnable, tmp_path):
+    lora_file(tmp_path / "sft", "transformer.blocks.", ("lora_A", "lora_B"), False)
+    with pytest.raises(ValueError, match="a LoRA of this Qwen-Image, but 2 of 2 layers in"):
+        check(start(*runnable, f"{MODEL}.lora_adapter_path={tmp_path}/sft"))
+
+
+def test_a_checkpoint_in_one_file_is_refused_with_the_way_to_convert_it(start, runnable, tmp_path):
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(
+        ValueError, match=r"must be a folder in the diffusers format, got a file, .*from_single_file\('"
+    ):
+        check(start(*runnable, f"{MODEL}.path={tmp_path}/model.safetensors"))
 
 
 @pytest.mark.parametrize(

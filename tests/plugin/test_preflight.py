@@ -39,7 +39,7 @@ MODEL_RECIPES = (
     *("[digen_sd3,nft]", "[digen_wan2_1,nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
     *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,dpo]"),
     *("[digen_wan2_1,longcat]", "[digen_sd3,longcat]", "[digen_sd3,guard]", "[digen_sd3,dppo]", "[digen_sd3,gdpo]"),
-    *("[digen_sd3,branch]", "[digen_wan2_1,branch]"),
+    *("[digen_sd3,branch]", "[digen_wan2_1,branch]", "[digen_sd3,distilled]", "[digen_flux2_klein,distilled]"),
 )
 
 

@@ -16,9 +16,10 @@ from tests.pretend_cuda import FakeCuda
 from tests.rollout.test_samples import requests_of
 from tests.rollout.test_server import ask
 from verl_digen.config import RolloutConfig
+from verl_digen.models.loaded import Decoded
 from verl_digen.rollout import fitting as fitting_module
 from verl_digen.rollout.fitting import Fitting
-from verl_digen.types import Generation
+from verl_digen.types import Generation, Geometry
 
 
 class Device(FakeCuda):
@@ -168,6 +169,13 @@ def sizes_of(server) -> list[int]:
     return found
 
 
+def blank(latents: torch.Tensor, geometry: Geometry) -> Decoded:
+    """Black pictures, which take next to no memory."""
+    size = (len(latents), geometry.height_px, geometry.width_px, 3)
+    pixels = torch.zeros(size, dtype=torch.uint8, device=latents.device)
+    return Decoded(pixels, torch.ones(len(latents), dtype=torch.bool, device=latents.device))
+
+
 async def in_little_memory(path: Path) -> dict[str, list[int]]:
     """Sizes of batches: with plenty of memory, with room for few samples, and where the measurement is wrong."""
     alone = await draw(make_server(path, 1))
@@ -186,7 +194,12 @@ async def in_little_memory(path: Path) -> dict[str, list[int]]:
     (kind,) = server._samples.fitting._kinds.values()
     with memory.limited(int((memory.recount() + kind.one + 2.5 * kind.sample) / 0.9)):
         await draw_the_same("little")
-    needs = int(1.5 * kind.one)
+    # of denoising: what does not fit while it is decoded, is decoded one by one
+    server._samples.decoder = replace(server._samples.decoder, decode=blank)
+    server._samples.fitting._kinds.clear()
+    await draw(server)
+    (kind,) = server._samples.fitting._kinds.values()
+    needs = kind.one + int(2.5 * kind.sample)
     kind.sample, fitting_module.MARGIN, server._batcher.max_batch_size = 1, -9.0, 8
     with memory.limited(memory.recount() + needs):
         await draw_the_same("wrong")

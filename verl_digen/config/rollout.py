@@ -55,7 +55,8 @@ class RolloutConfig:
     replica compiles by `actor_rollout_ref.rollout.enforce_eager`."""
     decode_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]"), "memory decides"] = 4
     """Maximum pictures that a VAE decodes together, in `diffusers` replicas and in trainers that generate; videos are
-    decoded one by one. A picture of 1024 px takes about 1.6 GB while it is decoded (calculated for FLUX's VAE in bf16).
+    decoded one by one. What runs out of memory is decoded one by one, and one that does, in tiles. A picture of 1024 px
+    takes about 1.6 GB while it is decoded (calculated for FLUX's VAE in bf16).
     A `vllm_omni` replica decodes one by one."""
     batch_wait_s: Annotated[float, In("[0, 600]")] = 0.05
     """Time that a `diffusers` replica waits after each request for a further one before it starts a batch that is not

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from verl.utils.torch_dtypes import PrecisionType
@@ -78,7 +78,7 @@ def add_adapter(module: nn.Module, model_config: DiffusionModelConfig, rank: int
     here: an update of 3e-4 is lost on bf16 weights.
     """
     config = model_config.lora_config()
-    if model_config.lora_adapter_path is not None and rank == 0:
+    if model_config.lora_adapter_path is not None and model_config.lora_file is None and rank == 0:
         return PeftModel.from_pretrained(
             module,  # type: ignore[arg-type]
             model_config.lora_adapter_path,
@@ -87,7 +87,10 @@ def add_adapter(module: nn.Module, model_config: DiffusionModelConfig, rank: int
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model_config.digen.seed)
-        return get_peft_model(module, config)  # type: ignore[arg-type]
+        adapted = get_peft_model(module, config)  # type: ignore[arg-type]
+    if model_config.lora_file is not None and rank == 0:
+        set_peft_model_state_dict(adapted, model_config.read_lora_file().tensors)
+    return adapted
 
 
 def keep_input_dtypes(module: nn.Module) -> None:

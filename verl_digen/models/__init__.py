@@ -63,6 +63,12 @@ def read_index(path: str | Path) -> dict[str, Any]:
         ValueError: no such folder, or not a diffusers checkpoint.
     """
     index = Path(path) / "model_index.json"
+    if Path(path).is_file():
+        raise ValueError(
+            f"actor_rollout_ref.model.path must be a folder in the diffusers format, got a file, {str(path)!r}; "
+            'convert it once, e.g. python -c "from diffusers import StableDiffusion3Pipeline as P; P.from_single_file('
+            f"{str(path)!r}, config='stabilityai/stable-diffusion-3.5-medium').save_pretrained('DIR')\", and give DIR"
+        )
     if not index.is_file():
         raise ValueError(
             f"actor_rollout_ref.model.path must be a folder with a diffusers model_index.json, got {str(path)!r}; "

@@ -12,7 +12,7 @@ Invariant (tests/plan/test_decoding.py): real tensors of a tiny VAE take the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.loaded import TILE_PX
 from verl_digen.plan.activations import give_fake_weights
 from verl_digen.plan.peak import PeakBytes
 from verl_digen.types import Geometry
@@ -58,18 +59,29 @@ PIECES = {
 }
 """Class of a VAE -> its piece."""
 
+TILED = {
+    **dict.fromkeys(("AutoencoderKL", "AutoencoderKLFlux2"), Piece(side_px=TILE_PX, pixel_copies=2.0)),
+    "AutoencoderKLQwenImage": Piece(side_px=256, pixel_copies=2.0),
+    "AutoencoderKLWan": Piece(side_px=256, num_frames=9, pixel_copies=2.0),
+}
+"""Class of a VAE -> its piece where it takes tiles (`Decoder.in_memory`). At the peak there are one tile, the pixels of
+all tiles, which overlap, and the picture: 1.0 to 2.0 copies at 512 to 1536 px, traced whole."""
+
 _known: dict[tuple[str, str, Geometry, torch.dtype], int] = {}
 """Results by pipeline, VAE config, size and dtype: a plan with remedies asks again."""
 
 
-def decoding_bytes(model: DiffusionModel, geometry: Geometry, dtype: torch.dtype) -> int:
+def decoding_bytes(
+    model: DiffusionModel, geometry: Geometry, dtype: torch.dtype, pieces: Mapping[str, Piece] = PIECES
+) -> int:
     """Peak of decoding one sample, without the VAE's weights.
 
     Args:
-        dtype: of the replica; the VAE may decode in another, `DiffusionModel.decoder_dtype`.
+        dtype: of the replica; the VAE may decode in another, `DiffusionModel.decoder_dtype`. pieces: `TILED` for a VAE
+            that takes tiles; one that has none there is decoded as it is.
     """
     dtype, geometry = model.decoder_dtype(dtype), replace(geometry, sources=())  # a given frame is decoded, too
-    piece = PIECES.get(model.index["vae"][1], Piece())
+    piece = {**PIECES, **pieces}.get(model.index["vae"][1], Piece())
     traced = piece.of(geometry)
     config = json.dumps(model.read_config("vae/config.json"), sort_keys=True)
     key = (model.pipeline, config, traced, dtype)

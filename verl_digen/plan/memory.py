@@ -18,7 +18,7 @@ Per device, while it trains and while it generates. FSDP2 shards parameters in t
 | VAE of assistance | with `digen.tag.policy`, where the trainer generates too |
 | prompt cache | of `vllm_omni`, `digen.rollout.embed_cache_size` prompts of the planned length; stays |
 | contexts and NCCL | `CONTEXT_BYTES` per process, `NCCL_BYTES` where ranks communicate; estimates |
-| decoding | the peak of one picture or video, see `decoding`, x those that are decoded together |
+| decoding | the peak of one picture or video, see `decoding`, x those decoded together; in tiles if one does not fit |
 
 Left out: text encoding, kernel workspaces, and what a timeshared reward holds while it is awake; its process's context
 is counted. `engine.memory.MARGIN` of the memory is left free for them.
@@ -151,7 +151,7 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
         num_recomputed=tile.num_recomputed,
         num_blocks=len(run.measured.training.blocks),
         generating=_generating(run, of_replica | _gathered_to_generate(run, tile), limit),
-        decoding=Phase(of_replica, run.measured.decoding_bytes, _num_decoded(run), "samples decoded together"),
+        decoding=_decoding(run, of_replica, limit),
         encoding=Phase(encoders | beside_encoding, 0, 1, "prompt at a time") if in_turns else None,
         limit_bytes=limit,
         host=host_memory(
@@ -188,6 +188,15 @@ def _gathered_to_generate(run: Run, tile: Tile) -> Items:
     blocks = range(len(run.measured.training.blocks))
     found = (gathered(run, block, is_whole=tile.is_base_whole) for block in blocks)
     return max(found, key=lambda items: sum(items.values()))
+
+
+def _decoding(run: Run, items: Items, limit: int | None) -> Phase:
+    """Samples that are decoded together; one in tiles where a whole one does not fit."""
+    whole, tiled = run.measured.decoding_bytes, run.measured.tiled_bytes
+    takes_tiles = run.settings.is_ours and tiled < whole
+    if takes_tiles and limit is not None and sum(items.values()) + whole > limit:
+        return Phase(items, tiled, 1, "sample decoded in tiles")
+    return Phase(items, whole, _num_decoded(run), "samples decoded together")
 
 
 def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:

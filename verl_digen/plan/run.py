@@ -29,7 +29,7 @@ from verl_digen.models.flops import Flops, forward_flops
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.plan.activations import Activations, trace_activations
 from verl_digen.plan.compose import is_split
-from verl_digen.plan.decoding import decoding_bytes
+from verl_digen.plan.decoding import TILED, decoding_bytes
 from verl_digen.plan.episodes import Episodes, plan_episodes, turn_geometry
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
 from verl_digen.platforms.module_memory import SHARING
@@ -184,6 +184,8 @@ class Measured:
     """Parameters of the trainer's network by size."""
     decoding_bytes: int
     """Peak of decoding one sample, without the VAE's weights."""
+    tiled_bytes: int
+    """Peak of decoding one sample in tiles, as replicas do where a whole one does not fit."""
     num_experts: int
     training: Activations
     """Activations of one training row."""
@@ -353,6 +355,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
         fp8_bytes=fp8_bytes,
         tensors=tensors,
         decoding_bytes=decoding_bytes(model, geometry, dtypes.rollout),
+        tiled_bytes=decoding_bytes(model, geometry, dtypes.rollout, TILED),
         num_experts=num_experts,
         training=training,
         sampling=of_sampling,

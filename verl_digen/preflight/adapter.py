@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
 from verl_digen.models.json_file import read_object
+from verl_digen.models.lora_file import check_lora_file
 from verl_digen.preflight.inputs import has_checkpoint
 from verl_digen.preflight.model import KEY, load_configs
 from verl_digen.preflight.precision import trains_all
@@ -44,8 +45,10 @@ def check_adapter(config: DictConfig) -> None:
     for key in ("target_modules", "exclude_modules"):
         _check_names(model, network, f"{KEY}.{key}", given[key])
     model_config = model_section(config)
+    if model_config.lora_file is not None:
+        check_lora_file(model_config.lora_file, model, network)
     adapted = build_on_meta(network, model_config)
-    if model_config.lora_adapter_path is not None:
+    if model_config.lora_adapter_path is not None and model_config.lora_file is None:
         folder = Path(model_config.lora_adapter_path)
         compare(FOLDER, folder, _shapes_in(folder), saved_shapes(adapted))
 
@@ -158,13 +161,19 @@ def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
 
 
 def adapter_notes(config: DictConfig) -> list[str]:
-    """A note where the adapter's file has a setting that the run does not take."""
-    folder = config.actor_rollout_ref.model.lora_adapter_path
-    file = Path(folder or "").expanduser() / ADAPTER_CONFIG_NAME
-    if folder is None or not file.is_file():
+    """Notes where the adapter's file has settings that the run does not take, or takes in place of a recipe's."""
+    section = config.actor_rollout_ref.model
+    if section.lora_adapter_path is None or "://" in section.path:
         return []
-    dropout = read_object(file, FOLDER).get("lora_dropout", 0)
-    return [f"{FOLDER}: its lora_dropout={dropout} is 0 here, because replicas draw without"] if dropout else []
+    made = model_section(config)
+    given = {"lora_rank": made.lora_rank, "lora_alpha": made.lora_alpha}
+    other = [f"{name}={value} in place of {section[name]}" for name, value in given.items() if value != section[name]]
+    found = [f"{FOLDER}: its {' and '.join(other)} of the recipe"] if other and section.lora_rank else []
+    file = Path(made.lora_adapter_path or "") / ADAPTER_CONFIG_NAME
+    dropout = read_object(file, FOLDER).get("lora_dropout", 0) if file.is_file() else 0
+    if dropout:
+        found.append(f"{FOLDER}: its lora_dropout={dropout} is 0 here, because replicas draw without")
+    return found
 
 
 def load_on_meta(path: str) -> tuple[DiffusionModel, nn.Module]:

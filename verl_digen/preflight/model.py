@@ -91,6 +91,15 @@ def check_model_section(config: DictConfig) -> None:
         made.lora_alpha,
         f"set {KEY}.lora_rank, e.g. 32",
     )
+    adopted = {"rank": made.lora_rank, "alpha": made.lora_alpha} if made.lora_adapter_path else {}
+    for name in typed_keys(config, KEY):  # a recipe's give way
+        value, given = adopted.get(name.removeprefix("lora")[1:]), OmegaConf.select(config, f"{KEY}.{name}")
+        require(
+            value is None or given in (value, 0),
+            f"{KEY}.{name} must be that of lora_adapter_path, {value}",
+            given,
+            f"leave out {name}",
+        )
 
 
 def check_loss(config: DictConfig) -> None:

@@ -154,7 +154,7 @@ class SampleMaker:
         return _Made(
             list(requests),
             denoised.moved(copies.begin),
-            Decoded(*map(copies.begin, in_batches(self.decoder.decode, latents, geometry, self._batch_size))),
+            Decoded(*map(copies.begin, in_batches(self.decoder.in_memory, latents, geometry, self._batch_size))),
             self.audio_decoder(latents, geometry),
             conditions,
             copies.begin(latents) if any(request.wants_latents for request in asked) else latents,
