@@ -32,6 +32,11 @@ def num_data_parallel_ranks(config: Any) -> int:
     return num_trainer_devices(config) // config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
 
 
+def num_shards(fsdp_size: int, num_ranks: int) -> int:
+    """Ranks that share one copy of the weights."""
+    return num_ranks if fsdp_size in (-1, 0) else min(fsdp_size, num_ranks)
+
+
 def num_generator_devices(config: Any) -> int:
     """Devices of the replicas' own pool; 0 where `actor_rollout_ref.rollout.nnodes` is 0."""
     rollout = config.actor_rollout_ref.rollout

@@ -185,8 +185,7 @@ def _gathered_to_generate(run: Run, tile: Tile) -> Items:
     """Parameters that a rank gathers for a forward; all of them only where there is room."""
     if not run.settings.draws:
         return {}
-    blocks = range(len(run.measured.training.blocks))
-    found = (gathered(run, block, is_whole=tile.is_base_whole) for block in blocks)
+    found = [gathered(run, block, is_whole=tile.is_base_whole) for block in range(len(run.measured.training.blocks))]
     return max(found, key=lambda items: sum(items.values()))
 
 

@@ -33,7 +33,7 @@ from verl_digen.plan.decoding import TILED, decoding_bytes
 from verl_digen.plan.episodes import Episodes, plan_episodes, turn_geometry
 from verl_digen.plan.networks import Counts, Part, Tensors, count_network, count_parts, list_tensors, transformer_bytes
 from verl_digen.platforms.module_memory import SHARING
-from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
+from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_shards, num_trainer_devices
 from verl_digen.require import require
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.sampling.fp8 import Fp8Layers
@@ -293,11 +293,6 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
             replica_devices=num_replica_devices(config),
         ),
     )
-
-
-def num_shards(fsdp_size: int, num_ranks: int) -> int:
-    """Ranks that share one copy of the weights."""
-    return num_ranks if fsdp_size in (-1, 0) else min(fsdp_size, num_ranks)
 
 
 def _dtypes(fsdp: Any, rollout: Any, digen: DigenConfig) -> Dtypes:

@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 
 from verl_digen.devices import PEAK_TFLOPS, Pool
 from verl_digen.plan.memory import Memory, plan_memory, update_bytes
-from verl_digen.plan.run import Run, num_shards
+from verl_digen.plan.run import Run
 from verl_digen.plan.time import plan_time
+from verl_digen.pool_sizes import num_shards
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.simulate.cluster import COLOCATED_TSP, Split, baselines, run_split
 from verl_digen.simulate.layout import pool_overrides, pooled_nodes, type_overrides
