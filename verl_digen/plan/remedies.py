@@ -113,7 +113,6 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
         lambda run: None if run.settings.is_split else _set(run, frees_replica=True),
     )
     yield _Change("digen.rollout.encoders=host", _encoders_on_host)
-    yield _Change(f"{rollout}.name=trainer {actor}.param_offload=false", _draw)
     yield _Change(f"{actor}.reshard_after_forward=true", lambda run: _set(run, reshard=True))
     yield _Change(f"{model}.whole_base=false", lambda run: _set(run, whole_base=False))
     yield _Change(f"{actor}.optimizer_offload=true", lambda run: _set(run, optimizer_offload=True))
@@ -123,6 +122,7 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
     yield _Change("digen.rollout.decode_batch_size=1", partial(_set_rollout, decode_batch_size=1))
     yield _Change("digen.rollout.max_batch_size=auto", _as_many_as_fit)
     yield _Change("digen.rollout.max_batch_size=1", partial(_set_rollout, max_batch_size=1))
+    yield _Change(f"{rollout}.name=trainer {actor}.param_offload=false", _draw)
     yield _Change("digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1", _one_row)
     for blocks in ("auto", "all"):
         yield _Change(f"{model}.recompute_blocks={blocks}", partial(_set, recompute=blocks))
@@ -154,7 +154,13 @@ def _encoders_on_host(run: Run) -> Run | None:
 
 def _draw(run: Run) -> Run | None:
     settings = run.settings
-    if settings.draws or settings.is_split or settings.digen.reward.timeshared or settings.digen.sampling.outside.fp8:
+    if (
+        settings.draws
+        or settings.is_split
+        or not settings.is_ours
+        or settings.digen.reward.timeshared
+        or settings.digen.sampling.outside.fp8
+    ):
         return None
     return _set(run, rollout_name=TRAINER, param_offload=False)
 
