@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,11 +73,15 @@ def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> Pef
         raise ValueError(
             f"{KEY}.{key} must name layers of the network that take an adapter, such as "
             f"{next(iter(_linear(network, names)), 'none of it')}, got "
-            f"{targets if isinstance(targets, str) else sorted(targets or ())}"
-            f"{f' without {sorted(given.exclude_modules)}' if given.exclude_modules else ''}: "
+            f"{_listed(targets)}"
+            f"{f' without {_listed(given.exclude_modules)}' if given.exclude_modules else ''}: "
             f"{str(error).splitlines()[0]}; name linear layers, or leave it out for the model's own"
         ) from error
     return adapted
+
+
+def _listed(names: Any) -> Any:
+    return names if isinstance(names, str) else sorted(names)
 
 
 def _linear(network: nn.Module, names: Collection[str]) -> list[str]:
@@ -91,7 +96,21 @@ def _check_settings(model_config: DiffusionModelConfig, given: LoraConfig) -> No
 
     if model_config.lora_adapter_path is None:
         return
+    require(
+        bool(given.target_modules),
+        f"the adapter_config.json of {FOLDER} must have target_modules",
+        given.target_modules,
+        "take the file that peft saved with the adapter",
+    )
     plain = LoraConfig()
+    for field in fields(LoraConfig):
+        require(
+            not (field.metadata.get("is_lora_variant") and getattr(given, field.name)) or field.name == "use_dora",
+            f"{field.name} in the adapter_config.json of {FOLDER} must be left out: of the variants of LoRA, DoRA and "
+            "rsLoRA are tried here",
+            getattr(given, field.name),
+            "train an adapter without it, or merge this one into the base checkpoint",
+        )
     for name in NOT_SENT:
         value = getattr(given, name, None)
         require(
@@ -158,13 +177,21 @@ def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
 
 
 def adapter_notes(config: DictConfig) -> list[str]:
-    """A note where the adapter's file has a setting that the run does not take."""
+    """Notes on settings that the run takes from the adapter's file, and on those that it does not."""
     folder = config.actor_rollout_ref.model.lora_adapter_path
     file = Path(folder or "").expanduser() / ADAPTER_CONFIG_NAME
     if folder is None or not file.is_file():
         return []
-    dropout = read_object(file, FOLDER).get("lora_dropout", 0)
-    return [f"{FOLDER}: its lora_dropout={dropout} is 0 here, because replicas draw without"] if dropout else []
+    from peft import LoraConfig
+
+    saved, own = read_object(file, FOLDER), config.actor_rollout_ref.model.lora_alpha
+    known = {"peft_type", "auto_mapping", "peft_version", *(field.name for field in fields(LoraConfig))}
+    unknown = {name: value for name, value in saved.items() if value and name not in known}
+    dropout = saved.get("lora_dropout", 0)
+    found = [f"{FOLDER}: its lora_dropout={dropout} is 0 here, because replicas draw without"] if dropout else []
+    if saved["lora_alpha"] != own:
+        found.append(f"{FOLDER}: its lora_alpha={saved['lora_alpha']} is taken, not lora_alpha={own}")
+    return found + ([f"{FOLDER}: {unknown} of its adapter_config.json are unknown to peft here"] if unknown else [])
 
 
 def load_on_meta(path: str) -> tuple[DiffusionModel, nn.Module]:
