@@ -144,7 +144,7 @@ ADDED_UNKNOWN = [
 
 ADDED = [
     "+ray_kwargs.ray_init._temp_dir=TMP",
-    "+ray_kwargs.ray_init.address=auto",
+    "+ray_kwargs.ray_init.address=local",
     "++ray_kwargs.ray_init.ignore_reinit_error=true",
     "+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_LOGGING_LEVEL=INFO",
     "+ray_kwargs.ray_init.resources={mine: 1}",
@@ -159,7 +159,6 @@ ADDED = [
     f"+{ACTOR}.profiler.tool_config.torch.contents=[cpu]".replace("+", "++"),
     f"+{MODEL}.lora.rank=4",
     "+global_profiler.global_tool_config.nsys.worker_nsight_options.trace=cuda".replace("+", "++"),
-    "+reward.custom_reward_function.reward_kwargs.scale=2",
     "+trainer.v1.sampler.sampler_kwargs.group_size=4",
     "+trainer.v1.sampler.sampler_kwargs={a: 1, b: [2]}",
     "+transfer_queue.backend.Mine.address=here",

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from contextlib import suppress
 
 import pytest
@@ -370,6 +371,9 @@ def test_weights_in_several_files_or_pickles_are_accepted(start, runnable, tmp_p
         *("trainer.default_local_dir=s3://bucket/run", "trainer.rollout_data_dir=hdfs://host/data"),
         "digen.reward.functions={aesthetic: {weight: 1, head: /no/such/file}}",
         *("actor_rollout_ref.model.path=https://huggingface.co/Qwen/Qwen-Image", "data.truncation=left"),
+        *("trainer.default_local_dir='~/run'", "trainer.rollout_data_dir=$HOME/data", "trainer.device=cuda"),
+        *("digen.sampling.image_px=256", "digen.placement.trainer_accelerator=H100"),
+        *("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", "actor_rollout_ref.actor.optim.num_cycles=2"),
     ],
 )
 def test_an_address_or_a_setting_that_nothing_reads_is_told(start, runnable, word):
@@ -401,10 +405,17 @@ def test_a_tracker_that_is_not_installed_is_told(start, runnable, monkeypatch, n
 
 
 def test_resources_of_one_machine_are_refused_in_a_cluster(start, runnable, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    said = said_of(start, *runnable)
-    assert said is not None and "ray_kwargs.ray_init.num_cpus and ray_kwargs.ray_init.num_gpus must be null" in said
-    assert said_of(start, *runnable, "ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.num_gpus=null") is None
+    given = [f"ray_kwargs.ray_init.{name}" for name in ("num_cpus", "num_gpus", "_system_config")]
+    nulls = [f"{name}=null" for name in given]
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        said = said_of(start, *runnable)
+        assert said is not None and f"{' and '.join(given)} must be null" in said and f"set {' '.join(nulls)}" in said
+        assert said_of(start, *runnable, *nulls) is None
+    for address in ("127.0.0.1:1", "junk", "auto"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        said = said_of(start, *runnable, *nulls)
+        assert said is not None and "RAY_ADDRESS or ray_kwargs.ray_init.address must be HOST:PORT of a Ray" in said
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     assert said_of(start, *runnable) is None, "a program that has started Ray itself"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from verl_digen.config import digen_config
+from verl_digen.config import SamplingConfig, digen_config
 from verl_digen.image_tables import SCHEME
 from verl_digen.require import require
 
@@ -34,6 +34,12 @@ def check_image_settings(config: DictConfig, model: DiffusionModel) -> None:
         not sampling.size_from_image or most > 0,
         f"digen.sampling.size_from_image must be false for {title}, which reads no images",
         sampling.size_from_image,
+        "leave it out",
+    )
+    require(
+        most > 0 or sampling.image_px == SamplingConfig().image_px,
+        f"digen.sampling.image_px must be left out for {title}, which reads no images",
+        sampling.image_px,
         "leave it out",
     )
     require(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -100,6 +101,7 @@ def check(entry: RewardEntry) -> Any:
     """
     found = find(entry)
     if is_class(found):
+        _check_class(found, entry.key)
         settings(entry, found)
         return found
     if isinstance(found, type):
@@ -109,6 +111,23 @@ def check(entry: RewardEntry) -> Any:
         )
     require_reward_function(f"{entry.key}: {entry.target!r}", found, entry.arguments, "the entry's arguments")
     return found
+
+
+def _check_class(found: type[Reward], key: str) -> None:
+    """Require a class that can be made and called as `Reward` is."""
+    if inspect.isabstract(found) or found.scope not in ("sample", "group"):
+        raise ValueError(
+            f"{key} must be a class with a method score, and sample or group as scope, got {found.__name__} with "
+            f"scope={found.scope!r}{' and without score' if inspect.isabstract(found) else ''}; add it to the class"
+        )
+    for call, arguments in ((found.__init__, (None, None, None)), (found.score, (None, None))):
+        try:
+            inspect.signature(call).bind(*arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"{key} must be a class whose __init__ takes (config, device) and whose score takes (batch), got "
+                f"{found.__name__}.{call.__name__}{inspect.signature(call)} ({error}); derive it so from Reward"
+            ) from error
 
 
 def settings(entry: RewardEntry, found: type[Reward]) -> Any:
