@@ -281,20 +281,20 @@ def _with_config(**changed):
         (_with_config(num_layers=3), "/transformer' has no weights for transformer_blocks.2."),
         (_with_config(num_layers="many"), "which describes none (TypeError"),
         (_with_config(in_channels=60), "/transformer' has other shapes for img_in.weight"),
-        (_with_weights(None), "transformer' has no weights; complete the download"),
+        (_with_weights(None), "transformer' has no weights; download it, or rename them"),
         (_linked_to_nothing, "must hold diffusion_pytorch_model.safetensors, or parts and the "),
-        (_with_weights(lambda data: data[:-1]), "was cut short; download it again"),
-        (_with_weights(lambda data: b"\x04\0\0\0\0\0\0\0junk"), "with 12 bytes, which was cut short"),
+        (_with_weights(lambda data: data[:-1]), "was cut short: "),
+        (_with_weights(lambda data: b"\x04\0\0\0\0\0\0\0junk"), "was cut short: 12 bytes; download"),
         (_sharded(["diffusion_pytorch_model-00001.safetensors"]), "lacks diffusion_pytorch_model-00001.safetensors; "),
         (_sharded(has_index=False), "has diffusion_pytorch_model-00000.safetensors, diffusion_pytorch_model-00001."),
         (_with_config(_class_name=None), "that names a network of diffusers, got _class_name=None"),
         (_with_config(quantization_config={"quant_method": "bitsandbytes"}), "weights that train, but"),
         (
             _renamed("diffusion_pytorch_model.fp16.safetensors"),
-            "has diffusion_pytorch_model.fp16.safetensors; complete",
+            "has diffusion_pytorch_model.fp16.safetensors; ",
         ),
-        (_renamed("diffusion_pytorch_model.bin", b"PK" + bytes(3000)), "with 3002 bytes, which was cut short"),
-        (_renamed("diffusion_pytorch_model.bin", b"version https://git-lfs"), "no pointers of Git LFS, got"),
+        (_renamed("diffusion_pytorch_model.bin", b"PK" + bytes(3000)), "was cut short: 3002 bytes; download"),
+        (_renamed("diffusion_pytorch_model.bin", b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
     ],
 )
 def test_weights_that_are_not_whole_are_told_before_they_are_loaded(start, runnable, tmp_path, damage, found):
@@ -309,13 +309,13 @@ def test_weights_that_are_not_whole_are_told_before_they_are_loaded(start, runna
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
-        (_with_weights(lambda data: data[:1000]), "with 1000 bytes, which was cut short"),
+        (_with_weights(lambda data: data[:1000]), "was cut short: 1000 bytes; download"),
         (_with_weights(None), "has no weights"),
-        (_with_weights(lambda data: b"version https://git-lfs"), "no pointers of Git LFS, got"),
-        (_renamed("model.fp16.safetensors"), "model.fp16.safetensors; complete the download, or rename them"),
+        (_with_weights(lambda data: b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
+        (_renamed("model.fp16.safetensors"), "model.fp16.safetensors; download it, or rename them"),
         (_renamed("weights.safetensors"), "model.safetensors, or parts and the "),
-        (_sharded(tensor="a.b"), "-00000.safetensors' has no a.b; take all files from the same checkpoint"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "config.json that names a "),
+        (_sharded(tensor="a.b"), "-00000.safetensors' has no a.b; take both from the same checkpoint"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "a class in each config.json, but"),
         (lambda folder: (folder / "config.json").unlink(), "config.json"),
         (_with_config(quantization_config={"load_in_4bit": True}), "encoders in plain weights, but"),
     ],
@@ -332,7 +332,10 @@ def test_other_parts_of_a_checkpoint_are_looked_at_too(start, runnable, tmp_path
     ("damage", "found"),
     [
         (lambda path: (path / "tokenizer" / "tokenizer.json").unlink(), "must hold the vocabulary of its tokenizer"),
-        (lambda path: (path / "tokenizer" / "tokenizer.json").write_text("version https://git-lfs"), "of Git LFS, got"),
+        (
+            lambda path: (path / "tokenizer" / "tokenizer.json").write_text("version https://git-lfs"),
+            "is a pointer of Git LFS; fetch",
+        ),
         (lambda path: _half(path / "vae"), "/vae' has no weights for "),
     ],
 )
@@ -372,7 +375,7 @@ def test_weights_in_several_files_or_pickles_are_accepted(start, runnable, tmp_p
         "digen.reward.functions={aesthetic: {weight: 1, head: /no/such/file}}",
         *("actor_rollout_ref.model.path=https://huggingface.co/Qwen/Qwen-Image", "data.truncation=left"),
         *("trainer.default_local_dir='~/run'", "trainer.rollout_data_dir=$HOME/data", "trainer.device=cuda"),
-        *("digen.sampling.image_px=256", "digen.placement.trainer_accelerator=H100"),
+        "digen.sampling.image_px=256",
         *("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", "actor_rollout_ref.actor.optim.num_cycles=2"),
     ],
 )

@@ -160,10 +160,10 @@ def test_a_function_that_a_run_could_not_call_is_refused_with_its_rule(composed,
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("pass", "Mine with scope='sample' and without score; add it"),
-        ("scope = 'batch'\n    def score(self, batch): ...", "Mine with scope='batch'; add it"),
-        ("def score(self): ...", "score takes (batch), got Mine.score(self) (too many"),
-        ("def score(self, batch): ...\n    def __init__(self): ...", "takes (config, device) and whose score"),
+        ("pass", "Mine with scope='sample' (it has no score); derive"),
+        ("scope = 'batch'\n    def score(self, batch): ...", "Mine with scope='batch' (); derive"),
+        ("def score(self): ...", "(too many positional arguments)"),
+        ("def score(self, batch): ...\n    def __init__(self): ...", "(too many positional arguments); derive it"),
     ],
 )
 def test_a_class_that_a_run_could_not_make_or_call_is_refused(composed, tmp_path, body, message):

@@ -119,7 +119,7 @@ def test_a_base_in_another_folder_is_compared_by_what_it_holds(begin, saved, tmp
     with pytest.raises(ValueError, match=r"model\.path=\S+other \(before: \S+ b, ") as raised:
         check(begin(*words))
     how = "compared by fingerprints in run.json" if is_recorded else "compared by files"
-    assert (how if is_copied or is_recorded else "which is gone and not recorded: compared by name") in str(
+    assert (how if is_copied or is_recorded else "compared by name, because it is gone and not recorded") in str(
         raised.value
     )
 

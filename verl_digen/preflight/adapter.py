@@ -96,27 +96,16 @@ def _check_settings(model_config: DiffusionModelConfig, given: LoraConfig) -> No
 
     if model_config.lora_adapter_path is None:
         return
-    require(
-        bool(given.target_modules),
-        f"the adapter_config.json of {FOLDER} must have target_modules",
-        given.target_modules,
-        "take the file that peft saved with the adapter",
-    )
+    rule = f"the adapter_config.json of {FOLDER} must have target_modules"
+    require(bool(given.target_modules), rule, given.target_modules, "take the file that peft saved with the adapter")
     plain = LoraConfig()
-    for field in fields(LoraConfig):
-        require(
-            not (field.metadata.get("is_lora_variant") and getattr(given, field.name)) or field.name == "use_dora",
-            f"{field.name} in the adapter_config.json of {FOLDER} must be left out: of the variants of LoRA, DoRA and "
-            "rsLoRA are tried here",
-            getattr(given, field.name),
-            "train an adapter without it, or merge this one into the base checkpoint",
-        )
-    for name in NOT_SENT:
+    variants = {field.name for field in fields(LoraConfig) if field.metadata.get("is_lora_variant")} - {"use_dora"}
+    for name in (*NOT_SENT, *sorted(variants)):
         value = getattr(given, name, None)
         require(
             not value or value == getattr(plain, name),
-            f"{name} in the adapter_config.json of {FOLDER} must be left out: what it trains beside the matrices is "
-            "neither sent to replicas nor exported",
+            f"{name} in the adapter_config.json of {FOLDER} must be left out: replicas and exports take the matrices "
+            "of LoRA, rsLoRA and DoRA alone",
             value,
             "train an adapter without it, or merge this one into the base checkpoint",
         )

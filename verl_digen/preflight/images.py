@@ -95,12 +95,9 @@ def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None
 
     def check(path: str) -> None:
         try:
-            if path.startswith(SCHEME):
-                source_image(path)
-            elif limits is not None and path in places[path].images:
-                limits.check(*file_size_px(path), path)
-            else:
-                file_size_px(path)
+            size = source_image(path) if path.startswith(SCHEME) else file_size_px(path)
+            if limits is not None and isinstance(size, tuple) and path in places[path].images:
+                limits.check(*size, path)
         except ValueError as error:
             raise ValueError(f"{places[path].place}: {error}") from error
 

@@ -183,18 +183,17 @@ def check_address(config: DictConfig) -> None:
 
 
 def _require_reachable(address: str) -> None:
-    place = urlsplit(address if "://" in address else f"//{address}")
+    place, reason = urlsplit(address if "://" in address else f"//{address}"), ""
     try:
-        found = joins_cluster(None) if address == "auto" else (place.hostname, place.port or 0)
-        if isinstance(found, tuple):
-            socket.create_connection(found, CONNECT_S).close()
-        reason = "" if found else "none runs on this machine"
+        if address != "auto":
+            socket.create_connection((str(place.hostname), place.port or 0), CONNECT_S).close()
+        elif not joins_cluster(None):
+            reason = "none runs on this machine"
     except (OSError, ValueError) as error:
         reason = str(error)
     require(
         not reason,
-        "RAY_ADDRESS or ray_kwargs.ray_init.address must be HOST:PORT of a Ray cluster that can be reached, or auto "
-        f"where one runs on this machine ({reason})",
+        f"RAY_ADDRESS or ray_kwargs.ray_init.address must be HOST:PORT of a Ray cluster that answers ({reason})",
         address,
         "start it (`ray start --head`), or unset the address: the run starts Ray itself",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 
 from omegaconf import DictConfig
 
@@ -22,21 +21,20 @@ from verl_digen.preflight.rewards import reward_formula
 from verl_digen.preflight.run_folder import continue_notes
 from verl_digen.types import PromptRow
 
-LIKE_SETTINGS = {field.name.removesuffix("_px") for field in fields(SamplingConfig)}
 WORDS_OF_SETTINGS = frozenset(
     {
         *("height", "width", "size", "resolution", "aspect", "ratio", "seed", "generator", "steps", "frames", "fps"),
         *("duration", "length", "guidance", "cfg", "scheduler", "sampler", "strength", "negative", "neg"),
     }
 )
-"""Words in names of columns that look like settings of a sample, beside those of `digen.sampling`."""
+"""Words in names of columns that look like settings of a sample."""
 MEDIA_MARK = re.compile(r"<\|?(image|img|video|audio|vision)\w*\|?>|\[img\]", re.IGNORECASE)
 """Places of images in a text, as language models' data sets have them."""
 
 
 def _looks_like_setting(column: str) -> bool:
     words = re.sub(r"([a-z])([A-Z])", r"\1_\2", column).lower().split("_")
-    return column.lower() in LIKE_SETTINGS or not WORDS_OF_SETTINGS.isdisjoint(words)
+    return not WORDS_OF_SETTINGS.isdisjoint(words)
 
 
 def notes(config: DictConfig) -> list[str]:

@@ -4,7 +4,6 @@ of either kind can do."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,15 +61,6 @@ def check_device(config: DictConfig) -> None:
         "leave it out",
     )
     if platform == "cpu" and alone:
-        resources = OmegaConf.select(config, "ray_kwargs.ray_init.resources") or {}
-        for key, kind in asdict(digen_config(config).placement).items():
-            require(
-                kind is None or kind in resources,
-                f"digen.placement.{key} must be null, or one of ray_kwargs.ray_init.resources, where there is no "
-                "accelerator",
-                kind,
-                "leave it out",
-            )
         num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
         needed = num_trainer_devices(config) + num_generator_devices(config) + num_reward_devices(config)
         needed += num_environment_devices(config)

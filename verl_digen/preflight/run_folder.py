@@ -197,7 +197,7 @@ def _other_weights(recorded: str | None, before: Any, after: Any) -> str:
     """Difference of two folders with weights, for a message; "" if they hold the same."""
     now, then = fingerprint(after), recorded or fingerprint(before)
     if now is None or then is None:
-        return ", compared by name" if now is None else ", which is gone and not recorded: compared by name"
+        return f", compared by name{'' if now is None else ', because it is gone and not recorded'}"
     return "" if now == then else f", compared by {'fingerprints in ' + RUN_FILE if recorded else 'files'}"
 
 

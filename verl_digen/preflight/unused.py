@@ -232,21 +232,12 @@ SWITCHES = (
         key="solver",
         prefix="sa_",
     ),
-    Switch(
-        "window",
-        lambda config, digen: digen.window.kind == "consecutive",
-        "without digen.window.kind=consecutive",
-        "set that",
-        key="kind",
-        prefix=("size", "range", "shift_"),
-    ),
-    Switch(
-        "window",
-        lambda config, digen: digen.window.kind == "fraction",
-        "without digen.window.kind=fraction",
-        "set that",
-        key="kind",
-        prefix="fraction",
+    *(
+        Switch(
+            *("window", lambda config, digen, kind=kind: digen.window.kind == kind),
+            *(f"without digen.window.kind={kind}", "set it", "kind", names),
+        )
+        for kind, names in (("consecutive", ("size", "range", "shift_")), ("fraction", "fraction"))
     ),
     Switch(
         "window",

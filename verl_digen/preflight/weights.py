@@ -32,7 +32,8 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tikto
 """Files of which a tokenizer needs one; transformers makes one without any, which reads every text as nothing."""
 READS_TEXT = re.compile("(?<!ByT5)Tokenizer|VLProcessor")
 """Classes that have a vocabulary."""
-MAX_POINTER_BYTES = 1024
+POINTER, MAX_POINTER_BYTES = b"version https://git-lfs", 1024
+ONE_CHECKPOINT = "take both from the same checkpoint"
 
 
 def check_weights(config: DictConfig) -> None:
@@ -47,10 +48,7 @@ def check_weights(config: DictConfig) -> None:
             continue  # those that are needed are reported by `check_model`
         _check_no_pointers(part)
         if READS_TEXT.search(entry[1]) and not any(file for form in VOCABULARIES for file in part.glob(form)):
-            raise ValueError(
-                f"{KEY} must hold the vocabulary of its {name}, but {str(part)!r} has none of "
-                f"{', '.join(VOCABULARIES)}; complete the download"
-            )
+            raise _lacks(f"the vocabulary of its {name}", part, f"has none of {', '.join(VOCABULARIES)}")
         if WEIGHTLESS.search(entry[1]) or (part / MARKER).exists():
             continue
         trains = name.startswith("transformer")
@@ -60,26 +58,21 @@ def check_weights(config: DictConfig) -> None:
             _check_tensors(part / "config.json", shapes, trains=trains)
 
 
+def _lacks(what: str, place: Path, found: str, remedy: str = "complete the download") -> ValueError:
+    return ValueError(f"{KEY} must hold {what}, but {str(place)!r} {found}; {remedy}")
+
+
 def _check_no_pointers(folder: Path) -> None:
     for file in sorted(folder.iterdir()):
-        if file.is_file() and file.stat().st_size <= MAX_POINTER_BYTES:
-            require(
-                not file.read_bytes().startswith(b"version https://git-lfs"),
-                f"{KEY} must hold whole files and no pointers of Git LFS",
-                str(file),
-                "fetch the files themselves with `git lfs pull`",
-            )
+        if file.is_file() and file.stat().st_size <= MAX_POINTER_BYTES and file.read_bytes().startswith(POINTER):
+            raise _lacks("whole files", file, "is a pointer of Git LFS", "fetch it with `git lfs pull`")
 
 
 def _check_plain(config: Path, what: str) -> None:
-    """Require weights that are not quantised."""
+    """Require a class, and weights that are not quantised."""
     content = read_object(config, KEY)
-    require(
-        not {"_class_name", "model_type", "architectures"}.isdisjoint(content),
-        f"{KEY} must hold a config.json that names a class",
-        str(config),
-        "complete the download",
-    )
+    if {"_class_name", "model_type", "architectures"}.isdisjoint(content):
+        raise _lacks("a class in each config.json", config, "names none")
     method = content.get("quantization_config")
     require(
         method is None,
@@ -94,21 +87,15 @@ def _shapes_in_files(folder: Path, stem: str, stem_of_pickles: str) -> dict[str,
     files = _named(folder, stem, ".safetensors") or _named(folder, stem_of_pickles, ".bin")
     if not files:
         there = sorted(file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
-        raise ValueError(
-            f"{KEY} must hold {stem}.safetensors, or parts and the {stem}{INDEX_SUFFIX} that names them, but "
-            f"{str(folder)!r} has {', '.join(there[:3]) or 'no weights'}; complete the download"
-            f"{', or rename them, if they are the same weights' if there else ''}"
-        )
+        what = f"{stem}.safetensors, or parts and the {stem}{INDEX_SUFFIX} that names them"
+        raise _lacks(what, folder, f"has {', '.join(there[:3]) or 'no weights'}", "download it, or rename them")
     shapes: dict[str, tuple[int, ...]] = {}
     for file, tensors in files.items():
         of_file = shapes_of(file) if file.suffix == ".safetensors" else {} if _is_whole_pickle(file) else None
         if of_file is None:
-            raise _cut(file)
+            raise _lacks("whole weight files", file, f"was cut short: {file.stat().st_size} bytes", "download it again")
         if of_file and (lacking := sorted(tensors - of_file.keys())):
-            raise ValueError(
-                f"{KEY} must hold the tensors that its indices name, but {str(file)!r} has no {lacking[0]}; take all "
-                "files from the same checkpoint"
-            )
+            raise _lacks("the tensors that its indices name", file, f"has no {lacking[0]}", ONE_CHECKPOINT)
         shapes |= of_file
     return shapes
 
@@ -118,16 +105,11 @@ def _named(folder: Path, stem: str, suffix: str) -> dict[Path, set[str]]:
     index, whole = folder / f"{stem}{suffix}.index.json", folder / f"{stem}{suffix}"
     if not index.is_file():
         return {whole: set()} if whole.is_file() else {}
-    listed = read_object(index, KEY).get("weight_map")
-    require(isinstance(listed, dict), f"{KEY} must hold a {index.name} with a weight_map", listed, "download it again")
-    files: dict[Path, set[str]] = {}
-    for tensor, name in (listed or {}).items():
+    listed, files = read_object(index, KEY).get("weight_map"), {}
+    for tensor, name in (listed if isinstance(listed, dict) else {}).items():
         files.setdefault(folder / str(name), set()).add(tensor)
     if missing := sorted(file.name for file in files if not file.is_file()):
-        raise ValueError(
-            f"{KEY} must hold all weight files that {index.name} names, but {str(folder)!r} lacks "
-            f"{', '.join(missing[:3])}; complete the download"
-        )
+        raise _lacks(f"all weight files that {index.name} names", folder, f"lacks {', '.join(missing[:3])}")
     return files
 
 
@@ -135,13 +117,6 @@ def _is_whole_pickle(file: Path) -> bool:
     """True for a pickle of PyTorch: a zip, whose directory stands at its end, or one of the older form."""
     with open(file, "rb") as content:
         return content.read(1) == b"\x80" or is_zipfile(file)
-
-
-def _cut(file: Path) -> ValueError:
-    return ValueError(
-        f"{KEY} must hold whole weight files, got {str(file)!r} with {file.stat().st_size} bytes, which was cut short; "
-        "download it again"
-    )
 
 
 def shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
@@ -183,10 +158,8 @@ def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]], *, train
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(
-                f"{KEY} must hold the weights of the network in its {config.parent.name}/config.json, but "
-                f"{str(config.parent)!r} {problem} {', '.join(names[:3])}{more}; take both from the same checkpoint"
-            )
+            what = f"the weights of the network in its {config.parent.name}/config.json"
+            raise _lacks(what, config.parent, f"{problem} {', '.join(names[:3])}{more}", ONE_CHECKPOINT)
 
 
 @lru_cache(maxsize=4)

@@ -115,19 +115,17 @@ def check(entry: RewardEntry) -> Any:
 
 def _check_class(found: type[Reward], key: str) -> None:
     """Require a class that can be made and called as `Reward` is."""
-    if inspect.isabstract(found) or found.scope not in ("sample", "group"):
+    try:
+        inspect.signature(found.__init__).bind(None, None, None)
+        inspect.signature(found.score).bind(None, None)
+        reason = "it has no score" if inspect.isabstract(found) else ""
+    except TypeError as error:
+        reason = str(error)
+    if reason or found.scope not in ("sample", "group"):
         raise ValueError(
-            f"{key} must be a class with a method score, and sample or group as scope, got {found.__name__} with "
-            f"scope={found.scope!r}{' and without score' if inspect.isabstract(found) else ''}; add it to the class"
+            f"{key} must be a class with __init__(self, config, device), score(self, batch), and sample or group as "
+            f"scope, got {found.__name__} with scope={found.scope!r} ({reason}); derive it so from Reward"
         )
-    for call, arguments in ((found.__init__, (None, None, None)), (found.score, (None, None))):
-        try:
-            inspect.signature(call).bind(*arguments)
-        except TypeError as error:
-            raise ValueError(
-                f"{key} must be a class whose __init__ takes (config, device) and whose score takes (batch), got "
-                f"{found.__name__}.{call.__name__}{inspect.signature(call)} ({error}); derive it so from Reward"
-            ) from error
 
 
 def settings(entry: RewardEntry, found: type[Reward]) -> Any:
