@@ -283,6 +283,7 @@ SEPARATE_MALFORMED = [
     *_each("actor_rollout_ref.hybrid_engine", "true"),
     *_each("digen.gap.chunk_size", "0", "some"),
     *_each("digen.gap.slots_per_replica", "0"),
+    *_each("digen.queue.extra_prompts", "100000000"),
     *_each("digen.gap.max_groups_per_fragment", "0", "many"),
     *_each("digen.queue.extra_prompts", "-1"),
     *_each("digen.staleness.max_versions", "-1", "5"),
