@@ -238,11 +238,11 @@ class DiffusionModelConfig(BaseConfig):
             "give the file, or the folder `lora_adapter` of a checkpoint",
         )
         saved = read_object(config, "actor_rollout_ref.model.lora_adapter_path")
-        missing = sorted({"r", "lora_alpha"} - saved.keys())
+        rank, alpha = saved.get("r"), saved.get("lora_alpha")
         _require(
-            not missing,
-            f"lora_adapter_path must hold a {ADAPTER_CONFIG_NAME} with r and lora_alpha",
-            f"one without {missing}",
+            type(rank) is int and rank > 0 and isinstance(alpha, int | float) and alpha > 0,
+            f"lora_adapter_path must hold an {ADAPTER_CONFIG_NAME} with r >= 1 and lora_alpha > 0",
+            {"r": rank, "lora_alpha": alpha},
             "save it with peft",
         )
         kind = saved.get("peft_type", "LORA")
@@ -255,6 +255,13 @@ class DiffusionModelConfig(BaseConfig):
             adapter_path,
             "convert it with peft's `path_initial_model_for_weight_conversion`",
         )
+        for key in ("target_modules", "exclude_modules"):
+            _require(
+                self[key] is None,
+                f"{key} must be left out with lora_adapter_path, whose {ADAPTER_CONFIG_NAME} says which layers train",
+                self[key],
+                "drop it",
+            )
         self.lora_rank, self.lora_alpha = saved["r"], saved["lora_alpha"]
 
     @property
@@ -293,7 +300,7 @@ class DiffusionModelConfig(BaseConfig):
         if self.lora_adapter_path is not None:
             config = PeftConfig.from_pretrained(self.lora_adapter_path)
             assert isinstance(config, LoraConfig)  # `_adopt_adapter` requires it
-            config.inference_mode = False
+            config.inference_mode, config.task_type = False, None  # a task would wrap the network as a language model
             config.lora_dropout = 0.0  # replicas draw without: log-probs of the trainer would be others
             config.init_lora_weights = True  # its weights are loaded
             return config

@@ -39,11 +39,11 @@ from tests.chaos.samples import BlankSamples
 from tests.chaos.world import World, draw_world, smaller
 from tests.trainer.direct import as_it_is
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
+from verl_digen.data.rows import prompt_rows
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.store.keys import SampleName
 from verl_digen.store.partitions import VAL
-from verl_digen.store.prompts import submit_prompts
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
@@ -94,7 +94,7 @@ class Replica:
 
 
 class Sender:
-    """verl's checkpoint engine manager, with `StagedCheckpointManager.stage_weights`."""
+    """verl's checkpoint engine manager, with `StagedCheckpointManager`'s way to send weights."""
 
     def __init__(self, cluster: Cluster, ranks: RankGroup, replicas: Sequence[Replica]):
         self._cluster, self._ranks, self.replicas = cluster, ranks, list(replicas)
@@ -104,6 +104,10 @@ class Sender:
 
     def add_replicas(self, replicas: Sequence[Replica]) -> None:
         self.replicas.extend(replicas)
+
+    def update_weights(self, version: int) -> None:
+        self.stage_weights(version)
+        self._cluster.get([replica.server_handle.activate_weights.remote() for replica in self.replicas])
 
     def stage_weights(self, version: int) -> None:
         weights = self._cluster.get(self._ranks.update_weights(version))[0]
@@ -189,6 +193,7 @@ class Trainer(DisaggregatedTrainer, Files):
         self._validation = Validation(
             self.digen, self.run_dir, self._supervision, num_samples=1, to_tensorboard=False, poll_s=2.0
         )
+        self._validation.replace_all_lost = self._count_replaced
         self._restarts = Restarts(
             loop.begin,
             simulation.restart_replica,
@@ -231,19 +236,26 @@ class Trainer(DisaggregatedTrainer, Files):
             clear(batch.partition_id, batch.keys)
         self.on_validate_begin()  # drains all work in flight
 
+    def _count_replaced(self) -> bool:
+        replaced = self._replace_all_lost()
+        self.simulation.replaced += replaced
+        return replaced
+
     def _validate_some(self) -> None:
         """Validate like `_validate`, without pictures and a data loader."""
-        uids = list(VALIDATION_PROMPTS)
-        submit_prompts(VAL, uids, self.global_steps)
-        agents = self.simulation.agents
-        self.simulation.checks.validating |= dict.fromkeys(uids, self.global_steps)
-        ray.get(
-            [
-                agents[number % len(agents)].validate.remote(uid, self.global_steps)  # type: ignore[list-item]
-                for number, uid in enumerate(uids)
-            ]
-        )
-        self._validation.wait(uids, {})
+        checks, agents = self.simulation.checks, self.simulation.agents
+        checks.validating |= dict.fromkeys(VALIDATION_PROMPTS, self.global_steps)
+
+        def generate(batch: Any) -> None:
+            ray.get(
+                [
+                    agents[number % len(agents)].validate.remote(row.uid, self.global_steps)  # type: ignore[list-item]
+                    for number, row in enumerate(prompt_rows(batch))
+                ]
+            )
+
+        rows = [prompt_row(uid) for uid in VALIDATION_PROMPTS]
+        self.simulation.unvalidated += self._validation.generate(rows, generate, self.global_steps, {})
 
 
 class Simulation:
@@ -258,6 +270,10 @@ class Simulation:
         self._version = 0 if resumes is None else resumes.step
         self.num_restarts = 0
         """Replicas that were started in place of lost ones."""
+        self.unvalidated: list[str] = []
+        """Reasons why validation prompts failed."""
+        self.replaced = 0
+        """Times that a validation lost every replica and went on."""
         self.queue = Queue()
         self.queue_client = QueueClient(cluster, cluster.start(f"{QUEUE} 0", self.queue, "TransferQueueController"))
         self.rank_targets = [

@@ -149,11 +149,32 @@ def test_a_run_that_lost_every_replica_waits_for_one_that_is_started(world):
     assert (verdict.end, verdict.problems) == ("whole", ()) and {*verdict.struck} == {*world.faults}
 
 
-def test_a_run_that_lost_every_replica_ends_with_the_way_to_resume_where_none_may_be_started():
+def while_validating(num_replicas, call, kind, **world):
+    faults = tuple(Fault(f"server {number}", "generate", call, kind) for number in range(num_replicas))
+    return World(num_replicas=num_replicas, num_prompts=3, num_batches=2, validates=(1, 2), faults=faults, **world)
+
+
+VALIDATES_ALONE = while_validating(1, 6, Kind.DIES_BEFORE)
+
+
+@pytest.mark.parametrize(
+    "world",
+    [VALIDATES_ALONE, while_validating(2, 3, Kind.HANGS), while_validating(1, 10, Kind.DIES_BEFORE, max_versions=1)],
+    ids=["one dies", "both hang", "with stale samples"],
+)
+def test_a_validation_that_lost_every_replica_waits_for_one_and_has_every_prompt_under_its_version(world):
+    watched = []
+    verdict = simulate(world, watched.append)
+    assert (verdict.end, verdict.problems) == ("whole", ()) and {*verdict.struck} == {*world.faults}
+    assert watched[0].replaced == 1 and not watched[0].unvalidated
+
+
+@pytest.mark.parametrize("world", [World(num_prompts=3, num_batches=2, faults=ALL_DIE), VALIDATES_ALONE])
+def test_a_run_that_lost_every_replica_ends_with_the_way_to_resume_where_none_may_be_started(world):
     def forbid(simulation):
         simulation.trainer._restarts._max_restarts = 0
 
-    verdict = simulate(World(num_prompts=3, num_batches=2, faults=ALL_DIE), forbid)
+    verdict = simulate(world, forbid)
     assert verdict.end.startswith("stopped: every rollout replica is lost") and not verdict.problems
     assert "trainer.resume_mode=auto" in verdict.end
 

@@ -290,6 +290,32 @@ def test_what_a_download_left_in_place_of_a_file_is_refused(tmp_path, suffix, co
         read_prompts(str(tmp_path / f"a{suffix}"))
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("<?xml version='1.0'?><Error/>", "a page of XML; download"),
+        ("404: Not Found", "a server's answer; download"),
+        ('{"prompt": "a"}\n', "JSON and no lines of prompts; name it .jsonl"),
+    ],
+)
+def test_text_that_is_no_list_of_prompts_is_refused(tmp_path, content, said):
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(ValueError, match=f"must name files of prompts, got .*, which is {said}"):
+        read_prompts(str(tmp_path / "a.txt"))
+
+
+def test_a_name_of_the_hub_without_its_scheme_is_answered_with_it():
+    with pytest.raises(ValueError, match="got 'someone/prompts'; check the path, or write hf://someone/prompts for"):
+        read_prompts("someone/prompts")
+
+
+def test_a_picture_as_text_is_told_in_short(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "images": ["iVBOR" * 2000]}))
+    with pytest.raises(ValueError, match=r"images that are files, but .* is missing") as raised:
+        read_prompts(str(tmp_path / "a.jsonl"))
+    assert len(str(raised.value)) < 400
+
+
 ROWS = [
     PromptRow("a", "s", None, uid="p0", index=0),
     PromptRow(

@@ -144,7 +144,7 @@ ADDED_UNKNOWN = [
 
 ADDED = [
     "+ray_kwargs.ray_init._temp_dir=TMP",
-    "+ray_kwargs.ray_init.address=auto",
+    "+ray_kwargs.ray_init.address=local",
     "++ray_kwargs.ray_init.ignore_reinit_error=true",
     "+ray_kwargs.ray_init.runtime_env.env_vars.VLLM_LOGGING_LEVEL=INFO",
     "+ray_kwargs.ray_init.resources={mine: 1}",
@@ -159,7 +159,6 @@ ADDED = [
     f"+{ACTOR}.profiler.tool_config.torch.contents=[cpu]".replace("+", "++"),
     f"+{MODEL}.lora.rank=4",
     "+global_profiler.global_tool_config.nsys.worker_nsight_options.trace=cuda".replace("+", "++"),
-    "+reward.custom_reward_function.reward_kwargs.scale=2",
     "+trainer.v1.sampler.sampler_kwargs.group_size=4",
     "+trainer.v1.sampler.sampler_kwargs={a: 1, b: [2]}",
     "+transfer_queue.backend.Mine.address=here",
@@ -307,6 +306,7 @@ SEPARATE_MALFORMED = [
     *_each("actor_rollout_ref.hybrid_engine", "true"),
     *_each("digen.gap.chunk_size", "0", "some"),
     *_each("digen.gap.slots_per_replica", "0"),
+    *_each("digen.queue.extra_prompts", "100000000"),
     *_each("digen.gap.max_groups_per_fragment", "0", "many"),
     *_each("digen.queue.extra_prompts", "-1"),
     *_each("digen.staleness.max_versions", "-1", "5"),

@@ -69,6 +69,7 @@ ACCEPTED = {
     "fp16": {"edit": tensors(lambda found: {name: value.half() for name, value in found.items()})},
     "bin": {"edit": as_bin},
     "dropout": {"lora_dropout": 0.5},
+    "task": {"edit": settings(task_type="CAUSAL_LM")},
 }
 
 
@@ -98,6 +99,11 @@ def test_adapters_of_the_network_are_accepted_and_loaded_whole(start, runnable, 
         (settings(target_modules=["q_proj", "v_proj"]), {}, "must name layers of the network .*'q_proj', 'v_proj'"),
         (lambda folder: (folder / WEIGHTS).unlink(), {}, "must hold an adapter's weights, adapter_model.safetensors"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b"short"), {}, "must hold whole weight files, got .* 5 bytes"),
+        (settings(r="4"), {}, "r >= 1 and lora_alpha > 0, got {'r': '4', "),
+        (settings(lora_alpha=None), {}, "r >= 1 and lora_alpha > 0, got {.*'lora_alpha': None"),
+        (settings(target_modules=None), {}, "must have target_modules, got None; "),
+        (settings(alora_invocation_tokens=[1]), {}, "alora_invocation_tokens in the adapter_config.json .* left out"),
+        (settings(velora_config={}), {}, "velora_config in the adapter_config.json .* left out"),
         (settings(peft_type="LOHA"), {}, "must hold a LoRA adapter, got 'LOHA'"),
         (settings(init_lora_weights="pissa_niter_4"), {}, "init_lora_weights=pissa_niter_4 changes the base's weights"),
         (None, {"bias": "lora_only"}, "bias in the adapter_config.json of .*path must be left out"),
@@ -191,6 +197,17 @@ def test_a_checkpoint_in_one_file_is_refused_with_the_way_to_convert_it(start, r
 def test_settings_of_no_adapter_are_refused(start, runnable, words: list[str], message: str):
     with pytest.raises(ValueError, match=message):
         check(start(*runnable, *(f"{MODEL}.{word}" for word in words)))
+
+
+def test_settings_beside_a_file_that_has_them_are_refused_or_noted(start, runnable, adapter):
+    folder = adapter(settings(use_of_tomorrow=True))
+    found = " ".join(notes(start(*runnable, f"{MODEL}.lora_adapter_path={folder}")))
+    assert "{'use_of_tomorrow': True} of its" in found
+    with pytest.raises(ValueError, match="lora_alpha must be that of lora_adapter_path, 8, got 99"):
+        check(start(*runnable, f"{MODEL}.lora_adapter_path={folder}", f"{MODEL}.lora_alpha=99"))
+    for word in ("target_modules=[to_v]", "exclude_modules=[to_q]"):
+        with pytest.raises(ValueError, match=f"{word.partition('=')[0]} must be left out with lora_adapter_path"):
+            check(start(*runnable, f"{MODEL}.lora_adapter_path={folder}", f"{MODEL}.{word}"))
 
 
 def test_all_weights_may_train_under_a_recipe_of_an_adapter(start, runnable):

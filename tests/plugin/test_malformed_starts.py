@@ -5,12 +5,15 @@ import json
 import os
 import re
 import shutil
+import socket
 from contextlib import suppress
 
 import pytest
 import ray
+import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
+from safetensors.torch import load_file, save_file
 
 from tests.plugin.malformed import (
     ADDED_UNKNOWN,
@@ -22,11 +25,13 @@ from tests.plugin.malformed import (
     UNUSUAL,
     batches,
 )
+from tests.tiny_models import BUILDERS, build_tiny
 from verl_digen import preflight
 from verl_digen.config import load
 from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.unknown import READERS, _verls_keys, keys_of, unknown_problems
 from verl_digen.preflight.unused import OURS, REFUSED, unused_keys
+from verl_digen.preflight.weights import check_weights
 
 pytestmark = pytest.mark.slow
 
@@ -222,8 +227,33 @@ def _with_weights(change):
     return damage
 
 
-def _shard_missing(network):
-    (network / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001.safetensors"}}')
+def _sharded(missing=(), *, has_index=True, tensor=None):
+    """Damage that makes two files and an index of the one."""
+
+    def damage(network):
+        (whole,) = network.glob("*.safetensors")
+        tensors = load_file(whole)
+        shards = {name: f"{whole.stem}-0000{number % 2}.safetensors" for number, name in enumerate(sorted(tensors))}
+        for file in set(shards.values()) - set(missing):
+            save_file({name: tensors[name] for name, place in shards.items() if place == file}, network / file)
+        named = shards | ({tensor: f"{whole.stem}-00000.safetensors"} if tensor else {})
+        if has_index:
+            (network / f"{whole.name}.index.json").write_text(json.dumps({"weight_map": named}))
+        whole.unlink()
+
+    return damage
+
+
+def _linked_to_nothing(network):
+    (file,) = network.glob("*.safetensors")
+    file.unlink()
+    file.symlink_to("nowhere")
+
+
+def _pickled(network):
+    (file,) = network.glob("*.safetensors")
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
 
 
 def _renamed(name, content=None):
@@ -251,13 +281,20 @@ def _with_config(**changed):
         (_with_config(num_layers=3), "/transformer' has no weights for transformer_blocks.2."),
         (_with_config(num_layers="many"), "which describes none (TypeError"),
         (_with_config(in_channels=60), "/transformer' has other shapes for img_in.weight"),
-        (_with_weights(None), "has no *.safetensors; complete the download"),
-        (_with_weights(lambda data: data[:-1]), "was cut short; download it again"),
-        (_with_weights(lambda data: b"\x04\0\0\0\0\0\0\0junk"), "with 12 bytes, which was cut short"),
-        (_shard_missing, "lacks model-00001.safetensors; complete the download"),
+        (_with_weights(None), "transformer' has no weights; download it, or rename them"),
+        (_linked_to_nothing, "must hold diffusion_pytorch_model.safetensors, or parts and the "),
+        (_with_weights(lambda data: data[:-1]), "was cut short: "),
+        (_with_weights(lambda data: b"\x04\0\0\0\0\0\0\0junk"), "was cut short: 12 bytes; download"),
+        (_sharded(["diffusion_pytorch_model-00001.safetensors"]), "lacks diffusion_pytorch_model-00001.safetensors; "),
+        (_sharded(has_index=False), "has diffusion_pytorch_model-00000.safetensors, diffusion_pytorch_model-00001."),
+        (_with_config(_class_name=None), "that names a network of diffusers, got _class_name=None"),
         (_with_config(quantization_config={"quant_method": "bitsandbytes"}), "weights that train, but"),
-        (_renamed("diffusion_pytorch_model.fp16.safetensors"), "weights without a variant in the names of their files"),
-        (_renamed("diffusion_pytorch_model.bin", b"version https://git-lfs"), "with 23 bytes, which was cut short"),
+        (
+            _renamed("diffusion_pytorch_model.fp16.safetensors"),
+            "has diffusion_pytorch_model.fp16.safetensors; ",
+        ),
+        (_renamed("diffusion_pytorch_model.bin", b"PK" + bytes(3000)), "was cut short: 3002 bytes; download"),
+        (_renamed("diffusion_pytorch_model.bin", b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
     ],
 )
 def test_weights_that_are_not_whole_are_told_before_they_are_loaded(start, runnable, tmp_path, damage, found):
@@ -272,9 +309,14 @@ def test_weights_that_are_not_whole_are_told_before_they_are_loaded(start, runna
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
-        (_with_weights(lambda data: data[:1000]), "with 1000 bytes, which was cut short"),
-        (_with_weights(None), "has no *.safetensors"),
-        (_renamed("model.fp16.safetensors"), "weights without a variant"),
+        (_with_weights(lambda data: data[:1000]), "was cut short: 1000 bytes; download"),
+        (_with_weights(None), "has no weights"),
+        (_with_weights(lambda data: b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
+        (_renamed("model.fp16.safetensors"), "model.fp16.safetensors; download it, or rename them"),
+        (_renamed("weights.safetensors"), "model.safetensors, or parts and the "),
+        (_sharded(tensor="a.b"), "-00000.safetensors' has no a.b; take both from the same checkpoint"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "a class in each config.json, but"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
         (_with_config(quantization_config={"load_in_4bit": True}), "encoders in plain weights, but"),
     ],
 )
@@ -287,11 +329,54 @@ def test_other_parts_of_a_checkpoint_are_looked_at_too(start, runnable, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (lambda path: (path / "tokenizer" / "tokenizer.json").unlink(), "must hold the vocabulary of its tokenizer"),
+        (
+            lambda path: (path / "tokenizer" / "tokenizer.json").write_text("version https://git-lfs"),
+            "is a pointer of Git LFS; fetch",
+        ),
+        (lambda path: _half(path / "vae"), "/vae' has no weights for "),
+    ],
+)
+def test_a_tokenizer_without_words_and_a_decoder_without_weights_are_refused(start, runnable, tmp_path, damage, found):
+    path = tmp_path / "checkpoint"
+    shutil.copytree(runnable[1].partition("=")[2], path)
+    damage(path)
+    assert found in said_of(start, *runnable, f"actor_rollout_ref.model.path={path}")
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_parts_of_every_architecture_are_accepted(tmp_path, name):
+    path = build_tiny(name, tmp_path / "checkpoint")
+    check_weights(OmegaConf.create({"actor_rollout_ref": {"model": {"path": str(path)}}}))
+
+
+def _half(network):
+    (file,) = network.glob("*.safetensors")
+    save_file(dict([*load_file(file).items()][::2]), file)
+
+
+@pytest.mark.parametrize("damage", [_sharded(), _pickled])
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+def test_weights_in_several_files_or_pickles_are_accepted(start, runnable, tmp_path, damage, part):
+    path = tmp_path / "checkpoint"
+    shutil.copytree(runnable[1].partition("=")[2], path)
+    damage(path / part)
+    if damage is _pickled and part == "text_encoder":
+        (path / part / "model.bin").rename(path / part / "pytorch_model.bin")
+    assert said_of(start, *runnable, f"actor_rollout_ref.model.path={path}") is None
+
+
+@pytest.mark.parametrize(
     "word",
     [
         *("trainer.default_local_dir=s3://bucket/run", "trainer.rollout_data_dir=hdfs://host/data"),
         "digen.reward.functions={aesthetic: {weight: 1, head: /no/such/file}}",
         *("actor_rollout_ref.model.path=https://huggingface.co/Qwen/Qwen-Image", "data.truncation=left"),
+        *("trainer.default_local_dir='~/run'", "trainer.rollout_data_dir=$HOME/data", "trainer.device=cuda"),
+        "digen.sampling.image_px=256",
+        *("actor_rollout_ref.actor.optim.min_lr_ratio=0.1", "actor_rollout_ref.actor.optim.num_cycles=2"),
     ],
 )
 def test_an_address_or_a_setting_that_nothing_reads_is_told(start, runnable, word):
@@ -323,17 +408,28 @@ def test_a_tracker_that_is_not_installed_is_told(start, runnable, monkeypatch, n
 
 
 def test_resources_of_one_machine_are_refused_in_a_cluster(start, runnable, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    said = said_of(start, *runnable)
-    assert said is not None and "ray_kwargs.ray_init.num_cpus and ray_kwargs.ray_init.num_gpus must be null" in said
-    assert said_of(start, *runnable, "ray_kwargs.ray_init.num_cpus=null", "ray_kwargs.ray_init.num_gpus=null") is None
+    given = [f"ray_kwargs.ray_init.{name}" for name in ("num_cpus", "num_gpus", "_system_config")]
+    nulls = [f"{name}=null" for name in given]
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{head.getsockname()[1]}")
+        said = said_of(start, *runnable)
+        assert said is not None and f"{' and '.join(given)} must be null" in said and f"set {' '.join(nulls)}" in said
+        assert said_of(start, *runnable, *nulls) is None
+    for address in ("127.0.0.1:1", "junk", "auto"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        said = said_of(start, *runnable, *nulls)
+        assert said is not None and "RAY_ADDRESS or ray_kwargs.ray_init.address must be HOST:PORT of a Ray" in said
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     assert said_of(start, *runnable) is None, "a program that has started Ray itself"
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("{", "which is damaged"), ("[]", "a JSON object, got a list"), ("{}", "without ['lora_alpha', 'r']")],
+    [
+        ("{", "which is damaged"),
+        ("[]", "a JSON object, got a list"),
+        ("{}", "with r >= 1 and lora_alpha > 0, got {'r': None, 'lora_alpha': None}"),
+    ],
 )
 def test_a_damaged_adapter_is_told_with_its_key(start, runnable, tmp_path, text, found):
     (tmp_path / "adapter_config.json").write_text(text)

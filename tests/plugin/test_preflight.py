@@ -5,6 +5,8 @@ import shutil
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -415,7 +417,7 @@ FIRST_FRAME = "for Wan2.2 TI2V and prompts with images"
 def test_a_first_frame_is_refused_where_nothing_reads_it(start, runnable, tmp_path, overrides, message):
     """Texts alone pass."""
     path = build_tiny("wan2.2_ti2v_5b", tmp_path / "ti2v")
-    (tmp_path / "a.png").write_bytes(b"")
+    draw_image(tmp_path / "a.png", (64, 64))
     text, with_image = '{"prompt": "a"}\n' * 4, '{"prompt": "b", "images": ["a.png"]}\n'
     for name, content in (("texts", text), ("both", text + with_image)):
         (tmp_path / f"{name}.jsonl").write_text(content)
@@ -649,6 +651,13 @@ def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatc
         (["digen.kl.kind=velocity"], "digen.kl.kind must be flow_grpo with digen.kl.coef=0"),
         (["digen.sampling.sa_high=0.5"], "digen.sampling.sa_high must be 0.9 without digen.sampling.solver=sa"),
         (["digen.reward.custom_weight=2"], "digen.reward.custom_weight must be 1.0 without a reward function of your"),
+        (["digen.window.size=3"], "digen.window.size must be 2 without digen.window.kind=consecutive"),
+        (["digen.window.fraction=0.3"], "digen.window.fraction must be 0.6 without digen.window.kind=fraction"),
+        (["digen.branches.factor=3"], "digen.branches.factor must be 2 without digen.branches.splits"),
+        (
+            ["digen.window.kind=consecutive", "digen.window.shift_every=5", "digen.window.shift_decay_from=3"],
+            "digen.window.shift_decay_from must be 0 with digen.window.shift_decay=0",
+        ),
         (["digen.kl.kind=velocity", "digen.kl.coef=0.1"], None),
         (["digen.ema.max_decay=0.99", "digen.ema.enable=true"], None),
     ],
@@ -669,11 +678,19 @@ def test_a_switch_that_is_typed_leaves_a_recipes_keys_alone(start, runnable, rec
 
 def test_what_looks_like_a_setting_in_a_prompt_file_is_noted(start, runnable, tmp_path):
     rows = [
-        {"prompt": f"{number} <image> cats", "seed": 1, "height": 32, "negative_prompt": "dogs"} for number in "abcd"
+        {
+            "prompt": f"{mark} cats",
+            "seed": 1,
+            "guidanceScale": 2,
+            "Image_Height": 32,
+            "heights": 1,
+            "negative_prompt": "b",
+        }
+        for mark in ("<image>", "<|image_pad|>", "<IMG_0>", "[IMG]")
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     said = "\n".join(notes(start(*runnable, f"data.train_files={tmp_path / 'rows.jsonl'}")))
-    assert "columns height, seed of the prompts go to the rewards alone" in said
+    assert "columns Image_Height, guidanceScale, seed of the prompts go to the rewards alone" in said
     assert (
         "negative_prompt of 4 prompts is not read: digen.sampling.true_cfg_scale and val_true_cfg_scale are 1" in said
     )
@@ -709,3 +726,19 @@ def test_columns_that_hold_an_edits_images_are_named(start, runnable, tmp_path):
     path = build_tiny("qwen_image_edit_plus", tmp_path / "edit")
     overrides = f"actor_rollout_ref.model.path={path}", f"data.train_files={tmp_path / 'rows.jsonl'}"
     assert "got 0; set data.image_key=image, the column that has paths" in problem(start, *runnable, *overrides)
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs", b"", b"<svg/>"])
+@pytest.mark.parametrize("is_table", [False, True])
+def test_an_image_of_a_prompt_that_is_no_picture_is_refused(start, runnable, tmp_path, content, is_table):
+    path, place = build_tiny("qwen_image_edit_plus", tmp_path / "edit"), "line 4 of"
+    draw_image(tmp_path / "a.png", (64, 64))
+    (tmp_path / "b.png").write_bytes(content)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "a", "images": [f"{name}.png"]}) + "\n" for name in "aaab"))
+    if is_table:
+        file, place = tmp_path / "rows.parquet", "row 1 of"
+        pq.write_table(pa.table({"prompt": ["a"] * 4, "images": [[{"bytes": content, "path": None}]] * 4}), file)
+    files = f"data.train_files={file}", f"data.val_files={file}"
+    said = problem(start, *runnable, f"actor_rollout_ref.model.path={path}", *files)
+    assert place in said and "an image of a prompt must be " in said

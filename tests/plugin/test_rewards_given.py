@@ -117,6 +117,7 @@ KWARGS = "reward__custom_reward_function__reward_kwargs"
         ("compute_score = 5", None, "must be a function that returns a number or a dict with 'score', got 5;"),
         ("class compute_score: ...", None, "got the class compute_score;"),
         ("def compute_score(**sample):\n    yield 1", None, "got the generator compute_score;"),
+        ("async def compute_score(**sample):\n    yield 1", None, "got the generator compute_score;"),
         (
             "def compute_score(images, prompts, metadata): ...",
             None,
@@ -154,6 +155,21 @@ def test_a_function_that_a_run_could_not_call_is_refused_with_its_rule(composed,
     path.write_text(text)
     found = refused(check_rewards, composed, **{PATH: str(path), KWARGS: kwargs})
     assert found.startswith("reward.custom_reward_function") and message in found
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("pass", "Mine with scope='sample' (it has no score); derive"),
+        ("scope = 'batch'\n    def score(self, batch): ...", "Mine with scope='batch' (); derive"),
+        ("def score(self): ...", "(too many positional arguments)"),
+        ("def score(self, batch): ...\n    def __init__(self): ...", "(too many positional arguments); derive it"),
+    ],
+)
+def test_a_class_that_a_run_could_not_make_or_call_is_refused(composed, tmp_path, body, message):
+    path = tmp_path / "mine.py"
+    path.write_text(f"from verl_digen.reward.base import Reward\nclass Mine(Reward):\n    {body}\n")
+    assert message in refused(check_rewards, composed, digen__reward__functions={f"{path}:Mine": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -219,6 +235,8 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
             {"digen__reward__functions": {"diversity": {"weight": 1, "timeshare": True, "num_workers": 2}}},
             "functions.diversity.num_workers must be left out with digen.reward.functions.diversity.timeshare=true",
         ),
+        ({NAME: "mine"}, "must have a path where its name or reward_kwargs are given, got ('mine', {})"),
+        ({KWARGS: {"scale": 2}}, "name or reward_kwargs are given, got ('compute_score', {'scale': 2})"),
         ({"digen__reward__custom_weight": float("nan")}, "digen.reward.custom_weight must be a finite number, got nan"),
     ],
 )

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -15,7 +16,14 @@ from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.rules import check
 from verl_digen.preflight.run_folder import LOCK, claim
-from verl_digen.trainer.checkpoint import DriverState, digest, publish, save_driver_state, save_run_description
+from verl_digen.trainer.checkpoint import (
+    RUN_FILE,
+    DriverState,
+    digest,
+    publish,
+    save_driver_state,
+    save_run_description,
+)
 
 pytestmark = pytest.mark.slow
 PATH = "trainer.resume_mode=resume_path"
@@ -27,6 +35,11 @@ def begin(start, runnable, tmp_path):
     return lambda *words: start(*runnable, f"trainer.default_local_dir={tmp_path / 'run'}", *words)
 
 
+def plain(config):
+    """A run's config, which has nothing of Hydra's."""
+    return OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+
+
 @pytest.fixture
 def saved(begin, tmp_path):
     """The folder of a run of 9 steps with a checkpoint of step 6."""
@@ -34,7 +47,7 @@ def saved(begin, tmp_path):
     rows = prompts_of(config, "train").prompts
     save_driver_state(run_dir / "global_step_6", DriverState(24, digest(rows)), {}, [])
     (run_dir / "global_step_6" / "actor").mkdir()
-    save_run_description(run_dir / "global_step_6", OmegaConf.masked_copy(config, [k for k in config if k != "hydra"]))
+    save_run_description(run_dir / "global_step_6", plain(config))
     publish(run_dir, 6)
     (run_dir / METRICS).write_text('{"step": 6}\n')
     return run_dir
@@ -81,6 +94,34 @@ def test_a_reward_may_get_other_processes_and_one_without_weight_may_come_or_go(
     path.write_text(json.dumps(known))
     words = "digen.reward.recipe_functions={jpeg_compressibility: {weight: 1.0, num_workers: 3}}"
     check(begin("trainer.total_training_steps=9", words))
+
+
+def moved(begin, saved, tmp_path, *, is_copied, is_recorded):
+    """The words of a start whose base lies in another folder than when the checkpoint was saved."""
+    path, first, second = saved / "global_step_6" / RUN_FILE, tmp_path / "a b", tmp_path / "other"
+    shutil.copytree(begin().actor_rollout_ref.model.path, first)
+    save_run_description(path.parent, plain(begin(f"actor_rollout_ref.model.path='{first}'")))
+    if not is_recorded:
+        known = json.loads(path.read_text())
+        path.write_text(json.dumps({"config": known["config"], "versions": {}}))
+    (shutil.copytree if is_copied else shutil.move)(first, second)
+    return "trainer.total_training_steps=9", f"actor_rollout_ref.model.path={second}"
+
+
+@pytest.mark.parametrize(("is_copied", "is_recorded"), [(True, False), (False, True), (False, False)])
+def test_a_base_in_another_folder_is_compared_by_what_it_holds(begin, saved, tmp_path, is_copied, is_recorded):
+    words = moved(begin, saved, tmp_path, is_copied=is_copied, is_recorded=is_recorded)
+    if is_copied or is_recorded:
+        check(begin(*words))
+        [file] = (tmp_path / "other" / "transformer").glob("*.safetensors")
+        content = file.read_bytes()
+        file.write_bytes(content[:-4] + bytes(4))  # the same names, shapes and sizes, as of a fine-tuned base
+    with pytest.raises(ValueError, match=r"model\.path=\S+other \(before: \S+ b, ") as raised:
+        check(begin(*words))
+    how = "compared by fingerprints in run.json" if is_recorded else "compared by files"
+    assert (how if is_copied or is_recorded else "compared by name, because it is gone and not recorded") in str(
+        raised.value
+    )
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])

@@ -141,6 +141,8 @@ def test_target_is_the_ground_truth_or_the_quoted_part():
     assert target_of(PromptRow(prompt, "ocr", "Shut")) == "Shut"
     assert target_of(PromptRow(prompt, "any", prompt)) == "Open"
     assert target_of(PromptRow(prompt, "any", None)) == "Open"
+    with pytest.raises(ValueError, match="must be the text to show, got ' '"):
+        target_of(PromptRow(prompt, "any", " "))
 
 
 def test_a_prompt_without_a_target_is_an_error(fast):

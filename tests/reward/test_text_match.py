@@ -86,6 +86,7 @@ def test_a_target_without_characters_is_an_error_that_says_so(target):
         ('ein Schild \u201eAuf\u201c und "Zu"', "Auf"),
         ('quoted over\n"two\nlines"', "two\nlines"),
         ('an empty "" pair before "text"', None),
+        ('a blank " " pair', None),
         ("no quotes at all", None),
         ('one quote " only', None),
     ],

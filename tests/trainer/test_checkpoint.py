@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
+from verl_digen.config import DigenConfig
 from verl_digen.trainer.checkpoint import (
     DriverState,
+    digest,
     load_driver_state,
     load_open_prompts,
     publish,
@@ -14,6 +21,7 @@ from verl_digen.trainer.checkpoint import (
     save_driver_state,
     way_to_resume,
 )
+from verl_digen.trainer.colocated import ColocatedTrainer
 from verl_digen.types import PromptRow
 
 PROMPT = PromptRow(
@@ -75,3 +83,29 @@ def test_a_checkpoint_without_its_open_prompts_is_refused(tmp_path):
     (tmp_path / "prompts.json").unlink()
     with pytest.raises(ValueError, match=r"has no prompts.json; take another checkpoint"):
         load_open_prompts(tmp_path)
+
+
+class Resumed(ColocatedTrainer):
+    """The project's trainer that has loaded a checkpoint of step 3, without processes."""
+
+    def __init__(self, step_dir, prompts, digen):
+        self.config = OmegaConf.create({"trainer": {"resume_mode": "resume_path", "resume_from_path": str(step_dir)}})
+        self.train_dataset, self.digen, self.num_loaders = SimpleNamespace(prompts=prompts), digen, 0
+        self._supervision: Any = SimpleNamespace(watch_files=nullcontext)
+        self._output: Any = SimpleNamespace(keep_until=lambda step: None)
+        self._watch: Any = SimpleNamespace(load=lambda folder: None)
+        self.run_dir = step_dir.parent
+
+    def _init_dataloader(self):
+        self.num_loaders += 1
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_resume_with_another_prompt_file_draws_it_from_its_start_and_says_so(tmp_path, monkeypatch, caplog, is_other):
+    rows = [PromptRow(text, "s", None) for text in "abcd"]
+    save_driver_state(tmp_path / "global_step_3", DriverState(8, digest(rows)), {}, rows[:1])
+    monkeypatch.setattr(PPOTrainerSync, "_load_checkpoint", lambda self: setattr(self, "global_steps", 3))
+    trainer = Resumed(tmp_path / "global_step_3", rows[: 4 - is_other], DigenConfig())
+    trainer._load_checkpoint()
+    assert trainer.num_loaders == is_other and ("are drawn from their start, after 1" in caplog.text) == is_other
+    assert (trainer._num_prompts_drawn, [row.text for row in trainer._drawn]) == (8, ["a"])

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_digen.data.tables import csv_rows, parquet_rows
+from verl_digen.hub import PATTERN as HUB_NAME
+from verl_digen.hub import SCHEME as HUB
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
 """Suffixes of prompt files, in any case."""
@@ -77,6 +79,11 @@ def shown(value: Any) -> str:
 def _require_file(path: Path, key: str) -> str:
     """The file's kind."""
     kind = kind_of(path)
+    if kind is None and not path.suffix and HUB_NAME.fullmatch(f"{HUB}{path}"):
+        raise ValueError(
+            f"{key} must name existing files, got {str(path)!r}; check the path, or write {HUB}{path} for a dataset of "
+            "the hub"
+        )
     if kind is None:
         way = "pandas.read_excel(FILE).to_parquet(FILE.parquet)" if path.suffix.startswith(".xls") else "datasets"
         raise ValueError(
@@ -97,10 +104,15 @@ def _require_content(path: Path, key: str) -> None:
     """Refuse what a download may leave in place of a file."""
     with open(path, "rb") as file:
         start = file.read(200).removeprefix(codecs.BOM_UTF8).lstrip().lower()
+    page = "download the file itself, e.g. the raw one"
     for mark, what, remedy in (
         (b"version https://git-lfs", "a pointer of Git LFS", "fetch the file itself with `git lfs pull`"),
-        (b"<!doctype html", "a page of HTML", "download the file itself, e.g. the raw one"),
-        (b"<html", "a page of HTML", "download the file itself, e.g. the raw one"),
+        (b"<!doctype html", "a page of HTML", page),
+        (b"<html", "a page of HTML", page),
+        (b"<!--", "a page of HTML", page),
+        (b"<?xml", "a page of XML", page),
+        (b"404: not found", "a server's answer", page),
+        *([(b'{"', "JSON and no lines of prompts", "name it .jsonl")] if kind_of(path) == ".txt" else []),
     ):
         if start.startswith(mark):
             raise ValueError(f"{key} must name files of prompts, got {str(path)!r}, which is {what}; {remedy}")

@@ -245,7 +245,7 @@ def _reference(given: str, column: str, folder: Path, where: str) -> str:
         is_there = place is None or Path(place).exists()
     else:
         reference = place = str(folder / os.path.expanduser(given))
-        is_there = Path(place).is_file()
+        is_there = os.path.isfile(place)  # False, too, for a name that is too long
     if not is_there:
         raise ValueError(
             f"{where} must have {column} that are files, but {str(place)[-MAX_CHARACTERS_SHOWN:]!r} is missing; paths "

@@ -42,7 +42,12 @@ def read_network_config(path: Path, folder: str) -> dict[str, Any]:
     """Constructor arguments of the diffusers network in `folder`: the config file's, and the class's defaults for
     arguments that an older file lacks; the network is built with the same ones."""
     config = read_config(path, f"{folder}/config.json")
-    arguments = inspect.signature(getattr(diffusers, config["_class_name"]).__init__).parameters.values()
+    if not hasattr(diffusers, name := str(config.get("_class_name"))):
+        raise ValueError(
+            f"actor_rollout_ref.model.path must hold a {folder}/config.json that names a network of diffusers, got "
+            f"_class_name={name} in {str(path)!r}; complete the download"
+        )
+    arguments = inspect.signature(getattr(diffusers, name).__init__).parameters.values()
     defaults = {argument.name: argument.default for argument in arguments if argument.default is not argument.empty}
     return defaults | config
 

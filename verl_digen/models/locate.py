@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 from verl_digen.models.json_file import read_object
@@ -25,6 +26,8 @@ CONFIG_FILES = (
     "preprocessor_config.json",
 )
 """Files that are read without a part's weights; every part has one of them."""
+SAMPLE_BYTES = 65536
+"""Read at the start, in the middle and at the end of a file for a fingerprint."""
 VARIANTS = ["*.fp16*"]
 """Patterns of duplicate weights, which are not read."""
 
@@ -54,6 +57,23 @@ def locate_index(path: str) -> Path:
 def locate_configs(path: str) -> Path:
     """Local folder with the index and every part's config, without fetching any weights. Raises as `locate`."""
     return _fetch(path, CONFIG_FILES) if _is_on_hub(path) else Path(path).expanduser()
+
+
+def fingerprint(path: str | None) -> str | None:
+    """Hash of the networks that train in a checkpoint's folder, or of an adapter's folder: names, sizes and parts of
+    their files. None where `path` is no folder of this machine."""
+    folder, found = Path(path or "").expanduser(), sha256()
+    if path is None or not folder.is_dir():
+        return None
+    for file in sorted(folder.glob("transformer*/*")) or sorted(folder.iterdir()):
+        if file.suffix in (".json", ".safetensors", ".bin") and file.is_file():
+            size = file.stat().st_size
+            found.update(f"{file.relative_to(folder)} {size}\n".encode())
+            with open(file, "rb") as content:
+                for place in (0, size // 2, size - SAMPLE_BYTES):
+                    content.seek(max(0, place))
+                    found.update(content.read(SAMPLE_BYTES))
+    return found.hexdigest()
 
 
 def _fetch(path: str, files: tuple[str, ...]) -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,11 +76,15 @@ def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> Pef
         raise ValueError(
             f"{KEY}.{key} must name layers of the network that take an adapter, such as "
             f"{next(iter(_linear(network, names)), 'none of it')}, got "
-            f"{targets if isinstance(targets, str) else sorted(targets or ())}"
-            f"{f' without {sorted(given.exclude_modules)}' if given.exclude_modules else ''}: "
+            f"{_listed(targets)}"
+            f"{f' without {_listed(given.exclude_modules)}' if given.exclude_modules else ''}: "
             f"{str(error).splitlines()[0]}; name linear layers, or leave it out for the model's own"
         ) from error
     return adapted
+
+
+def _listed(names: Any) -> Any:
+    return names if isinstance(names, str) else sorted(names)
 
 
 def _linear(network: nn.Module, names: Collection[str]) -> list[str]:
@@ -94,13 +99,16 @@ def _check_settings(model_config: DiffusionModelConfig, given: LoraConfig) -> No
 
     if model_config.lora_adapter_path is None:
         return
+    rule = f"the adapter_config.json of {FOLDER} must have target_modules"
+    require(bool(given.target_modules), rule, given.target_modules, "take the file that peft saved with the adapter")
     plain = LoraConfig()
-    for name in NOT_SENT:
+    variants = {field.name for field in fields(LoraConfig) if field.metadata.get("is_lora_variant")} - {"use_dora"}
+    for name in (*NOT_SENT, *sorted(variants)):
         value = getattr(given, name, None)
         require(
             not value or value == getattr(plain, name),
-            f"{name} in the adapter_config.json of {FOLDER} must be left out: what it trains beside the matrices is "
-            "neither sent to replicas nor exported",
+            f"{name} in the adapter_config.json of {FOLDER} must be left out: replicas and exports take the matrices "
+            "of LoRA, rsLoRA and DoRA alone",
             value,
             "train an adapter without it, or merge this one into the base checkpoint",
         )
@@ -165,14 +173,19 @@ def adapter_notes(config: DictConfig) -> list[str]:
     section = config.actor_rollout_ref.model
     if section.lora_adapter_path is None or "://" in section.path:
         return []
+    from peft import LoraConfig
+
     made = model_section(config)
     given = {"lora_rank": made.lora_rank, "lora_alpha": made.lora_alpha}
     other = [f"{name}={value} in place of {section[name]}" for name, value in given.items() if value != section[name]]
     found = [f"{FOLDER}: its {' and '.join(other)} of the recipe"] if other and section.lora_rank else []
     file = Path(made.lora_adapter_path or "") / ADAPTER_CONFIG_NAME
-    dropout = read_object(file, FOLDER).get("lora_dropout", 0) if file.is_file() else 0
-    if dropout:
+    saved = read_object(file, FOLDER) if file.is_file() else {}
+    if dropout := saved.get("lora_dropout", 0):
         found.append(f"{FOLDER}: its lora_dropout={dropout} is 0 here, because replicas draw without")
+    known = {"peft_type", "auto_mapping", "peft_version", *(field.name for field in fields(LoraConfig))}
+    if unknown := {name: value for name, value in saved.items() if value and name not in known}:
+        found.append(f"{FOLDER}: {unknown} of its {ADAPTER_CONFIG_NAME} are unknown to peft here")
     return found
 
 

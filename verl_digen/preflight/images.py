@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from verl_digen.config import digen_config
+from verl_digen.config import SamplingConfig, digen_config
+from verl_digen.image_tables import SCHEME
 from verl_digen.require import require
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 NUM_READERS = 16
 """Files that are opened at the same time: on a network's storage, opening one is waiting."""
+MAX_OPENED = 2000
 PICTURE = re.compile(r"\.(png|jpe?g|webp|bmp|gif|tiff?)\b", re.IGNORECASE)
 """A picture's path in a value of a prompt's row."""
 REMEDY = "or take the images out of the prompts, and set digen.sampling.planned_images=0"
@@ -32,6 +34,12 @@ def check_image_settings(config: DictConfig, model: DiffusionModel) -> None:
         not sampling.size_from_image or most > 0,
         f"digen.sampling.size_from_image must be false for {title}, which reads no images",
         sampling.size_from_image,
+        "leave it out",
+    )
+    require(
+        most > 0 or sampling.image_px == SamplingConfig().image_px,
+        f"digen.sampling.image_px must be left out for {title}, which reads no images",
+        sampling.image_px,
         "leave it out",
     )
     require(
@@ -62,36 +70,39 @@ def check_prompt_images(config: DictConfig, model: DiffusionModel, prompts: Sequ
             len(prompt.images),
             "choose a checkpoint that reads them, or rename the column 'images'" if prompt.images else _missing(prompt),
         )
+    _check_pictures(model, prompts)
     if not any(prompt.images for prompt in prompts):
         return
-    _check_limits(model, prompts)
     _check_takers(config, model)
     sampling = digen_config(config).sampling
     model.latent_shape(geometry_of(sampling, [(sampling.width_px, sampling.height_px)] * max(1, least)))
 
 
-def _check_limits(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
-    """Require images that the model's pipeline takes, by the heads of their files.
-
-    Those of tables, each of which costs reading a part of its table, are checked when their prompts are drawn.
-    """
+def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
+    """Require pictures, of sizes that the model's pipeline takes, by the heads of their files; of pipelines without
+    limits at most `MAX_OPENED`, and of a column of a table the first one. Others are checked when they are drawn."""
     from verl_digen.image_sizes import IMAGE_SIZES
-    from verl_digen.image_tables import SCHEME
-    from verl_digen.inputs import file_size_px
+    from verl_digen.image_tables import TableImage
+    from verl_digen.inputs import file_size_px, source_image
 
-    limits = IMAGE_SIZES[model.spec.image_sizes].limits
+    limits = IMAGE_SIZES[model.spec.image_sizes].limits if model.spec.num_images[1] else None
+    places = {path: prompt for prompt in prompts for path in (*prompt.images, *prompt.pair)}
+    files = [path for path in places if not path.startswith(SCHEME)]
+    parsed = {path: TableImage.parse(path) for path in reversed(places) if path.startswith(SCHEME)}
+    tables = {(table.source, table.column): path for path, table in parsed.items()}
     if limits is None:
-        return
-    files = {path: prompt.place for prompt in prompts for path in prompt.images if not path.startswith(SCHEME)}
+        files = files[:: -(-len(files) // MAX_OPENED) or 1]
 
     def check(path: str) -> None:
         try:
-            limits.check(*file_size_px(path), path)
+            size = source_image(path) if path.startswith(SCHEME) else file_size_px(path)
+            if limits is not None and isinstance(size, tuple) and path in places[path].images:
+                limits.check(*size, path)
         except ValueError as error:
-            raise ValueError(f"{files[path]}: {error}") from error
+            raise ValueError(f"{places[path].place}: {error}") from error
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
-        for _ in readers.map(check, files):
+        for _ in readers.map(check, [*files, *tables.values()]):
             pass
 
 
@@ -112,7 +123,9 @@ def _check_takers(config: DictConfig, model: DiffusionModel) -> None:
 def _missing(prompt: PromptRow) -> str:
     """The remedy for a prompt without images: the columns that hold paths of pictures, if there are any."""
     columns = [name for name, value in prompt.extra.items() if PICTURE.search(str(value))]
-    return f"set data.image_key={' or '.join(columns)}, the column that has paths" if columns else "add them"
+    if not columns:
+        return "add them, or set data.image_key to the name of their column"
+    return f"set data.image_key={' or '.join(columns)}, the column that has paths"
 
 
 def _number_of_images(least: int, most: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -44,6 +45,9 @@ TRACKERS = {
 }
 """Value of trainer.logger -> the package that verl imports for it."""
 
+OF_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "_system_config", "_node_name")
+"""Arguments of `ray.init` that it refuses where it joins a cluster."""
+CONNECT_S = 5.0
 CPUS_KEY = "ray_kwargs.ray_init.num_cpus"
 UNITS_KEY = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 CPUS_PER_RANK = 3
@@ -159,17 +163,39 @@ def tracker_notes(config: DictConfig) -> list[str]:
 
 
 def check_address(config: DictConfig) -> None:
-    """Require no resources of one machine where verl's main joins a Ray cluster, which has its own."""
+    """Require a cluster that can be reached where verl's main joins one, and no settings for a new one."""
     import ray
 
     settings = config.ray_kwargs.ray_init
-    given = [f"ray_kwargs.ray_init.{key}" for key in ("num_cpus", "num_gpus") if settings.get(key) is not None]
+    if ray.is_initialized():  # a program's own
+        return
+    address = os.environ.get("RAY_ADDRESS") or settings.get("address")
+    if address == "auto" or joins_cluster(address):
+        _require_reachable(str(address or "auto"))
+    given = [f"ray_kwargs.ray_init.{key}" for key in OF_NEW_CLUSTER if settings.get(key)]
     require(
-        not given or ray.is_initialized() or not joins_cluster(settings.get("address")),  # Ray: a program's own
+        not given or not joins_cluster(address),
         f"{' and '.join(given)} must be null where a run joins a Ray cluster, here by RAY_ADDRESS, an address or a "
         "cluster that runs on this machine",
         [settings[key.rpartition(".")[2]] for key in given],
         f"set {' '.join(f'{key}=null' for key in given)}, or unset RAY_ADDRESS and RAY_ADDRESS=local for a run alone",
+    )
+
+
+def _require_reachable(address: str) -> None:
+    place, reason = urlsplit(address if "://" in address else f"//{address}"), ""
+    try:
+        if address != "auto":
+            socket.create_connection((str(place.hostname), place.port or 0), CONNECT_S).close()
+        elif not joins_cluster(None):
+            reason = "none runs on this machine"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    require(
+        not reason,
+        f"RAY_ADDRESS or ray_kwargs.ray_init.address must be HOST:PORT of a Ray cluster that answers ({reason})",
+        address,
+        "start it (`ray start --head`), or unset the address: the run starts Ray itself",
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
 
 from omegaconf import DictConfig
 
@@ -22,13 +21,20 @@ from verl_digen.preflight.rewards import reward_formula
 from verl_digen.preflight.run_folder import continue_notes
 from verl_digen.types import PromptRow
 
-LIKE_SETTINGS = {field.name.removesuffix("_px") for field in fields(SamplingConfig)} | {
-    *("height_px", "width_px", "size", "resolution", "aspect_ratio", "fps", "frames", "duration", "seed", "generator"),
-    *("cfg", "cfg_scale", "guidance", "steps", "num_inference_steps", "num_images_per_prompt", "scheduler", "strength"),
-}
-"""Columns that look like settings of a sample: those of `digen.sampling`, and other programs' names of them."""
-MEDIA_MARK = re.compile("<(image|video|audio)>")
+WORDS_OF_SETTINGS = frozenset(
+    {
+        *("height", "width", "size", "resolution", "aspect", "ratio", "seed", "generator", "steps", "frames", "fps"),
+        *("duration", "length", "guidance", "cfg", "scheduler", "sampler", "strength", "negative", "neg"),
+    }
+)
+"""Words in names of columns that look like settings of a sample."""
+MEDIA_MARK = re.compile(r"<\|?(image|img|video|audio|vision)\w*\|?>|\[img\]", re.IGNORECASE)
 """Places of images in a text, as language models' data sets have them."""
+
+
+def _looks_like_setting(column: str) -> bool:
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", column).lower().split("_")
+    return not WORDS_OF_SETTINGS.isdisjoint(words)
 
 
 def notes(config: DictConfig) -> list[str]:
@@ -72,10 +78,10 @@ def notes(config: DictConfig) -> list[str]:
 def prompt_notes(digen: DigenConfig, rows: Sequence[PromptRow], image_key: str) -> list[str]:
     """A sentence for each part of prompts that looks like a setting, and that nothing reads."""
     found, sampling = [], digen.sampling
-    if columns := sorted(LIKE_SETTINGS & {name for row in rows for name in row.extra}):
+    if columns := sorted(filter(_looks_like_setting, {str(name) for row in rows for name in row.extra})):
         found.append(
             f"columns {', '.join(columns)} of the prompts go to the rewards alone: every sample has the sizes, steps "
-            "and guidance of digen.sampling, and noise from digen.seed"
+            "and guidance of digen.sampling, noise from digen.seed, and what it avoids from the column negative_prompt"
         )
     negatives = sum(row.negative is not None for row in rows)
     is_given = sampling.negative_prompt != SamplingConfig().negative_prompt

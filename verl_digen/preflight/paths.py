@@ -26,7 +26,9 @@ def check_run_dir(config: DictConfig) -> None:
         require(
             "://" not in given, f"{key} must be a folder, not an address", given, "mount the storage, or copy later"
         )
-        path = Path(given).expanduser().absolute()
+        written = os.path.expandvars(os.path.expanduser(given))
+        require(written == given, f"{key} must be written out, because no shell reads it", given, f"write {written}")
+        path = Path(given).absolute()
         link = next((part for part in (path, *path.parents) if part.is_symlink() and not os.path.exists(part)), None)
         require(link is None, f"{key} must be a folder", given, f"{link} is a link to nothing; remove it")
         there = next(part for part in (path, *path.parents) if os.path.exists(part))

@@ -22,6 +22,7 @@ from verl_digen.pool_sizes import (
     num_reward_devices,
     num_trainer_devices,
 )
+from verl_digen.preflight.recipes import typed_keys
 from verl_digen.require import require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
@@ -54,7 +55,14 @@ def check_device(config: DictConfig) -> None:
         config.trainer.device,
         "to train on the CPU, set VERL_PLATFORM=cpu in the environment",
     )
-    if platform == "cpu" and not joins_cluster(OmegaConf.select(config, "ray_kwargs.ray_init.address")):
+    alone = not joins_cluster(OmegaConf.select(config, "ray_kwargs.ray_init.address"))
+    require(
+        not alone or config.trainer.device == platform or "device" not in typed_keys(config, "trainer"),
+        f"trainer.device must be {platform}, the platform that verl found on this machine",
+        config.trainer.device,
+        "leave it out",
+    )
+    if platform == "cpu" and alone:
         num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
         needed = num_trainer_devices(config) + num_generator_devices(config) + num_reward_devices(config)
         needed += num_environment_devices(config)

@@ -79,7 +79,15 @@ def check_rewards(config: DictConfig) -> None:
         check(connected(entry, served))
         _check_weights(config, entry)
     if has_custom(config):
-        _check_custom(config)
+        return _check_custom(config)
+    section = config.reward.custom_reward_function
+    custom = section.get("name") or "compute_score", section.get("reward_kwargs") or {}
+    require(
+        custom == ("compute_score", {}),
+        f"{CUSTOM_KEY} must have a path where its name or reward_kwargs are given",
+        custom,
+        f"set {CUSTOM_KEY}.path=FILE, or leave them out",
+    )
 
 
 def check_reward_manager(config: DictConfig) -> None:

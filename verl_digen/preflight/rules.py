@@ -168,6 +168,7 @@ OF_MODEL: tuple[Rule, ...] = (
 """Rules that read the checkpoint's configs."""
 OF_RUN: tuple[Rule, ...] = (
     machine.check_machine,
+    machine.check_address,
     machine.check_cpus,
     kernels.check_kernel_machine,
     paths.check_run_dir,

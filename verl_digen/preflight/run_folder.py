@@ -31,23 +31,25 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
 from verl_digen.data.lengths import without
+from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import IMAGES, METRICS, REPORT, START, WARNINGS
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
 from verl_digen.preflight.paths import STEP_PREFIX
 from verl_digen.preflight.start import MISSING
 from verl_digen.report.start import leaves
-from verl_digen.trainer.checkpoint import POINTER, RUN_FILE, digest, load_driver_state, newest_checkpoint
+from verl_digen.trainer.checkpoint import POINTER, RUN_FILE, WEIGHTS, digest, load_driver_state, newest_checkpoint
 
 LEARNT = (
-    *(f"actor_rollout_ref.model.{name}" for name in ("path", "lora_adapter_path", "lora_rank", "lora_alpha")),
-    *("actor_rollout_ref.model.target_modules", "actor_rollout_ref.model.exclude_modules"),
+    *WEIGHTS,
+    *(f"actor_rollout_ref.model.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")),
     *(FUNCTIONS, RECIPE_FUNCTIONS, "digen.reward.custom_weight", "digen.reward.combine"),
     *(f"digen.environment.{name}" for name in ("name", "path", "options", "max_turns")),
     *(f"reward.{name}" for name in ("custom_reward_function", "reward_model.enable", "reward_model.model_path")),
     *(f"digen.{name}" for name in ("loss", "advantage", "kl", "sde", "window", "branches", "forward")),
 )
-"""Keys of model, reward and objective; `auto` continues no run that has others. Prompts are compared by content."""
+"""Keys of model, reward and objective; `auto` continues no run that has others. Prompts and weights are compared by
+content."""
 PACE = (
     *("actor_rollout_ref.actor.optim", "actor_rollout_ref.rollout.n", "data.train_batch_size"),
     *("digen.sampling", "digen.ema", "digen.staleness", "digen.seed"),
@@ -177,13 +179,26 @@ def _differences(checkpoint: Path, keys: tuple[str, ...], config: DictConfig) ->
     """(key, value of the run that wrote the checkpoint, value of this start) where they differ. A key that the run did
     not have is not compared: it is of a newer version."""
     path = checkpoint / RUN_FILE
-    written = OmegaConf.create(json.loads(path.read_text(encoding="utf-8"))["config"] if path.is_file() else {})
+    known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"config": {}}
+    written, recorded = OmegaConf.create(known["config"]), known.get("weights", {})
     for key in keys:
         before, after = _values(written, key), _values(config, key)
         for name in sorted(before.keys() | after.keys()) if before else ():
             values = before.get(name, MISSING), after.get(name, MISSING)
-            if values[0] != values[1] and name.rpartition(".")[2] not in NOT_COMPARED:
+            if values[0] == values[1] or name.rpartition(".")[2] in NOT_COMPARED:
+                continue
+            if name not in WEIGHTS:
                 yield name, *values
+            elif how := _other_weights(recorded.get(name), *values):
+                yield name, f"{values[0]}{how}", values[1]
+
+
+def _other_weights(recorded: str | None, before: Any, after: Any) -> str:
+    """Difference of two folders with weights, for a message; "" if they hold the same."""
+    now, then = fingerprint(after), recorded or fingerprint(before)
+    if now is None or then is None:
+        return f", compared by name{'' if now is None else ', because it is gone and not recorded'}"
+    return "" if now == then else f", compared by {'fingerprints in ' + RUN_FILE if recorded else 'files'}"
 
 
 def _values(config: DictConfig, key: str) -> dict[str, Any]:

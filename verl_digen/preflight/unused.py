@@ -186,8 +186,8 @@ class Switch:
     remedy: str
     key: str = ""
     """The section's own key that is the switch; where it is typed, keys of a recipe may stay."""
-    prefix: str = ""
-    """Start of the names of the keys that it switches; "": all."""
+    prefix: str | tuple[str, ...] = ""
+    """Starts of the names of the keys that it switches; "": all."""
 
 
 def _separate(config: DictConfig, digen: DigenConfig) -> bool:
@@ -231,6 +231,28 @@ SWITCHES = (
         "choose that solver",
         key="solver",
         prefix="sa_",
+    ),
+    *(
+        Switch(
+            *("window", lambda config, digen, kind=kind: digen.window.kind == kind),
+            *(f"without digen.window.kind={kind}", "set it", "kind", names),
+        )
+        for kind, names in (("consecutive", ("size", "range", "shift_")), ("fraction", "fraction"))
+    ),
+    Switch(
+        "window",
+        lambda config, digen: digen.window.shift_decay > 0,
+        "with digen.window.shift_decay=0",
+        "set digen.window.shift_decay",
+        key="shift_decay",
+        prefix="shift_decay_from",
+    ),
+    Switch(
+        "branches",
+        lambda config, digen: bool(digen.branches.splits),
+        "without digen.branches.splits",
+        "set them",
+        key="splits",
     ),
     Switch(
         "rollout",

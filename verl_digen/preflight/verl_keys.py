@@ -60,8 +60,15 @@ def check_shards(config: DictConfig) -> None:
 
 
 def check_optimizer(config: DictConfig) -> None:
-    """Require the optimizer's class to exist."""
+    """Require the optimizer's class to exist, and a schedule that reads its settings."""
     key, optim = "actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim
+    for name, default in (("min_lr_ratio", 0.0), ("num_cycles", 0.5)):
+        require(
+            optim.lr_scheduler_type == "cosine" or optim[name] in (default, None),
+            f"{key}.{name} must be left out with {key}.lr_scheduler_type={optim.lr_scheduler_type}, which reads none",
+            optim[name],
+            f"set {key}.lr_scheduler_type=cosine",
+        )
     module, name = optim.optimizer_impl, optim.optimizer
     try:
         found = importlib.import_module(module)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight files of a checkpoint on this machine: those of every part have names that are read, all are there and none is
-truncated; those of the networks that train hold the tensors that the configuration beside them describes."""
+"""Files of a checkpoint on this machine: those of every part have names that are read, all are there, and none is a
+pointer or truncated; those of diffusers' networks hold the tensors that the configuration beside them describes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from zipfile import is_zipfile
 
 from omegaconf import DictConfig
 
@@ -24,31 +25,55 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 10**8
 WEIGHTLESS = re.compile("Tokenizer|Processor|Extractor|Scheduler|Guider|Guidance")
 """Classes of parts of a pipeline without weights."""
-MIN_BIN_BYTES = 1000
-"""A pickle of less is a pointer of Git LFS."""
+STEMS = {"transformers": ("model", "pytorch_model")}
+"""Library of a part -> the names under which it reads safetensors and pickles; `OF_DIFFUSERS` for any other."""
+OF_DIFFUSERS = ("diffusion_pytorch_model", "diffusion_pytorch_model")
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "*.model", "*.tiktoken")
+"""Files of which a tokenizer needs one; transformers makes one without any, which reads every text as nothing."""
+READS_TEXT = re.compile("(?<!ByT5)Tokenizer|VLProcessor")
+"""Classes that have a vocabulary."""
+POINTER, MAX_POINTER_BYTES = b"version https://git-lfs", 1024
+ONE_CHECKPOINT = "take both from the same checkpoint"
 
 
 def check_weights(config: DictConfig) -> None:
-    """Require every part of a local checkpoint to have its weight files, whole, and networks their own tensors."""
+    """Require every part of a local checkpoint to have its files, whole, and networks their own tensors."""
     path = config.actor_rollout_ref.model.path
     folder = Path(path).expanduser()
     if not folder.is_dir() or not (folder / INDEX).is_file():
         return
-    index = read_object(folder / INDEX, KEY).items()
-    listed = {name for name, entry in index if isinstance(entry, list) and entry[0] and not WEIGHTLESS.search(entry[1])}
-    for part in sorted(folder.glob("*/config.json")):
-        trains = part.parent.name.startswith("transformer")
-        if not (trains or part.parent.name in listed) or (part.parent / MARKER).exists():
+    for name, entry in sorted(read_object(folder / INDEX, KEY).items()):
+        part = folder / name
+        if not (isinstance(entry, list) and entry[0]) or not part.is_dir():
+            continue  # those that are needed are reported by `check_model`
+        _check_no_pointers(part)
+        if READS_TEXT.search(entry[1]) and not any(file for form in VOCABULARIES for file in part.glob(form)):
+            raise _lacks(f"the vocabulary of its {name}", part, f"has none of {', '.join(VOCABULARIES)}")
+        if WEIGHTLESS.search(entry[1]) or (part / MARKER).exists():
             continue
-        shapes = _shapes_in_files(part.parent)
-        _check_plain(part, "weights that train" if trains else "encoders in plain weights")
-        if trains and shapes:
-            _check_tensors(part, shapes)
+        trains = name.startswith("transformer")
+        _check_plain(part / "config.json", "weights that train" if trains else "encoders in plain weights")
+        shapes = _shapes_in_files(part, *STEMS.get(entry[0], OF_DIFFUSERS))
+        if shapes and entry[0] == "diffusers":
+            _check_tensors(part / "config.json", shapes, trains=trains)
+
+
+def _lacks(what: str, place: Path, found: str, remedy: str = "complete the download") -> ValueError:
+    return ValueError(f"{KEY} must hold {what}, but {str(place)!r} {found}; {remedy}")
+
+
+def _check_no_pointers(folder: Path) -> None:
+    for file in sorted(folder.iterdir()):
+        if file.is_file() and file.stat().st_size <= MAX_POINTER_BYTES and file.read_bytes().startswith(POINTER):
+            raise _lacks("whole files", file, "is a pointer of Git LFS", "fetch it with `git lfs pull`")
 
 
 def _check_plain(config: Path, what: str) -> None:
-    """Require weights that are not quantised."""
-    method = read_object(config, KEY).get("quantization_config")
+    """Require a class, and weights that are not quantised."""
+    content = read_object(config, KEY)
+    if {"_class_name", "model_type", "architectures"}.isdisjoint(content):
+        raise _lacks("a class in each config.json", config, "names none")
+    method = content.get("quantization_config")
     require(
         method is None,
         f"{KEY} must hold {what}, but {str(config)!r} has a quantization_config",
@@ -57,41 +82,41 @@ def _check_plain(config: Path, what: str) -> None:
     )
 
 
-def _shapes_in_files(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Tensors of the safetensors in `folder`; none where the weights have another format."""
-    every = {file.name for file in folder.glob("*.safetensors")}
-    names = {name for name in every if "." not in name.removesuffix(".safetensors")}  # x.fp16.safetensors is a variant
-    if not names and every and not any(folder.glob("*.bin")):
-        raise ValueError(
-            f"{KEY} must hold weights without a variant in the names of their files, but {str(folder)!r} has "
-            f"{', '.join(sorted(every)[:3])} alone; download the others, or rename these"
-        )
-    for index in folder.glob(f"*{INDEX_SUFFIX}"):
-        named = set(read_object(index, KEY).get("weight_map", {}).values())
-        if missing := sorted(named - names):
-            raise ValueError(
-                f"{KEY} must hold all weight files that {index.name} names, but {str(folder)!r} lacks "
-                f"{', '.join(missing[:3])}; complete the download"
-            )
-    if not names and not any(folder.glob("*.bin")):
-        raise ValueError(f"{KEY} must hold weights, but {str(folder)!r} has no *.safetensors; complete the download")
-    for file in folder.glob("*.bin") if not names else ():
-        if file.stat().st_size < MIN_BIN_BYTES:
-            raise _cut(file)
+def _shapes_in_files(folder: Path, stem: str, stem_of_pickles: str) -> dict[str, tuple[int, ...]]:
+    """Tensors of the safetensors in `folder` that its library reads; none where the weights are pickles."""
+    files = _named(folder, stem, ".safetensors") or _named(folder, stem_of_pickles, ".bin")
+    if not files:
+        there = sorted(file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+        what = f"{stem}.safetensors, or parts and the {stem}{INDEX_SUFFIX} that names them"
+        raise _lacks(what, folder, f"has {', '.join(there[:3]) or 'no weights'}", "download it, or rename them")
     shapes: dict[str, tuple[int, ...]] = {}
-    for name in sorted(names):
-        of_file = shapes_of(folder / name)
+    for file, tensors in files.items():
+        of_file = shapes_of(file) if file.suffix == ".safetensors" else {} if _is_whole_pickle(file) else None
         if of_file is None:
-            raise _cut(folder / name)
+            raise _lacks("whole weight files", file, f"was cut short: {file.stat().st_size} bytes", "download it again")
+        if of_file and (lacking := sorted(tensors - of_file.keys())):
+            raise _lacks("the tensors that its indices name", file, f"has no {lacking[0]}", ONE_CHECKPOINT)
         shapes |= of_file
     return shapes
 
 
-def _cut(file: Path) -> ValueError:
-    return ValueError(
-        f"{KEY} must hold whole weight files, got {str(file)!r} with {file.stat().st_size} bytes, which was cut short; "
-        "download it again"
-    )
+def _named(folder: Path, stem: str, suffix: str) -> dict[Path, set[str]]:
+    """Weight files with this stem -> names of tensors that an index says are in them."""
+    index, whole = folder / f"{stem}{suffix}.index.json", folder / f"{stem}{suffix}"
+    if not index.is_file():
+        return {whole: set()} if whole.is_file() else {}
+    listed, files = read_object(index, KEY).get("weight_map"), {}
+    for tensor, name in (listed if isinstance(listed, dict) else {}).items():
+        files.setdefault(folder / str(name), set()).add(tensor)
+    if missing := sorted(file.name for file in files if not file.is_file()):
+        raise _lacks(f"all weight files that {index.name} names", folder, f"lacks {', '.join(missing[:3])}")
+    return files
+
+
+def _is_whole_pickle(file: Path) -> bool:
+    """True for a pickle of PyTorch: a zip, whose directory stands at its end, or one of the older form."""
+    with open(file, "rb") as content:
+        return content.read(1) == b"\x80" or is_zipfile(file)
 
 
 def shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
@@ -111,16 +136,21 @@ def shapes_of(file: Path) -> dict[str, tuple[int, ...]] | None:
     return shapes if size == LENGTH_BYTES + length + end else None
 
 
-def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]], *, trains: bool) -> None:
     """Require the weights of the network that `config` describes: diffusers would draw missing ones at random."""
     try:
         text = config.read_text(encoding="utf-8")
     except (OSError, ValueError):
         return  # reported by `check_model`
+    if not trains and any(".query." in name for name in shapes):
+        return  # names of an older diffusers, which it renames
     expected = dict(_expected(config.parent, text))
     for problem, names in (
-        ("has no weights for", sorted(expected.keys() - shapes.keys())),
-        ("has weights that the network lacks:", sorted(shapes.keys() - expected.keys())),
+        (
+            "has no weights for",
+            sorted(name for name in expected.keys() - shapes.keys() if trains or "num_batches" not in name),
+        ),
+        ("has weights that the network lacks:", sorted(shapes.keys() - expected.keys() if trains else ())),
         (
             "has other shapes for",
             sorted(name for name in expected.keys() & shapes.keys() if expected[name] != shapes[name]),
@@ -128,10 +158,8 @@ def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     ):
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(
-                f"{KEY} must hold the weights of the network in its {config.parent.name}/config.json, but "
-                f"{str(config.parent)!r} {problem} {', '.join(names[:3])}{more}; take both from the same checkpoint"
-            )
+            what = f"the weights of the network in its {config.parent.name}/config.json"
+            raise _lacks(what, config.parent, f"{problem} {', '.join(names[:3])}{more}", ONE_CHECKPOINT)
 
 
 @lru_cache(maxsize=4)

@@ -86,7 +86,8 @@ def require_reward_function(
         extra: keyword arguments that the user passes in addition to `ARGUMENTS`.
         extra_place: where the user gives them, for the message.
     """
-    is_function = callable(function) and not isinstance(function, type) and not inspect.isgeneratorfunction(function)
+    makes_many = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    is_function = callable(function) and not isinstance(function, type) and not makes_many
     if not is_function:
         raise ValueError(
             f"{key} must be a function that returns a number or a dict with 'score', got "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -100,6 +101,7 @@ def check(entry: RewardEntry) -> Any:
     """
     found = find(entry)
     if is_class(found):
+        _check_class(found, entry.key)
         settings(entry, found)
         return found
     if isinstance(found, type):
@@ -109,6 +111,21 @@ def check(entry: RewardEntry) -> Any:
         )
     require_reward_function(f"{entry.key}: {entry.target!r}", found, entry.arguments, "the entry's arguments")
     return found
+
+
+def _check_class(found: type[Reward], key: str) -> None:
+    """Require a class that can be made and called as `Reward` is."""
+    try:
+        inspect.signature(found.__init__).bind(None, None, None)
+        inspect.signature(found.score).bind(None, None)
+        reason = "it has no score" if inspect.isabstract(found) else ""
+    except TypeError as error:
+        reason = str(error)
+    if reason or found.scope not in ("sample", "group"):
+        raise ValueError(
+            f"{key} must be a class with __init__(self, config, device), score(self, batch), and sample or group as "
+            f"scope, got {found.__name__} with scope={found.scope!r} ({reason}); derive it so from Reward"
+        )
 
 
 def settings(entry: RewardEntry, found: type[Reward]) -> Any:

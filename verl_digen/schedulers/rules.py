@@ -103,7 +103,7 @@ class QueueConfig:
 
     replicate_prompts: bool = True
     """Samples of a group are sent independently. False: a whole group per slot."""
-    extra_prompts: Annotated[int, In("[0, inf]"), "0: none"] = 0
+    extra_prompts: Annotated[int, In("[0, 10000]"), "0: none"] = 0
     """Groups begun in addition to the batch's; once enough are complete, the surplus is dropped."""
     drop_zero_spread: bool = False
     """A group whose rewards are all equal carries no gradient: it is dropped and replaced, within

@@ -27,10 +27,13 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from verl_digen.models.locate import fingerprint
 from verl_digen.types import PromptRow
 from verl_digen.versions import installed
 
 RUN_FILE = "run.json"
+WEIGHTS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path")
+"""Keys of folders with weights that a run begins with."""
 POINTER = "latest_checkpointed_iteration.txt"
 """The name verl's `find_latest_ckpt_path` reads."""
 
@@ -67,8 +70,10 @@ def save_driver_state(
 
 
 def save_run_description(step_dir: Path, config: DictConfig) -> None:
-    """Write `RUN_FILE`: the config that the run has, with interpolations resolved, and versions of packages."""
-    found = {"config": OmegaConf.to_container(config, resolve=True), "versions": installed()}
+    """Write `RUN_FILE`: the config that the run has, with interpolations resolved, versions of packages, and
+    fingerprints of the weights that it began with."""
+    weights = {key: fingerprint(OmegaConf.select(config, key)) for key in WEIGHTS}
+    found = {"config": OmegaConf.to_container(config, resolve=True), "versions": installed(), "weights": weights}
     replace_text(step_dir / RUN_FILE, json.dumps(found, default=str))
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             load_s=self.digen.deadlines.load_s,
         )
         self._restarts = self._make_restarts()
+        self._validation.replace_all_lost = self._replace_all_lost
         self._recorder = Recorder()
         self._driver = Lane("driver", 0, socket.gethostname(), 0)
         self._conductor: Conductor | None = None
@@ -246,7 +247,11 @@ class DisaggregatedTrainer(DiffusionTrainer):
         return outcome
 
     def _send(self, version: int) -> None:
-        """Send the trainer's weights to every replica. While all are lost, wait for one that is started.
+        """Send the trainer's weights to every replica, which takes them between two chunks."""
+        self._update_replicas(lambda: self.checkpoint_manager.stage_weights(version))
+
+    def _update_replicas(self, update: Callable[[], Any]) -> None:
+        """Have `update` send weights to every replica. While all are lost, wait for one that is started.
 
         Raises:
             ReplicasLost: `digen.rollout.max_restarts` is used up.
@@ -254,13 +259,22 @@ class DisaggregatedTrainer(DiffusionTrainer):
         while True:
             self._add_started_replicas()
             try:
-                return self._update_replicas(lambda: self.checkpoint_manager.stage_weights(version))
+                return super()._update_replicas(update)
             except ReplicasLost:
                 self._restarts.replace_lost(0)
                 if not self._restarts.is_starting:
                     raise
             logger.warning("every replica is lost: the run waits for one that is started")
             self._supervision.run(self._restarts.one_ended())
+
+    def _replace_all_lost(self) -> bool:
+        """If no replica is alive, wait for one that has the weights to validate -> True."""
+        try:
+            self._replicas.forget_lost()
+        except ReplicasLost:
+            self._update_replicas(lambda: self.checkpoint_manager.update_weights(self.global_steps))
+            return True
+        return False
 
     def _clear(self, outcome: BatchOutcome) -> None:
         """Clear what is no longer read; conditions stay while a prompt of an unfinished batch has the same.

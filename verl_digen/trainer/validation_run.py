@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.turns import num_events
 from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_metrics, validation_uid
-from verl_digen.types import SampleTag
+from verl_digen.types import PromptRow, SampleTag
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ class Validation:
         """Called before a batch of prompts goes to the agent loops."""
         self.on_poll: Callable[[Iterable[PromptStatus]], None] = lambda prompts: None
         """Called with the prompts of the batch whenever they were looked at, while some have not ended."""
+        self.replace_all_lost: Callable[[], bool] = lambda: False
+        """Called when prompts failed; True if no replica was alive, and one is now: they are generated again."""
 
     def run(
         self,
@@ -80,18 +82,11 @@ class Validation:
         num_samples = 0
         for columns in loader:
             rows = [replace(row, uid=validation_uid(row.index)) for row in columns[ROW]]
-            uids = [row.uid for row in rows]
-            num_samples += len(uids) * self._num_samples
-            batch = prompt_batch(rows)
-            tu.assign_non_tensor_data(batch, "global_steps", step)
-            tu.assign_non_tensor_data(batch, "validate", True)
-            self.on_batch()
-            submit_prompts(VAL, uids, step)
-            generate(batch)
-            reasons = self.wait(uids, tags)
+            num_samples += len(rows) * self._num_samples
+            reasons = self.generate(rows, generate, step, tags)
             for reason in reasons:
                 logger.warning("a validation prompt failed: %s", reason)
-            if len(reasons) == len(uids):
+            if len(reasons) == len(rows):
                 raise RunStopped(f"validation at step {step}: every prompt failed; the last: {reasons[-1]}")
         self.finish_pictures()
         self._pictures = draw_pictures(
@@ -104,13 +99,33 @@ class Validation:
         logger.info("validation after %d steps: reward %.4f over %d pictures", step, metrics["val/reward"], len(tags))
         return metrics
 
+    def generate(
+        self,
+        rows: Sequence[PromptRow],
+        generate: Callable[[TensorDict], Any],
+        step: int,
+        tags: dict[str, SampleTag],
+    ) -> list[str]:
+        """Have the prompts generated, move their samples' tags into `tags` -> the reasons of failures."""
+        while True:
+            batch, uids = prompt_batch(rows), [row.uid for row in rows]
+            tu.assign_non_tensor_data(batch, "global_steps", step)
+            tu.assign_non_tensor_data(batch, "validate", True)
+            self.on_batch()
+            submit_prompts(VAL, uids, step)
+            generate(batch)
+            reasons = self._wait(uids, tags)
+            if not (reasons and self.replace_all_lost()):
+                return list(reasons.values())
+            rows = [row for row in rows if row.uid in reasons]
+
     def finish_pictures(self) -> None:
         """Wait for the pictures of the last validation, if there was one."""
         if self._pictures is not None:
             ray.get(self._pictures, timeout=self._digen.deadlines.save_s)
 
-    def wait(self, uids: list[str], tags: dict[str, SampleTag]) -> list[str]:
-        """Wait for the prompts, move their samples' tags into `tags`, clear them; returns the reasons of failures.
+    def _wait(self, uids: list[str], tags: dict[str, SampleTag]) -> dict[str, str]:
+        """Wait for the prompts, move their samples' tags into `tags`, clear them -> uid: reason, of those that failed.
 
         Raises:
             DeadlineMissed: no prompt ended for `digen.deadlines.no_progress_s`. A hung replica is detected earlier.
@@ -128,7 +143,7 @@ class Validation:
             self._supervision.patience.check(num_events(prompts), what)
             self.on_poll(prompts)
             time.sleep(self._poll_s)
-        reasons = [found.prompts[uid].error for uid in uids if found.prompts[uid].status == "failure"]
+        reasons = {uid: found.prompts[uid].error for uid in uids if found.prompts[uid].status == "failure"}
         tags.update(found.samples)
         clear(VAL, [*uids, *found.samples])
         return reasons

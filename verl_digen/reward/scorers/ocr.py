@@ -126,7 +126,7 @@ def target_of(row: PromptRow) -> str:
     if row.ground_truth is None or row.ground_truth == row.text:
         return text_target(row.text)
     require(
-        isinstance(row.ground_truth, str),
+        isinstance(row.ground_truth, str) and row.ground_truth.strip() != "",
         "ocr: reward_model.ground_truth must be the text to show",
         row.ground_truth,
         "write a string, or leave it out and quote the text in the prompt",
