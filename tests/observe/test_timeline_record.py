@@ -113,7 +113,7 @@ def test_examples_in_the_docstrings_are_true(module):
     assert result.attempted > 0 and result.failed == 0
 
 
-def test_all_but_the_picture_imports_without_torch_ray_or_matplotlib():
+def test_the_timeline_imports_without_torch_ray_or_matplotlib():
     code = (
         "import sys, verl_digen.observe.timeline.command, verl_digen.observe.timeline as t; "
         "print([name for name in ('torch', 'ray', 'verl', 'numpy', 'matplotlib') if name in sys.modules])"

@@ -354,7 +354,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
         if not is_single:
             return None
-        return Burst(str(order.chunk_id), len(order.samples), joins_groups=self.digen.gap.join_groups)
+        return Burst(str(order.chunk_id), len(order.samples))
 
     async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, server: Any) -> None:
         try:

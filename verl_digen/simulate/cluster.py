@@ -22,7 +22,7 @@ from verl_digen.devices import Pool
 from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
-from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
+from verl_digen.schedulers.simulation import TECHNIQUES, PlannerRun, What
 from verl_digen.schedulers.types import TRAINER
 from verl_digen.simulate.bound import lower_bound_s
 from verl_digen.simulate.costs import assist_s, sample_s, train_s
@@ -34,9 +34,6 @@ WARM_UP_STEPS = 2
 COLOCATED, COLOCATED_TSP, BARRIER = "colocated", "colocated+tsp", "barrier"
 BASELINES = (COLOCATED, COLOCATED_TSP, BARRIER)
 """Names of runs in which generation and training do not overlap; other runs are compared with the fastest of them."""
-
-COLOCATED_STEPS = 8
-"""Number of steps in the events of a colocated run; all are identical."""
 
 SAME_SAMPLES = 1e-6
 """Tolerance in samples: two amounts of work closer than this are equal."""
@@ -79,10 +76,6 @@ class Outcome:
     """Share of the groups that were begun one version early."""
     bound_s: float | None = None
     """Lower bound of `step_s` for these pools and techniques, see `verl_digen.simulate.bound`; None: colocated."""
-    events: tuple[Event, ...] = ()
-    """Events of all steps, if kept."""
-    window_s: tuple[float, float] = (0.0, 0.0)
-    """(start, end) of the steady steps among `events`."""
 
     @property
     def samples_per_device_s(self) -> float:
@@ -114,7 +107,6 @@ def run_split(
     *,
     num_steps: int,
     stale_fraction: float = 1.0,
-    keeps_events: bool = False,
     rules: BatchRules | None = None,
 ) -> Outcome:
     """Simulate a disaggregated run; with "tcss", `stale_fraction` of a batch may be begun early.
@@ -137,7 +129,7 @@ def run_split(
         slots,
         num_batches=num_steps,
         commit_s=profile.numbers.commit_s,
-        keeps_events=keeps_events,
+        keeps_events=False,
     )
     run.play()
     return _steady_outcome(profile, split, techniques, run)
@@ -221,8 +213,6 @@ def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str],
         assisted=sum(report.num_assisted for report in reports) / num_steady / num_samples,
         stale=sum(report.stale_groups.get(1, 0) for report in reports) / num_steady / num_prompts,
         bound_s=lower_bound_s(profile, split.trainer, split.generator, techniques),
-        events=tuple(run.events),
-        window_s=(run.commits_s[first], run.commits_s[last]),
     )
 
 
@@ -296,11 +286,6 @@ def turns_outcome(
         devices: the devices in words; None: `pool`, "together".
     """
     step_s = sum(seconds for _, seconds in parts)
-    events, now_s = [], 0.0
-    for step in range(COLOCATED_STEPS):
-        for what, seconds in parts:
-            events.append(Event("all", what, now_s, now_s + seconds, (step,)))
-            now_s += seconds
     return Outcome(
         name=name,
         devices=f"{pool} together" if devices is None else devices,
@@ -311,8 +296,6 @@ def turns_outcome(
         idle={"all": 1 - busy_s / step_s},
         assisted=0.0,
         stale=0.0,
-        events=tuple(events),
-        window_s=(0.0, now_s),
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layout shared by picture and trace: rows for intervals that overlap on a lane, and short names of groups. Pure.
+"""Layout shared by page and trace: rows for intervals that overlap on a lane, and short names of groups. Pure.
 
 *Invariants:* two intervals of one row never overlap; no more rows are used than intervals overlap at once.
 """
