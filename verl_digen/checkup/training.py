@@ -20,8 +20,8 @@ from verl.plugin.platform import get_platform
 
 from verl_digen.bench.runs import LOG_NAME, NUM_LOG_LINES, STEPS_ALONE, read_steps
 from verl_digen.checkup.checkpoints import write_checkpoint
-from verl_digen.checkup.outcome import CheckFailed
-from verl_digen.checkup.setting import Setting, quickstart_devices
+from verl_digen.checkup.checks import CheckFailed, Setting
+from verl_digen.checkup.quickstart import quickstart_devices
 from verl_digen.models.tiny import build_tiny
 from verl_digen.reward.scorers.shapes.scene import all_scenes, caption
 from verl_digen.torch_support import torch_facts, torch_has_accelerator_support
