@@ -13,8 +13,7 @@ import pytest
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
 from verl_digen.observe.timeline import TimelineFile, command, read_timeline
 from verl_digen.observe.timeline.interval import KINDS
-from verl_digen.observe.timeline.layout import group_label, group_names, rows
-from verl_digen.observe.timeline.legend import COLOURS
+from verl_digen.observe.timeline.layout import COLOURS, group_label, group_names, rows
 from verl_digen.observe.timeline.trace import COLOURS as TRACE_COLOURS
 from verl_digen.observe.timeline.trace import to_trace
 

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_digen.blips import through_blips
+from verl_digen.actors import through_blips
 from verl_digen.weights.checksum import Checksum
 from verl_digen.weights.sending import ReceiverDied, Wire, send_update
 

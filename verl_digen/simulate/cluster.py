@@ -24,8 +24,7 @@ from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
 from verl_digen.schedulers.simulation import TECHNIQUES, PlannerRun, What
 from verl_digen.schedulers.types import TRAINER
-from verl_digen.simulate.bound import lower_bound_s
-from verl_digen.simulate.costs import assist_s, sample_s, train_s
+from verl_digen.simulate.costs import assist_s, lower_bound_s, sample_s, train_s
 from verl_digen.simulate.profile import Profile
 
 WARM_UP_STEPS = 2
@@ -75,7 +74,7 @@ class Outcome:
     stale: float
     """Share of the groups that were begun one version early."""
     bound_s: float | None = None
-    """Lower bound of `step_s` for these pools and techniques, see `verl_digen.simulate.bound`; None: colocated."""
+    """Lower bound of `step_s` for these pools and techniques, see `verl_digen.simulate.costs`; None: colocated."""
 
     @property
     def samples_per_device_s(self) -> float:

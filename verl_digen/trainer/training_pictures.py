@@ -23,11 +23,10 @@ import ray
 from omegaconf import DictConfig
 
 from verl_digen.config import DigenConfig
-from verl_digen.observe.board import log_histograms, log_pictures
 from verl_digen.observe.group_pictures import best_and_worst, is_group_logged, is_step_logged
 from verl_digen.observe.images import Shown, save_grid
 from verl_digen.observe.run_files import group_dir
-from verl_digen.observe.wandb_media import log_to_wandb
+from verl_digen.observe.trackers import log_histograms, log_pictures, log_to_wandb
 from verl_digen.reward.named import has_custom
 from verl_digen.store.keys import group_number, parse_key
 from verl_digen.trainer.checkpoint import replace_text

@@ -17,7 +17,7 @@ from verl.utils import tensordict_utils as tu
 from verl_digen.config import DigenConfig
 from verl_digen.data.rows import ROW, prompt_batch
 from verl_digen.errors import RunStopped
-from verl_digen.observe.wandb_media import log_to_wandb
+from verl_digen.observe.trackers import log_to_wandb
 from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import PromptStatus, list_partition, submit_prompts
 from verl_digen.store.samples import clear
