@@ -66,7 +66,7 @@ async def sign_of_life(actor: Any, deadlines: DeadlinesConfig) -> None:
     """Wait for the actor's answer to a call that does no work.
 
     Raises:
-        RayActorError: it died, or was unreachable for `digen.deadlines.blip_s`.
+        RayActorError: it died, or was unreachable for a quarter of `digen.deadlines.answer_s`.
         asyncio.TimeoutError: no answer within `digen.deadlines.answer_s`.
     """
     asked = through_blips(actor.__ray_ready__.remote, deadlines.blip_s)

@@ -17,9 +17,7 @@ from verl_digen.sampling.requests import sample_request
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import Burst, PromptRow
 
-DIGEN = DigenConfig(
-    deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, blip_s=10.0, no_progress_s=1000.0)
-)
+DIGEN = DigenConfig(deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, no_progress_s=1000.0))
 ROW = PromptRow("a cat", "test", None, uid="val-00000")
 
 
@@ -155,7 +153,7 @@ def test_a_sample_that_is_not_wanted_any_more_is_withdrawn_from_its_replica():
 
 def test_a_blip_is_no_death(monkeypatch):
     blinks = Server(errors=[ActorUnavailableError("away", None)] * 2)
-    assert generate(monkeypatch, blinks=blinks, other=Server()) == ("from blinks", pytest.approx(0.5 + 1.0 + 1.0))
+    assert generate(monkeypatch, blinks=blinks, other=Server()) == ("from blinks", pytest.approx(0.5 + 0.75 + 1.0))
 
 
 def test_a_replica_out_of_reach_for_longer_than_a_blip_or_dead_is_left_for_another_one(monkeypatch):

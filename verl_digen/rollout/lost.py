@@ -25,7 +25,7 @@ class ReplicaHandle:
 
     Args:
         name: Ray actor name, looked up at the first call.
-        blip_s: `digen.deadlines.blip_s`. A server that is unreachable for longer is killed: it would miss weights.
+        blip_s: a server that is unreachable for longer is killed: it would miss weights.
     """
 
     def __init__(self, name: str, blip_s: float):

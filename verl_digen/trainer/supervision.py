@@ -74,7 +74,7 @@ class Supervision:
     @contextmanager
     def watch_files(self, what: str) -> Iterator[None]:
         """Bound the writing or reading of a checkpoint."""
-        bound = Bound(self.deadlines.config.save_s, "digen.deadlines.save_s")
+        bound = Bound(self.deadlines.config.setup_s, "digen.deadlines.setup_s")
         with self._watchdog.watch(what, bound):
             yield
 

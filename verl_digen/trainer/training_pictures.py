@@ -9,7 +9,7 @@
 | W&B | the same names, each picture or video by itself |
 
 Files come from the agent loop workers (`verl_digen.observe.group_pictures`). A task beside the run draws the grid and
-writes TensorBoard's files. Who waits: the next such step, and the end of the run. Bound: `digen.deadlines.save_s`.
+writes TensorBoard's files. Who waits: the next such step, and the end of the run. Bound: `digen.deadlines.setup_s`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class TrainingPictures:
     def finish(self) -> None:
         """Wait until the last ones are drawn."""
         if self._drawn is not None:
-            ray.get(self._drawn, timeout=self._digen.deadlines.save_s)
+            ray.get(self._drawn, timeout=self._digen.deadlines.setup_s)
 
 
 def distributions(tags: Sequence[SampleTag], rewards: Sequence[str]) -> dict[str, list[float]]:

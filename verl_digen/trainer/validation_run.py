@@ -107,7 +107,7 @@ class Validation:
     def finish_pictures(self) -> None:
         """Wait for the pictures of the last validation, if there was one."""
         if self._pictures is not None:
-            ray.get(self._pictures, timeout=self._digen.deadlines.save_s)
+            ray.get(self._pictures, timeout=self._digen.deadlines.setup_s)
 
     def wait(self, uids: list[str], tags: dict[str, SampleTag]) -> list[str]:
         """Wait for the prompts, move their samples' tags into `tags`, clear them; returns the reasons of failures.
