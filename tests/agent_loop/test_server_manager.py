@@ -105,7 +105,7 @@ def test_a_replica_that_hangs_is_ended_and_its_sample_goes_to_another_one(monkey
 
 def test_requests_ask_for_latents_where_a_reward_reads_them(monkeypatch):
     latents = {"weight": 1.0, "reward": "server", "protocol": "drm_latents", "url": "http://h:1"}
-    for functions, wanted in (({"drm": latents}, True), ({"shapes": 1.0}, False)):
+    for functions, wanted in (({"drm": latents}, True), ({"jpeg_compressibility": 1.0}, False)):
         server = Server()
         monkeypatch.setattr(f"{__name__}.DIGEN", replace(DIGEN, reward=RewardConfig(functions=functions)))
         generate(monkeypatch, one=server)

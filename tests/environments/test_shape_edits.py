@@ -3,18 +3,20 @@
 
 import asyncio
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from drawn_edits import apply, parse_instruction
+from drawn_scenes import Scene, caption, draw
 
 from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.base import Instruction, TurnResult
 from verl_digen.environments.registry import environment_class, environment_settings
-from verl_digen.reward.scorers.shapes.edits import apply, parse_instruction
-from verl_digen.reward.scorers.shapes.scene import Scene, caption, draw
 from verl_digen.types import PromptRow
 
+SHAPE_EDITS = str(Path(__file__).resolve().parents[2] / "examples" / "drawn_world" / "shape_edits.py:ShapeEdits")
 SCENE = Scene("circle", "red", "blue", 1, "left")
 TARGET = apply(SCENE, parse_instruction("make it yellow"))
 TRUTH = {"target": caption(TARGET), "changed": "colour"}
@@ -22,7 +24,7 @@ ROW = PromptRow("make it yellow", "tiny_edit", TRUTH, uid="g")
 
 
 def made(**options: Any) -> Any:
-    config = EnvironmentConfig(name="shape_edits", options=options)
+    config = EnvironmentConfig(path=SHAPE_EDITS, options=options)
     found = environment_class(config)
     return found(environment_settings(config, found))
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn_edits import apply, parse_instruction
+from drawn_scenes import caption, draw
 from PIL import Image
 
 from tests.environments.local import connect
-from tests.environments.test_shape_edits import SCENE
+from tests.environments.test_shape_edits import SCENE, SHAPE_EDITS
 from tests.plan.runs import make_run
 from tests.tiny_models import build_tiny
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
@@ -23,8 +25,6 @@ from verl_digen.plan import command
 from verl_digen.plan.episodes import Episodes, turn_geometry
 from verl_digen.plan.memory import plan_memory
 from verl_digen.plan.time import plan_time
-from verl_digen.reward.scorers.shapes.edits import apply, parse_instruction
-from verl_digen.reward.scorers.shapes.scene import caption, draw
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.store.conditions import to_columns
 from verl_digen.types import PromptRow, SampleRequest
@@ -40,7 +40,7 @@ WORDS = (
     f"digen.sampling.num_steps={NUM_STEPS}",
 )
 TEXTS = ("make it yellow", "make the background green")
-EXAMPLE = {"environment": EnvironmentConfig(name="shape_edits", max_turns=3)}
+EXAMPLE = {"environment": EnvironmentConfig(path=SHAPE_EDITS, max_turns=3)}
 
 
 class Client:

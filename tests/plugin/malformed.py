@@ -350,7 +350,7 @@ UNUSUAL = [
     ("trainer.max_actor_ckpt_to_keep=1",),
     ("digen.loss.advantage_clip=inf",),
     ("digen.seed=-7",),
-    ("digen.reward.recipe_functions.jpeg_compressibility=0", "digen.reward.recipe_functions.shapes=1"),
+    ("digen.reward.recipe_functions.jpeg_compressibility=0", "digen.reward.recipe_functions.jpeg_incompressibility=1"),
     ("digen.sampling.negative_prompt=''",),
     ("digen.window.kind=consecutive", "digen.window.range=[0,3]", "digen.window.size=1", "digen.sampling.solver=dpm2"),
     (
@@ -368,7 +368,10 @@ UNUSUAL = [
     ("digen.max_refills_per_step=null",),
     ("digen.num_logged_images=0", "data.seed=3", "reward.num_workers=3", "trainer.logger=console", f"{ROLLOUT}.n=5"),
     ("digen.reward.recipe_functions.jpeg_compressibility={weight: 1, num_workers: 2, num_gpus: 0.5, batch_wait_s: 0}",),
-    ("digen.reward.combine=gdpo", "digen.reward.functions={jpeg_compressibility: 1, shapes: {weight: 0.5}}"),
+    (
+        "digen.reward.combine=gdpo",
+        "digen.reward.functions={jpeg_compressibility: 1, jpeg_incompressibility: {weight: 0.5}}",
+    ),
     ("digen.reward.recipe_functions.diversity=0.1", f"{ROLLOUT}.val_kwargs.n=2"),
     ("digen.reward.recipe_functions.diversity={weight: 1, timeshare: true}", f"{ROLLOUT}.val_kwargs.n=2"),
     *map(tuple, apart(ADDED)),

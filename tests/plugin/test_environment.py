@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.environments.test_shape_edits import SHAPE_EDITS
 from tests.tiny_models import build_tiny
 from verl_digen import preflight
 from verl_digen.preflight.agent_loop import check_environment
@@ -67,7 +68,7 @@ def test_what_an_environment_does_not_go_with_is_refused(start, runnable, overri
 @pytest.mark.parametrize(
     ("words", "turns"),
     [
-        (("digen.environment.name=shape_edits", "digen.environment.options={num_turns: 5}"), 5),
+        ((f"digen.environment.path={SHAPE_EDITS}", "digen.environment.options={num_turns: 5}"), 5),
         (("digen.environment.name=vlm_judge", "digen.environment.options={url: 'http://judge', num_turns: 6}"), 6),
     ],
     ids=["shape_edits", "vlm_judge"],

@@ -5,8 +5,7 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-
-from verl_digen.reward.scorers.shapes.scene import (
+from drawn_scenes import (
     ANCHORS,
     BACKGROUNDS,
     COLOURS,
@@ -18,7 +17,7 @@ from verl_digen.reward.scorers.shapes.scene import (
     draw,
     parse_caption,
 )
-from verl_digen.reward.scorers.shapes.scorer import compute_score
+from shapes_reward import compute_score
 
 SCENES = all_scenes()
 ONE_WRONG_LOSES = {"shape": 0.2, "colour": 0.2, "position": 0.1, "count": 0.1, "background": 0.1}

@@ -31,9 +31,8 @@ import math
 from typing import Any
 
 import numpy as np
+from drawn_scenes import ANCHORS, RGB, SHAPES, Scene, parse_caption, shape_distance
 from PIL import Image
-
-from verl_digen.reward.scorers.shapes.scene import ANCHORS, RGB, SHAPES, Scene, parse_caption, shape_distance
 
 WEIGHTS = {"colour": 0.25, "shape": 0.25, "position": 0.2, "count": 0.15, "background": 0.15}
 """Weight of each part; in a caption without a position, `position`'s weight is added to `count`'s."""

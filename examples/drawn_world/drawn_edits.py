@@ -12,7 +12,7 @@ Example:
 
 from dataclasses import dataclass, replace
 
-from verl_digen.reward.scorers.shapes.scene import ANCHORS, BACKGROUNDS, COLOURS, SHAPES, Scene
+from drawn_scenes import ANCHORS, BACKGROUNDS, COLOURS, SHAPES, Scene
 
 VALUES: dict[str, tuple[str, ...]] = {
     "colour": COLOURS,
