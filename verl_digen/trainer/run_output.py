@@ -21,8 +21,7 @@ from omegaconf import DictConfig
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
 from verl_digen.observe.numerics import FirstSteps
-from verl_digen.observe.run_files import METRICS, WARNINGS
-from verl_digen.observe.warnings_file import WarningsFile
+from verl_digen.observe.run_files import METRICS, WARNINGS, WarningsFile
 from verl_digen.trainer.run_report import RunReport
 from verl_digen.trainer.training_pictures import TrainingPictures
 from verl_digen.types import SampleTag

@@ -23,10 +23,8 @@ from typing import Annotated
 
 from verl_digen.require import In
 from verl_digen.reward.base import Result
-from verl_digen.reward.judges.base import Judge
-from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig
-from verl_digen.reward.judges.content import Part, fitted, picture_parts, sample_images
-from verl_digen.reward.judges.question import fields_of, filled
+from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, Judge, JudgeConfig
+from verl_digen.reward.judges.content import Part, fields_of, filled, fitted, picture_parts, sample_images
 from verl_digen.reward.judges.reading import preferred, require_distinct, weighed
 from verl_digen.types import RewardInput
 
