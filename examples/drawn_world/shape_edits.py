@@ -9,7 +9,7 @@
 - `latency_s` is simulated: each turn sleeps for a lognormal time of that mean. It stands for an environment that
   computes elsewhere, such as a judge or a simulator, and changes no reward.
 
-Invariant (tests/environments/test_shape_edits.py): instructions and times depend on the prompt, the seed and, times
+Invariant (tests/examples/test_drawn_world.py): instructions and times depend on the prompt, the seed and, times
 alone, on the picture.
 """
 

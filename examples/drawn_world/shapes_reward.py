@@ -18,7 +18,7 @@ the above, `background` by (1 + presence) / 2, so that drawing nothing, or every
 A video is scored frame by frame, and each part is the mean over the frames: a shape that is visible in
 half of the frames earns half. Motion is not scored.
 
-Bounds over all captions (held by `tests/reward/test_shapes.py`): a flat picture scores
+Bounds over all captions (held by `tests/examples/test_drawn_world.py`): a flat picture scores
 at most 0.075 (on the right background), uniform noise at most 0.1. A clean drawing scores at least 0.97; with
 one attribute wrong it loses at least 0.1 (position, count, background) or 0.2 (shape, colour).
 

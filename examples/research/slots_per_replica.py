@@ -37,7 +37,6 @@ class Replicas:
     replica_of: dict[str, str]
     fixed_s: float
     sample_s: float
-    cancelled_s: float = 0.0
     _waiting: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     _busy: set[str] = field(default_factory=set)
     _answering: list[Work] = field(default_factory=list)
@@ -69,9 +68,6 @@ class Replicas:
         self._busy.discard(replica)
         self._answering.append(work._replace(device="", start_s=work.end_s, end_s=work.end_s + ANSWER_S))
         return []
-
-    def cancel(self, chunk_id: int) -> bool:
-        return False
 
 
 @dataclass(frozen=True)

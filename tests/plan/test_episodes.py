@@ -13,7 +13,7 @@ from drawn_scenes import caption, draw
 from PIL import Image
 
 from tests.environments.local import connect
-from tests.environments.test_shape_edits import SCENE, SHAPE_EDITS
+from tests.examples.test_drawn_world import SCENE, SHAPE_EDITS
 from tests.plan.runs import make_run
 from tests.tiny_models import build_tiny
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop

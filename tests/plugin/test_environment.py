@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.environments.test_shape_edits import SHAPE_EDITS
+from tests.examples.test_drawn_world import SHAPE_EDITS
 from tests.tiny_models import build_tiny
 from verl_digen import preflight
 from verl_digen.preflight.agent_loop import check_environment

@@ -82,7 +82,7 @@ class PlannerRun:
     busy_s: dict[str, float] = field(default_factory=lambda: {TRAINER: 0.0, "generator": 0.0})
     """Pool -> busy seconds, summed over its slots."""
     busy_at_commit_s: list[dict[str, float]] = field(default_factory=list)
-    """`busy_s` up to the end of each commit, and under "cancelled" what of it was for samples that were cancelled."""
+    """`busy_s` up to the end of each commit."""
 
     def make_planner(self) -> BatchPlanner:
         """The planner that is played."""
@@ -121,9 +121,7 @@ class PlannerRun:
 
     def _assign(self, now_s: float) -> None:
         planner, generator = self._planner, self._generator
-        for chunk_id in planner.take_cancelled():
-            if generator.cancel(chunk_id):
-                planner.on_generated(chunk_id, now_s)
+        planner.take_cancelled()  # a chunk in flight ends by itself
         while decisions := planner.assign(now_s):
             for decision in decisions:
                 if isinstance(decision, Generate):
@@ -176,7 +174,7 @@ class PlannerRun:
             self.commits_s.append(now_s)
             to_come_s = sum(work.end_s - now_s for _, _, due, work in self._due if due == "generate" and work.device)
             busy_s = self.busy_s["generator"] - to_come_s
-            self.busy_at_commit_s.append({**self.busy_s, "generator": busy_s, "cancelled": self._generator.cancelled_s})
+            self.busy_at_commit_s.append({**self.busy_s, "generator": busy_s})
             planner.on_committed(subject.batch)
             planner.on_published(subject.batch + 1)
         else:

@@ -240,7 +240,7 @@ def _generated_ahead(run: PlannerRun, slot_sample_s: float, num_samples: int) ->
     ahead, needed = [], 0
     for report, busy_s in zip(run.reports, run.busy_at_commit_s, strict=True):
         needed += num_samples - report.num_assisted
-        ahead.append((busy_s["generator"] - busy_s["cancelled"]) / slot_sample_s - needed)
+        ahead.append(busy_s["generator"] / slot_sample_s - needed)
     return ahead
 
 
