@@ -115,18 +115,9 @@ def test_by_hand():
     assert (long.generating_flops, long.training_flops) == (3 * short.generating_flops, 3 * short.training_flops)
 
 
-def test_redundant_episodes_are_generated_and_publish_nothing():
-    few = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3, extra_episodes=2))
-    assert few.settings.num_begun == 4 * (8 + 2) and few.settings.num_published == 4 * 8
-    plain = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3))
-    assert plan_time(few, None, 0.4, 1.0).generating_flops * 8 == plan_time(plain, None, 0.4, 1.0).generating_flops * 10
-    assert plan_time(few, None, 0.4, 1.0).training_flops == plan_time(plain, None, 0.4, 1.0).training_flops
-    assert plan_memory(few, None).step == plan_memory(plain, None).step
-
-
 def test_redundant_groups_of_separate_pools_may_publish():
     run = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, extra_prompts=1, in_slots=3))
-    assert run.settings.num_begun == run.settings.num_published == 5 * 8
+    assert run.settings.num_begun == 5 * 8
     assert run.settings.num_conditions == 5 + 5 * 8 * 2
     assert run.num_trained_rows == 4 * 8 * 27
 
@@ -137,5 +128,5 @@ def test_slots_hold_the_episodes_of_a_replica():
     assert (settings.episodes_per_replica, settings.episodes_at_once) == (3, 24)
     settings = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, in_slots=30)).settings
     assert (settings.episodes_per_replica, settings.episodes_at_once) == (30, 32), "no more than a step has"
-    settings = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3, extra_episodes=1)).settings
-    assert (settings.episodes_per_replica, settings.episodes_at_once) == (5, 36), "all of them, where pools take turns"
+    settings = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3)).settings
+    assert (settings.episodes_per_replica, settings.episodes_at_once) == (4, 32), "all of them, where pools take turns"
