@@ -39,8 +39,7 @@ TECHNIQUES = ("gap", "tsp", "tag", "tcss")
 """gap: fragments train while others generate. tsp: time-step parallelism. tag: the trainer assists where a search says
 so (BTS). tcss: the next batch begins under the current version."""
 
-What = Literal["generate", "assist", "score", "train", "commit", "switch"]
-"""switch: a colocated pool goes from generating to training and back."""
+What = Literal["generate", "assist", "score", "train", "commit"]
 
 
 class Event(NamedTuple):

@@ -22,7 +22,7 @@ from verl_digen.devices import Pool
 from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
-from verl_digen.schedulers.simulation import TECHNIQUES, PlannerRun, What
+from verl_digen.schedulers.simulation import TECHNIQUES, PlannerRun
 from verl_digen.schedulers.types import TRAINER
 from verl_digen.simulate.costs import assist_s, lower_bound_s, sample_s, train_s
 from verl_digen.simulate.profile import Profile
@@ -256,35 +256,24 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str |
     slowdown = pool.slowdown(profile.device)
     num_samples = numbers.num_prompts * numbers.group_size
     num_rounds = -(-num_samples // num_devices)
-    parts: tuple[tuple[What, float], ...] = (
-        ("generate", num_rounds * sample_s(numbers, slowdown)),
-        ("score", numbers.score_s),
-        ("switch", numbers.switch_s),
-        ("train", train_s(numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=has_tsp)),
-        ("commit", numbers.commit_s),
+    training_s = numbers.commit_s + train_s(
+        numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=has_tsp
     )
-    busy_s = num_samples / num_devices * sample_s(numbers, slowdown) + parts[3][1] + numbers.commit_s
+    step_s = num_rounds * sample_s(numbers, slowdown) + numbers.score_s + numbers.switch_s + training_s
+    busy_s = num_samples / num_devices * sample_s(numbers, slowdown) + training_s
     name = COLOCATED_TSP if has_tsp else COLOCATED
-    return turns_outcome(profile, pool, name, parts, busy_s=busy_s, devices=devices)
+    return turns_outcome(profile, pool, name, step_s=step_s, busy_s=busy_s, devices=devices)
 
 
 def turns_outcome(
-    profile: Profile,
-    pool: Pool,
-    name: str,
-    parts: Sequence[tuple[What, float]],
-    *,
-    busy_s: float,
-    devices: str | None = None,
+    profile: Profile, pool: Pool, name: str, *, step_s: float, busy_s: float, devices: str | None = None
 ) -> Outcome:
     """Outcome of a run in which all devices of `pool` do one part of a step after the other.
 
     Args:
-        parts: (kind, seconds) of a step in order.
         busy_s: seconds of a step in which a device works, mean over the devices.
         devices: the devices in words; None: `pool`, "together".
     """
-    step_s = sum(seconds for _, seconds in parts)
     return Outcome(
         name=name,
         devices=f"{pool} together" if devices is None else devices,
