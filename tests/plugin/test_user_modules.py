@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from verl.utils.config import omega_conf_to_dataclass
 
 from tests import own_parts
+from tests.examples.test_drawn_world import SHAPE_EDITS
 from tests.fork_server import shared_server
 from verl_digen import cli, user_modules
 from verl_digen.config import digen_config
@@ -90,7 +91,7 @@ def test_a_run_and_a_plan_accept_what_only_the_users_module_registers(own, start
 def test_a_new_process_registers_them_from_what_it_is_given(own, start: Start, runnable, tmp_path, process):
     words = own_words(runnable, own)
     if process == "environment":
-        words.append("digen.environment.name=vlm_judge")
+        words.append(f"digen.environment.path={SHAPE_EDITS}")
     config = start(*words)
     if process == "diffusers replica":
         handed = kept, (omega_conf_to_dataclass(config.actor_rollout_ref.model),)
