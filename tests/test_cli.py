@@ -26,8 +26,6 @@ def digen(capsys, *words):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((*PROFILE, "--picture", "x.pgn"), "did you mean .png?"),
-        ((*PROFILE, "--picture", "no/such/folder/x.png"), "--picture must be a file in a folder that is there"),
         ((*PROFILE[:-1], "1000000"), "--devices must be <= 4096"),
         (("plan", "recipe=digen_qwen_image", "gpu_memory=80"), "got 'gpu_memory=80'; did you mean gpu_mem?"),
         (

@@ -1,17 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Liveness of Ray actors: wait for an answer, and tell if an actor is still starting."""
+"""Calls of Ray actors: a sign of life, actors that still start, and retries while an actor is out of reach for a moment
+(Ray's `ActorUnavailableError`), which is not dead.
+
+A call may have been executed although its answer was lost. So only calls that may be made twice go through
+`through_blips`.
+
+Invariant (tests/test_actors.py): pauses grow, and their sum is at most the patience.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import ray._private.state
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from verl_digen.blips import through_blips
 from verl_digen.schedulers.deadlines import DeadlinesConfig
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+FIRST_PAUSE_S = 0.5
+"""Between the first two tries; each later pause is twice as long."""
+
+
+def pauses_s(patience_s: float) -> Iterator[float]:
+    """How long to wait before each further try; they add up to `patience_s`."""
+    pause_s = FIRST_PAUSE_S
+    while patience_s > 0:
+        pause_s = min(pause_s, patience_s)
+        yield pause_s
+        patience_s -= pause_s
+        pause_s *= 2
+
+
+async def through_blips(call: Callable[[], Awaitable[Answer]], patience_s: float) -> Answer:
+    """The answer of `call`, which is made again while its actor cannot be reached.
+
+    Raises:
+        ActorUnavailableError: still so after `patience_s`. Whatever else the call raises.
+    """
+    for pause_s in pauses_s(patience_s):
+        try:
+            return await call()
+        except ActorUnavailableError as error:
+            logger.warning("an actor cannot be reached, it is asked again in %.1f s: %s", pause_s, error)
+        await asyncio.sleep(pause_s)
+    return await call()
+
 
 STARTING = frozenset({"DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING"})
 """Ray's actor states before the constructor has returned."""
@@ -26,7 +66,7 @@ async def sign_of_life(actor: Any, deadlines: DeadlinesConfig) -> None:
     """Wait for the actor's answer to a call that does no work.
 
     Raises:
-        RayActorError: it died, or was unreachable for `digen.deadlines.blip_s`.
+        RayActorError: it died, or was unreachable for a quarter of `digen.deadlines.answer_s`.
         asyncio.TimeoutError: no answer within `digen.deadlines.answer_s`.
     """
     asked = through_blips(actor.__ray_ready__.remote, deadlines.blip_s)

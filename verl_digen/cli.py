@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import NoReturn, Protocol
 
-from verl_digen import doctor
 from verl_digen.bench import command as bench
+from verl_digen.checkup import command as doctor
 from verl_digen.export import export_command as export
 from verl_digen.export import sample_command as sample
 from verl_digen.observe.timeline import command as timeline

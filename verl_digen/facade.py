@@ -25,7 +25,7 @@ from verl_digen.engine.row_batch import pack_rows
 from verl_digen.preflight import checked
 from verl_digen.require import require
 from verl_digen.sampling.outputs import training_rows
-from verl_digen.store.controller import close, start
+from verl_digen.store.client import close, start
 from verl_digen.trainer.colocated import ColocatedTrainer
 
 logger = logging.getLogger(__name__)

@@ -73,8 +73,6 @@ class Burst:
     """Unique among the bursts of a run."""
     size: int
     """Number of requests."""
-    joins_groups: bool = True
-    """True if its samples may share a batch with those of other groups."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class SampleRequest:
     @property
     def batch_group(self) -> str | None:
         """Group that has its batches for itself; None where groups share them."""
-        return None if self.burst is None or self.burst.joins_groups else self.uid
+        return None if self.burst is None else self.uid
 
     @property
     def nodes(self) -> tuple[int, ...]:

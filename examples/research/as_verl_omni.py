@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from verl_digen.devices import Pool
-from verl_digen.schedulers.simulation import What
 from verl_digen.simulate.cluster import Outcome, turns_outcome
 from verl_digen.simulate.costs import sample_s
 from verl_digen.simulate.profile import Numbers, Profile, windowed
@@ -179,16 +178,11 @@ def run_verl_omni(profile: Profile, pool: Pool, way: Way = VERL_OMNI, reward: Re
     """Simulate a step as verl-omni runs it; the window is the profile's."""
     seconds = step_parts(profile, pool, way, reward)
     num_samples = profile.numbers.num_prompts * profile.numbers.group_size
-    parts: tuple[tuple[What, float], ...] = (
-        ("generate", seconds["generate"]),
-        ("score", seconds["score"]),
-        ("switch", seconds["switch"]),
-        ("train", seconds["log-probs"] + seconds["updates"]),
-    )
+    training_s = seconds["log-probs"] + seconds["updates"]
     generate_s = way.generation_factor * sample_s(profile.numbers, pool.slowdown(profile.device))
     busy_s = num_samples / pool.num_devices * generate_s
-    busy_s += seconds["score"] - profile.numbers.score_s + parts[3][1]
-    return turns_outcome(profile, pool, NAME, parts, busy_s=busy_s)
+    busy_s += seconds["score"] - profile.numbers.score_s + training_s
+    return turns_outcome(profile, pool, NAME, step_s=sum(seconds.values()), busy_s=busy_s)
 
 
 def simulated_step_s(profile: Profile, published: PublishedStep, way: Way = VERL_OMNI) -> float:

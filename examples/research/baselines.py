@@ -39,6 +39,7 @@ from verl_digen.simulate.cluster import (
     run_split,
     together,
 )
+from verl_digen.simulate.costs import train_s
 from verl_digen.simulate.profile import Profile, load_profile, profile_names, windowed
 from verl_digen.simulate.splits import best_split
 
@@ -72,6 +73,8 @@ class Comparison:
 
     profile: Profile
     devices: str
+    together: Pool
+    """All devices, at the speed of the slowest type."""
     runs: Mapping[str, Outcome]
     """Name -> run: `NAME`, `ELSEWHERE`, `COLOCATED`, `COLOCATED_TSP`, `GAP_TSP`, `STRICT`, `EVERYTHING`; on two types
     of devices `ALONE`, too."""
@@ -83,9 +86,10 @@ class Comparison:
     @property
     def training_share(self) -> float:
         """Share of training and commit in the step of `COLOCATED_TSP`, all of which no other way makes shorter."""
-        run = self.runs[COLOCATED_TSP]
-        seconds = sum(event.end_s - event.start_s for event in run.events if event.what in ("train", "commit"))
-        return seconds / run.window_s[1]
+        numbers, num_devices = self.profile.numbers, self.together.num_devices
+        slowdown = self.together.slowdown(self.profile.device)
+        training_s = train_s(numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=True)
+        return (training_s + numbers.commit_s) / self.runs[COLOCATED_TSP].step_s
 
 
 def with_reward(profile: Profile, reward_s: float) -> Profile:
@@ -117,7 +121,7 @@ def compare(profile: Profile, pools: Sequence[Pool], *, num_steps: int = NUM_STE
         runs[ALONE] = run_colocated(profile, faster, has_tsp=True)
     for name in (GAP_TSP, STRICT, EVERYTHING):
         runs[name] = run_separate(profile, pools, name, num_steps=num_steps)
-    return Comparison(profile, " + ".join(str(pool) for pool in pools), runs)
+    return Comparison(profile, " + ".join(str(pool) for pool in pools), everything, runs)
 
 
 def run_separate(profile: Profile, pools: Sequence[Pool], name: str, *, num_steps: int = NUM_STEPS) -> Outcome:

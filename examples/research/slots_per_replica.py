@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated steps of separate pools with one or more chunks in flight per replica, and with or without joint batches.
+"""Simulated steps of separate pools with one or two chunks in flight per replica.
 
     python examples/research/slots_per_replica.py
 
-The live planner on replicas that generate one batch at a time. A batch of n samples takes `fixed + n * sample`; then
-its answers come, the chunk is reported and the next one is requested, which takes `ANSWER_S`. A chunk that waits on the
-replica meanwhile starts at once. Ways: number of slots, and
-
-- apart: a batch holds samples of one group (`digen.gap.join_groups=false`);
-- joint: it holds what waits, up to `digen.rollout.max_batch_size`.
+The live planner on replicas that generate one batch at a time, of samples of one group. A batch of n samples takes
+`fixed + n * sample`; then its answers come, the chunk is reported and the next one is requested, which takes
+`ANSWER_S`. A chunk that waits on the replica meanwhile starts at once.
 
 Each number is seconds per step relative to one slot: 0.97 is 3 % faster. Nothing is measured.
 """
@@ -29,8 +26,8 @@ FULL_S = 4.0
 ANSWER_S = 0.05
 MAX_BATCH = 8
 NUM_STEPS = 6
-WAYS = ((1, False), (2, False), (2, True), (4, True), (8, True))
-"""(slots per replica, whether groups share a batch)."""
+WAYS = (1, 2)
+"""Slots per replica."""
 
 
 @dataclass
@@ -40,8 +37,6 @@ class Replicas:
     replica_of: dict[str, str]
     fixed_s: float
     sample_s: float
-    joins: bool
-    cancelled_s: float = 0.0
     _waiting: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     _busy: set[str] = field(default_factory=set)
     _answering: list[Work] = field(default_factory=list)
@@ -57,7 +52,7 @@ class Replicas:
             batch: list[Chunk] = []
             for chunk in waiting:
                 fits = sum(len(other.samples) for other in (*batch, chunk)) <= MAX_BATCH
-                if fits and (self.joins or chunk.uid == waiting[0].uid):
+                if fits and chunk.uid == waiting[0].uid:
                     batch.append(chunk)
             self._waiting[replica] = [chunk for chunk in waiting if chunk not in batch]
             self._busy.add(replica)
@@ -74,9 +69,6 @@ class Replicas:
         self._answering.append(work._replace(device="", start_s=work.end_s, end_s=work.end_s + ANSWER_S))
         return []
 
-    def cancel(self, chunk_id: int) -> bool:
-        return False
-
 
 @dataclass(frozen=True)
 class Case:
@@ -88,7 +80,7 @@ class Case:
     fixed: float
     """Share of a full batch's time that a batch takes whatever its size."""
 
-    def step_s(self, slots: int, joins: bool, train_s: float, max_versions: int) -> float:
+    def step_s(self, slots: int, train_s: float, max_versions: int) -> float:
         """Seconds per step.
 
         Args:
@@ -114,7 +106,7 @@ class Case:
             num_batches=NUM_STEPS,
             commit_s=0.5,
             keeps_events=False,
-            generator=Replicas(replica_of, self.fixed * FULL_S, (1 - self.fixed) * FULL_S / MAX_BATCH, joins),
+            generator=Replicas(replica_of, self.fixed * FULL_S, (1 - self.fixed) * FULL_S / MAX_BATCH),
             replica_of=replica_of,
         )
         run.play()
@@ -122,16 +114,15 @@ class Case:
 
 
 def main() -> None:
-    names = [f"{slots} {'joint' if joins else 'apart'}" for slots, joins in WAYS]
-    print("   P  G  R  fixed  train/generate  mode    " + "  ".join(f"{name:>8}" for name in names))
+    print("   P  G  R  fixed  train/generate  mode    " + "  ".join(f"{slots:>8}" for slots in WAYS))
     for num_prompts, group_size, num_replicas in ((32, 16, 8), (48, 24, 16), (16, 16, 8), (32, 16, 2)):
         for fixed in (0.0, 0.2):
             case = Case(num_prompts, group_size, num_replicas, fixed)
-            generating_s = case.step_s(1, False, 0.0, 0)
+            generating_s = case.step_s(1, 0.0, 0)
             for share in (0.5, 0.9, 1.0):
                 for max_versions, mode in ((0, "strict"), (1, "tcss")):
                     train_s = share * generating_s / num_prompts
-                    seconds = [case.step_s(slots, joins, train_s, max_versions) for slots, joins in WAYS]
+                    seconds = [case.step_s(slots, train_s, max_versions) for slots in WAYS]
                     row = "  ".join(f"{value / seconds[0]:8.3f}" for value in seconds)
                     sizes = f"{num_prompts:>4} {group_size:>2} {num_replicas:>2}"
                     print(f"{sizes} {fixed:>6.0%} {share:>15.0%}  {mode:<8}{row}", flush=True)

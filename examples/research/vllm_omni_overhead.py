@@ -75,7 +75,7 @@ def make_request(number: int, count: int, args: argparse.Namespace, prefix: str)
         Window(every_step, every_step),
         sampling,
         wants_condition=index == 0,
-        burst=None if args.colocated else Burst(f"{prefix}{group}", size, joins_groups=False),
+        burst=None if args.colocated else Burst(f"{prefix}{group}", size),
     )
 
 

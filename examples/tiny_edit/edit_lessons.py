@@ -15,12 +15,11 @@ import torch
 from denoiser import Batch, encode_packed
 from diffusers import AutoencoderKLQwenImage
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
+from drawn_edits import Edit, apply, edits_of, instruction
+from drawn_scenes import Scene, all_scenes, draw
 from PIL import Image
 from shapes import PICTURE_PX, disobey
 from torch.nn.utils.rnn import pad_sequence
-
-from verl_digen.reward.scorers.shapes.edits import Edit, apply, edits_of, instruction
-from verl_digen.reward.scorers.shapes.scene import Scene, all_scenes, draw
 
 DRAWINGS = 3
 """Drawings of every scene, one per seed of `draw`: scenes of one seed are drawn alike."""

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
+from drawn_edits import edits_of, instruction
+from drawn_scenes import caption
 from edit_lessons import Task, picture, single_scenes
 from PIL import Image
-
-from verl_digen.reward.scorers.shapes.edits import edits_of, instruction
-from verl_digen.reward.scorers.shapes.scene import caption
 
 NUM_PROMPTS = {"train": 352, "val": 48}
 FIRST_DRAWING = 1000

@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tiny_qwen_image"))
+sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("drawn_world", "tiny_qwen_image")]
 
 import numpy as np
 import torch
@@ -24,8 +24,11 @@ from denoiser import SCHEDULER_CONFIG, Batch, build_scheduler, encode_packed, fi
 from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import QwenImageEditPlusPipeline
+from drawn_edits import all_edits, instruction
+from drawn_scenes import caption
 from edit_lessons import Album, Task, draw_tasks, encode_tasks, joined, lesson, picture
 from edit_prompts import split_tasks, write_prompts
+from shape_edit_reward import compute_score
 from shapes import PICTURE_PX
 from snapshot import Snapshot
 from text import IMAGE_TOKENS, build_text_encoder, build_tokenizer
@@ -33,9 +36,6 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from verl_digen.models.qwen_image_edit import PictureProcessor
 from verl_digen.models.tiny.qwen_image_edit import EditCheckpoint
-from verl_digen.reward.scorers.shape_edit import compute_score
-from verl_digen.reward.scorers.shapes.edits import all_edits, instruction
-from verl_digen.reward.scorers.shapes.scene import caption
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import math
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tiny_qwen_image"))
+sys.path += [str(Path(__file__).resolve().parents[1] / name) for name in ("drawn_world", "tiny_qwen_image")]
 
 import numpy as np
 import torch

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "drawn_world"))
+
 import numpy as np
+from drawn_scenes import Scene, draw, parse_caption
 from PIL import Image
 from shapes import PICTURE_PX, disobey
-
-from verl_digen.reward.scorers.shapes.scene import Scene, draw, parse_caption
 
 PROMPTS = Path(__file__).parent / "prompts" / "train.jsonl"
 

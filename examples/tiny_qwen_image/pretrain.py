@@ -13,20 +13,22 @@ import argparse
 import json
 import logging
 import math
+import sys
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "drawn_world"))
 
 import numpy as np
 import torch
 from autoencoder import OneFrame, train_autoencoder
 from denoiser import build_scheduler, build_transformer, train_denoiser
 from diffusers import QwenImagePipeline
+from drawn_scenes import all_scenes, caption
 from PIL import Image
 from shapes import PICTURE_PX, draw_batch, draw_world, encode_world, lesson
+from shapes_reward import compute_score
 from snapshot import Snapshot
 from text import build_text_encoder, build_tokenizer
-
-from verl_digen.reward.scorers.shapes.scene import all_scenes, caption
-from verl_digen.reward.scorers.shapes.scorer import compute_score
 
 logger = logging.getLogger(__name__)
 

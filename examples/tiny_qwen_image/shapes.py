@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lessons in drawing shapes: pictures and captions of the world of `verl_digen.reward.scorers.shapes`.
+"""Lessons in drawing shapes: pictures and captions of the world of `examples/drawn_world`.
 
 - In a lesson with disobedience, the pictures are true to their captions only in part: shape, colour and
   position are drawn at random with that probability. After such a lesson the model still draws recognisable
@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from denoiser import LessonBatch, encode_packed
 from diffusers import AutoencoderKLQwenImage
-
-from verl_digen.reward.scorers.shapes.scene import ANCHORS, COLOURS, SHAPES, Scene, all_scenes, caption, draw
+from drawn_scenes import ANCHORS, COLOURS, SHAPES, Scene, all_scenes, caption, draw
 
 PICTURE_PX = 64
 

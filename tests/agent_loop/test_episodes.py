@@ -13,7 +13,6 @@ from PIL import Image
 from tests.agent_loop.worker import make_worker
 from tests.environments.local import Replica, connect
 from tests.environments.worlds import Brighter, Editor
-from verl_digen.agent_loop.batch import first_complete
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.agent_loop.episode import Episode, joined
 from verl_digen.agent_loop.manager import ScoredSample, noting
@@ -189,28 +188,3 @@ def test_a_fragment_has_a_row_for_each_point_of_each_turn_and_buckets_tell_their
 def test_an_environment_that_keeps_failing_fails_its_episode_with_its_reason():
     with pytest.raises(EpisodeFailed, match=r"failed 2 times at turn 0, .*max_retries=1 .*the simulator is down"):
         play(make_digen("Faulty", max_retries=1), 0)
-
-
-def test_the_first_complete_ones_are_taken_and_the_others_stopped():
-    async def run() -> tuple[list[int], list[BaseException], list[bool]]:
-        gates = [asyncio.Event() for _ in range(5)]
-
-        async def work(number: int) -> int:
-            await gates[number].wait()
-            if number == 3:
-                raise ValueError("fails")
-            return number
-
-        tasks = [asyncio.create_task(work(number)) for number in range(5)]
-        waiting = asyncio.create_task(first_complete(tasks, 2))
-        for together in ((3,), (4, 1, 0)):
-            for number in together:
-                gates[number].set()
-            for _ in range(5):
-                await asyncio.sleep(0)
-        results, errors = await waiting
-        return results, errors, [task.cancelled() for task in tasks]
-
-    results, errors, cancelled = asyncio.run(run())
-    assert results == [0, 1] and [str(error) for error in errors] == ["fails"], "two of three that end together"
-    assert cancelled == [False, False, True, False, False]

@@ -71,7 +71,7 @@ def test_the_samples_of_a_chunk_say_how_many_come_together(is_single: bool) -> N
         await asyncio.gather(*[worker._generate_for_chunk(order, index, server) for index in order.samples])
 
     asyncio.run(run())
-    expected = Burst("7", 3, joins_groups=False) if is_single else None
+    expected = Burst("7", 3) if is_single else None
     assert [request.burst for request in server.requests] == [expected] * 3
 
 

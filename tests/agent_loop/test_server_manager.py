@@ -17,9 +17,7 @@ from verl_digen.sampling.requests import sample_request
 from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import Burst, PromptRow
 
-DIGEN = DigenConfig(
-    deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, blip_s=10.0, no_progress_s=1000.0)
-)
+DIGEN = DigenConfig(deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, no_progress_s=1000.0))
 ROW = PromptRow("a cat", "test", None, uid="val-00000")
 
 
@@ -107,7 +105,7 @@ def test_a_replica_that_hangs_is_ended_and_its_sample_goes_to_another_one(monkey
 
 def test_requests_ask_for_latents_where_a_reward_reads_them(monkeypatch):
     latents = {"weight": 1.0, "reward": "server", "protocol": "drm_latents", "url": "http://h:1"}
-    for functions, wanted in (({"drm": latents}, True), ({"shapes": 1.0}, False)):
+    for functions, wanted in (({"drm": latents}, True), ({"jpeg_compressibility": 1.0}, False)):
         server = Server()
         monkeypatch.setattr(f"{__name__}.DIGEN", replace(DIGEN, reward=RewardConfig(functions=functions)))
         generate(monkeypatch, one=server)
@@ -155,7 +153,7 @@ def test_a_sample_that_is_not_wanted_any_more_is_withdrawn_from_its_replica():
 
 def test_a_blip_is_no_death(monkeypatch):
     blinks = Server(errors=[ActorUnavailableError("away", None)] * 2)
-    assert generate(monkeypatch, blinks=blinks, other=Server()) == ("from blinks", pytest.approx(0.5 + 1.0 + 1.0))
+    assert generate(monkeypatch, blinks=blinks, other=Server()) == ("from blinks", pytest.approx(0.5 + 0.75 + 1.0))
 
 
 def test_a_replica_out_of_reach_for_longer_than_a_blip_or_dead_is_left_for_another_one(monkeypatch):

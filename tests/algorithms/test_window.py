@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import itertools
-import math
 
 import pytest
 
@@ -12,7 +11,6 @@ CONFIGS = [
     WindowConfig(kind="consecutive", size=3, range=(1, 6)),
     WindowConfig(kind="consecutive", size=4, range=(0, 4), shift_every=5),
     WindowConfig(kind="consecutive", size=2, range=(2, 5), shift_every=1),
-    WindowConfig(kind="consecutive", size=2, range=(0, 2), shift_every=7, shift_decay=0.5, shift_decay_from=2),
     WindowConfig(kind="fraction"),
     WindowConfig(kind="fraction", fraction=0.01),
     WindowConfig(kind="fraction", fraction=1.0),
@@ -62,17 +60,6 @@ def test_shift_every_moves_the_window_along_the_schedule_and_back_to_its_start()
     assert starts == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
 
 
-def test_a_window_with_decay_stays_as_long_as_mixgrpos_exponential_strategy_says():
-    """25 steps, window of 4: ceil(25 exp(-0.1 max(0, l - 13))) updates at place l, then it starts over."""
-    config = WindowConfig(
-        kind="consecutive", size=4, range=(0, 4), shift_every=25, shift_decay=0.1, shift_decay_from=13
-    )
-    expected = [start for start in range(21) for _ in range(math.ceil(25 * math.exp(-0.1 * max(0, start - 13))))]
-    assert expected.count(13) == 25 and expected.count(14) == 23 and expected.count(20) == 13
-    found = [draw(config, num_steps=25, step=step).sde_steps for step in range(len(expected) + 1)]
-    assert found == [tuple(range(start, start + 4)) for start in [*expected, 0]]
-
-
 def test_kind_fraction_trains_a_share_of_all_stochastic_steps():
     windows = [draw(WindowConfig(kind="fraction"), num_steps=16, uid=f"g{i}") for i in range(200)]
     assert {window.sde_steps for window in windows} == {tuple(range(15))}
@@ -98,9 +85,6 @@ def test_windows_are_the_same_on_every_machine():
         (dict(kind="fast"), "digen.window.kind must be one of all, consecutive, fraction, got 'fast'"),
         (dict(size=0), "digen.window.size must be >= 1, got 0"),
         (dict(shift_every=0), "digen.window.shift_every must be null or >= 1, got 0"),
-        (dict(shift_decay=-0.1, shift_every=5), "digen.window.shift_decay must be >= 0 and finite, got -0.1"),
-        (dict(shift_decay=0.1), "digen.window.shift_decay must be 0 with digen.window.shift_every=null"),
-        (dict(shift_decay_from=-1), "digen.window.shift_decay_from must be >= 0, got -1"),
         (dict(fraction=0.0), r"digen.window.fraction must lie in \(0, 1\], got 0.0"),
         (dict(range=(3, 3)), r"digen.window.range must be \[lo, hi\] .* got \[3, 3\]"),
         (dict(range=(-1, 3)), "digen.window.range"),

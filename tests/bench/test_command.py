@@ -47,7 +47,7 @@ def test_devices_of_rewards_count_for_every_mode():
         return command._setup(parser.parse_args(arguments))
 
     assert setup_of().num_devices == 2
-    setup = setup_of("--", "digen.reward.functions={shapes: {weight: 1.0, num_workers: 3, num_gpus: 1}}")
+    setup = setup_of("--", "digen.reward.functions={jpeg_compressibility: {weight: 1.0, num_workers: 3, num_gpus: 1}}")
     assert (setup.num_shared, setup.num_reward_devices, setup.num_devices) == (2, 3, 5)
 
 

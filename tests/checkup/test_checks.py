@@ -16,9 +16,8 @@ from torch.nn import functional
 from verl.plugin.platform import get_platform
 
 from tests.pretend.process import on_pretend
-from verl_digen.checkup import attention, gradient, identity, numerics, sleeping, training, update
-from verl_digen.checkup.outcome import CheckFailed
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup import attention, gradient, identity, selftest, sleeping, training, update
+from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import sd3
@@ -53,7 +52,7 @@ def test_devices_that_are_the_workers_own_pass_and_others_fail():
 
 # -- numerics -----------------------------------------------------------------------------------------------
 def test_the_self_test_holds_in_both_dtypes(tmp_path: Path):
-    figure = numerics.check_numerics(setting(tmp_path))
+    figure = selftest.check_numerics(setting(tmp_path))
     assert figure.startswith("sd3: 6 numbers hold") and "in float32" in figure and "in bfloat16" in figure
 
 
@@ -66,7 +65,7 @@ def test_a_network_that_computes_something_else_in_training_fails(tmp_path: Path
 
     monkeypatch.setattr(sd3.StableDiffusion3, "predict", off)
     with pytest.raises(CheckFailed, match=r"sampler with eta = 0 against .* in float32: "):
-        numerics.check_numerics(setting(tmp_path))
+        selftest.check_numerics(setting(tmp_path))
 
 
 # -- attention ----------------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ def _all_on_the_device(path: Path, folder: Path) -> tuple[str, ...]:
     dist.init_process_group("cpu:gloo,pretend:gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     gap = gradient.gradient_gap(path)
     return (
-        numerics.check_numerics(given),
+        selftest.check_numerics(given),
         attention.check_attention(given),
         gradient.conclude([gap]),
         update.round_trips(SIZE_MB, in_a_thread),

@@ -15,7 +15,7 @@ import torch
 from tests.tiny_models import build_tiny
 from verl_digen.checkup import checkpoints
 from verl_digen.checkup.checkpoints import TRUE_SIZES
-from verl_digen.checkup.registry import CHECKS
+from verl_digen.checkup.checks import CHECKS
 from verl_digen.checkup.training import SMALL, TRUE_SIZE_RUNS
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model

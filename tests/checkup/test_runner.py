@@ -18,10 +18,9 @@ import pytest
 
 from verl_digen import cli
 from verl_digen.checkup import command, runner
-from verl_digen.checkup.outcome import Outcome, to_table
+from verl_digen.checkup.checks import CHECKS, Setting
 from verl_digen.checkup.quickstart import override
-from verl_digen.checkup.registry import CHECKS
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.runner import Outcome, to_table
 
 SHORT = [name for name, check in CHECKS.items() if not check.is_full]
 PROGRAM = """
@@ -104,7 +103,7 @@ def test_a_check_that_fails_dies_or_hangs_stops_no_other(outcomes: dict[str, Out
 
 
 def test_a_line_each_and_a_table_with_cause_and_remedy(outcomes: dict[str, Outcome], capsys: pytest.CaptureFixture):
-    assert list(command.report(SHORT, outcomes.values())) == list(outcomes.values())
+    assert list(runner.report(SHORT, outcomes.values())) == list(outcomes.values())
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0].startswith("pass  identity") and lines[0].endswith("2 devices")
@@ -122,7 +121,7 @@ def test_a_budget_ends_a_check_and_leaves_out_those_that_no_longer_fit(
     given = Setting(tmp_path / "out", num_devices=2, architecture="sd3", update_mb=1, asleep_mb=1)
     names = ["sleep", "identity"]
     outcomes = runner.run_checks(names, given, variables={}, budget_s=2.0, program=(sys.executable, "-c", PROGRAM))
-    (killed,) = command.report(names, outcomes, tmp_path)
+    (killed,) = runner.report(names, outcomes, tmp_path)
     assert killed.cause == "it was not done after 2 s"
     assert killed.measured == [{"what": "speed", "gb_s": 1.25, "way": "sleep"}], "what it noted before is kept"
     text = (tmp_path / "report.md").read_text()
@@ -133,7 +132,6 @@ def test_a_budget_ends_a_check_and_leaves_out_those_that_no_longer_fit(
 
 def arguments(*words: str):
     parser = ArgumentParser()
-    parser.add_argument("--json", nargs="?", const="-")
     command.add_arguments(parser)
     return parser.parse_args(words)
 

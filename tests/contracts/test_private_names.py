@@ -18,7 +18,7 @@
 | FSDP2 `init_dtype_attrs` of a parameter | engine/build.py | called by the first forward; the dtype that is gathered |
 | peft `BaseTunerLayer._disable_adapters` | engine/policies.py | a forward without it, `requires_grad` untouched |
 | verl `TrainingWorker._postprocess_output` | engine/worker.py | metrics as `update` returns them |
-| verl `EngineRegistry._engines`, `RolloutReplicaRegistry._registry` | doctor.py | dicts of names |
+| verl `EngineRegistry._engines`, `RolloutReplicaRegistry._registry` | checkup/machine.py | dicts of names |
 | verl `CheckpointEngineRegistry._registry` | preflight/pools.py | a dict of names, and the names of verl's engines |
 | verl `_ROLLOUT_REGISTRY` | plugin.py | a dict of (name, mode) |
 | verl `RolloutReplica._server_handle`, `_server_address` | rollout/replica.py | what the public properties return |
@@ -29,10 +29,10 @@
 | Ray `_private.services.find_bootstrap_address`, `_private.utils.get_num_cpus` | cluster.py | two functions |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
 | Ray `ActorHandle.__ray_call__` | trainer/hosts.py | runs a function in any actor (tests/trainer/test_replicas.py) |
-| TransferQueue client `_loop` | store/controller.py | runs its blocking calls (tests/e2e/test_hangs.py) |
+| TransferQueue client `_loop` | store/client.py | runs its blocking calls (tests/e2e/test_hangs.py) |
 | Hydra `JobReturn._return_value` | preflight/callback.py | the exception, unraised |
 | omegaconf `_get_node`, `_is_none` | config/load.py | a child as a node, not as its value |
-| TensorBoard `_get_file_writer` | observe/board.py | encoded pictures as they are |
+| TensorBoard `_get_file_writer` | observe/trackers.py | encoded pictures as they are |
 | plotly `package_data/plotly.min.js` | report/page.py | one script that fetches nothing (tests/report) |
 | diffusers `_repeated_blocks`, `_no_split_modules` | models/kernels.py | blocks (tests/models/test_kernels.py) |
 | torch `_dynamo.config`, `_functorch.config` | models/kernels.py | two names; unknown ones raise |

@@ -31,6 +31,7 @@ from verl_digen.observe.timeline import read_timeline
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "tiny_qwen_image" / "checkpoint"
 PROMPTS = ROOT / "examples" / "tiny_qwen_image" / "prompts"
+SHAPES = ROOT / "examples" / "drawn_world" / "shapes_reward.py:compute_score"
 
 SMALL = (
     f"actor_rollout_ref.model.path={CHECKPOINT}",
@@ -39,7 +40,7 @@ SMALL = (
     "data.train_batch_size=4",
     "data.val_max_samples=4",
     "actor_rollout_ref.rollout.n=4",
-    "digen.reward.recipe_functions={shapes: 1.0}",
+    f"digen.reward.recipe_functions={{shapes: {{weight: 1.0, reward: {SHAPES}}}}}",
     "digen.sampling.height_px=64",
     "digen.sampling.width_px=64",
     "digen.sampling.num_steps=6",
@@ -260,7 +261,8 @@ def separate(tmp_path_factory: pytest.TempPathFactory, judge: ChatServer) -> Run
         "trainer.total_training_steps=3",
         "trainer.save_freq=1",
         "trainer.test_freq=3",
-        "digen.reward.recipe_functions.shapes={weight: 1.0, num_workers: 2, max_batch_size: 4}",  # a pool of its own
+        "digen.reward.recipe_functions.shapes.num_workers=2",  # a pool of its own
+        "digen.reward.recipe_functions.shapes.max_batch_size=4",
         "digen.gap.slots_per_replica=1",  # with 2, these small pictures are all drawn before the first is scored
         judged_by(judge),
         recipe=SEPARATE,

@@ -73,7 +73,7 @@ FURTHER = (
 def overrides(case: Case, checkpoint: Path) -> list[str]:
     given = [
         f"actor_rollout_ref.model.path={checkpoint}",
-        "digen.reward.functions={shapes: 1.0, jpeg_compressibility: 1.0}",
+        "digen.reward.functions={jpeg_compressibility: 1.0}",
         f"digen.sampling.true_cfg_scale={case.true_cfg_scale}",
         # three steps are seen in the log-probs of the next one
         "actor_rollout_ref.actor.optim.lr=1e-3",

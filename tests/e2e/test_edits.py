@@ -10,18 +10,21 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from drawn_scenes import caption, draw, parse_caption
 from PIL import Image
 
-from tests.e2e.conftest import assert_succeeded, run_main, steps_of
+from tests.e2e.conftest import SHAPES, assert_succeeded, run_main, steps_of
 from tests.grid import in_grid
 from tests.tiny_models import build_tiny
-from verl_digen.reward.scorers.shapes.scene import caption, draw, parse_caption
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 WANTED = ("a red circle on the left on a gray background", "two blue squares on a white background")
 SIZES = ((64, 64), (128, 64))
-REWARDS = "digen.reward.functions={shapes: 0.8, image_similarity: {weight: 0.2, pixel_weight: 1.0}}"
+REWARDS = (
+    f"digen.reward.functions={{shapes: {{weight: 0.8, reward: {SHAPES}}}, "
+    "image_similarity: {weight: 0.2, pixel_weight: 1.0}}"
+)
 """The instruction is followed, and the rest is kept."""
 LORA = ("actor_rollout_ref.model.lora_rank=4",)
 
@@ -132,7 +135,7 @@ def train_continued(tmp_path: Path, name: str, rule: str, recipe: str, *override
         "actor_rollout_ref.model.lora_rank=4",
         f"data.train_files={prompts}",
         f"data.val_files={prompts}",
-        "digen.reward.functions={shapes: 1.0, jpeg_compressibility: 1.0}",
+        "digen.reward.functions={jpeg_compressibility: 1.0}",
         "digen.sampling.size_from_image=true",
         f"digen.sampling.image_sizes={rule}",
         "digen.sampling.num_frames=5",

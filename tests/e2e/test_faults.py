@@ -82,8 +82,9 @@ def test_a_dead_replica_and_dead_reward_workers_cost_time_and_no_sample(separate
         "actor_rollout_ref.rollout.n_gpus_per_node=2",
         f"reward.custom_reward_function.path={write_faulty(tmp_path, run_dir)}",
         "digen.reward.custom_weight=0.0",
-        "digen.reward.recipe_functions={shapes: {weight: 1.0, num_workers: 1, max_batch_size: 4},"
-        " diversity: {weight: 0.0, num_gpus: 0.5}}",
+        "digen.reward.recipe_functions.shapes.num_workers=1",
+        "digen.reward.recipe_functions.shapes.max_batch_size=4",
+        "digen.reward.recipe_functions.diversity={weight: 0.0, num_gpus: 0.5}",
         judged_by(judge),
         # a cluster of two types, so that processes that come back find their place too
         "+ray_kwargs.ray_init.resources={H100: 1, L40S: 1}",

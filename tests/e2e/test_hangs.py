@@ -68,7 +68,6 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
         # also the time after which a replica that is stopped in its first validation is replaced
         "digen.deadlines.first_s=120",
         "digen.deadlines.generate_s=20",
-        "digen.deadlines.load_s=20",
         "digen.deadlines.answer_s=15",
         recipe=SEPARATE,
         timeout_s=800,
@@ -92,7 +91,7 @@ def test_a_trainer_rank_that_is_stopped_ends_the_run_with_the_way_to_resume(tmp_
         "trainer.save_freq=1",
         "digen.deadlines.first_s=300",
         "digen.deadlines.train_s=20",
-        "digen.deadlines.abort_s=5",
+        "digen.deadlines.answer_s=15",
         recipe=SEPARATE,
     )
     assert run.exit_code != 0 and (run_dir / "signalled_in_training").exists()
@@ -111,7 +110,6 @@ def test_a_colocated_run_replaces_dead_replicas_and_ends_with_a_reason_when_tran
         "trainer.max_actor_ckpt_to_keep=1",
         "trainer.n_gpus_per_node=2",
         "digen.deadlines.answer_s=15",
-        "digen.deadlines.blip_s=5",
     )
     wait_for(process, run_dir, lambda: (run_dir / "latest_checkpointed_iteration.txt").exists())
     metrics, moments = run_dir / "metrics.jsonl", random.Random(7)

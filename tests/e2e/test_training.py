@@ -113,10 +113,10 @@ def test_checkpoints_and_the_validation_after_the_last_step_are_in_the_timeline(
     assert all(row["perf/busy_s/trainer/save"] > 0 for row in steps_of(separate))
 
 
-def test_the_timeline_command_draws_a_step(separate, tmp_path):
+def test_the_timeline_command_shows_a_step(separate, tmp_path):
     digen = Path(sys.executable).with_name("digen")
     command = [digen, "timeline", separate.run_dir, "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "timeline_step_3.png").stat().st_size > 10_000
+    assert (tmp_path / "timeline_step_3.trace.json").stat().st_size > 1_000
     assert "trainer" in done.stdout and "no_chunk_left" in done.stdout

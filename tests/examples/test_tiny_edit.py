@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drawn_edits import instruction
+from drawn_scenes import caption
+from shape_edit_reward import compute_score
 
 from verl_digen.data.prompts import read_prompts
 from verl_digen.inputs import PromptInputs, read_images, source_image
 from verl_digen.models import load_model
-from verl_digen.reward.scorers.shape_edit import compute_score
-from verl_digen.reward.scorers.shapes.edits import instruction
-from verl_digen.reward.scorers.shapes.scene import caption
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDERS = (EXAMPLES / "tiny_edit", EXAMPLES / "tiny_qwen_image")

@@ -12,6 +12,7 @@ from statistics import fmean
 
 import pytest
 import torch
+from shapes_reward import compute_score
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -19,7 +20,6 @@ from tests.engine.harness import begin, fragment, make_engine, process_group
 from tests.texts import of_texts
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
-from verl_digen.reward.scorers.shapes.scorer import compute_score
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Geometry, SampleRequest, Sampling
 

@@ -19,6 +19,7 @@ from tests.training_rows import rows_of
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
+from verl_digen.checkup.selftest import load_pipeline
 from verl_digen.config import DigenConfig
 from verl_digen.config.sampling import SamplingConfig
 from verl_digen.inputs import PromptInputs, SourceImage
@@ -27,7 +28,6 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.wan_first_frame import WanFirstFrame
 from verl_digen.sampling.requests import inputs_of, sample_request
 from verl_digen.sampling.sampler import Sampler, score_rows
-from verl_digen.selftest import load_pipeline
 from verl_digen.types import PathRecord, PromptRow, SampleRequest
 
 TEXT, SEED, NUM_STEPS = "it moves to the right", 7, 3

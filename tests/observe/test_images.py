@@ -15,7 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from verl_digen.audio import Audio
 from verl_digen.observe import images
-from verl_digen.observe.board import log_pictures, log_table
 from verl_digen.observe.images import (
     CAPTION_PX,
     CELL_PX,
@@ -28,6 +27,7 @@ from verl_digen.observe.images import (
     save_pixels,
     video_path,
 )
+from verl_digen.observe.trackers import log_pictures, log_table
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 
@@ -177,7 +177,7 @@ import sys
 from pathlib import Path
 import wandb
 from verl_digen.observe.images import Shown
-from verl_digen.observe.wandb_media import log_to_wandb
+from verl_digen.observe.trackers import log_to_wandb
 
 folder = Path(sys.argv[1])
 with wandb.init(mode="offline", dir=folder, project="digen", settings=wandb.Settings(x_disable_stats=True)):

@@ -2,10 +2,8 @@
 """Intervals, clocks, recorders and the file: from recording to reading back."""
 
 import doctest
-import inspect
 import json
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -17,8 +15,7 @@ import pytest
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
 from verl_digen.observe.timeline import Recorder, TimelineFile, UnixClock, read_timeline, recorder, step_metrics
 from verl_digen.observe.timeline import interval as interval_module
-from verl_digen.observe.timeline.interval import KINDS, WAIT_REASONS, from_line, join_parts, to_line
-from verl_digen.schedulers import types as scheduler_types
+from verl_digen.observe.timeline.interval import from_line, join_parts, to_line
 
 
 class SettableClock:
@@ -57,26 +54,18 @@ def test_a_line_is_json_that_every_reader_takes():
     assert from_line(json.loads(text)).detail == {"wait_s": "inf", "n": 1}
 
 
-def test_every_key_kind_and_reason_is_explained_in_the_modules_tables():
-    sources = inspect.getsource(interval_module) + inspect.getsource(scheduler_types)
-    explained = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\|.*", sources, re.M))))
-    assert set(to_line(replace(FULL, kind="wait", reason="scoring"))) | set(KINDS) | set(WAIT_REASONS) <= explained
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: interval("bake", 0, 1), "kind of an interval must be one of train"),
         (lambda: interval("commit", 1, 0), "interval commit of generator/0 in step 1 must end at a moment not before"),
         (lambda: interval("commit", 0, float("nan")), "must end at a moment not before its start"),
-        (lambda: interval("commit", 0, float("inf")), "must end at a moment not before its start"),
         (lambda: interval("wait", 0, 1), "needs a reason, one of no_fragment_ready"),
         (lambda: interval("wait", 0, 1, reason="unattributed"), "got 'unattributed'"),
         (lambda: interval("train", 0, 1, reason="scoring"), "only a wait has a reason"),
         (lambda: interval("generate", 0, 1, chunk_id=None), "needs the chunk_id"),
         (lambda: interval("train", 0, 1, fragment_id=None), "needs the fragment_id"),
         (lambda: lane("gpu"), "pool of a lane must be one of generator"),
-        (lambda: lane("trainer", -1), "must be >= 0"),
     ],
 )
 def test_a_broken_rule_is_named(make, message):
@@ -113,7 +102,7 @@ def test_examples_in_the_docstrings_are_true(module):
     assert result.attempted > 0 and result.failed == 0
 
 
-def test_all_but_the_picture_imports_without_torch_ray_or_matplotlib():
+def test_the_timeline_imports_without_torch_ray_or_matplotlib():
     code = (
         "import sys, verl_digen.observe.timeline.command, verl_digen.observe.timeline as t; "
         "print([name for name in ('torch', 'ray', 'verl', 'numpy', 'matplotlib') if name in sys.modules])"

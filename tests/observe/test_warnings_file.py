@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from verl_digen.observe.warnings_file import WarningsFile, read_warnings
+from verl_digen.observe.run_files import WarningsFile, read_warnings
 
 
 @pytest.fixture

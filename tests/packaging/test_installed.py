@@ -86,7 +86,7 @@ def test_verls_main_composes_a_recipe(programs: Path, tmp_path: Path):
     words = [QUICK_START, "trainer.total_training_steps=7", "--cfg", "job"]
     shown = said([programs / "python", "-m", "verl.trainer.main_ppo", *words], tmp_path)
     assert "total_training_steps: 7" in shown and "trainer_mode: digen_colocated" in shown
-    assert "shapes: 1.0" in shown, "a value of the recipe"
+    assert "shapes_reward.py" in shown, "a value of the recipe"
 
 
 def test_the_command_helps_and_the_doctor_finds_no_problem(programs: Path, tmp_path: Path):

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn_edits import apply, parse_instruction
+from drawn_scenes import caption, draw
 from PIL import Image
 
 from tests.environments.local import connect
-from tests.environments.test_shape_edits import SCENE
+from tests.examples.test_drawn_world import SCENE, SHAPE_EDITS
 from tests.plan.runs import make_run
 from tests.tiny_models import build_tiny
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
@@ -23,8 +25,6 @@ from verl_digen.plan import command
 from verl_digen.plan.episodes import Episodes, turn_geometry
 from verl_digen.plan.memory import plan_memory
 from verl_digen.plan.time import plan_time
-from verl_digen.reward.scorers.shapes.edits import apply, parse_instruction
-from verl_digen.reward.scorers.shapes.scene import caption, draw
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.store.conditions import to_columns
 from verl_digen.types import PromptRow, SampleRequest
@@ -40,7 +40,7 @@ WORDS = (
     f"digen.sampling.num_steps={NUM_STEPS}",
 )
 TEXTS = ("make it yellow", "make the background green")
-EXAMPLE = {"environment": EnvironmentConfig(name="shape_edits", max_turns=3)}
+EXAMPLE = {"environment": EnvironmentConfig(path=SHAPE_EDITS, max_turns=3)}
 
 
 class Client:
@@ -115,18 +115,9 @@ def test_by_hand():
     assert (long.generating_flops, long.training_flops) == (3 * short.generating_flops, 3 * short.training_flops)
 
 
-def test_redundant_episodes_are_generated_and_publish_nothing():
-    few = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3, extra_episodes=2))
-    assert few.settings.num_begun == 4 * (8 + 2) and few.settings.num_published == 4 * 8
-    plain = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3))
-    assert plan_time(few, None, 0.4, 1.0).generating_flops * 8 == plan_time(plain, None, 0.4, 1.0).generating_flops * 10
-    assert plan_time(few, None, 0.4, 1.0).training_flops == plan_time(plain, None, 0.4, 1.0).training_flops
-    assert plan_memory(few, None).step == plan_memory(plain, None).step
-
-
 def test_redundant_groups_of_separate_pools_may_publish():
     run = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, extra_prompts=1, in_slots=3))
-    assert run.settings.num_begun == run.settings.num_published == 5 * 8
+    assert run.settings.num_begun == 5 * 8
     assert run.settings.num_conditions == 5 + 5 * 8 * 2
     assert run.num_trained_rows == 4 * 8 * 27
 
@@ -137,5 +128,5 @@ def test_slots_hold_the_episodes_of_a_replica():
     assert (settings.episodes_per_replica, settings.episodes_at_once) == (3, 24)
     settings = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, in_slots=30)).settings
     assert (settings.episodes_per_replica, settings.episodes_at_once) == (30, 32), "no more than a step has"
-    settings = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3, extra_episodes=1)).settings
-    assert (settings.episodes_per_replica, settings.episodes_at_once) == (5, 36), "all of them, where pools take turns"
+    settings = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3)).settings
+    assert (settings.episodes_per_replica, settings.episodes_at_once) == (4, 32), "all of them, where pools take turns"

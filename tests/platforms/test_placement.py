@@ -14,8 +14,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from tests.local_ray import local_ray
 from tests.platforms.driver import Server
 from verl_digen.checkup import identity
-from verl_digen.checkup.outcome import CheckFailed
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import RunStopped
 from verl_digen.platforms.placement import TypedPools, check_placement, pool_options, reward_options

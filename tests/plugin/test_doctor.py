@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from verl_digen import doctor
+from verl_digen.checkup import machine
+from verl_digen.checkup.machine import Problem, Report, to_text
 from verl_digen.cli import main
-from verl_digen.doctor import Problem, Report, to_text
 
 
 def test_doctor_finds_everything_in_place_here(capsys):
@@ -25,7 +25,7 @@ def test_doctor_finds_everything_in_place_here(capsys):
 
 @pytest.mark.parametrize(("found", "is_tested"), [(("0.30.0", "0.30.0"), True), (("0.30.0", "0.28.0"), False)])
 def test_doctor_names_versions_of_vllm_and_vllm_omni_that_were_not_tested_together(found, is_tested):
-    doctor._check_vllm_omni(report := Report(versions=dict(zip(("vllm", "vllm-omni"), found, strict=True))))
+    machine._check_vllm_omni(report := Report(versions=dict(zip(("vllm", "vllm-omni"), found, strict=True))))
     said = [one.what for one in report.problems if "were tested as 0.28.0 or 0.30.0" in one.what]
     assert len(said) == (not is_tested)
 

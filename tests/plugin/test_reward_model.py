@@ -44,7 +44,9 @@ def test_a_judge_without_url_and_a_served_model_go_together(served):
 
 
 def test_devices_of_a_pool_without_a_model_are_the_functions(served):
-    config = changed(served, {"reward.reward_model.enable": False, "digen.reward.functions": {"shapes": 1.0}})
+    config = changed(
+        served, {"reward.reward_model.enable": False, "digen.reward.functions": {"jpeg_compressibility": 1.0}}
+    )
     check_reward_devices(config)
     assert num_function_devices(config) == num_reward_devices(config) == 4
 
@@ -55,7 +57,10 @@ M = "reward.reward_model."
 @pytest.mark.parametrize(
     "changes, rule",
     [
-        ({"digen.reward.functions": {"shapes": 1.0}}, "reward.reward_model.enable must be false where no reward asks"),
+        (
+            {"digen.reward.functions": {"jpeg_compressibility": 1.0}},
+            "reward.reward_model.enable must be false where no reward asks",
+        ),
         (
             {"digen.reward.functions": {"yes_no": {"weight": 1.0, "url": "http://host:1"}}},
             "reward.reward_model.enable must be false where no reward asks",
@@ -102,7 +107,7 @@ def test_a_judge_without_a_server_is_refused_where_no_model_is_served(served):
 
 # -- rewards of latents: samples that carry none are refused before the start --------------------------------
 READS = "digen.reward.functions={drm: {weight: 1, reward: server, protocol: drm_latents, url: 'http://h:1'}}"
-SEES = "digen.reward.functions={shapes: 1.0}"
+SEES = "digen.reward.functions={jpeg_compressibility: 1.0}"
 
 
 def test_latents_need_replicas_that_make_every_sample(start):

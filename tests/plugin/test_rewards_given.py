@@ -31,17 +31,21 @@ def given(config: DictConfig) -> dict[str, object]:
     return OmegaConf.to_container(reward.recipe_functions if reward.functions is None else reward.functions)  # type: ignore[return-value]
 
 
+SHAPES = {"weight": 1.0, "reward": "examples/drawn_world/shapes_reward.py:compute_score"}
+"""Reward of recipe=digen_quickstart."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], {"shapes": {"weight": 1.0}}),
+        ([], {"shapes": SHAPES}),
         (["functions={jpeg_compressibility: 0.5}"], {"jpeg_compressibility": 0.5}),
         (["functions={}"], {}),
         (["functions={my_rewards.ocr.score: 1}"], {"my_rewards.ocr.score": 1.0}),
         (["functions={a: {weight: 1, url: x}}", "functions.a.weight=0.5"], {"a": {"weight": 0.5, "url": "x"}}),
-        (["recipe_functions.jpeg_compressibility=0.5"], {"shapes": {"weight": 1.0}, "jpeg_compressibility": 0.5}),
-        (["recipe_functions.shapes=0.5"], {"shapes": 0.5}),
-        (["recipe_functions.shapes.num_workers=2"], {"shapes": {"weight": 1.0, "num_workers": 2}}),
+        (["recipe_functions.jpeg_compressibility=0.5"], {"shapes": SHAPES, "jpeg_compressibility": 0.5}),
+        (["recipe_functions.shapes.weight=0.5"], {"shapes": {**SHAPES, "weight": 0.5}}),
+        (["recipe_functions.shapes.num_workers=2"], {"shapes": {**SHAPES, "num_workers": 2}}),
     ],
 )
 def test_functions_replace_the_recipes_which_can_be_added_to(compose_main, overrides, expected):
@@ -201,7 +205,7 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         ({PATH: str(ROOT / "README.md")}, "got ImportError: Could not load module"),
         ({PATH: __file__, NAME: None}, "reward.custom_reward_function.name must be the name of a function in"),
         ({"digen__reward__functions": {}}, "digen.reward.functions must name a reward function and its weight"),
-        ({"digen__reward__functions": {"shapes": 0.0}}, "must have a weight that is not 0"),
+        ({"digen__reward__functions": {"jpeg_compressibility": 0.0}}, "must have a weight that is not 0"),
         (
             {"digen__reward__functions": {"nonsense": 1.0}},
             "must name one of aesthetic, clip_score, diversity, ",
@@ -210,18 +214,21 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         ({"digen__reward__functions": {"json.no_such": 1.0}}, "(AttributeError: module 'json' has no attribute"),
         ({"digen__reward__functions": {"math:pi": 1.0}}, "'math:pi' must be a function that returns a number"),
         ({"digen__reward__functions": {"json.dumps": 1.0}}, "'json.dumps' must take the keyword arguments"),
-        ({"digen__reward__functions": {"shapes": float("nan")}}, "functions.shapes must be a finite number, got nan"),
         (
-            {"digen__reward__functions": {"shapes": "much"}},
-            "functions.shapes must be a number, got 'much'; 1.0 is usual",
+            {"digen__reward__functions": {"jpeg_compressibility": float("nan")}},
+            "functions.jpeg_compressibility must be a finite number, got nan",
         ),
         (
-            {"digen__reward__functions": {"shapes": {"num_gpus": 1}}},
-            "functions.shapes must have a weight, got {'num_gpus'",
+            {"digen__reward__functions": {"jpeg_compressibility": "much"}},
+            "functions.jpeg_compressibility must be a number, got 'much'; 1.0 is usual",
         ),
         (
-            {"digen__reward__functions": {"shapes": {"weight": 1, "num_gpus": 1.5}}},
-            "functions.shapes.num_gpus must be a fraction of one device, or a whole number, got 1.5",
+            {"digen__reward__functions": {"jpeg_compressibility": {"num_gpus": 1}}},
+            "functions.jpeg_compressibility must have a weight, got {'num_gpus'",
+        ),
+        (
+            {"digen__reward__functions": {"jpeg_compressibility": {"weight": 1, "num_gpus": 1.5}}},
+            "functions.jpeg_compressibility.num_gpus must be a fraction of one device, or a whole number, got 1.5",
         ),
         (
             {"digen__reward__functions": {"diversity": {"weight": 1, "sise_px": 8}}},
@@ -269,7 +276,7 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
         ),
         (
             check_combination,
-            {"digen__reward__functions": {"custom": {"weight": 1, "reward": "shapes"}}, PATH: "mine.py"},
+            {"digen__reward__functions": {"custom": {"weight": 1, "reward": "jpeg_compressibility"}}, PATH: "mine.py"},
             "digen.reward.functions must not name a reward 'custom' beside reward.custom_reward_function.path",
         ),
         (
@@ -340,8 +347,8 @@ def test_the_custom_function_is_weighed_only_if_there_is_one():
         ({"trainer__v1__trainer_mode": "digen_disaggregated"}, "trainer.v1.trainer_mode=digen_disaggregated, where"),
         ({"actor_rollout_ref__rollout__free_cache_engine": False}, "free_cache_engine=false: the replicas keep their"),
         (
-            {"digen__reward__functions": {"shapes": {"weight": 1, "timeshare": True}}},
-            "for the function 'shapes',",
+            {"digen__reward__functions": {"jpeg_compressibility": {"weight": 1, "timeshare": True}}},
+            "for the function 'jpeg_compressibility',",
         ),
     ],
 )

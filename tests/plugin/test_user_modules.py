@@ -90,7 +90,9 @@ def test_a_run_and_a_plan_accept_what_only_the_users_module_registers(own, start
 def test_a_new_process_registers_them_from_what_it_is_given(own, start: Start, runnable, tmp_path, process):
     words = own_words(runnable, own)
     if process == "environment":
-        words.append("digen.environment.name=shape_edits")
+        words.append(
+            f"digen.environment.path={Path(__file__).parents[2]}/examples/drawn_world/shape_edits.py:ShapeEdits"
+        )
     config = start(*words)
     if process == "diffusers replica":
         handed = kept, (omega_conf_to_dataclass(config.actor_rollout_ref.model),)

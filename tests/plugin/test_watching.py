@@ -99,7 +99,7 @@ def routed(**sources: str) -> str:
         ),
         (
             (
-                "digen.reward.functions={jpeg_compressibility: 1, gold: {weight: 0, gold: true, reward: shapes, "
+                "digen.reward.functions={jpeg_compressibility: 1, gold: {weight: 0, gold: true, reward: diversity, "
                 "data_sources: [geneval]}}",
             ),
             "gold.data_sources must name a data_source of the prompts of data.val_files, which have drawn, ocr, "

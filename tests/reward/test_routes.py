@@ -165,7 +165,12 @@ def plain(data_source, solution_image, ground_truth, extra_info=None):
 
 
 ASKING = [("yes_no", 1.0), ("yes_no", {"weight": 1.0, "url": "reward_model"}), ("mine", f"{HERE}:routed")]
-OTHERS = [("shapes", 1.0), ("diversity", 1.0), ("yes_no", {"weight": 1.0, "url": "http://h:1"}), ("m", f"{HERE}:plain")]
+OTHERS = [
+    ("jpeg_compressibility", 1.0),
+    ("diversity", 1.0),
+    ("yes_no", {"weight": 1.0, "url": "http://h:1"}),
+    ("m", f"{HERE}:plain"),
+]
 
 
 def entry_of(name, value):

@@ -198,7 +198,7 @@ def test_diversity_is_the_mean_distance_to_the_other_pictures():
     ("name", "value", "message"),
     [
         ("diversity", {"weight": 1, "size_px": 0}, "diversity: size_px must be >= 1, got 0; 32 is the default"),
-        ("shapes", {"weight": 1, "scale": 2}, "take the other names out of the entry's arguments"),
+        ("jpeg_compressibility", {"weight": 1, "scale": 2}, "take the other names out of the entry's arguments"),
         (
             "x",
             {"weight": 1, "reward": "collections.OrderedDict"},

@@ -12,8 +12,7 @@ from torch import nn
 
 from tests.pretend.process import on_pretend
 from tests.reward.samples import make_sample
-from verl_digen.reward.base import NoSettings, Reward
-from verl_digen.reward.held import held_modules
+from verl_digen.reward.base import NoSettings, Reward, held_modules
 from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import RewardInput
 

@@ -81,9 +81,9 @@ def test_prompts_of_like_length_share_a_batch():
     assert asyncio.run(run()) == [["p0", "p0", "p2", "p2"], ["p1", "p1", "p3", "p3"]]
 
 
-def chunk(uid: str, size: int, announced: int | None = None, joins_groups: bool = True) -> list[SampleRequest]:
+def chunk(uid: str, size: int, announced: int | None = None) -> list[SampleRequest]:
     """Requests of one chunk, which says that it has `announced` of them, or as many as there are."""
-    burst = Burst(f"chunk {uid}", size if announced is None else announced, joins_groups)
+    burst = Burst(f"chunk {uid}", size if announced is None else announced)
     return [replace(request(uid, index), burst=burst) for index in range(size)]
 
 
@@ -118,22 +118,15 @@ def test_a_chunk_starts_when_its_last_sample_arrives():
 def test_a_request_without_a_burst_and_one_whose_burst_never_comes_wait_for_others():
     assert starts_of([(0.0, [request("a", 0)])]) == [(pytest.approx(0.05), ["a"])]
     assert starts_of([(0.0, chunk("a", 2, announced=3))]) == [(pytest.approx(0.05), ["a"] * 2)]
-    both = starts_of([(0.0, [*chunk("a", 2), request("b", 0)])])
-    assert both == [(pytest.approx(0.05), ["a", "a", "b"])]
 
 
 def test_what_is_left_of_a_large_chunk_follows_at_once():
     assert starts_of([(0.0, chunk("a", 12))]) == [(0.0, ["a"] * 8), (pytest.approx(2.0), ["a"] * 4)]
 
 
-def test_chunks_that_wait_behind_a_batch_form_one_batch_and_start_at_once():
-    played = starts_of([(0.0, chunk("a", 4)), (0.5, chunk("b", 2)), (1.9, chunk("c", 4))])
-    assert played == [(0.0, ["a"] * 4), (pytest.approx(2.0), ["b", "b", "c", "c", "c", "c"])]
-
-
-def test_groups_that_do_not_share_batches_run_one_after_the_other_in_the_order_of_arrival():
-    first, second, third = (chunk(uid, 2, joins_groups=False) for uid in "bac")
-    refill = replace(second[0], sample_index=7, burst=Burst("refill", 1, False))
+def test_chunks_of_several_groups_run_one_after_the_other_in_the_order_of_arrival():
+    first, second, third = (chunk(uid, 2) for uid in "bac")
+    refill = replace(second[0], sample_index=7, burst=Burst("refill", 1))
     played = starts_of([(0.0, first[:1]), (0.01, [first[1], *second]), (1.0, [*third, refill])])
     assert played == [
         (pytest.approx(0.01), ["b"] * 2),
@@ -143,8 +136,8 @@ def test_groups_that_do_not_share_batches_run_one_after_the_other_in_the_order_o
 
 
 def test_a_group_that_is_complete_does_not_wait_for_the_one_behind_it():
-    late = chunk("b", 2, joins_groups=False)
-    played = starts_of([(0.0, [*chunk("a", 2, joins_groups=False), late[0]]), (0.02, late[1:])])
+    late = chunk("b", 2)
+    played = starts_of([(0.0, [*chunk("a", 2), late[0]]), (0.02, late[1:])])
     assert played == [(0.0, ["a"] * 2), (pytest.approx(2.0), ["b"] * 2)]
 
 
@@ -152,11 +145,11 @@ def test_a_complete_chunk_starts_when_the_incomplete_one_beside_it_is_cancelled(
     async def run() -> float:
         record = Recorder()
         batcher = RequestBatcher(record, max_batch_size=8, wait_s=10.0)
-        asked = [*chunk("a", 2), *chunk("b", 1, announced=2)]
+        asked = [*chunk("a", 2), replace(request("a", 7), burst=Burst("refills", 2))]
         waiting = [asyncio.ensure_future(batcher.submit(each)) for each in asked]
         await asyncio.sleep(1.0)
         assert not record.batches
-        batcher.withdraw("b", 0)
+        batcher.withdraw("a", 7)
         await asyncio.gather(*waiting, return_exceptions=True)
         return asyncio.get_running_loop().time()
 

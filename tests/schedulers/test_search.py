@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.schedulers.flat import make_rules
-from verl_digen.schedulers import Costs, Workload, simulate
+from tests.schedulers.workload import Costs, Workload, simulate
 from verl_digen.schedulers.bubbles import MAX_STREAM, bubble_at, bundles
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.group_book import GroupBook

@@ -100,21 +100,33 @@ def test_prompts_belong_to_files_by_name_place_or_neighbour(folder):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["shapes", "out"], "must have a prompt: there is no 0.txt beside it"),
-        (["shapes", "out", "--prompt", "x", "--prompts", "three.txt"], "exclude each other"),
+        (["jpeg_compressibility", "out"], "must have a prompt: there is no 0.txt beside it"),
+        (["jpeg_compressibility", "out", "--prompt", "x", "--prompts", "three.txt"], "exclude each other"),
         (
-            ["shapes", "out", "--prompts", "three.txt"],
+            ["jpeg_compressibility", "out", "--prompts", "three.txt"],
             "one row per file, or a row per n of them, for 4 files, got '3 rows'",
         ),
-        (["shapes", "out", "--prompts", "half.jsonl"], "must have a row for every file, none has file_name '1.png'"),
-        (["shapes", "out", "--prompts", "gone.jsonl"], "--prompts must name an existing file"),
+        (
+            ["jpeg_compressibility", "out", "--prompts", "half.jsonl"],
+            "must have a row for every file, none has file_name '1.png'",
+        ),
+        (["jpeg_compressibility", "out", "--prompts", "gone.jsonl"], "--prompts must name an existing file"),
         (["shapess", "out", "--prompt", ""], "digen.reward.functions.shapess must name one of"),
-        (["{shapes: }", "out", "--prompt", ""], "digen.reward.functions.shapes must be a number"),
-        (["{shapes", "out", "--prompt", ""], "must be names or a YAML mapping"),
-        (["{shapes: {weight: 1, num_workers: 2}}", "out", "--prompt", ""], "num_gpus and timeshare belong to a run"),
+        (
+            ["{jpeg_compressibility: }", "out", "--prompt", ""],
+            "digen.reward.functions.jpeg_compressibility must be a number",
+        ),
+        (["{jpeg_compressibility", "out", "--prompt", ""], "must be names or a YAML mapping"),
+        (
+            ["{jpeg_compressibility: {weight: 1, num_workers: 2}}", "out", "--prompt", ""],
+            "num_gpus and timeshare belong to a run",
+        ),
         (["{diversity: {weight: 1, size: 2}}", "out", "--prompt", ""], "must be a setting of Diversity"),
-        (["shapes", "gone", "--prompt", ""], "must exist, got 'gone'"),
-        (["shapes", "out", "--prompt", "", "--timeout-s", "-1"], "--timeout-s must be > 0 seconds, got -1.0"),
+        (["jpeg_compressibility", "gone", "--prompt", ""], "must exist, got 'gone'"),
+        (
+            ["jpeg_compressibility", "out", "--prompt", "", "--timeout-s", "-1"],
+            "--timeout-s must be > 0 seconds, got -1.0",
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(folder, capsys, monkeypatch, words, message):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from omegaconf import OmegaConf
 
-from verl_digen.store.controller import close, start
+from verl_digen.store.client import close, start
 
 
 @pytest.fixture(scope="module")

@@ -426,13 +426,9 @@ def test_a_trainer_whose_slots_are_overdue_waits_for_an_event_and_asks_once_more
 SHORT = DeadlinesConfig(
     first_s=1.0,
     generate_s=50.0,
-    assist_s=60.0,
     score_s=70.0,
     train_s=80.0,
-    commit_s=90.0,
-    load_s=40.0,
     answer_s=5.0,
-    abort_s=3.0,
 )
 
 
@@ -486,13 +482,13 @@ def run_hanging(pools, num_batches=2, **rules):
     return run_in_virtual_time(batches())
 
 
-@pytest.mark.parametrize("method, bound_s", [("generate", 50.0), ("load", 40.0)])
-def test_a_replica_that_hangs_is_ended_within_its_bound_and_no_sample_is_lost(method, bound_s):
+@pytest.mark.parametrize("method", ["generate", "load"])
+def test_a_replica_that_hangs_is_ended_within_its_bound_and_no_sample_is_lost(method):
     pools = Hanging((method, "s1"))
     outcomes, took_s, conductor = run_hanging(pools)
     assert [len(outcome.groups) for outcome in outcomes] == [3, 3]
     assert ("end", ("s1",)) in pools.calls and not conductor.planner.has_slot("s1")
-    assert bound_s <= took_s <= bound_s + 1
+    assert SHORT.generate_s <= took_s <= SHORT.generate_s + 1
     trained = [key for key in pools.generated if key[0] in pools.trained]
     assert len(trained) == len(set(trained)) == 6 * GROUP_SIZE
     if method == "generate":
@@ -525,8 +521,8 @@ def test_samples_whose_scores_were_given_up_are_cleared_if_their_group_is_droppe
     [
         ("begin", 80.0, "opening a batch"),
         ("accumulate", 80.0, r"training fragment 0 \(1 groups\)"),
-        ("commit", 90.0, "the optimizer step"),
-        ("assist", 60.0, r"chunk \d+ \(1 samples of group p\d+\) on the trainer"),
+        ("commit", 80.0, "the optimizer step"),
+        ("assist", 80.0, r"chunk \d+ \(1 samples of group p\d+\) on the trainer"),
     ],
 )
 def test_a_trainer_that_hangs_ends_the_run_within_its_bound_and_the_message_names_the_call(method, bound_s, named):
@@ -534,7 +530,7 @@ def test_a_trainer_that_hangs_ends_the_run_within_its_bound_and_the_message_name
     rules = {"assist": "always", "assist_chunk_size": 1} if method == "assist" else {}
     error, took_s, _ = run_hanging(pools, **rules)
     assert isinstance(error, DeadlineMissed)
-    assert bound_s <= took_s <= bound_s + SHORT.abort_s + 1
+    assert bound_s <= took_s <= bound_s + SHORT.answer_s + 1
     with pytest.raises(DeadlineMissed, match=rf"step 1: {named}.* raise digen\.deadlines\.\w+_s"):
         raise error
 

@@ -24,8 +24,8 @@ from verl_digen.trainer.replicas import Replicas
 
 pytestmark = pytest.mark.slow
 
-DEADLINES = DeadlinesConfig(answer_s=20.0, blip_s=0.5)
-SHORT_DEADLINES = DeadlinesConfig(answer_s=3.0, blip_s=0.5)
+DEADLINES = DeadlinesConfig(answer_s=20.0)
+SHORT_DEADLINES = DeadlinesConfig(answer_s=3.0)
 """For processes that never answer: a test waits for all of it."""
 
 

@@ -102,7 +102,7 @@ def test_a_pipeline_that_runs_in_one_go_trains_with_samples_of_the_trainer_besid
     run = run_main(
         tmp_path / "run",
         f"actor_rollout_ref.model.path={build_tiny('sd3', tmp_path / 'checkpoint')}",
-        "digen.reward.functions={shapes: 1.0, jpeg_compressibility: 1.0}",
+        "digen.reward.functions={jpeg_compressibility: 1.0}",
         "digen.sampling.true_cfg_scale=2.0",
         "digen.tag.policy=always",
         "digen.tag.chunk_size=2",

@@ -22,8 +22,7 @@ from vllm.entrypoints.openai.models.serving import ModelCard, ModelList
 
 from verl_digen.reward.judges.chat import JudgeConfig, chat_request, only_model
 from verl_digen.reward.judges.content import picture_part
-from verl_digen.reward.judges.reading import weighed
-from verl_digen.reward.judges.reply import read_reply
+from verl_digen.reward.judges.reading import read_reply, weighed
 
 
 def test_vllm_takes_a_judges_request():

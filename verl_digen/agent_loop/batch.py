@@ -73,7 +73,7 @@ async def generate_batch(
         return FinishedSample.of(generation, row, scored.total)
 
     tasks = [asyncio.create_task(finish(row, index)) for row, index in zip(rows, indices, strict=True)]
-    samples, failures = await first_complete(tasks, len(tasks))
+    samples, failures = await all_ended(tasks)
     if rewards is not None:
         for uid in sizes:
             rewards.settled(uid, indices)
@@ -120,28 +120,9 @@ class GroupsBeingGenerated:
 Result = TypeVar("Result")
 
 
-async def first_complete(tasks: Sequence[asyncio.Task[Result]], count: int) -> tuple[list[Result], list[BaseException]]:
-    """Wait until `count` of the tasks have a result, then cancel the others, and wait for all to end.
-
-    Returns:
-        Results in the order of `tasks`, fewer than `count` if too many failed; and the errors of those that failed.
-
-    Example, three tasks that end after 1, 3 and 2 s:
-        await first_complete(tasks, 2)    # ([of the first, of the third], []) after 2 s
-    """
-    done: set[asyncio.Task[Result]] = set()
-    try:
-        while len(done) < len(tasks) and sum(_is_complete(task) for task in done) < count:
-            ended, _ = await asyncio.wait(set(tasks) - done, return_when=asyncio.FIRST_COMPLETED)
-            done |= ended
-    finally:
-        for task in tasks:
-            task.cancel()  # no effect on one that has ended
-    await asyncio.gather(*tasks, return_exceptions=True)
-    complete = [task for task in tasks if _is_complete(task)][:count]
-    errors = [error for task in tasks if not task.cancelled() and (error := task.exception()) is not None]
-    return [task.result() for task in complete], errors
-
-
-def _is_complete(task: asyncio.Task[Result]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
+async def all_ended(tasks: Sequence[asyncio.Task[Result]]) -> tuple[list[Result], list[BaseException]]:
+    """Wait until all tasks have ended -> results of those that succeeded, in order, and errors of those that failed."""
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    results = [one for one in ended if not isinstance(one, BaseException)]
+    errors = [one for one in ended if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError)]
+    return results, errors

@@ -23,7 +23,7 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from verl_digen.agent_loop.batch import GroupsBeingGenerated, WithConditions, first_complete, generate_batch
+from verl_digen.agent_loop.batch import GroupsBeingGenerated, WithConditions, all_ended, generate_batch
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
@@ -132,16 +132,15 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         await publish_status(partition, uid, PromptStatus("running"))
         params = {**sampling_params, "validate": validate}
         columns = {**loop_columns(row), "global_steps": step, "agent_name": prompt["agent_name"]}
-        num_begun = num_samples if validate else num_samples + self.digen.environment.extra_episodes
-        telling = self._tell_generated(partition, uid, num_begun)
+        telling = self._tell_generated(partition, uid, num_samples)
         tasks = [
             asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **columns))
-            for index in range(num_begun)
+            for index in range(num_samples)
         ]
         for index, task in enumerate(tasks):
             task.add_done_callback(partial(self._on_sample_ended, uid, index))
-        samples, failures = await first_complete(tasks, num_samples)
-        self._rewards.settled(uid, range(num_begun))
+        samples, failures = await all_ended(tasks)
+        self._rewards.settled(uid, range(num_samples))
         try:
             await asyncio.gather(*telling)
             if len(samples) == num_samples:
@@ -354,7 +353,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
         if not is_single:
             return None
-        return Burst(str(order.chunk_id), len(order.samples), joins_groups=self.digen.gap.join_groups)
+        return Burst(str(order.chunk_id), len(order.samples))
 
     async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, server: Any) -> None:
         try:

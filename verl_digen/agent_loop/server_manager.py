@@ -17,7 +17,7 @@ from ray.exceptions import ActorDiedError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
-from verl_digen.blips import through_blips
+from verl_digen.actors import through_blips
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import ReplicasLost
 from verl_digen.reward.named import any_reads_latents

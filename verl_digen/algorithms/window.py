@@ -10,13 +10,12 @@ Invariants
 * At least one step is trained.
 """
 
-import math
 import random
 from dataclasses import dataclass
 from typing import Annotated
 
 from verl_digen.algorithms.seeds import keyed_seed
-from verl_digen.require import In, OneOf, check_fields, require
+from verl_digen.require import In, OneOf, check_fields
 
 KINDS = ("all", "consecutive", "fraction")
 
@@ -46,23 +45,11 @@ class WindowConfig:
     shift_every: Annotated[int | None, In("[1, inf]"), "null keeps the window where it is"] = None
     """consecutive: optimizer steps after which `range` moves on by one denoise step; past the schedule's end
     it starts over (MixGRPO, with size = hi - lo: 25, MixGRPO-Flash 20). null: it stays."""
-    shift_decay: Annotated[float, In("[0, inf)"), "0.1 is MixGRPO's; 0 gives all places the same time"] = 0.0
-    """consecutive, with `shift_every`: a range that begins at step l stays ceil(shift_every exp(-shift_decay
-    max(0, l - shift_decay_from))) optimizer steps, so that late steps train less. 0: all places alike. 0.1 in MixGRPO's
-    exponential strategy."""
-    shift_decay_from: Annotated[int, In("[0, inf]")] = 0
-    """Last step l from which a range stays `shift_every` optimizer steps. 13 of 25 in MixGRPO."""
     fraction: Annotated[float, In("(0, 1]")] = 0.6
     """fraction: share of the stochastic steps that is trained, at least one step. 0.6 in DanceGRPO."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.window.")
-        require(
-            self.shift_decay == 0 or self.shift_every is not None,
-            "digen.window.shift_decay must be 0 with digen.window.shift_every=null, where the window stays",
-            self.shift_decay,
-            "set digen.window.shift_every=25, or leave it out",
-        )
         if self.range is not None:
             if len(self.range) != 2 or not 0 <= self.range[0] < self.range[1]:
                 raise ValueError(f"digen.window.range must be [lo, hi] in steps, 0 <= lo < hi, got {list(self.range)}")
@@ -97,17 +84,8 @@ class WindowConfig:
         """Denoise steps by which the range has moved at optimizer step `step`, in a schedule of `num_steps`."""
         if self.shift_every is None:
             return 0
-        lo, hi = self.range_for(num_steps)
-        stays = [
-            math.ceil(self.shift_every * math.exp(-self.shift_decay * max(0, start - self.shift_decay_from)))
-            for start in range(lo, lo + num_steps - hi)
-        ]
-        left = step % sum(stays)
-        for place, num_updates in enumerate(stays):
-            if left < num_updates:
-                return place
-            left -= num_updates
-        raise AssertionError("the remainder is less than the sum")
+        _, hi = self.range_for(num_steps)
+        return step // self.shift_every % (num_steps - hi)
 
     def _check_room(self, lo: int, hi: int) -> None:
         if self.kind == "consecutive" and hi - lo < self.size:

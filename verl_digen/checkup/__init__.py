@@ -1,20 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen doctor --gpu`: what a run needs of this machine's devices, checked in minutes with the run's own parts; with
-`--full` also what they do with published sizes.
+"""`digen doctor`: what is missing on this machine, whether a model computes the same here, and whether the devices do
+what a run needs of them.
 
 | file | holds |
 | --- | --- |
-| `outcome.py` | a check's result and its text |
-| `setting.py` | what the checks run on: device, number of ranks, architecture, sizes |
-| `rates.py`, `identity.py`, `numerics.py`, `gradient.py`, `update.py`, `sleeping.py` | one check each |
-| `training.py` | checks that run verl's main: the quick start, and published sizes |
-| `checkpoints.py` | checkpoints of published sizes with random weights |
-| `registry.py` | the checks in order, with deadline and remedy |
-| `runner.py` | each check in a process of its own, and the report |
-| `__main__.py` | that process |
 | `command.py` | the command |
-| `quickstart.py` | devices of `make quickstart`, which the last check runs |
-
-A check is a function of the setting that returns a figure and raises `CheckFailed`, or whatever its parts raise. It
-runs on every platform of verl's, and in a test's own process.
+| `machine.py` | versions, plugin, platform, registered names |
+| `selftest.py` | numerics of one architecture, and the checks that run them |
+| `checks.py` | the checks of devices in order, with deadline and remedy, and what they are given |
+| `runner.py` | each check in a process of its own, and the report |
+| `rates.py`, `identity.py`, `attention.py`, `gradient.py`, `update.py`, `sleeping.py` | one check each |
+| `training.py` | checks that run verl's main: the quick start, and published sizes (`checkpoints.py`) |
+| `quickstart.py` | devices of `make quickstart` |
 """

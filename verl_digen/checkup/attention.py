@@ -16,8 +16,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor
 from verl.plugin.platform import get_platform
 
-from verl_digen.checkup.outcome import CheckFailed
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.patches import attention_gradient
 from verl_digen.weights.own_device import own_device
 

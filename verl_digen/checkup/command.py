@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen doctor --gpu`: choose the device, run the checks, print a line each and a table."""
+"""Say whether a run could start on this machine, and what is missing: for a first look, and for bug reports.
+
+With --selftest MODEL the numerics of one model are checked instead, on a tiny random checkpoint and in seconds:
+its sampler against diffusers' own pipeline, log-probs in training against those of sampling, and a gradient step.
+
+With --gpu the devices are checked with the parts of a run, in minutes: identity of a replica's device, numerics in fp32
+and bf16, attention's gradient, the engine's gradient over NCCL, a weight update, sleep, three steps of the quick start.
+With --full they are measured as well, on published sizes with random weights.
+
+Exit code 0 if a run could start (or all checks hold), 1 if not, 2 for an unknown name.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +18,32 @@ import shutil
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
+from typing import Any
 
-from verl_digen.checkup.outcome import Outcome, to_table
-from verl_digen.checkup.registry import CHECKS
-from verl_digen.checkup.setting import FIGURES, Setting
+from verl_digen.checkup import runner
+from verl_digen.checkup.checks import CHECKS, Setting
+from verl_digen.checkup.machine import examine, to_text
 from verl_digen.models.tiny import BUILDERS
 from verl_digen.require import require, require_one_of
+
+NAME = "doctor"
 
 ARCHITECTURE = "qwen_image"
 UPDATE_MB = {"cpu": 128}
 ASLEEP_MB = {"cpu": 256}
 ACCELERATOR_MB = 4096
 """Sizes in MiB; on an accelerator large enough that its speed shows."""
-REPORT = "report.md"
 CPU_VARIABLES = {"VERL_PLATFORM": "cpu"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Options that need `--gpu`."""
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="the report as JSON, printed or written to FILE"
+    )
+    parser.add_argument("--selftest", metavar="MODEL", help="check one model, e.g. sd3; ? lists them")
     titles = "\n".join(f"{name:<10} {check.title}" for name, check in CHECKS.items())
     group = parser.add_argument_group("checks of the devices", titles)
     group.add_argument("--gpu", action="store_true", help="check what a run needs of them, in minutes")
@@ -62,6 +76,43 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
+    if args.selftest is not None:
+        return selftest(args.selftest)
+    if args.gpu:
+        return check_devices(args)
+    report = examine()
+    _write(args.json, asdict(report))
+    if args.json != "-":
+        print(to_text(report))
+    return 1 if report.problems else 0
+
+
+def _write(file: str | None, found: dict[str, Any]) -> None:
+    """Write or print what `--json` asks for."""
+    text = json.dumps(found, indent=2)
+    if file == "-":
+        print(text)
+    elif file is not None:
+        Path(file).write_text(text + "\n", encoding="utf-8")
+
+
+def selftest(name: str) -> int:
+    """Print a line per check of the tiny checkpoint `name`; returns the exit code."""
+    try:  # before imports that take seconds
+        require_one_of("digen doctor --selftest", name, sorted(BUILDERS))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    from verl_digen.checkup.selftest import run_selftest  # imports diffusers' pipelines
+
+    checks = []
+    for check in run_selftest(name):
+        print(check, flush=True)
+        checks.append(check)
+    return 0 if all(check.holds for check in checks) else 1
+
+
+def check_devices(args: Namespace) -> int:
     """Exit code: 0 if all checks passed, 1 if one failed or there is no device, 2 for a bad option."""
     try:
         require_one_of("digen doctor --architecture", args.architecture, sorted(BUILDERS))
@@ -90,19 +141,11 @@ def run(args: Namespace) -> int:
         asleep_mb=ASLEEP_MB.get(device, ACCELERATOR_MB),
         is_cpu=device == "cpu",
     )
-    from verl_digen.checkup.runner import run_checks  # needs psutil, and a wrong option is told without
-
     print(f"{num_devices} x {device}; {len(names)} checks, logs in {folder}", flush=True)
     variables = CPU_VARIABLES if device == "cpu" else {}
-    outcomes = report(names, run_checks(names, setting, variables=variables, budget_s=args.budget), args.out)
-    if args.json is not None:
-        text = json.dumps(
-            {"device": device, "num_devices": num_devices, "checks": list(map(asdict, outcomes))}, indent=2
-        )
-        if args.json == "-":
-            print(text)
-        else:
-            Path(args.json).write_text(text + "\n", encoding="utf-8")
+    running = runner.run_checks(names, setting, variables=variables, budget_s=args.budget)
+    outcomes = runner.report(names, running, args.out)
+    _write(args.json, {"device": device, "num_devices": num_devices, "checks": list(map(asdict, outcomes))})
     if not all(outcome.passed for outcome in outcomes):
         return 1
     if args.out is None:
@@ -126,33 +169,3 @@ def find_devices(asked: str | None) -> tuple[str, int] | None:
         file=sys.stderr,
     )
     return None
-
-
-def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Outcome]:
-    """Print each outcome when it is known, then the table -> all outcomes.
-
-    Args:
-        names: of all checks that were asked for.
-        out: folder that gets the same text and all figures, as they come.
-    """
-
-    def say(text: str) -> None:
-        print(text, flush=True)
-        if out is not None:
-            with open(out / REPORT, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
-
-    done = []
-    for outcome in outcomes:
-        say(str(outcome))
-        done.append(outcome)
-        if out is not None:
-            with open(out / FIGURES, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"check": outcome.name, **one}) + "\n" for one in outcome.measured)
-    say(f"\n{to_table(done)}\n")
-    if left_out := [name for name in names if name not in {outcome.name for outcome in done}]:
-        say(f"Left out for lack of time: {', '.join(left_out)}.")
-    failed = [outcome.name for outcome in done if not outcome.passed]
-    total_s = sum(outcome.seconds for outcome in done)
-    say(f"{f'FAILED: {chr(44).join(failed)}' if failed else 'All checks passed'} ({total_s:.0f} s).")
-    return done

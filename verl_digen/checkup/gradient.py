@@ -23,8 +23,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
 from verl_digen.algorithms.window import Window
-from verl_digen.checkup.outcome import CheckFailed
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.rows import Samples

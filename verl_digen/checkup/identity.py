@@ -9,8 +9,7 @@ import ray
 import torch
 from verl.plugin.platform import get_platform
 
-from verl_digen.checkup.outcome import CheckFailed
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.rollout.birth import (
     SeenDevice,
     assigned_device,

@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Override of `make quickstart` for this machine: `python -m verl_digen.checkup.quickstart` prints it."""
+"""Devices of `make quickstart` on this machine: `python -m verl_digen.checkup.quickstart` prints it."""
 
 from __future__ import annotations
 
 import os
 
-from verl_digen.checkup.setting import quickstart_devices
-
+QUICKSTART_PROMPTS = 8
+"""Prompts of a step of recipe=digen_quickstart (`data.train_batch_size`)."""
 MAX_CPU_RANKS = 2
 """Trainer ranks, and replicas, of the quick start on a CPU. Two of one thread train its rows faster than one of two
 threads (docs/quickstart.md); each rank and each replica takes 1 GB."""
+
+
+def quickstart_devices(found: int) -> int:
+    """Devices that the quick start uses, all for both training and generation.
+
+    The most that divide its prompts: ranks share the rows of a step evenly.
+
+    Args:
+        found: accelerators of this machine; 0 counts as one device.
+
+    Example:
+        [quickstart_devices(found) for found in (0, 1, 2, 3, 6, 8, 16)]  # [1, 1, 2, 2, 4, 8, 8]
+    """
+    fitting = [count for count in range(1, QUICKSTART_PROMPTS + 1) if QUICKSTART_PROMPTS % count == 0]
+    return max(count for count in fitting if count <= max(found, 1))
 
 
 def override(found: int, num_cores: int) -> str:

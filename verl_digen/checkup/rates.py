@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from verl.plugin.platform import get_platform
 
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.checks import Setting
 from verl_digen.weights.own_device import own_device
 
 COPIED_BYTES, COPIED_BYTES_ON_CPU = 1 << 30, 1 << 26

@@ -14,21 +14,66 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 
 import psutil
 
-from verl_digen.checkup.__main__ import OUTCOME
-from verl_digen.checkup.outcome import Outcome
-from verl_digen.checkup.registry import CHECKS, CheckSpec
-from verl_digen.checkup.setting import FIGURES, Setting
+from verl_digen.checkup.checks import CHECKS, FIGURES, CheckFailed, CheckSpec, Setting
 
-LOG = "log.txt"
-PROGRAM = (sys.executable, "-W", "ignore", "-m", "verl_digen.checkup")
+LOG, OUTCOME, REPORT = "log.txt", "outcome.json", "report.md"
+PROGRAM = (sys.executable, "-W", "ignore", "-m", "verl_digen.checkup.runner")
+"""A check's process: its name follows, its setting as JSON is stdin."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one check."""
+
+    name: str
+    passed: bool
+    figure: str
+    """Measurements as text; "" if the check failed before."""
+    seconds: float
+    cause: str = ""
+    """Why it failed; "" if it passed."""
+    remedy: str = ""
+    """Remedy; "" if it passed."""
+    measured: Sequence[Mapping[str, float | str]] = ()
+    """Measurements that the check noted, see `Setting.note`."""
+
+    def __str__(self) -> str:
+        """One line, one for each measurement, and for a failed check two more."""
+        lines = [f"{'pass' if self.passed else 'FAIL'}  {self.name:<10} {self.seconds:6.1f} s  {self.figure}".rstrip()]
+        for figures in self.measured:
+            values = ", ".join(f"{name} {_shown(value)}" for name, value in figures.items() if name != "what")
+            lines.append(f"      {figures['what']}: {values}")
+        if not self.passed:
+            lines += [f"      cause  {self.cause}", f"      remedy {self.remedy}"]
+        return "\n".join(lines)
+
+
+def _shown(value: float | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def to_table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown table of all outcomes, for bug reports."""
+    rows = [
+        (
+            one.name,
+            "pass" if one.passed else "FAIL",
+            f"{one.seconds:.1f}",
+            one.figure if one.passed else one.cause.partition("\n")[0],
+        )
+        for one in outcomes
+    ]
+    lines = [("check", "result", "seconds", "figure or cause"), ("---",) * 4, *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def run_checks(
@@ -118,3 +163,51 @@ def _ending(code: int) -> str:
 def _last_line(log: Path) -> str:
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return f"its last line: {lines[-1]}" if lines else "it said nothing"
+
+
+def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Outcome]:
+    """Print each outcome when it is known, then the table -> all outcomes.
+
+    Args:
+        names: of all checks that were asked for.
+        out: folder that gets the same text and all figures, as they come.
+    """
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        if out is not None:
+            with open(out / REPORT, "a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+    done = []
+    for outcome in outcomes:
+        say(str(outcome))
+        done.append(outcome)
+        if out is not None:
+            with open(out / FIGURES, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"check": outcome.name, **one}) + "\n" for one in outcome.measured)
+    say(f"\n{to_table(done)}\n")
+    if left_out := [name for name in names if name not in {outcome.name for outcome in done}]:
+        say(f"Left out for lack of time: {', '.join(left_out)}.")
+    failed = [outcome.name for outcome in done if not outcome.passed]
+    total_s = sum(outcome.seconds for outcome in done)
+    say(f"{f'FAILED: {chr(44).join(failed)}' if failed else 'All checks passed'} ({total_s:.0f} s).")
+    return done
+
+
+def check_here(name: str, given: dict[str, object]) -> None:
+    """Run a check in this process; its `outcome.json` gets {"figure": ...}, or {"cause": ..., "remedy": ...}."""
+    setting = Setting(**(given | {"folder": Path(str(given["folder"]))}))  # type: ignore[arg-type]
+    said: dict[str, str | None]
+    try:
+        said = {"figure": CHECKS[name](setting)}
+    except CheckFailed as failed:
+        said = {"cause": failed.cause, "remedy": failed.remedy}
+    except Exception as error:  # of a part that the check uses
+        traceback.print_exc()
+        said = {"cause": f"{type(error).__name__}: {error}", "remedy": None}
+    (setting.folder / OUTCOME).write_text(json.dumps(said), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    check_here(sys.argv[1], json.load(sys.stdin))

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from verl.plugin.platform import get_platform
 
-from verl_digen.checkup.outcome import CheckFailed
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.config import DigenConfig
 from verl_digen.models.tiny import build_tiny
 from verl_digen.platforms.module_memory import DeviceMemory

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from verl.plugin.platform import get_platform
 
-from verl_digen.checkup.outcome import CheckFailed
-from verl_digen.checkup.setting import Setting
+from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.weights.checksum import checksum
 from verl_digen.weights.own_device import own_device
 from verl_digen.weights.receiver import WeightReceiver

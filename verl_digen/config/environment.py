@@ -39,10 +39,6 @@ class EnvironmentConfig:
     max_retries: Annotated[int, In(f"[0, {MAX_RETRIES}]")] = 2
     """Times that the environment of an episode is made again after an exception, a timeout or a dead process. Then the
     episode fails."""
-    extra_episodes: Annotated[int, In(f"[0, {MAX_WORKERS}]")] = 0
-    """Episodes begun for each group beyond `actor_rollout_ref.rollout.n`: the first n complete ones are its samples,
-    and the others are stopped. Where replicas and trainer take turns; on separate pools `digen.queue.extra_prompts`
-    begins further groups."""
 
     def __post_init__(self) -> None:
         key = "digen.environment"

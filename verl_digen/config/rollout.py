@@ -68,7 +68,7 @@ class RolloutConfig:
     while requests in flight use that many versions."""
     update_timeout_s: Annotated[float, In("(0, inf]")] = 600.0
     """Longest wait in s between two parts of a weight update of a replica, on either side. The trainer
-    gathers a tensor of a sharded model between two parts, which takes seconds; `digen.deadlines.publish_s` bounds the
+    gathers a tensor of a sharded model between two parts, which takes seconds; `digen.deadlines.train_s` bounds the
     whole update."""
     allow_untested_versions: bool = False
     """Start a `vllm_omni` replica with other versions of vLLM and vLLM-Omni than those it was tested with."""

@@ -34,8 +34,6 @@ class Episodes:
     """Maximum turns of an episode."""
     edits: bool = False
     """True if turns read the picture of the one before."""
-    extra_episodes: int = 0
-    """Redundant episodes of a group; they publish nothing."""
     extra_prompts: int = 0
     """Redundant groups of a step, which may publish before they are dropped; on separate pools."""
     in_slots: int | None = None
@@ -56,7 +54,6 @@ def plan_episodes(config: DictConfig, digen: DigenConfig, *, num_replicas: int, 
     return Episodes(
         num_turns=environment.max_turns if environment.is_on else 1,
         edits=environment.is_on and environment_class(environment).edits,
-        extra_episodes=0 if is_split else environment.extra_episodes,
         extra_prompts=digen.queue.extra_prompts if is_split else 0,
         in_slots=_slots_hold(digen, config.data.train_batch_size, rollout.n, num_replicas) if is_split else None,
         num_workers=rollout.agent.num_workers,

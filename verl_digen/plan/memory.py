@@ -430,7 +430,7 @@ def update_bytes(run: Run) -> int:
 def _queue(run: Run) -> Items:
     settings, measured = run.settings, run.measured
     return {
-        "trajectories": settings.num_published * settings.episodes.num_turns * measured.trajectory_bytes,
+        "trajectories": settings.num_begun * settings.episodes.num_turns * measured.trajectory_bytes,
         "conditions": settings.num_conditions * measured.condition_bytes,
     }
 

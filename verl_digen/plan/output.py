@@ -319,7 +319,6 @@ def _episodes_json(settings: Settings) -> dict[str, Any] | None:
     return {
         "num_turns": settings.episodes.num_turns,
         "num_begun": settings.num_begun,
-        "num_published": settings.num_published,
         "num_conditions": settings.num_conditions,
         "at_once": settings.episodes_at_once,
         "per_replica": settings.episodes_per_replica,

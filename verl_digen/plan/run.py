@@ -125,19 +125,13 @@ class Settings:
 
     @property
     def num_begun(self) -> int:
-        """Samples that a step begins, redundant ones included."""
-        episodes = self.episodes
-        return (self.num_prompts + episodes.extra_prompts) * (self.group_size + episodes.extra_episodes)
-
-    @property
-    def num_published(self) -> int:
-        """Samples of a step that reach TransferQueue, those of redundant groups included."""
+        """Samples that a step begins, those of redundant groups included; they may all reach TransferQueue."""
         return (self.num_prompts + self.episodes.extra_prompts) * self.group_size
 
     @property
     def num_conditions(self) -> int:
         """Conditions of a step in TransferQueue: of each prompt or first turn, and of each episode's later turns."""
-        later = self.num_published * (self.episodes.num_turns - 1)
+        later = self.num_begun * (self.episodes.num_turns - 1)
         return self.num_prompts + self.episodes.extra_prompts + later
 
     @property

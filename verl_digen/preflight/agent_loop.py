@@ -11,7 +11,6 @@ from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import require
-from verl_digen.reward.named import scope_of
 
 SECTION = "actor_rollout_ref.rollout.agent"
 
@@ -190,21 +189,8 @@ def _check_training(digen: DigenConfig) -> None:
 
 def _check_pools(config: DictConfig, digen: DigenConfig) -> None:
     environment, mode = digen.environment, config.trainer.v1.trainer_mode
-    of_groups = [entry.key for entry in digen.reward.entries if scope_of(entry) == "group"]
-    require(
-        environment.extra_episodes == 0 or not of_groups,
-        f"digen.environment.extra_episodes must be 0 with {', '.join(of_groups)}, which scores a whole group",
-        environment.extra_episodes,
-        "leave it out",
-    )
     if mode == COLOCATED:
         return
-    require(
-        environment.extra_episodes == 0,
-        "digen.environment.extra_episodes must be 0 on separate pools",
-        environment.extra_episodes,
-        "digen.queue.extra_prompts begins further groups there",
-    )
     require(
         digen.deadlines.generate_s >= environment.longest_s,
         "digen.deadlines.generate_s must be >= (1 + digen.environment.max_turns) x digen.environment.step_timeout_s, "

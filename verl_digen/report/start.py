@@ -15,8 +15,7 @@ from typing import Any
 
 import yaml
 
-from verl_digen.observe.run_files import START, WARNINGS
-from verl_digen.observe.warnings_file import read_warnings
+from verl_digen.observe.run_files import START, WARNINGS, read_warnings
 
 CHECKPOINT_FILE = "global_step_*/run.json"
 RECIPES = re.compile(r"\+*recipe=\[?([^\]]*)\]?")

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 from hashlib import sha256
+from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
@@ -74,11 +75,12 @@ def load(target: str, key: str, known: str) -> Any:
 
 def _load_file(path: str) -> ModuleType:
     """Import a file as a module of a name of its own, once per process: dataclasses in it look their module up, which
-    verl's `load_extern_object` does not register."""
+    verl's `load_extern_object` does not register. It may import modules beside it, as a script may."""
     name = f"{__name__}_{sha256(path.encode()).hexdigest()[:12]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
+        sys.path.append(str(Path(path).absolute().parent))
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])

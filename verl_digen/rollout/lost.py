@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_digen.blips import through_blips
+from verl_digen.actors import through_blips
 from verl_digen.weights.checksum import Checksum
 from verl_digen.weights.sending import ReceiverDied, Wire, send_update
 
@@ -25,7 +25,7 @@ class ReplicaHandle:
 
     Args:
         name: Ray actor name, looked up at the first call.
-        blip_s: `digen.deadlines.blip_s`. A server that is unreachable for longer is killed: it would miss weights.
+        blip_s: a server that is unreachable for longer is killed: it would miss weights.
     """
 
     def __init__(self, name: str, blip_s: float):

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pure decisions: state in, decision out. Standard library only; no clock, no randomness, no I/O.
 
-`planner.py` decides what slots and trainer do, live and in the simulator alike; `simulate` plays it.
+`planner.py` decides what slots and trainer do, live and in the simulator (`simulation.py`) alike.
 """
-
-from verl_digen.schedulers.simulation import Costs, Workload, simulate
-
-__all__ = ["Costs", "Workload", "simulate"]

@@ -41,37 +41,39 @@ class DeadlinesConfig:
     factor: Annotated[float, In("[1, inf)")] = 5.0
     """A call may take at most `factor` times the duration predicted from earlier calls of its kind."""
     first_s: Seconds = 3600.0
-    """Least bound of the first call of each kind to a replica or the trainer, which compiles and fills caches."""
+    """Least bound of the first call of each kind to a replica or the trainer, which compiles and fills caches. Bound of
+    starting a lost replica again, and of waking the timeshared rewards."""
     generate_s: Seconds = 120.0
-    """Least bound of a chunk on a replica, or of a validation sample."""
-    assist_s: Seconds = 300.0
-    """Least bound of a chunk that the trainer generates itself."""
+    """Least bound of a call of a replica: a chunk, a validation sample, the switch to weights that it has received."""
+    train_s: Seconds = 1200.0
+    """Least bound of a call of the trainer: the gradient of a fragment or of the colocated trainer's batch, a chunk
+    that it generates itself, the optimizer step, sending weights to all replicas."""
     score_s: Seconds = 1200.0
     """Least bound of scoring a chunk; at least `digen.reward.timeout_s` per try of a sample."""
-    train_s: Seconds = 900.0
-    """Least bound of a training call: the gradient of one fragment, or in the colocated trainer of the whole batch."""
-    commit_s: Seconds = 600.0
-    """Least bound of the optimizer step."""
-    load_s: Seconds = 300.0
-    """Least bound of a replica's switch to weights that it has received, and of timeshared rewards falling asleep."""
-    publish_s: Seconds = 1200.0
-    """Least bound of sending weights to all replicas."""
-    save_s: Seconds = 7200.0
-    """Bound of writing a checkpoint, and of reading one."""
     setup_s: Seconds = 14400.0
-    """Bound of everything before the first step: processes start, models are downloaded and loaded."""
-    start_s: Seconds = 1800.0
-    """Bound of restarting a lost replica, loading its model included, and of waking the timeshared rewards."""
+    """Bound of everything before the first step (processes start, models are downloaded and loaded), and of writing or
+    reading a checkpoint."""
     answer_s: Seconds = 120.0
-    """Bound of a call without work, such as a health check, and of encoding a prompt for the trainer."""
-    abort_s: Seconds = 60.0
-    """Bound of discarding the gradient of a step that failed: a rank may hang in a collective."""
-    blip_s: Seconds = 30.0
-    """Time of retrying an unreachable replica (Ray's ActorUnavailableError) before it counts as lost."""
-    report_s: Seconds = 300.0
-    """Time without any event after which the log says who waits for whom; again each time it has doubled."""
+    """Bound of a call without work, such as a health check, of encoding a prompt for the trainer, and of discarding the
+    gradient of a step that failed. A replica that is out of reach is retried for a quarter of it."""
     no_progress_s: Seconds = 10800.0
-    """Time without any event after which the run ends, independent of the other bounds."""
+    """Time without any event after which the run ends, independent of the other bounds. After a thirtieth of it the log
+    says who waits for whom, and again each time that has doubled."""
+
+    @property
+    def start_s(self) -> float:
+        """Bound of starting a replica again, and of waking the timeshared rewards: `first_s`."""
+        return self.first_s
+
+    @property
+    def blip_s(self) -> float:
+        """Time of retrying a replica that is out of reach before it counts as lost: answer_s / 4."""
+        return self.answer_s / 4
+
+    @property
+    def report_s(self) -> float:
+        """Time without any event after which the log says who waits for whom: no_progress_s / 30."""
+        return self.no_progress_s / 30
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.deadlines.")
@@ -124,8 +126,7 @@ class Deadlines:
         return bound
 
     def _own_bound(self, kind: CallKind, who: str, size: int) -> Bound:
-        key = f"digen.deadlines.{kind}_s"
-        floor = Bound(_floor_s(self.config, kind), key)
+        floor = _floor(self.config, kind)
         if kind == "answer" or kind == "start":
             return floor
         if (kind, who) not in self._known:
@@ -141,16 +142,13 @@ class Deadlines:
         return None if parts is None else parts[0] + size * parts[1]
 
 
-def _floor_s(config: DeadlinesConfig, kind: CallKind) -> float:
-    floors: dict[CallKind, float] = {
-        "generate": config.generate_s,
-        "assist": config.assist_s,
-        "score": config.score_s,
-        "train": config.train_s,
-        "commit": config.commit_s,
-        "load": config.load_s,
-        "publish": config.publish_s,
-        "answer": config.answer_s,
-        "start": config.start_s,
-    }
-    return floors[kind]
+def _floor(config: DeadlinesConfig, kind: CallKind) -> Bound:
+    if kind == "generate" or kind == "load":
+        return Bound(config.generate_s, "digen.deadlines.generate_s")
+    if kind == "score":
+        return Bound(config.score_s, "digen.deadlines.score_s")
+    if kind == "answer":
+        return Bound(config.answer_s, "digen.deadlines.answer_s")
+    if kind == "start":
+        return Bound(config.first_s, "digen.deadlines.first_s")
+    return Bound(config.train_s, "digen.deadlines.train_s")

@@ -57,10 +57,6 @@ class GapConfig:
     """Chunks in flight per replica: one that it generates, and others that wait, so that it is busy while samples are
     sent and the next chunk is requested. auto: 2; with `digen.tag.policy` 1, because the trainer cannot generate a
     chunk that waits; with `digen.environment` 1, where it is the number of episodes."""
-    join_groups: bool = False
-    """Chunks of several groups that wait on a replica share a batch, up to `digen.rollout.max_batch_size`. Pays where a
-    batch of few samples takes nearly as long as a full one, which small pictures do; else the first group comes later.
-    Give as many slots as chunks fit into two batches."""
     min_groups_per_fragment: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
     """A smaller fragment trains only when no further group is expected. auto: what is ready trains, unless a group
     that is expected soon joins it and the batch then ends earlier, by the measured fixed part of a training call and

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner driven by simulated events: step times and idle times without a device.
 
-- `simulate` assumes one chunk per fragment, as in the papers' figures; `PlannerRun` takes any planner rules.
 - Simulated and live runs share `BatchPlanner`: nothing is decided here.
 - All events of one moment (within `EPSILON_S`) reach the planner before it is asked to decide.
 
@@ -18,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from verl_digen.require import In, check_fields, require
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.generation import ChunkSlots, Generator
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.play import EPSILON_S
-from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
+from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.types import (
     TRAINER,
     Assist,
@@ -41,8 +39,7 @@ TECHNIQUES = ("gap", "tsp", "tag", "tcss")
 """gap: fragments train while others generate. tsp: time-step parallelism. tag: the trainer assists where a search says
 so (BTS). tcss: the next batch begins under the current version."""
 
-What = Literal["generate", "assist", "score", "train", "commit", "switch"]
-"""switch: a colocated pool goes from generating to training and back."""
+What = Literal["generate", "assist", "score", "train", "commit"]
 
 
 class Event(NamedTuple):
@@ -54,123 +51,7 @@ class Event(NamedTuple):
     start_s: float
     end_s: float
     ids: tuple[int, ...]
-    """Groups (in `simulate`: fragments) it worked on, numbered over all steps; for a commit, the step."""
-
-
-Seconds = Annotated[float, In("[0, inf)"), "give the measured duration"]
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Amount of work.
-
-    Example:
-        Workload(num_fragments=8, num_slots=2)    # eight chunks, each a fragment, on two generator slots
-    """
-
-    num_fragments: Annotated[int, In("[1, inf]")]
-    """Per step; one fragment is one chunk."""
-    num_slots: Annotated[int, In("[1, inf]")]
-    num_steps: Annotated[int, In("[1, inf]")] = 1
-    """Optimizer steps in a row; tcss changes nothing in a single one."""
-    stale_fraction: Annotated[float, In("(0, 1]"), 'leave "tcss" out of the techniques for none'] = 1.0
-    """With tcss: share of a step's fragments that may be begun one version early."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "Workload.")
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Durations in seconds.
-
-    Example:
-        Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.5, commit_s=0.3)
-    """
-
-    generate_s: Seconds
-    """A slot generates one chunk."""
-    assist_s: Seconds
-    """The trainer generates one chunk."""
-    score_s: Seconds
-    """Seconds from a chunk's generation to its scores; overlaps with everything."""
-    train_s: Seconds
-    """The trainer trains one fragment, with tsp."""
-    commit_s: Seconds
-    """Optimizer step and publication of the weights."""
-    train_without_tsp_s: Annotated[float | None, In("[0, inf)")] = None
-    """`train_s` without tsp; None: tsp makes no difference."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "Costs.")
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """Result of `simulate`."""
-
-    makespan_s: float
-    """End of the last commit."""
-    events: tuple[Event, ...]
-    """By start, then by who."""
-    bubble_s: dict[str, float]
-    """Pool -> idle seconds until `makespan_s`: "trainer", and "generator" summed over its slots."""
-    reports: tuple[BatchReport, ...]
-    """One per step."""
-
-
-def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> Simulation:
-    """Simulate `workload` with some of `TECHNIQUES`.
-
-    Without "gap" a step is a barrier: all its fragments are generated and scored, then trained in one call of
-    num_fragments * train_s (`Costs` has no fixed part that a single call would save), then committed. With "tag" and no
-    "gap" the trainer still assists while it waits for the barrier, where that pays.
-
-    Raises:
-        ValueError: an unknown technique.
-
-    Example:
-        costs = Costs(generate_s=1.0, assist_s=1.2, score_s=0.1, train_s=0.2, commit_s=0.3)
-        simulate(Workload(num_fragments=8, num_slots=2), costs, {"gap"}).makespan_s          # 4.8
-        simulate(Workload(num_fragments=8, num_slots=2), costs, {"gap", "tag"}).makespan_s   # 4.3
-    """
-    for technique in sorted(techniques):
-        require(
-            technique in TECHNIQUES,
-            f"techniques must be among {', '.join(TECHNIQUES)}",
-            technique,
-            "leave it out, or choose one of these",
-        )
-    slots = [f"slot{index:0{len(str(workload.num_slots - 1))}d}" for index in range(workload.num_slots)]
-    is_pipelined = "gap" in techniques
-    train_s = costs.train_s if costs.train_without_tsp_s is None or "tsp" in techniques else costs.train_without_tsp_s
-    durations = KnownDurations(
-        sample_s=dict.fromkeys(slots, costs.generate_s),
-        assisted_s=[costs.assist_s],
-        scoring_s=costs.score_s,
-        fragment_s=[count * train_s for count in range(1, 2 if is_pipelined else workload.num_fragments + 1)],
-    )
-    rules = BatchRules(
-        num_prompts=workload.num_fragments,
-        group_size=1,
-        gap=GapConfig(enable=is_pipelined, min_groups_per_fragment=1, max_groups_per_fragment=1),
-        tag=TagConfig(policy="bts" if "tag" in techniques else "off", chunk_size=1),
-        staleness=StalenessConfig(max_versions=1 if "tcss" in techniques else 0, fraction=workload.stale_fraction),
-    )
-    run = PlannerRun(
-        rules, durations, slots, num_batches=workload.num_steps, commit_s=costs.commit_s, keeps_events=True
-    )
-    run.play()
-    makespan_s = run.commits_s[-1]
-    return Simulation(
-        makespan_s=makespan_s,
-        events=tuple(sorted(run.events, key=lambda event: (event.start_s, event.who, event.end_s))),
-        bubble_s={
-            "trainer": makespan_s - run.busy_s[TRAINER],
-            "generator": makespan_s * workload.num_slots - run.busy_s["generator"],
-        },
-        reports=tuple(run.reports),
-    )
+    """Groups it worked on, numbered over all steps; for a commit, the step."""
 
 
 @dataclass
@@ -200,7 +81,7 @@ class PlannerRun:
     busy_s: dict[str, float] = field(default_factory=lambda: {TRAINER: 0.0, "generator": 0.0})
     """Pool -> busy seconds, summed over its slots."""
     busy_at_commit_s: list[dict[str, float]] = field(default_factory=list)
-    """`busy_s` up to the end of each commit, and under "cancelled" what of it was for samples that were cancelled."""
+    """`busy_s` up to the end of each commit."""
 
     def make_planner(self) -> BatchPlanner:
         """The planner that is played."""
@@ -239,9 +120,7 @@ class PlannerRun:
 
     def _assign(self, now_s: float) -> None:
         planner, generator = self._planner, self._generator
-        for chunk_id in planner.take_cancelled():
-            if generator.cancel(chunk_id):
-                planner.on_generated(chunk_id, now_s)
+        planner.take_cancelled()  # a chunk in flight ends by itself
         while decisions := planner.assign(now_s):
             for decision in decisions:
                 if isinstance(decision, Generate):
@@ -294,7 +173,7 @@ class PlannerRun:
             self.commits_s.append(now_s)
             to_come_s = sum(work.end_s - now_s for _, _, due, work in self._due if due == "generate" and work.device)
             busy_s = self.busy_s["generator"] - to_come_s
-            self.busy_at_commit_s.append({**self.busy_s, "generator": busy_s, "cancelled": self._generator.cancelled_s})
+            self.busy_at_commit_s.append({**self.busy_s, "generator": busy_s})
             planner.on_committed(subject.batch)
             planner.on_published(subject.batch + 1)
         else:

@@ -22,10 +22,9 @@ from verl_digen.devices import Pool
 from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
-from verl_digen.schedulers.simulation import TECHNIQUES, Event, PlannerRun, What
+from verl_digen.schedulers.simulation import TECHNIQUES, PlannerRun
 from verl_digen.schedulers.types import TRAINER
-from verl_digen.simulate.bound import lower_bound_s
-from verl_digen.simulate.costs import assist_s, sample_s, train_s
+from verl_digen.simulate.costs import assist_s, lower_bound_s, sample_s, train_s
 from verl_digen.simulate.profile import Profile
 
 WARM_UP_STEPS = 2
@@ -34,9 +33,6 @@ WARM_UP_STEPS = 2
 COLOCATED, COLOCATED_TSP, BARRIER = "colocated", "colocated+tsp", "barrier"
 BASELINES = (COLOCATED, COLOCATED_TSP, BARRIER)
 """Names of runs in which generation and training do not overlap; other runs are compared with the fastest of them."""
-
-COLOCATED_STEPS = 8
-"""Number of steps in the events of a colocated run; all are identical."""
 
 SAME_SAMPLES = 1e-6
 """Tolerance in samples: two amounts of work closer than this are equal."""
@@ -78,11 +74,7 @@ class Outcome:
     stale: float
     """Share of the groups that were begun one version early."""
     bound_s: float | None = None
-    """Lower bound of `step_s` for these pools and techniques, see `verl_digen.simulate.bound`; None: colocated."""
-    events: tuple[Event, ...] = ()
-    """Events of all steps, if kept."""
-    window_s: tuple[float, float] = (0.0, 0.0)
-    """(start, end) of the steady steps among `events`."""
+    """Lower bound of `step_s` for these pools and techniques, see `verl_digen.simulate.costs`; None: colocated."""
 
     @property
     def samples_per_device_s(self) -> float:
@@ -114,7 +106,6 @@ def run_split(
     *,
     num_steps: int,
     stale_fraction: float = 1.0,
-    keeps_events: bool = False,
     rules: BatchRules | None = None,
 ) -> Outcome:
     """Simulate a disaggregated run; with "tcss", `stale_fraction` of a batch may be begun early.
@@ -137,7 +128,7 @@ def run_split(
         slots,
         num_batches=num_steps,
         commit_s=profile.numbers.commit_s,
-        keeps_events=keeps_events,
+        keeps_events=False,
     )
     run.play()
     return _steady_outcome(profile, split, techniques, run)
@@ -221,8 +212,6 @@ def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str],
         assisted=sum(report.num_assisted for report in reports) / num_steady / num_samples,
         stale=sum(report.stale_groups.get(1, 0) for report in reports) / num_steady / num_prompts,
         bound_s=lower_bound_s(profile, split.trainer, split.generator, techniques),
-        events=tuple(run.events),
-        window_s=(run.commits_s[first], run.commits_s[last]),
     )
 
 
@@ -251,7 +240,7 @@ def _generated_ahead(run: PlannerRun, slot_sample_s: float, num_samples: int) ->
     ahead, needed = [], 0
     for report, busy_s in zip(run.reports, run.busy_at_commit_s, strict=True):
         needed += num_samples - report.num_assisted
-        ahead.append((busy_s["generator"] - busy_s["cancelled"]) / slot_sample_s - needed)
+        ahead.append(busy_s["generator"] / slot_sample_s - needed)
     return ahead
 
 
@@ -267,40 +256,24 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str |
     slowdown = pool.slowdown(profile.device)
     num_samples = numbers.num_prompts * numbers.group_size
     num_rounds = -(-num_samples // num_devices)
-    parts: tuple[tuple[What, float], ...] = (
-        ("generate", num_rounds * sample_s(numbers, slowdown)),
-        ("score", numbers.score_s),
-        ("switch", numbers.switch_s),
-        ("train", train_s(numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=has_tsp)),
-        ("commit", numbers.commit_s),
+    training_s = numbers.commit_s + train_s(
+        numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=has_tsp
     )
-    busy_s = num_samples / num_devices * sample_s(numbers, slowdown) + parts[3][1] + numbers.commit_s
+    step_s = num_rounds * sample_s(numbers, slowdown) + numbers.score_s + numbers.switch_s + training_s
+    busy_s = num_samples / num_devices * sample_s(numbers, slowdown) + training_s
     name = COLOCATED_TSP if has_tsp else COLOCATED
-    return turns_outcome(profile, pool, name, parts, busy_s=busy_s, devices=devices)
+    return turns_outcome(profile, pool, name, step_s=step_s, busy_s=busy_s, devices=devices)
 
 
 def turns_outcome(
-    profile: Profile,
-    pool: Pool,
-    name: str,
-    parts: Sequence[tuple[What, float]],
-    *,
-    busy_s: float,
-    devices: str | None = None,
+    profile: Profile, pool: Pool, name: str, *, step_s: float, busy_s: float, devices: str | None = None
 ) -> Outcome:
     """Outcome of a run in which all devices of `pool` do one part of a step after the other.
 
     Args:
-        parts: (kind, seconds) of a step in order.
         busy_s: seconds of a step in which a device works, mean over the devices.
         devices: the devices in words; None: `pool`, "together".
     """
-    step_s = sum(seconds for _, seconds in parts)
-    events, now_s = [], 0.0
-    for step in range(COLOCATED_STEPS):
-        for what, seconds in parts:
-            events.append(Event("all", what, now_s, now_s + seconds, (step,)))
-            now_s += seconds
     return Outcome(
         name=name,
         devices=f"{pool} together" if devices is None else devices,
@@ -311,8 +284,6 @@ def turns_outcome(
         idle={"all": 1 - busy_s / step_s},
         assisted=0.0,
         stale=0.0,
-        events=tuple(events),
-        window_s=(0.0, now_s),
     )
 
 

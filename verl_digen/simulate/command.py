@@ -9,7 +9,7 @@ two pools with a barrier.
     digen simulate --profile qwen-image-20b --devices 32
     digen simulate --profile qwen-image-20b --devices 4 --window 2
     digen simulate --run outputs/mine --device H100            which split would be faster for this run?
-    digen simulate --profile my.json --trainer 16xH800 --generator 24xH20 --techniques gap,tsp --picture runs.png
+    digen simulate --profile my.json --trainer 16xH800 --generator 24xH20 --techniques gap,tsp
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_digen.devices import parse_pool
-from verl_digen.require import require, suggestion
+from verl_digen.require import require
 from verl_digen.schedulers.simulation import TECHNIQUES
 from verl_digen.simulate.cluster import (
     Outcome,
@@ -38,9 +38,6 @@ from verl_digen.simulate.profile import Profile, load_profile, profile_names, wi
 from verl_digen.simulate.splits import best_split
 
 NAME = "simulate"
-
-PICTURE_SUFFIXES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp")
-"""Formats that matplotlib draws."""
 
 MAX_SEARCHED = 4096
 """Maximum number of devices for a search of the best split: half a minute per row of the table, on one core."""
@@ -80,13 +77,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="simulated steps (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the runs and the profile's numbers")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the runs, e.g. runs.png")
 
 
 def run(args: Namespace) -> int:
     try:
         check_writable("--json", args.json)
-        check_writable("--picture", args.picture, PICTURE_SUFFIXES)
         profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
         if args.window is not None:
             profile = windowed(profile, args.window)
@@ -99,10 +94,6 @@ def run(args: Namespace) -> int:
     print(table(profile, runs))
     if args.json is not None:
         args.json.write_text(json.dumps(to_json(profile, runs), indent=2) + "\n", encoding="utf-8")
-    if args.picture is not None:
-        from verl_digen.simulate.picture import draw  # imports matplotlib, which is slow
-
-        draw(profile, runs, args.picture)
     return 0
 
 
@@ -128,19 +119,10 @@ def chosen_profile(args: Namespace) -> Profile:
     return profile
 
 
-def check_writable(option: str, path: Path | None, suffixes: Sequence[str] = ()) -> None:
-    """Raise ValueError unless the folder of `path` exists, and `path` ends in one of `suffixes`, if any.
-
-    Call it before the work begins, so that no result is lost.
-    """
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise ValueError unless `path` can be written: before the work begins, so that no result is lost."""
     if path is None:
         return
-    require(
-        not suffixes or path.suffix.lower() in suffixes,
-        f"{option} must end in one of {', '.join(suffixes)}",
-        str(path),
-        f"{suggestion(path.suffix, suffixes)}e.g. runs.png",
-    )
     folder = path.parent
     require(
         folder.is_dir()
@@ -206,7 +188,7 @@ def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
     runs = baselines(profile, pools)
     for chosen in ladder(techniques):
         split = best_split(profile, pools[0], chosen, **options) if given is None else given
-        runs.append(run_split(profile, split, chosen, keeps_events=args.picture is not None, **options))
+        runs.append(run_split(profile, split, chosen, **options))
     return runs
 
 

@@ -163,7 +163,7 @@ class Conductor:
     async def abort(self) -> None:
         """Discard the open gradient, if there is one."""
         if self._is_open:
-            await to_the_end(self.trainer.abort(), self.deadlines.config.abort_s, "`abort` of the trainer's ranks")
+            await to_the_end(self.trainer.abort(), self.deadlines.config.answer_s, "`abort` of the trainer's ranks")
 
     async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
         """Announce that every replica has received `version` and may load it between two chunks. Prompts of the next

@@ -78,7 +78,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             replicas=self.llm_server_manager.get_replicas(),
             ranks=self._rank_processes,
             route=self._route_to_workers,
-            load_s=self.digen.deadlines.load_s,
+            load_s=self.digen.deadlines.generate_s,
         )
         self._restarts = self._make_restarts()
         self._validation.replace_all_lost = self._replace_all_lost
@@ -321,7 +321,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             if replica.server_address in planned:
                 continue
             try:
-                ray.get(replica.server_handle.activate_weights.remote(), timeout=self.digen.deadlines.load_s)
+                ray.get(replica.server_handle.activate_weights.remote(), timeout=self.digen.deadlines.generate_s)
             except (RayActorError, GetTimeoutError) as error:
                 logger.warning("replica %s does not join: %s", replica.server_address, describe(error))
                 continue

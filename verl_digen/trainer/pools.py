@@ -13,10 +13,10 @@ from zlib import crc32
 
 from ray.exceptions import RayActorError
 
+from verl_digen.actors import through_blips
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import Select
-from verl_digen.blips import through_blips
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import ReplicasLost
 from verl_digen.schedulers.types import Chunk, Fragment

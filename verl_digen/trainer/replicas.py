@@ -8,7 +8,7 @@ without the server it cannot generate, without a worker it would generate under 
 | --- | --- |
 | died | is lost; its other processes are killed, so that its devices are free |
 | does not answer for `digen.deadlines.answer_s` | the same |
-| cannot be reached (ActorUnavailableError) | is retried for `digen.deadlines.blip_s`, then the same |
+| cannot be reached (ActorUnavailableError) | is retried for a quarter of `digen.deadlines.answer_s`, then the same |
 
 Invariant (tests/trainer/test_replicas.py): after an update every remaining replica has the weights.
 """

@@ -17,8 +17,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from verl_digen.actors import pauses_s
 from verl_digen.agent_loop.chunks import describe
-from verl_digen.blips import pauses_s
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 
     on_step -> pictures of training groups, line of metrics.jsonl, remarks, console line, report (once a minute)
 
-Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.save_s` each.
+Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.setup_s` each.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from omegaconf import DictConfig
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
 from verl_digen.observe.numerics import FirstSteps
-from verl_digen.observe.run_files import METRICS, WARNINGS
-from verl_digen.observe.warnings_file import WarningsFile
+from verl_digen.observe.run_files import METRICS, WARNINGS, WarningsFile
 from verl_digen.trainer.run_report import RunReport
 from verl_digen.trainer.training_pictures import TrainingPictures
 from verl_digen.types import SampleTag
@@ -45,7 +44,7 @@ class RunOutput:
         self._warnings = WarningsFile(run_dir / WARNINGS)
         logging.getLogger(LOGGER).addHandler(self._warnings)
         self._pictures, self._digen = pictures, digen
-        self._report = RunReport(run_dir, wait_s=digen.deadlines.save_s) if digen.report else None
+        self._report = RunReport(run_dir, wait_s=digen.deadlines.setup_s) if digen.report else None
 
     @classmethod
     def of_run(cls, config: DictConfig, digen: DigenConfig, run_dir: Path) -> RunOutput:

@@ -23,7 +23,7 @@ from verl_digen.agent_loop.chunks import describe
 from verl_digen.errors import DeadlineMissed, ProcessLost, RunStopped, plain
 from verl_digen.schedulers.deadlines import Bound, CallKind, Deadlines, DeadlinesConfig
 from verl_digen.schedulers.types import TRAINER
-from verl_digen.store.controller import cancel_calls, controller
+from verl_digen.store.client import cancel_calls, controller
 from verl_digen.trainer.checkpoint import way_to_resume
 from verl_digen.trainer.heartbeats import Heartbeats
 from verl_digen.trainer.loop_thread import LoopThread
@@ -74,7 +74,7 @@ class Supervision:
     @contextmanager
     def watch_files(self, what: str) -> Iterator[None]:
         """Bound the writing or reading of a checkpoint."""
-        bound = Bound(self.deadlines.config.save_s, "digen.deadlines.save_s")
+        bound = Bound(self.deadlines.config.setup_s, "digen.deadlines.setup_s")
         with self._watchdog.watch(what, bound):
             yield
 

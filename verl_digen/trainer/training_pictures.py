@@ -9,7 +9,7 @@
 | W&B | the same names, each picture or video by itself |
 
 Files come from the agent loop workers (`verl_digen.observe.group_pictures`). A task beside the run draws the grid and
-writes TensorBoard's files. Who waits: the next such step, and the end of the run. Bound: `digen.deadlines.save_s`.
+writes TensorBoard's files. Who waits: the next such step, and the end of the run. Bound: `digen.deadlines.setup_s`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import ray
 from omegaconf import DictConfig
 
 from verl_digen.config import DigenConfig
-from verl_digen.observe.board import log_histograms, log_pictures
 from verl_digen.observe.group_pictures import best_and_worst, is_group_logged, is_step_logged
 from verl_digen.observe.images import Shown, save_grid
 from verl_digen.observe.run_files import group_dir
-from verl_digen.observe.wandb_media import log_to_wandb
+from verl_digen.observe.trackers import log_histograms, log_pictures, log_to_wandb
 from verl_digen.reward.named import has_custom
 from verl_digen.store.keys import group_number, parse_key
 from verl_digen.trainer.checkpoint import replace_text
@@ -101,7 +100,7 @@ class TrainingPictures:
     def finish(self) -> None:
         """Wait until the last ones are drawn."""
         if self._drawn is not None:
-            ray.get(self._drawn, timeout=self._digen.deadlines.save_s)
+            ray.get(self._drawn, timeout=self._digen.deadlines.setup_s)
 
 
 def distributions(tags: Sequence[SampleTag], rewards: Sequence[str]) -> dict[str, list[float]]:

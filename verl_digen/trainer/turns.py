@@ -92,18 +92,18 @@ class RewardProcesses:
         """Bring the weights to the devices, and return once they are there.
 
         Raises:
-            RunStopped: a reward could not be made, or woken. DeadlineMissed: within `digen.deadlines.start_s`.
+            RunStopped: a reward could not be made, or woken. DeadlineMissed: within `digen.deadlines.first_s`.
         """
-        self._change("wake", self._deadlines.start_s, "digen.deadlines.start_s")
+        self._change("wake", self._deadlines.start_s, "digen.deadlines.first_s")
 
     def sleep(self) -> None:
         """Free the devices' memory.
 
         Raises:
-            RunStopped: a reward raised. DeadlineMissed: one did not sleep within `digen.deadlines.load_s`.
+            RunStopped: a reward raised. DeadlineMissed: one did not sleep within `digen.deadlines.generate_s`.
         """
         self._asked = {}
-        self._change("sleep", self._deadlines.load_s, "digen.deadlines.load_s")
+        self._change("sleep", self._deadlines.generate_s, "digen.deadlines.generate_s")
 
     def keep_awake(self) -> None:
         """Wake processes that were restarted meanwhile; does not wait for them. Called at every poll.

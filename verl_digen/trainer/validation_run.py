@@ -17,7 +17,7 @@ from verl.utils import tensordict_utils as tu
 from verl_digen.config import DigenConfig
 from verl_digen.data.rows import ROW, prompt_batch
 from verl_digen.errors import RunStopped
-from verl_digen.observe.wandb_media import log_to_wandb
+from verl_digen.observe.trackers import log_to_wandb
 from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import PromptStatus, list_partition, submit_prompts
 from verl_digen.store.samples import clear
@@ -122,7 +122,7 @@ class Validation:
     def finish_pictures(self) -> None:
         """Wait for the pictures of the last validation, if there was one."""
         if self._pictures is not None:
-            ray.get(self._pictures, timeout=self._digen.deadlines.save_s)
+            ray.get(self._pictures, timeout=self._digen.deadlines.setup_s)
 
     def _wait(self, uids: list[str], tags: dict[str, SampleTag]) -> dict[str, str]:
         """Wait for the prompts, move their samples' tags into `tags`, clear them -> uid: reason, of those that failed.

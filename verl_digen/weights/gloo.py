@@ -11,7 +11,7 @@ An update fails if a member dies. The caller then starts another one with the re
 - the sender still materialises the remaining tensors, because each is a collective of the trainer's ranks;
 - a failed rank closes its channel so that others do not block on it.
 
-With verl's `nccl` such an update ends at `digen.deadlines.publish_s`, and the run with it. verl imports this module
+With verl's `nccl` such an update ends at `digen.deadlines.train_s`, and the run with it. verl imports this module
 because `rollout.checkpoint_engine.custom_backend_module` names it.
 
 Invariant (tests/weights/test_gloo.py): the update after one in which a receiver died reaches the others.

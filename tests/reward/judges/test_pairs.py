@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from verl_digen.reward.judges.pairs import pairs_of, win_rates
+from verl_digen.reward.scorers.win_rate import pairs_of, win_rates
 
 
 @pytest.mark.parametrize("num_samples", [2, 3, 4, 9, 24])

@@ -6,9 +6,17 @@ import re
 
 import pytest
 
-from verl_digen.reward.judges.question import fields_of, filled
-from verl_digen.reward.judges.reading import number_in, preferred, require_distinct, weighed
-from verl_digen.reward.judges.reply import SHOWN_CHARS, Reply, Token, read_reply
+from verl_digen.reward.judges.content import fields_of, filled
+from verl_digen.reward.judges.reading import (
+    SHOWN_CHARS,
+    Reply,
+    Token,
+    number_in,
+    preferred,
+    read_reply,
+    require_distinct,
+    weighed,
+)
 from verl_digen.reward.servers.answers import UnusableAnswer
 from verl_digen.types import PromptRow
 

@@ -87,5 +87,5 @@ def test_a_setting_out_of_range_is_refused(setting, rule):
 def test_which_rewards_read_latents():
     server = {"weight": 1.0, "reward": "server", "url": "http://h:1"}
     assert reads_latents(reward_entry("a", {**server, "protocol": "drm_latents"}))
-    for entry in ({**server, "protocol": "http_scorer"}, {"weight": 1.0, "reward": "shapes"}):
+    for entry in ({**server, "protocol": "http_scorer"}, {"weight": 1.0, "reward": "jpeg_compressibility"}):
         assert not reads_latents(reward_entry("a", entry))

@@ -3,13 +3,13 @@
 
 - The driver notes with a `Recorder` when each device begins and ends its work, and appends to
   `RUN_DIR/timeline.jsonl`, whose schema is in `verl_digen.observe.timeline.interval`.
-- Metrics, picture and trace are pure functions of these intervals, in a live run and afterwards alike.
+- Metrics, trace and the report's timeline are pure functions of these intervals, in a live run and afterwards alike.
 
     Recorder --drain--> TimelineFile --> read_timeline
                 |                             |
-           step_metrics            step_metrics, draw, to_trace
+           step_metrics            step_metrics, to_trace
 
-Of these modules only `gantt` and `contents` import heavy libraries (matplotlib, numpy), and none imports Ray or torch.
+None of these modules imports a heavy library (numpy, Ray, torch).
 """
 
 from verl_digen.observe.timeline.analysis import step_metrics

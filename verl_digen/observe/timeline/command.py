@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show where every device-second of a step went: a picture, a trace, a table.
+"""Show where every device-second of a step went: a trace and a table. `digen report` draws steps on its page.
 
-Writes, under RUN_DIR/timeline or the folder given by --out,
-  timeline_step_N.png         the picture: a row per lane
-  timeline_step_N.trace.json  for chrome://tracing or https://ui.perfetto.dev
-and prints, per pool, how busy it was and what its idle time waited for.
+Writes timeline_step_N.trace.json, for chrome://tracing or https://ui.perfetto.dev, under RUN_DIR/timeline or the folder
+given by --out, and prints, per pool, how busy it was and what its idle time waited for.
 """
 
 from __future__ import annotations
@@ -49,14 +47,12 @@ def run(args: Namespace) -> int:
 
 
 def show_step(timeline: Timeline, step: int, out: Path) -> str:
-    """Write picture and trace of a step; returns the table."""
-    from verl_digen.observe.timeline.gantt import draw_step  # matplotlib takes a second to import
-
+    """Write the trace of a step; returns the table."""
     intervals, num_devices = around_step(timeline.intervals, step), timeline.num_devices[step]
-    picture, trace = out / f"timeline_step_{step}.png", out / f"timeline_step_{step}.trace.json"
-    draw_step(intervals, step, num_devices, picture)
+    out.mkdir(parents=True, exist_ok=True)
+    trace = out / f"timeline_step_{step}.trace.json"
     trace.write_text(json.dumps(to_trace(intervals, step_window(intervals, step))), encoding="utf-8")
-    return "\n".join([*to_table(intervals, step, num_devices), f"  {picture}", f"  {trace}"])
+    return "\n".join([*to_table(intervals, step, num_devices), f"  {trace}"])
 
 
 def to_table(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> list[str]:

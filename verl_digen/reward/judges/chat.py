@@ -5,25 +5,33 @@
 - An answer that cannot be read (a refusal, another form, none) is asked for again, at most `max_asked_again` times;
   then the call fails with the answer's start in the message.
 
-Rewards ask through `verl_digen.reward.judges.base.Judge`, environments directly.
+Rewards ask through `Judge`, environments directly. A sample without a usable answer fails; it never gets a 0.
+
+Invariants (tests/reward/judges/test_asking.py): a request has temperature 0; its pictures are the sample's, within
+`max_px`; what the judge may not be used for fails.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 from urllib.parse import urlsplit
 
+import torch
+
 from verl_digen.require import In, require
+from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.judges.content import Part, text_part
-from verl_digen.reward.judges.reply import Reply, read_reply
+from verl_digen.reward.judges.reading import Reply, read_reply
 from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer
 from verl_digen.reward.servers.client import ServerClient
 from verl_digen.reward.servers.settings import ServerSettings
+from verl_digen.types import RewardInput
 
 REWARD_MODEL = "reward_model"
 """`url` of the servers that verl starts for `reward.reward_model` (`verl_digen/reward/reward_model.py`)."""
@@ -211,3 +219,35 @@ def _json(answer: Answer) -> Any:
         return json.loads(answer.body)
     except ValueError as error:  # bad JSON, or bad UTF-8
         raise UnusableAnswer(f"the answer must be JSON ({error})") from error
+
+
+T = TypeVar("T")
+
+
+class Judge(Reward):
+    """See the module; a subclass says what is asked and how it is read."""
+
+    name: ClassVar[str]
+    """Name for messages."""
+    config_class: ClassVar[type] = JudgeConfig
+
+    def __init__(self, config: JudgeConfig, device: torch.device):
+        super().__init__(config, device)
+        self.chat = ChatModel(config, self.name)
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Retries of requests since the last time."""
+        return self.chat.take_counts()
+
+
+class SampleJudge(Judge):
+    """A judge of single samples."""
+
+    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result | Exception]:
+        """Score samples at the same time."""
+        found = await self.chat.outcomes(self.judge(sample) for sample in batch)
+        return [one if isinstance(one, Exception) else cast(Result, one) for one in found]
+
+    @abstractmethod
+    async def judge(self, sample: RewardInput) -> Result:
+        """Score one sample."""

@@ -20,10 +20,8 @@ from typing import Annotated
 
 from verl_digen.require import In, require
 from verl_digen.reward.base import Result
-from verl_digen.reward.judges.base import SampleJudge
-from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig
-from verl_digen.reward.judges.content import fitted, picture_parts, sample_images
-from verl_digen.reward.judges.question import fields_of, filled
+from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig, SampleJudge
+from verl_digen.reward.judges.content import fields_of, filled, fitted, picture_parts, sample_images
 from verl_digen.reward.judges.reading import number_in, require_distinct, weighed
 from verl_digen.types import RewardInput
 

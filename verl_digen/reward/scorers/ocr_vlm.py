@@ -17,10 +17,8 @@ from statistics import fmean
 from typing import Any
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.judges.base import SampleJudge
-from verl_digen.reward.judges.chat import JudgeConfig
-from verl_digen.reward.judges.content import Part, picture_parts, sample_images
-from verl_digen.reward.judges.question import fields_of, filled
+from verl_digen.reward.judges.chat import JudgeConfig, SampleJudge
+from verl_digen.reward.judges.content import Part, fields_of, filled, picture_parts, sample_images
 from verl_digen.reward.text_match import text_reward, text_target
 from verl_digen.types import PromptRow, RewardInput
 

@@ -20,10 +20,8 @@ from PIL import Image
 
 from verl_digen.require import In
 from verl_digen.reward.base import Result
-from verl_digen.reward.judges.base import SampleJudge
-from verl_digen.reward.judges.chat import MAX_SIDE_PX, JudgeConfig
-from verl_digen.reward.judges.content import fitted, picture_parts
-from verl_digen.reward.judges.question import fields_of, filled
+from verl_digen.reward.judges.chat import MAX_SIDE_PX, JudgeConfig, SampleJudge
+from verl_digen.reward.judges.content import fields_of, filled, fitted, picture_parts
 from verl_digen.reward.judges.reading import number_in
 from verl_digen.reward.pictures import images_of
 from verl_digen.types import RewardInput

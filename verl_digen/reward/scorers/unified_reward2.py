@@ -17,12 +17,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.judges.base import SampleJudge
-from verl_digen.reward.judges.chat import JudgeConfig
-from verl_digen.reward.judges.content import picture_parts, sample_images
-from verl_digen.reward.judges.question import fields_of, filled
-from verl_digen.reward.judges.reading import number_in
-from verl_digen.reward.judges.reply import Reply
+from verl_digen.reward.judges.chat import JudgeConfig, SampleJudge
+from verl_digen.reward.judges.content import fields_of, filled, picture_parts, sample_images
+from verl_digen.reward.judges.reading import Reply, number_in
 from verl_digen.types import RewardInput
 
 HEAD = (

@@ -16,17 +16,15 @@ that the prompt is about, the first sample, the second sample, then the question
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Annotated
 
 from verl_digen.require import In
 from verl_digen.reward.base import Result
-from verl_digen.reward.judges.base import Judge
-from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig
-from verl_digen.reward.judges.content import Part, fitted, picture_parts, sample_images
-from verl_digen.reward.judges.pairs import pairs_of, win_rates
-from verl_digen.reward.judges.question import fields_of, filled
+from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, Judge, JudgeConfig
+from verl_digen.reward.judges.content import Part, fields_of, filled, fitted, picture_parts, sample_images
 from verl_digen.reward.judges.reading import preferred, require_distinct, weighed
 from verl_digen.types import RewardInput
 
@@ -36,6 +34,10 @@ QUESTION = (
     "Which picture shows what the text says more completely and is of better quality? Answer with 1 or 2, nothing else."
 )
 MAX_ROUNDS = 10_000
+
+
+Pair = tuple[int, int]
+"""Positions of two samples of a group, in the order in which the judge sees them."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,48 @@ class WinRate(Judge):
         return await self.chat.ask(
             pictures, question, lambda reply: weighed(reply, values).score, top_logprobs=MAX_TOP_LOGPROBS
         )
+
+
+def pairs_of(num_samples: int, rounds: int, rng: random.Random) -> list[Pair]:
+    """Pairs that meet, each in a random order; no pair twice, equally many opponents for all.
+
+    With R rounds the samples stand in a circle in random order, and each meets its R next neighbours on either side. So
+    everybody has 2R opponents, and a group of G costs G R comparisons in place of G (G - 1) / 2.
+
+    Args:
+        rounds: R; 0, or enough for a full round robin, gives all pairs.
+
+    Example:
+        pairs_of(3, 0, random.Random(0))  # (0, 1), (0, 2), (1, 2), some of them turned around
+    """
+    if rounds == 0 or 2 * rounds >= num_samples - 1:
+        found = list(combinations(range(num_samples), 2))
+    else:
+        circle = rng.sample(range(num_samples), num_samples)
+        found = [
+            (circle[place], circle[(place + step) % num_samples])
+            for place in range(num_samples)
+            for step in range(1, rounds + 1)
+        ]
+    return [(first, second) if rng.random() < 0.5 else (second, first) for first, second in found]
+
+
+def win_rates(num_samples: int, outcomes: Mapping[Pair, float]) -> list[float]:
+    """Mean outcome of each sample over its comparisons.
+
+    Args:
+        outcomes: pair -> probability that its first sample is better, 0 to 1.
+
+    Raises:
+        RuntimeError: a sample has no comparison.
+    """
+    won: list[list[float]] = [[] for _ in range(num_samples)]
+    for (first, second), outcome in outcomes.items():
+        won[first].append(outcome)
+        won[second].append(1.0 - outcome)
+    if not all(won):
+        raise RuntimeError(f"every sample must be compared, got {outcomes!r} for {num_samples} samples")
+    return [sum(outcome) / len(outcome) for outcome in won]
 
 
 REWARD = WinRate

@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_digen.reward.servers.answers import Answer, UnusableAnswer
-from verl_digen.reward.servers.values import shown
+from verl_digen.reward.servers.answers import Answer, UnusableAnswer, shown
 
 MAX_VALUES = 1_000_000
 MAX_DEPTH = 50

@@ -25,9 +25,18 @@ import numpy as np
 
 from verl_digen.require import In, require
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer
+from verl_digen.reward.servers.answers import (
+    Answer,
+    Request,
+    UnusableAnswer,
+    entry_of,
+    headline,
+    json_of,
+    numbers_of,
+    require_weights,
+    shown,
+)
 from verl_digen.reward.servers.protocol import Later, Protocol, ProtocolSettings
-from verl_digen.reward.servers.values import entry_of, headline, json_of, numbers_of, require_weights, shown
 from verl_digen.types import RewardInput
 
 FORM = "application/x-www-form-urlencoded"

@@ -26,9 +26,8 @@ from safetensors.torch import save
 
 from verl_digen.require import In, require
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Declined, Request
+from verl_digen.reward.servers.answers import Answer, Declined, Request, entry_of, json_of, numbers_of, shown
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
-from verl_digen.reward.servers.values import entry_of, json_of, numbers_of, shown
 from verl_digen.types import RewardInput, SampleLatents
 
 VERSION = "1"

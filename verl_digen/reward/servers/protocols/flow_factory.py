@@ -20,9 +20,8 @@ from PIL import Image
 
 from verl_digen.reward.base import Result
 from verl_digen.reward.pictures import encoded, images_of
-from verl_digen.reward.servers.answers import Answer, Declined, Request
+from verl_digen.reward.servers.answers import Answer, Declined, Request, entry_of, json_of, numbers_of
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
-from verl_digen.reward.servers.values import entry_of, json_of, numbers_of
 from verl_digen.types import RewardInput
 
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Request
+from verl_digen.reward.servers.answers import Answer, Request, entry_of, numbers_of
 from verl_digen.reward.servers.pickles import pickle_of
 from verl_digen.reward.servers.protocol import JpegSettings, Protocol, jpegs_of, pickled
-from verl_digen.reward.servers.values import entry_of, numbers_of
 from verl_digen.types import RewardInput
 
 

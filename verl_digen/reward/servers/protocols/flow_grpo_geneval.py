@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Request
+from verl_digen.reward.servers.answers import Answer, Request, entry_of, numbers_of
 from verl_digen.reward.servers.pickles import pickle_of
 from verl_digen.reward.servers.protocol import JpegSettings, Protocol, jpegs_of, pickled
-from verl_digen.reward.servers.values import entry_of, numbers_of
 from verl_digen.types import PromptRow, RewardInput
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Declined, Request
+from verl_digen.reward.servers.answers import Answer, Declined, Request, entry_of, numbers_of
 from verl_digen.reward.servers.pickles import pickle_of
 from verl_digen.reward.servers.protocol import JpegSettings, Protocol, jpegs_of, pickled
-from verl_digen.reward.servers.values import entry_of, numbers_of
 from verl_digen.types import RewardInput
 
 

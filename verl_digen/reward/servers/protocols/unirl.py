@@ -25,9 +25,18 @@ from verl_digen.inputs import source_image
 from verl_digen.require import In
 from verl_digen.reward.base import Result
 from verl_digen.reward.pictures import encoded, images_of
-from verl_digen.reward.servers.answers import Answer, Declined, Request
+from verl_digen.reward.servers.answers import (
+    Answer,
+    Declined,
+    Request,
+    entry_of,
+    headline,
+    json_of,
+    list_of,
+    number_of,
+    require_weights,
+)
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
-from verl_digen.reward.servers.values import entry_of, headline, json_of, list_of, number_of, require_weights
 from verl_digen.types import RewardInput
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits of the drawn world: one attribute of a scene with one shape gets another value, asked for in one sentence.
 
-Invariants (tests/reward/test_shape_edit.py): `parse_instruction(instruction(edit)) == edit` for every edit; `apply`
+Invariants (tests/examples/test_drawn_world.py): `parse_instruction(instruction(edit)) == edit` for every edit; `apply`
 changes the named attribute and nothing else; `edits_of(scene)` has no edit that leaves the scene as it is.
 
 Example:
@@ -12,7 +12,7 @@ Example:
 
 from dataclasses import dataclass, replace
 
-from verl_digen.reward.scorers.shapes.scene import ANCHORS, BACKGROUNDS, COLOURS, SHAPES, Scene
+from drawn_scenes import ANCHORS, BACKGROUNDS, COLOURS, SHAPES, Scene
 
 VALUES: dict[str, tuple[str, ...]] = {
     "colour": COLOURS,

@@ -1,41 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say whether a run could start on this machine, and what is missing: for a first look, and for bug reports.
-
-With --selftest MODEL the numerics of one model are checked instead, on a tiny random checkpoint and in seconds:
-its sampler against diffusers' own pipeline, log-probs in training against those of sampling, and a gradient step.
-
-With --gpu the devices are checked with the parts of a run, in minutes: identity of a replica's device, numerics in fp32
-and bf16, attention's gradient, the engine's gradient over NCCL, a weight update, sleep, three steps of the quick start.
-With --full they are measured as well, on published sizes with random weights.
-
-Exit code 0 if a run could start (or all checks hold), 1 if not, 2 for an unknown name.
-"""
+"""Findings of `digen doctor` about this machine and installation: versions, plugin, platform, registered names."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import platform
 import sys
 import warnings
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from importlib.resources import files
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 
-from verl_digen.checkup import command as checkup
-from verl_digen.models.tiny import BUILDERS
-from verl_digen.require import require_one_of
 from verl_digen.versions import ENGINE_PACKAGES, ENGINE_TESTED, SUPPORTED, is_engine_tested, outside
-
-NAME = "doctor"
 
 PACKAGES = (
     *("verl-digen", "verl", "torch", "ray", "TransferQueue", "diffusers", "transformers", "peft"),
@@ -70,49 +51,6 @@ class Report:
         problem = Problem(what, remedy)
         if problem not in self.problems:
             self.problems.append(problem)
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="the report as JSON, printed or written to FILE"
-    )
-    parser.add_argument("--selftest", metavar="MODEL", help="check one model, e.g. sd3; ? lists them")
-    checkup.add_arguments(parser)
-
-
-def run(args: Namespace) -> int:
-    if args.selftest is not None:
-        return selftest(args.selftest)
-    if args.gpu:
-        return checkup.run(args)
-    report = examine()
-    text = json.dumps(asdict(report), indent=2)
-    if args.json not in (None, "-"):
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
-    print(text if args.json == "-" else to_text(report))
-    return 1 if report.problems else 0
-
-
-def selftest(name: str) -> int:
-    """Print a line per check of the tiny checkpoint `name`; returns the exit code."""
-    try:  # before imports that take seconds
-        require_one_of("digen doctor --selftest", name, sorted(BUILDERS))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    import diffusers
-    import transformers
-
-    from verl_digen.selftest import run_selftest  # imports diffusers' pipelines
-
-    for library in (diffusers, transformers):  # no progress bars for tiny files
-        library.logging.set_verbosity_error()
-        library.logging.disable_progress_bar()
-    checks = []
-    for check in run_selftest(name):
-        print(check, flush=True)
-        checks.append(check)
-    return 0 if all(check.holds for check in checks) else 1
 
 
 def examine() -> Report:
@@ -266,16 +204,7 @@ def _check_vllm_omni(report: Report) -> None:
 
 
 def _check_registries(report: Report) -> None:
-    kinds: dict[str, Callable[[], Any]] = {
-        "recipes": _recipes,
-        "trainers": _trainers,
-        "engines": _engines,
-        "replicas": _replicas,
-        "models": _models,
-        "rewards": _rewards,
-        "losses": _losses,
-    }
-    for kind, names in kinds.items():
+    for kind, names in REGISTRIES.items():
         try:
             report.registered[kind] = sorted(names())
         except Exception as error:
@@ -293,11 +222,6 @@ def _remedy(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"pip install {error.name.partition('.')[0]}"
     return "repair what the error names"
-
-
-def _recipes() -> list[str]:
-    names = [file.name for file in files("verl_digen.recipes").iterdir()]
-    return [name.removesuffix(".yaml") for name in names if name.endswith(".yaml")]
 
 
 def _trainers() -> list[str]:
@@ -318,27 +242,27 @@ def _engines() -> list[str]:
     ]
 
 
-def _replicas() -> list[str]:
+def _replicas() -> set[str]:
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     from verl_digen.rollout.registry import REPLICAS
 
-    return [name for name in REPLICAS if name in RolloutReplicaRegistry._registry]
+    return set(REPLICAS) & set(RolloutReplicaRegistry._registry)
 
 
-def _models() -> list[str]:
-    from verl_digen.models import MODELS
-
-    return list(MODELS)
+def _names_in(module: str, table: str) -> Callable[[], Iterable[str]]:
+    return lambda: getattr(importlib.import_module(f"verl_digen.{module}"), table)
 
 
-def _rewards() -> list[str]:
-    from verl_digen.reward.named import BUILT_IN
-
-    return list(BUILT_IN)
-
-
-def _losses() -> list[str]:
-    from verl_digen.algorithms.objectives import objective_names
-
-    return list(objective_names())
+REGISTRIES: dict[str, Callable[[], Iterable[str]]] = {
+    "recipes": lambda: [
+        file.name[:-5] for file in files("verl_digen.recipes").iterdir() if file.name.endswith(".yaml")
+    ],
+    "trainers": _trainers,
+    "engines": _engines,
+    "replicas": _replicas,
+    "models": _names_in("models", "MODELS"),
+    "rewards": _names_in("reward.named", "BUILT_IN"),
+    "losses": lambda: importlib.import_module("verl_digen.algorithms.objectives").objective_names(),
+}
+"""Kind -> names that are registered; each is listed when it is asked for, because that imports libraries."""

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,24 +27,32 @@ from unittest.mock import patch
 import diffusers
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor, nn
+from verl.plugin.platform import get_platform
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.attention import NATIVE
+from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.config import SamplingConfig
 from verl_digen.inputs import DEFAULT_IMAGE_PX, PromptInputs, SourceImage, source_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.kernels import set_kernels
-from verl_digen.models.tiny import build_tiny
+from verl_digen.models.tiny import BUILDERS, build_tiny
 from verl_digen.sampling.requests import geometry_of, inputs_of
 from verl_digen.sampling.sampler import Sampler, score_rows
 from verl_digen.types import Condition, Geometry, PathRecord, SampleRequest, Sampling, TrainingRows, Transitions
+from verl_digen.weights.own_device import own_device
 
 CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+"""Dtypes of `digen doctor --gpu`."""
+NUM_PROCESSES = 4
+"""Architectures that are tested at the same time: most of their time goes into building networks."""
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")
 RUN_SEED = 7
 NUM_STEPS = 6
@@ -100,12 +110,69 @@ class Check:
         return line if self.holds or not self.cause else f"{line}; {self.cause}"
 
 
+def check_numerics(setting: Setting) -> str:
+    """Run the self-test of the setting's architecture in both dtypes.
+
+    Raises:
+        CheckFailed: a number is beyond its bound.
+    """
+    return _test(setting.architecture)
+
+
+def check_architectures(setting: Setting) -> str:
+    """Run the self-test of every architecture; on a CPU that of the setting's alone.
+
+    Raises:
+        CheckFailed: a number of one is beyond its bound, or one raised an error.
+    """
+    names = [setting.architecture] if setting.is_cpu else sorted(BUILDERS)
+    failed = {}
+    context = multiprocessing.get_context("spawn")  # a fork cannot use a device that its parent has
+    with ProcessPoolExecutor(NUM_PROCESSES, mp_context=context) as pool:
+        running = {pool.submit(_test, name): name for name in names}
+        for test in as_completed(running):
+            name, error = running[test], test.exception()
+            if error is None:
+                setting.note(name, holds=test.result())
+            else:
+                failed[name] = error.cause if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
+                setting.note(name, fails=failed[name])
+    if failed:
+        raise CheckFailed("; ".join(f"{name}: {cause}" for name, cause in failed.items()))
+    return f"{len(names)} architectures hold in fp32 and bf16"
+
+
+def _test(architecture: str) -> str:
+    checks = list(_checks(architecture))
+    failed = [
+        f"{check.what} in {dtype}: {check.value:.1e}, at most {check.bound:.0e}"
+        + f" ({check.cause})" * bool(check.cause)
+        for dtype, check in checks
+        if not check.holds
+    ]
+    if failed:
+        raise CheckFailed(f"{architecture}: {'; '.join(failed)}")
+    gaps = [f"{check.value:.0e} in {dtype}" for dtype, check in checks if check.what == LOG_PROBS]
+    return f"{architecture}: {len(checks)} numbers hold; log-probs differ by {', '.join(gaps)}"
+
+
+def _checks(architecture: str) -> Iterator[tuple[str, Check]]:
+    device = own_device(get_platform().device_name)
+    with torch.backends.cudnn.flags(allow_tf32=False):  # convolutions round fp32 to 10 bits otherwise
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            yield from ((name, check) for check in run_selftest(architecture, device, dtype))
+
+
 def run_selftest(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Iterator[Check]:
     """Run the checks of tiny checkpoint `name`, a key of `verl_digen.models.tiny.BUILDERS`; yields each when done.
 
     Args:
         dtype: of network and encoder, float32 or bfloat16.
     """
+    for library in (diffusers, transformers):  # no progress bars for tiny files
+        library.logging.set_verbosity_error()
+        library.logging.disable_progress_bar()
     with TemporaryDirectory(prefix="digen_selftest_") as folder:
         yield from check_model(load_model(build_tiny(name, Path(folder) / "checkpoint")), device, dtype)
 

@@ -9,7 +9,7 @@
 - `latency_s` is simulated: each turn sleeps for a lognormal time of that mean. It stands for an environment that
   computes elsewhere, such as a judge or a simulator, and changes no reward.
 
-Invariant (tests/environments/test_shape_edits.py): instructions and times depend on the prompt, the seed and, times
+Invariant (tests/examples/test_drawn_world.py): instructions and times depend on the prompt, the seed and, times
 alone, on the picture.
 """
 
@@ -22,12 +22,12 @@ from typing import Annotated, Any
 from zlib import crc32
 
 import numpy as np
+from drawn_edits import Edit, apply, edits_of, instruction, parse_instruction
+from drawn_scenes import Scene, caption, parse_caption
+from shape_edit_reward import compute_score
 
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.require import In, check_fields
-from verl_digen.reward.scorers.shape_edit import compute_score
-from verl_digen.reward.scorers.shapes.edits import Edit, apply, edits_of, instruction, parse_instruction
-from verl_digen.reward.scorers.shapes.scene import Scene, caption, parse_caption
 from verl_digen.types import PromptRow
 
 
@@ -112,6 +112,3 @@ class ShapeEdits(Environment):
             return 0.0
         rng = np.random.default_rng([self._seed % 2**32, len(self._turns), crc32(picture.tobytes())])
         return float(rng.lognormal(math.log(mean) - spread**2 / 2, spread))
-
-
-ENVIRONMENT = ShapeEdits

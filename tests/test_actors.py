@@ -5,7 +5,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
-from verl_digen.blips import pauses_s, through_blips
+from verl_digen.actors import pauses_s, through_blips
 
 
 class Actor:

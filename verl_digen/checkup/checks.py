@@ -1,12 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks by name, in order, with deadline and remedy. Light: a check's module is imported where it runs."""
+"""The checks of `digen doctor --gpu` by name, in order, with deadline and remedy, and what they are given.
+
+A check is a function of a `Setting` that returns a figure and raises `CheckFailed`, or whatever its parts raise. Its
+module is imported where it runs.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
-from verl_digen.checkup.setting import Setting
+FIGURES = "figures.jsonl"
+"""File in a check's folder: its measurements, written as they come."""
+
+
+class CheckFailed(Exception):
+    """A check found the machine wanting.
+
+    Args:
+        cause: what was found. remedy: what to do; None gives the check's own.
+    """
+
+    def __init__(self, cause: str, remedy: str | None = None):
+        super().__init__(cause, remedy)
+        self.cause, self.remedy = cause, remedy
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Arguments of every check."""
+
+    folder: Path
+    """Empty folder for checkpoints, sockets and logs of one check."""
+    num_devices: int
+    """Devices of this machine; 1 on a CPU."""
+    architecture: str
+    """Key of `verl_digen.models.tiny.BUILDERS`."""
+    update_mb: int
+    """Size of the weight update, in MiB."""
+    asleep_mb: int
+    """Size of the weights that sleep, in MiB."""
+
+    is_cpu: bool = False
+    """True where there is no accelerator: networks of a published size are replaced by tiny ones."""
+
+    def note(self, what: str, **figures: float | str) -> None:
+        """Keep measurements at once, so that a check that is killed leaves them."""
+        with open(self.folder / FIGURES, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"what": what, **figures}) + "\n")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints that checks share."""
+        return self.folder.parent / "checkpoints"
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the checks of several processes: two where there are two devices."""
+        return min(self.num_devices, 2)
 
 
 @dataclass(frozen=True)
@@ -51,7 +104,7 @@ CHECKS: dict[str, CheckSpec] = {
     ),
     "numerics": CheckSpec(
         "the self-test of an architecture, in fp32 and bf16",
-        "numerics:check_numerics",
+        "selftest:check_numerics",
         120.0,
         "compare with `digen doctor --selftest ARCHITECTURE`, which runs on the CPU: if it passes, the device's "
         "kernels are at fault (driver, PyTorch build), else the versions (`digen doctor`)",
@@ -140,7 +193,7 @@ CHECKS: dict[str, CheckSpec] = {
     ),
     "architectures": CheckSpec(
         "the self-test of every architecture, in fp32 and bf16",
-        "numerics:check_architectures",
+        "selftest:check_architectures",
         1800.0,
         "compare with `digen doctor --selftest ARCHITECTURE`, which runs on the CPU",
         least_s=45.0,

@@ -18,7 +18,7 @@ the above, `background` by (1 + presence) / 2, so that drawing nothing, or every
 A video is scored frame by frame, and each part is the mean over the frames: a shape that is visible in
 half of the frames earns half. Motion is not scored.
 
-Bounds over all captions (held by `tests/reward/test_shapes.py`): a flat picture scores
+Bounds over all captions (held by `tests/examples/test_drawn_world.py`): a flat picture scores
 at most 0.075 (on the right background), uniform noise at most 0.1. A clean drawing scores at least 0.97; with
 one attribute wrong it loses at least 0.1 (position, count, background) or 0.2 (shape, colour).
 
@@ -31,9 +31,8 @@ import math
 from typing import Any
 
 import numpy as np
+from drawn_scenes import ANCHORS, RGB, SHAPES, Scene, parse_caption, shape_distance
 from PIL import Image
-
-from verl_digen.reward.scorers.shapes.scene import ANCHORS, RGB, SHAPES, Scene, parse_caption, shape_distance
 
 WEIGHTS = {"colour": 0.25, "shape": 0.25, "position": 0.2, "count": 0.15, "background": 0.15}
 """Weight of each part; in a caption without a position, `position`'s weight is added to `count`'s."""

@@ -18,10 +18,9 @@ Example:
 from typing import Any
 
 import numpy as np
-
-from verl_digen.reward.scorers.shapes.edits import VALUES
-from verl_digen.reward.scorers.shapes.scorer import WEIGHTS
-from verl_digen.reward.scorers.shapes.scorer import compute_score as score_scene
+from drawn_edits import VALUES
+from shapes_reward import WEIGHTS
+from shapes_reward import compute_score as score_scene
 
 
 def compute_score(
@@ -52,6 +51,3 @@ def compute_score(
     followed = parts[changed]
     kept = float(np.mean([parts[name] for name in WEIGHTS if name != changed]))
     return {"score": (followed + kept) / 2, "followed": followed, "kept": kept}
-
-
-REWARD = compute_score
