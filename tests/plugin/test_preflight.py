@@ -654,10 +654,6 @@ def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatc
         (["digen.window.size=3"], "digen.window.size must be 2 without digen.window.kind=consecutive"),
         (["digen.window.fraction=0.3"], "digen.window.fraction must be 0.6 without digen.window.kind=fraction"),
         (["digen.branches.factor=3"], "digen.branches.factor must be 2 without digen.branches.splits"),
-        (
-            ["digen.window.kind=consecutive", "digen.window.shift_every=5", "digen.window.shift_decay_from=3"],
-            "digen.window.shift_decay_from must be 0 with digen.window.shift_decay=0",
-        ),
         (["digen.kl.kind=velocity", "digen.kl.coef=0.1"], None),
         (["digen.ema.max_decay=0.99", "digen.ema.enable=true"], None),
     ],

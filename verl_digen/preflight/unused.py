@@ -240,14 +240,6 @@ SWITCHES = (
         for kind, names in (("consecutive", ("size", "range", "shift_")), ("fraction", "fraction"))
     ),
     Switch(
-        "window",
-        lambda config, digen: digen.window.shift_decay > 0,
-        "with digen.window.shift_decay=0",
-        "set digen.window.shift_decay",
-        key="shift_decay",
-        prefix="shift_decay_from",
-    ),
-    Switch(
         "branches",
         lambda config, digen: bool(digen.branches.splits),
         "without digen.branches.splits",
