@@ -36,6 +36,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from verl_digen.config import digen_config
 from verl_digen.engine import gradients
+from verl_digen.engine.build import build_transformer
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.recompute import ALL, Recomputation
 from verl_digen.engine.sharded import sequence_mesh
@@ -99,6 +100,9 @@ class FakeEngine(DiffusersFSDPEngine):
         super().__init__(*args)
         self._faking = faking
 
+    def _build_module(self) -> nn.Module:
+        return build_transformer(self.model, self.model_config, self.engine_config, NOT_FIRST)
+
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         self.mode = self._faking.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         give_fake_weights(module)
@@ -129,7 +133,7 @@ def peak_of_tile(
     """
     own = Words(gpus=num_ranks, gpu_mem=80)
     config = compose_run([*words, f"actor_rollout_ref.model.path={path}"], own)
-    dist.init_process_group("fake", rank=NOT_FIRST, world_size=num_ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=min(NOT_FIRST, num_ranks - 1), world_size=num_ranks, store=FakeStore())
     try:
         with ExitStack() as faking, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             engine = _engine(config, faking)

@@ -3,6 +3,7 @@
 
     python -m tests.plan.tracker                       # every recipe on 8 and 64 ranks: half an hour of one core
     python -m tests.plan.tracker digen_sd3 --ranks 8
+    python -m tests.plan.tracker --cards               # recipes of one card: four minutes of one core
     python -m tests.plan.tracker digen_qwen_image --check-depth 12
 
 A peak grows by the same number of bytes with every block, so that it is tracked in two networks of few blocks and
@@ -47,6 +48,8 @@ class Case:
     more: int = 6
     """Times `blocks` that the larger network has."""
     words: tuple[str, ...] = ()
+    card_gb: int | None = None
+    """Memory of the one device of the recipe; None: 8 or more of 80 GB."""
 
     @property
     def name(self) -> str:
@@ -86,6 +89,16 @@ LARGE = (
     ),
 )
 """Sizes above the recipes'."""
+SD3 = "stabilityai/stable-diffusion-3.5-medium"
+CARDS = (
+    Case("digen_sd3+flowgrpo_fast+gpu24", SD3, blocks={}, card_gb=24),
+    Case("digen_sd3+gpu24", SD3, blocks={}, card_gb=24),
+    Case("digen_flux2_klein+gpu24", "black-forest-labs/FLUX.2-klein-base-4B", blocks={}, card_gb=24),
+    Case("digen_z_image+gpu24", "Tongyi-MAI/Z-Image-Turbo", {"n_layers": 1}, card_gb=24),
+    Case("digen_wan2_1+gpu24", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", card_gb=24),
+    Case("digen_flux+flowgrpo_fast+gpu48", "black-forest-labs/FLUX.1-dev", **TWO_KINDS, card_gb=48),
+    Case("digen_qwen_image+gpu80", "Qwen/Qwen-Image", card_gb=80),
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +120,9 @@ class Row:
 
 
 def words_of(case: Case) -> list[str]:
-    """Words of a run whose samples divide among 64 ranks."""
+    """Words of a run whose samples divide among 64 ranks, or of one on one card."""
+    if case.card_gb is not None:
+        return [f"recipe={case.recipe}", *case.words]
     return [f"recipe={case.recipe}", "data.train_batch_size=64", SHARDED, *case.words]
 
 
@@ -139,7 +154,8 @@ def track(case: Case, depth: Depth, num_ranks: int, memory: Memory, num_recomput
 
 def plan_case(case: Case, num_ranks: int) -> Memory:
     """The plan of a recipe with its published network."""
-    return plan_memory(plan_run(words_of(case), num_ranks, case.repository), DEVICE_BYTES)
+    device_bytes = DEVICE_BYTES if case.card_gb is None else case.card_gb * GB
+    return plan_memory(plan_run(words_of(case), num_ranks, case.repository), device_bytes)
 
 
 def measure(case: Case, num_ranks: int) -> Row:
@@ -221,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help="names of recipes; none: all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--cards", action="store_true", help="recipes of one card")
     parser.add_argument("--large", action="store_true", help="the sizes above the recipes'")
     parser.add_argument("--only", type=int, metavar="NUMBER", nargs="+", help="numbers of the cases, from 0")
     parser.add_argument("--check-depth", type=int, metavar="BLOCKS")
@@ -229,9 +246,10 @@ def main() -> None:
     logging.disable(logging.INFO)
     if args.check_depth is None:
         print(HEADER, flush=True)
-    cases = LARGE if args.large else CASES
+    cases = CARDS if args.cards else LARGE if args.large else CASES
     for case in cases if args.only is None else [cases[number] for number in args.only]:
-        for num_ranks in args.ranks if not args.recipes or case.recipe in args.recipes else ():
+        ranks = args.ranks if case.card_gb is None else [1]
+        for num_ranks in ranks if not args.recipes or case.recipe in args.recipes else ():
             if args.check_depth is not None:
                 print(check_depth(case, num_ranks, args.check_depth), flush=True)
             else:
