@@ -18,7 +18,7 @@ NO_ALGORITHMS = {
     *("digen_qwen_image", "digen_qwen_image_edit", "digen_z_image"),
     *("digen_hunyuan_video", "digen_hunyuan_video15", "digen_hunyuan_video15_i2v"),
     *("digen_wan2_1", "digen_wan2_1_i2v", "digen_wan2_2", "digen_wan2_2_i2v", "digen_wan2_2_ti2v"),
-    *("geneval", "ocr", "pickscore", "disaggregated", "vllm_omni", "gpu24", "gpu48", "gpu80"),
+    *("geneval", "ocr", "pickscore", "disaggregated", "vllm_omni", "gpu24", "gpu48", "gpu80", "distilled"),
 }
 """Recipes that choose no algorithm."""
 VARIANTS = {"awm_off_policy": "awm"}

@@ -25,6 +25,7 @@ OVERRIDDEN = {
     "agent_loop.environment:EnvironmentAgentLoop": "run",
     "agent_loop.manager:DiffusionAgentLoopWorker": "generate_sequences _run_agent_loop _run_prompt "
     "_agent_loop_postprocess",
+    "agent_loop.manager:DiffusionAgentLoopManager": "_init_agent_loop_workers",
     "agent_loop.server_manager:DiffusionServerClient": "generate",
     "agent_loop.server_manager:AsyncDiffusionServerManager": "_acquire_server _release_server",
     "agent_loop.server_manager:DiffusionServerManager": "get_client",
@@ -37,7 +38,7 @@ OVERRIDDEN = {
     "_build_optimizer disable_adapter to optimizer_step get_per_tensor_param",
     "model_config:DiffusionModelConfig": "_mutable_fields",
     "engine.whole_groups:WholeGroup": "unshard wait_for_unshard _to_sharded",
-    "engine.worker:DiffusionWorker": "init_model compute_ref_log_prob",
+    "engine.worker:DiffusionWorker": "init_model compute_ref_log_prob update_weights",
     "models.experts:Experts": "forward",
     "platforms.placement:TypedPools": "create_resource_pool",
     "preflight.callback:Preflight": "on_run_start on_job_start on_job_end",
@@ -49,6 +50,7 @@ OVERRIDDEN = {
     "reward.manager:DiffusionRewardLoopManager": "_init_reward_loop_workers reward_loop_worker_handles "
     "compute_rm_score",
     "rollout.adapter:DiffusersServerAdapter": "resume release update_weights",
+    "rollout.adapter:NoWeightsSent": "resume release update_weights",
     "rollout.placed:PlacedReplica": "get_ray_class_with_init_args",
     "rollout.replica:DiffusersReplica": "launch_servers",
     "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin step "
@@ -58,6 +60,8 @@ OVERRIDDEN = {
     "trainer.replay_buffer:GroupReplayBuffer": "_evict_terminal_groups",
     "trainer.base:DiffusionTrainer": "init _init_resource_pool_mgr _setup fit step _compute_metrics on_validate_begin "
     "on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
+    "trainer.early_workers:EarlyWorkersTrainer": "_init_resource_pool_mgr get_llm_client",
+    "trainer.generating:TrainerReplica": "init_hybrid launch_servers",
     "trainer.colocated:ColocatedTrainer": "fit _fetch_one_gen_batch _add_prompts_to_generate on_sample_end on_step_end "
     "_setup _compute_metrics _validate _save_checkpoint",
     "weights.gloo:GlooEngine": "prepare build_topology init_process_group finalize send_weights receive_weights",

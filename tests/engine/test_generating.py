@@ -16,11 +16,11 @@ from tests.engine.harness import LORA, make_engine, perturb
 from tests.pretend.process import on_pretend
 from tests.rollout.test_server import GUIDED, SAMPLING, generate, make_requests, make_server
 from tests.sampling.runs import assert_bitwise
-from verl_digen.config import RolloutConfig
 from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.generator import RankGenerator
 from verl_digen.rollout.batcher import Withdrawn
-from verl_digen.trainer.generating import TrainerServer, span_all_ranks
+from verl_digen.trainer import generating
+from verl_digen.trainer.rank_server import TrainerServer
 from verl_digen.trainer.relays import Work
 
 SEED = 7
@@ -44,8 +44,10 @@ class Rank:
         return [(self.generator.draw(requests, coming, version), self.generator.facts())]
 
 
-def server_of(rank: Any, max_batch_size: int | str = 4) -> TrainerServer:
-    return TrainerServer(rank, 1, RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.01), None)
+def server_of(rank: Any, max_batch_size: int = 4) -> TrainerServer:
+    server = TrainerServer(max_batch_size=max_batch_size, wait_s=0.01)
+    server._ranks = rank
+    return server
 
 
 def engine_of(path: Path, **options: Any) -> Any:
@@ -198,17 +200,23 @@ def test_a_lost_rank_is_no_lost_replica():
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_one_replica_spans_all_ranks():
+def test_one_replica_spans_all_ranks(monkeypatch):
+    started = []
+    monkeypatch.setattr(generating, "start_server", lambda *arguments: started.append(arguments) or "a server")
+    monkeypatch.setattr(generating.TrainerReplica, "early_server", None)
     config = OmegaConf.create({
         "trainer": {"nnodes": 3, "n_gpus_per_node": 4},
+        "digen": {"rollout": {"max_batch_size": 16}},
         "actor_rollout_ref": {
             "rollout": {"name": "trainer", "data_parallel_size": 1, "tensor_model_parallel_size": 1},
             "actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 2}},
         },
     })  # fmt: skip
-    span_all_ranks(config)
+    generating.begin_generating(config)
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.data_parallel_size, rollout.tensor_model_parallel_size) == (6, 2)
+    assert [(ranks, settings.max_batch_size) for ranks, settings in started] == [(6, 16)]
+    assert generating.TrainerReplica.early_server == "a server"
 
 
 # -- on the pretend device -----------------------------------------------------------------------------------------

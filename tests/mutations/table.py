@@ -216,7 +216,7 @@ ENGINE: tuple[Line, ...] = (
         "engine: not_finite",
     ),
     ("sharded.get_per_tensor_param", given(policy="CURRENT"), "replicas get the current policy", "invariants: assists"),
-    ("engine._behaviour", result("nullcontext()"), "an assist has the weights that train", "invariants: assists"),
+    ("engine._exported", result("nullcontext()"), "an assist has the weights that train", "invariants: assists"),
     ("engine.commit", given(more="True"), "the learning rate does not move at a commit", "transaction: one_update"),
     ("engine._require_closed", skip(), "a batch is begun beside an open one", "transaction: illegal_calls"),
     (

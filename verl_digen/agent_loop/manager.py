@@ -16,9 +16,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
@@ -400,6 +402,40 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
         """Kept: workers of environments restart as long as it lives."""
         if self._environments is not None:
             self.llm_client.environments = tuple(self._environments.handles)  # type: ignore[attr-defined]
+
+    async def _init_agent_loop_workers(self) -> None:
+        """Connect the workers that have started already; start them if there are none."""
+        client: Any = self.llm_client
+        self.agent_loop_workers, client.loop_workers = [*client.loop_workers], ()
+        if not self.agent_loop_workers:
+            return await super()._init_agent_loop_workers()
+        parts = self.config, client, self.teacher_client, self.reward_loop_worker_handles
+        await asyncio.gather(*(worker.connect.remote(*parts) for worker in self.agent_loop_workers))
+
+
+class EarlyWorker(DiffusionAgentLoopWorker):
+    """A worker that starts before the replicas that it will ask."""
+
+    def __init__(self) -> None:
+        """Wait for `connect`."""
+
+    def connect(self, *args: Any) -> None:
+        """Take the arguments of `DiffusionAgentLoopWorker`."""
+        super().__init__(*args)
+
+
+def start_workers(count: int) -> list[Any]:
+    """Start `EarlyWorker`s on all nodes in turn, as verl does."""
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) > 0]
+    return [
+        ray.remote(EarlyWorker)
+        .options(
+            name=f"agent_loop_worker_{number}_{uuid4().hex[:8]}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=nodes[number % len(nodes)], soft=True),
+        )
+        .remote()
+        for number in range(count)
+    ]
 
 
 CHOSEN = 0

@@ -38,6 +38,8 @@ class DiffusionServerClient(LLMServerClient):
 
     environments: Sequence[Any] = ()
     """Handles of the run's environment workers, for agent loop workers; set by the driver."""
+    loop_workers: Sequence[Any] = ()
+    """Agent loop workers that have started and are not connected, for their manager; set by the driver."""
 
     @cached_property
     def digen(self) -> DigenConfig:

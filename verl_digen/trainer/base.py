@@ -27,7 +27,6 @@ from typing import Any
 
 import ray
 from omegaconf import open_dict
-from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.server_manager import DiffusionServerManager
@@ -58,6 +57,7 @@ from verl_digen.trainer.checkpoint import (
     save_run_description,
 )
 from verl_digen.trainer.collector import keep_for_good
+from verl_digen.trainer.early_workers import EarlyWorkersTrainer
 from verl_digen.trainer.encoding import encode_before
 from verl_digen.trainer.loop_thread import LoopThread, within
 from verl_digen.trainer.nodes import fetch_on_all_nodes
@@ -81,7 +81,7 @@ logger = logging.getLogger(__name__)
 logging.getLogger("verl_digen").setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
-class DiffusionTrainer(PPOTrainerSync):
+class DiffusionTrainer(EarlyWorkersTrainer):
     """See the module."""
 
     agent_loop_manager: Any

@@ -45,7 +45,7 @@ from verl_digen.store.prompts import list_partition
 from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.colocated_timeline import ColocatedTimeline
-from verl_digen.trainer.generating import span_all_ranks
+from verl_digen.trainer.generating import begin_generating
 from verl_digen.trainer.hosts import hosts_of
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.restarts import start_colocated
@@ -68,7 +68,7 @@ class ColocatedTrainer(DiffusionTrainer):
     """None without timeshared rewards."""
 
     def __init__(self, config: Any):
-        span_all_ranks(config)
+        begin_generating(config)
         super().__init__(config)
 
     def _setup(self) -> None:
