@@ -2,6 +2,7 @@
 """Batches that fit into memory: on a device that takes a known number of bytes, and a replica on the pretend device."""
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +180,7 @@ def blank(latents: torch.Tensor, geometry: Geometry) -> Decoded:
 async def in_little_memory(path: Path) -> dict[str, list[int]]:
     """Sizes of batches: with plenty of memory, with room for few samples, and where the measurement is wrong."""
     alone = await draw(make_server(path, 1))
+    gc.collect()  # that server, in cycles, which would give its memory back at any time
     server = make_server(path, "auto")
     sizes, found = sizes_of(server), {}
 
@@ -201,6 +203,7 @@ async def in_little_memory(path: Path) -> dict[str, list[int]]:
     (kind,) = server._samples.fitting._kinds.values()
     needs = kind.one + int(2.5 * kind.sample)
     kind.sample, fitting_module.MARGIN, server._batcher.max_batch_size = 1, -9.0, 8
+    gc.collect()
     with memory.limited(memory.recount() + needs):
         await draw_the_same("wrong")
     return found
