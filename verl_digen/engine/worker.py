@@ -137,6 +137,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
         self._generator.renew()
         if self.rank == 0:
             assert isinstance(self.rollout, NoWeightsSent)
+            self.rollout.server.find_successor()
             await self.rollout.server.call("activate", global_steps)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
