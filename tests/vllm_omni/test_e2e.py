@@ -53,6 +53,7 @@ def test_episodes_of_edits_have_one_adapter_each_on_pools_that_work_at_the_same_
         f"actor_rollout_ref.model.path={TINY_EDIT / 'checkpoint'}",
         f"data.train_files={TINY_EDIT / 'prompts' / 'train.parquet'}",
         f"data.val_files={TINY_EDIT / 'prompts' / 'val.parquet'}",
+        f"digen.environment.path={ROOT}/examples/drawn_world/shape_edits.py:ShapeEdits",
         "digen.reward.functions={}",
         "trainer.total_training_steps=3",
         "actor_rollout_ref.model.lora_rank=4",
