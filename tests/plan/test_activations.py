@@ -6,6 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_digen.models import load_model
+from verl_digen.plan import activations
 from verl_digen.plan.activations import trace_activations
 from verl_digen.plan.run import empty_condition
 
@@ -22,7 +23,7 @@ def alone(loaded):
 def trace(loaded, *, scale=1.0, trained=""):
     """Trace with the weights whose names end in `trained` trained, the others frozen."""
     model = alone(loaded)
-    network = model.load_transformer(torch.float32, meta=True)
+    network = model.load_structure(torch.float32)
     for name, value in network.named_parameters():
         value.requires_grad_(name.endswith(trained))
     return trace_activations(
@@ -69,6 +70,13 @@ def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
         # every attention cuts its input into text and image and saves copies; the trace counts the whole, too
         real += 2 * (512 + 5) * 24 * 4
     assert traced.saved == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("trained", ["", "to_q.weight"])
+def test_a_block_that_does_not_run_counts_as_if_it_did(loaded, trained, monkeypatch):
+    replayed = trace(loaded, scale=3.0, trained=trained)
+    monkeypatch.setattr(activations, "_kind", lambda *block: object())
+    assert replayed == trace(loaded, scale=3.0, trained=trained)
 
 
 def test_guidance_runs_two_rows_and_recomputation_keeps_inputs_and_one_block(loaded):

@@ -43,7 +43,7 @@ class PolicyWeights:
     @cached_property
     def network(self) -> Any:
         """The network, with its adapter, all on the meta device."""
-        module = self._run.model.load_transformer(torch.float32, meta=True)
+        module = self._run.model.load_structure(torch.float32)
         return add_adapter(module, self._run.model_config, NOT_RANK_0) if self._run.is_lora else module
 
     @property

@@ -107,6 +107,11 @@ class DiffusionModel(ABC):
         networks = {name: load(self.path / name, self.spec.transformer, dtype) for name in self.experts}
         return Experts(networks).eval() if len(networks) > 1 else networks[self.experts[0]]
 
+    def load_structure(self, dtype: torch.dtype) -> nn.Module:
+        """The transformer without values: parameters, buffers and tables on the meta device, none calculated."""
+        with torch.device("meta"):
+            return self.load_transformer(dtype, meta=True)
+
     def load_tokenizer(self, folder: str) -> Any:
         """Load the tokenizer in `folder`, of the class that the checkpoint's index names."""
         return getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder)

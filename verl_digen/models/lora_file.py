@@ -176,7 +176,7 @@ def _pairs(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> 
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
         layer = layer.removeprefix(prefix)
         if prefix != PREFIXES[0]:
-            modules = flat or model.load_transformer(torch.float32, meta=True).named_modules()
+            modules = flat or model.load_structure(torch.float32).named_modules()
             flat = flat or {module.replace(".", "_"): module for module, _ in modules}
             layer = flat.get(layer.replace(".", "_"), layer)
         if role is None:

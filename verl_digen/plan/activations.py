@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation memory of a row between forward and backward, from a trace of the real network at the real size.
 
-- The forward runs on fake tensors, which have shapes and no memory, so a 14 B network takes seconds. The
-  network's own code decides what autograd saves; weights are not counted. A block is what diffusers' code gives to its
-  checkpointing function.
+- The forward runs on fake tensors, which have shapes and no memory. The network's own code decides what autograd
+  saves; weights are not counted. A block is what diffusers' code gives to its checkpointing function; the first one of
+  each kind runs, and the others save and return what it did.
 - The first `n` blocks are recomputed in backward: only their inputs stay. The others keep what autograd saved.
 - Backward frees memory from the last block to the first, so each block's turn is a moment of its own:
 
@@ -177,7 +177,7 @@ def run_rows(
 
 
 def give_fake_weights(network: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Give every parameter and buffer a fake CPU tensor. Call it under a fake mode.
+    """Give every parameter, buffer and table of the modules a fake CPU tensor. Call it under a fake mode.
 
     Args:
         dtype: dtype of the parameters; None: each keeps its own.
@@ -190,6 +190,9 @@ def give_fake_weights(network: nn.Module, dtype: torch.dtype | None = None) -> N
         for name, value in list(module._buffers.items()):
             if value is not None:
                 module._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor):
+                setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device="cpu"))
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:
@@ -218,6 +221,8 @@ class _Tracer:
         self._alive: list[Tensor] = []
         """Keeps tensors alive, so that no storage address is reused."""
         self._weights: set[int] = set()
+        self._known: dict[tuple[Any, ...], _Replay] = {}
+        """Kind of block -> what the first one did."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -230,10 +235,16 @@ class _Tracer:
         base.disable_gradient_checkpointing()
 
     def _run(self, block: nn.Module, *args: Any) -> Any:
+        kind = _kind(block, args)
+        if kind in self._known:
+            saved, result = self._known[kind].run(args)
+        else:
+            others = {storage for saved in [*self._outside.values(), *self._inside] for storage in saved}
+            self._saved = saved = {}
+            result = block(*args)
+            self._known[kind] = _Replay(args, saved, others, result)
         self._calls.append((block, args))
-        self._saved = {}
-        self._inside.append(self._saved)
-        result = block(*args)
+        self._inside.append(saved)
         self._leave()
         return result
 
@@ -281,6 +292,54 @@ class _Tracer:
             tail=sum(size for storage, size in tail.items() if storage not in head.keys() | saved_by_blocks),
             largest=max(size for saved in [*self._inside, head, tail] for size in saved.values()),
         )
+
+
+def _kind(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What decides which tensors a block saves and returns."""
+    leaves = tree_leaves(args)
+    tensors = [value for value in leaves if isinstance(value, Tensor)]
+    stored = [_storage(value) for value in tensors]
+    return (
+        type(block),
+        *((name, value.shape, value.requires_grad) for name, value in block.named_parameters()),
+        *((name, value) for name, value in vars(block).items() if isinstance(value, bool | str)),
+        *((value.shape, value.stride(), value.dtype, value.requires_grad) for value in tensors),
+        *(stored.index(storage) for storage in stored),
+        *(repr(value) for value in leaves if not isinstance(value, Tensor)),
+    )
+
+
+class _Replay:
+    """What the first block of a kind saved and returned, for the next one, whose own tensors take the places of its."""
+
+    def __init__(self, args: tuple[Any, ...], saved: Sizes, others: set[int], result: Any):
+        """Record a block.
+
+        Args:
+            others: storages that were saved before it ran.
+        """
+        self._args, self._saved, self._others, self._result = list(_sizes(args)), saved, others, result
+        self._alive: list[Any] = []
+
+    def run(self, args: tuple[Any, ...]) -> tuple[Sizes, Any]:
+        """What a block with these arguments saves and returns."""
+        own = {_storage(value): value for value in tree_leaves(args) if isinstance(value, Tensor)}
+        tensors = dict(zip(self._args, (own[storage] for storage in _sizes(args)), strict=True))
+        self._alive.append(tensors)
+
+        def again(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if _storage(value) not in tensors:
+                empty = torch.empty(value.untyped_storage().nbytes() // value.itemsize, dtype=value.dtype)
+                tensors[_storage(value)] = empty.requires_grad_().clone() if value.requires_grad else empty
+            return tensors[_storage(value)].as_strided(value.shape, value.stride(), value.storage_offset())
+
+        result = tree_map(again, self._result)
+        for storage in self._saved.keys() - tensors.keys() - self._others:
+            tensors[storage] = torch.empty(self._saved[storage], dtype=torch.uint8)
+        places = {storage: _storage(value) for storage, value in tensors.items()}
+        return {places.get(storage, storage): size for storage, size in self._saved.items()}, result
 
 
 def _sizes(values: Any) -> Sizes:

@@ -155,6 +155,7 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
     import verl  # noqa: F401 - loads the plugin, and with it the recipes
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
+    from omegaconf import read_write
     from omegaconf.errors import OmegaConfBaseException
 
     from verl_digen.preflight.recipes import check_recipes
@@ -168,8 +169,11 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
                 return config
             given = [key for key in POOL_KEYS if any(word.partition("=")[0].lstrip("+") == key for word in overrides)]
             require(not given, "gpus must be left out where the pools are given", given, "drop one or the other")
-            overrides += _pools(words, is_split(config))
-            return compose("ppo_trainer", overrides=overrides, return_hydra_config=True)
+            pools = _pools(words, is_split(config))
+            with read_write(config), read_write(config.hydra):  # composing again takes as long as all the rest
+                config.merge_with_dotlist(pools)
+                config.hydra.overrides.task.extend(pools)
+            return config
         except (HydraException, OmegaConfBaseException) as error:
             lines = str(error).strip().splitlines()
             recipes = next((line.partition(", recipes: ")[2] for line in lines if ", recipes: " in line), "")

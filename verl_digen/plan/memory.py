@@ -33,10 +33,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
-from verl_digen.plan.activations import Moment
 from verl_digen.plan.gathered import gathered, gathered_in_step, may_be_whole, whole_base_bytes
 from verl_digen.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
 from verl_digen.plan.run import Run, frozen_copies, policies_read, policies_that_follow
@@ -274,20 +273,22 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     num_blocks, fixed = len(activations.blocks), _fixed_blocks(run, device_bytes)
     when = _when_to_reduce(run, resident, device_bytes)
 
-    def moments(num_recomputed: int, *, is_whole: bool = False) -> Iterator[tuple[Items, int]]:
-        """(bytes beside the rows, bytes per row)"""
+    @cache
+    def beside_rows(block: int, gradients: int, is_whole: bool) -> tuple[Items, int]:
+        weights = gathered(run, block, is_whole=is_whole) | _unreduced(run, resident, when, block, gradients)
+        return (items := resident | weights | beside), sum(items.values())
+
+    def moments(num_recomputed: int, *, is_whole: bool = False) -> Iterator[tuple[Items, int, int]]:
         number = num_recomputed if fixed is None else fixed
         for moment in activations.moments(number, offloads=settings.offloads_activations):
-            gradients = _unreduced(run, resident, moment, when)
-            gathered_items = gathered(run, moment.block, is_whole=is_whole)
-            items = resident | gathered_items | gradients | beside
-            yield items, -(-moment.row_bytes // settings.sequence_parallel)
+            items, size = beside_rows(moment.block, moment.gradient_bytes, is_whole)
+            yield items, size, -(-moment.row_bytes // settings.sequence_parallel)
 
     def rows_that_fit(num_recomputed: int, taken: int = 0) -> int:
         if device_bytes is None:
             return 1
         room = int(device_bytes * (1 - MARGIN)) - taken
-        return min((room - sum(items.values())) // max(size, 1) for items, size in moments(num_recomputed))
+        return min((room - size) // max(row_bytes, 1) for _, size, row_bytes in moments(num_recomputed))
 
     num_groups = settings.num_trainer_devices // settings.sequence_parallel
     num_rows = math.ceil(run.num_trained_rows / num_groups)
@@ -305,9 +306,9 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     num_tiles = -(-num_rows // choice.shape.size)
     num_rows = min(choice.shape.size, num_rows)
     found = moments(choice.num_recomputed, is_whole=is_whole)
-    fullest = max(found, key=lambda moment: sum(moment[0].values()) + num_rows * moment[1])
+    items, _, row_bytes = max(found, key=lambda moment: moment[1] + num_rows * moment[2])
     num_recomputed = choice.num_recomputed if fixed is None else fixed
-    return Tile(Phase(*fullest, num_rows, "rows of a tile"), num_recomputed, num_tiles, is_whole)
+    return Tile(Phase(items, row_bytes, num_rows, "rows of a tile"), num_recomputed, num_tiles, is_whole)
 
 
 def _offloaded_inputs(run: Run, tile: Tile) -> int:
@@ -340,16 +341,16 @@ def _when_to_reduce(run: Run, resident: Items, device_bytes: int | None) -> str:
     return "batch" if settings.is_lora or (free is not None and gradients_may_wait(unreduced, free)) else "tile"
 
 
-def _unreduced(run: Run, resident: Items, moment: Moment, when: str) -> Items:
+def _unreduced(run: Run, resident: Items, when: str, block: int, gradients: int) -> Items:
     """Unreduced gradients while a block runs backward: those that it has made, and those that wait."""
     counts, itemsize = run.measured.counts, run.settings.dtypes.reduce.itemsize
     if when == "tile":  # of the block that ran before, in a buffer of the reduction
-        waiting = [*(block.num_trained for block in run.measured.training.blocks), 0, 0][moment.block + 1] * itemsize
+        waiting = [*(block.num_trained for block in run.measured.training.blocks), 0, 0][block + 1] * itemsize
     else:
         waiting = counts.num_trained * itemsize
         if when == "batch":  # block by block they become the reduced gradient, which is counted
             waiting = max(0, waiting - resident["gradients"])
-    return {f"unreduced gradients ({when})": waiting + moment.gradient_bytes}
+    return {f"unreduced gradients ({when})": waiting + gradients}
 
 
 def _without(items: Items, names: Collection[str]) -> Items:

@@ -7,7 +7,6 @@ Invariant (tests/plan/test_command.py, test_parts.py): rows, recorded latents an
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,6 @@ from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
-from verl_digen.models.experts import networks_of
 from verl_digen.models.flops import Flops, forward_flops
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.plan.activations import Activations, trace_activations
@@ -308,8 +306,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     geometry = turn_geometry(sampling, model, settings.episodes)
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
-    network = model.load_transformer(dtypes.model, meta=True)
-    bare = deepcopy(networks_of(network)[0])  # built once: some networks compute large tables
+    network = model.load_structure(dtypes.model)
     is_ours = settings.is_ours
     # where all weights train, a replica gets them in one dtype
     in_one_dtype = not is_ours or not settings.is_lora
@@ -324,16 +321,15 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     )  # before `experts` is cut to one
     model.experts = model.experts[:1]
 
-    def one_network(is_trained: bool) -> nn.Module:
-        alone = deepcopy(bare)
-        return _adapted(alone, model_config) if is_trained and settings.is_lora else alone
-
     def trace(traced: nn.Module, dtype: torch.dtype) -> Activations:
         return trace_activations(model, traced, geometry, condition, is_guided=settings.is_guided, dtype=dtype)
 
-    training = trace(network if num_experts == 1 else one_network(is_trained=True), dtypes.compute)
+    if num_experts > 1:
+        network = model.load_structure(dtypes.model)
+        network = _adapted(network, model_config) if settings.is_lora else network
+    training = trace(network, dtypes.compute)
     is_same = not settings.is_lora and dtypes.compute == dtypes.rollout
-    of_sampling = training if is_same else trace(one_network(is_trained=False), dtypes.rollout)
+    of_sampling = training if is_same else trace(model.load_structure(dtypes.model), dtypes.rollout)
     first_step = [PromptRow("", "", None, uid=f"p{index:08d}") for index in range(settings.num_prompts)]
     return Measured(
         title=f"{model.spec.title}, {model.spec.transformer}",

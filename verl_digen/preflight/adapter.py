@@ -194,7 +194,7 @@ def load_on_meta(path: str) -> tuple[DiffusionModel, nn.Module]:
     import torch
 
     model = load_configs(path)
-    return model, model.load_transformer(torch.float32, meta=True)
+    return model, model.load_structure(torch.float32)
 
 
 def model_section(config: DictConfig) -> DiffusionModelConfig:

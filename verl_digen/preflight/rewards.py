@@ -90,11 +90,17 @@ def check_rewards(config: DictConfig) -> None:
     )
 
 
+OURS = ("importlib", "DiffusionRewardManager", "pkg://verl_digen.reward.manager")
+"""`source`, `name` and `module.path` of the project's own reward manager."""
+
+
 def check_reward_manager(config: DictConfig) -> None:
     """Require the reward manager to be ours or one of the user's, not one of verl's for text."""
+    section = config.reward.reward_manager
+    if (section.source, section.name, section.module.path) == OURS:
+        return
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
-    section = config.reward.reward_manager
     require(
         section.source == "importlib",
         "reward.reward_manager.source must be importlib, because the managers that verl registers score text",

@@ -68,7 +68,7 @@ class Encoders:
         self._memory = DeviceMemory(self.encode.modules, device, share_as and f"{share_as}-encoders")
         size, total, is_accelerated = self._memory.num_bytes, None, device.type != "cpu"
         if is_accelerated and settings.encoders == AUTO:
-            size += sum(parameter.nbytes for parameter in model.load_transformer(dtype, meta=True).parameters())
+            size += sum(parameter.nbytes for parameter in model.load_structure(dtype).parameters())
             total = device_memory.limit_bytes()
         self.wait_on_host = is_accelerated and settings.hosts_encoders(size, total)
         """True if they are on the device for an encoding alone."""

@@ -387,7 +387,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
 
     def _expected_shapes(self, config: LoraConfig | None) -> dict[str, torch.Size]:
         if self._shapes is None:
-            network = self._model.load_transformer(self.od_config.dtype, meta=True)
+            network = self._model.load_structure(self.od_config.dtype)
             if config is not None:
                 network = get_peft_model(network, config)  # type: ignore[arg-type]
             self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(network).items()}
