@@ -90,3 +90,10 @@ def test_a_whole_base_is_refused_where_fsdp2_gathers_a_block_as_one(tiny_qwen_im
     with pytest.raises(ValueError, match=rule):
         config(tiny_qwen_image, lora_rank=4, whole_base=True)
     assert config(tiny_qwen_image, lora_rank=4).whole_base == "auto"
+
+
+@pytest.mark.parametrize("given", [{}, {"lora_rank": 4, "lora": {"merge": True}}])
+def test_a_base_in_int8_is_one_under_an_adapter(tiny_qwen_image: Path, given: dict):
+    with pytest.raises(ValueError, match=r"actor_rollout_ref.model.int8_base must be false without .*, got True; set"):
+        config(tiny_qwen_image, int8_base=True, **given)
+    assert config(tiny_qwen_image, int8_base=True, lora_rank=4).int8_base

@@ -100,6 +100,11 @@ class DiffusionModelConfig(BaseConfig):
     it. auto: where memory has room for it that tiles do not need more, decided at the first tile; not on one rank, and
     not with PyTorch 2.11, which refuses true. true, false."""
 
+    int8_base: bool = False
+    """Keep the weights of the frozen base's blocks in int8, whole on every rank, in place of 2 bytes a parameter in
+    shards: a base that is too large for a card. With an adapter, and with `rollout.name=trainer`, which generates with
+    the weights that train."""
+
     lora_rank: int = 0
     """LoRA rank; 0 trains all weights."""
     lora_alpha: int = 64
@@ -148,6 +153,12 @@ class DiffusionModelConfig(BaseConfig):
             "whole_base must be auto or false without an adapter: every weight trains",
             self.whole_base,
             "set actor_rollout_ref.model.lora_rank",
+        )
+        _require(
+            not self.int8_base or (self.lora_rank > 0 and not self.merges_lora),
+            "int8_base must be false without an adapter that stays one: weights in int8 do not train",
+            self.int8_base,
+            "set actor_rollout_ref.model.lora_rank, and leave actor_rollout_ref.model.lora.merge out",
         )
         _require(
             self.whole_base is not True or FSDP2_HAS_SEVERAL_GROUPS,

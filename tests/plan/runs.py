@@ -63,6 +63,7 @@ MEASURED = Measured(
         exported_buffers=0,
         largest_block=GB // 4,
         outside_blocks=0,
+        num_int8=0,
     ),
     parts={"text_encoder": Part(5 * GB, 10 * GB), "vae": Part(GB // 2, GB)},
     fp8_bytes=0,

@@ -47,7 +47,9 @@ class Client:
     """Client of a replica in this process; keeps the requests."""
 
     def __init__(self, checkpoint: Path, digen: Any):
-        config = SimpleNamespace(local_path=checkpoint, digen=digen, adapter_config=lambda: None, lora_rank=0)
+        config = SimpleNamespace(
+            local_path=checkpoint, digen=digen, adapter_config=lambda: None, lora_rank=0, int8_base=False
+        )
         self.server = DiffusersServer(SimpleNamespace(dtype="float32"), config, num_threads=1)  # type: ignore[arg-type]
         self.digen = digen
         self.requests: list[SampleRequest] = []

@@ -73,6 +73,6 @@ def test_auto_is_for_a_base_that_is_frozen_and_sharded():
 
 def test_a_run_that_does_not_fit_gives_the_whole_base_up():
     given = make(True, is_split=True)
-    found = find_remedies(given, 24 * GB, lambda: make(False))
+    found = find_remedies(given, 24 * GB, lambda *words: make(False))
     assert found[0].override == "actor_rollout_ref.model.whole_base=false"
     assert found[0].training_bytes <= 0.9 * 24 * GB < plan_memory(given, 24 * GB).training.total

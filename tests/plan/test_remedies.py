@@ -2,6 +2,8 @@
 import random
 from dataclasses import replace
 
+import pytest
+
 from tests.plan.runs import BLOCK, GB, LORA, MEASURED, make_run
 from verl_digen.config import RolloutConfig
 from verl_digen.plan.memory import plan_memory
@@ -10,10 +12,10 @@ from verl_digen.plan.run import Run
 
 
 def with_adapter(run):
-    def make():
+    def read(*words):
         return Run(replace(run.settings, is_lora=True), replace(run.measured, counts=LORA))
 
-    return make
+    return read
 
 
 def assert_invariants(run, device_bytes, remedies):
@@ -52,6 +54,27 @@ def test_encoders_leave_the_device_before_a_batch_is_cut():
     needed = plan_memory(run, 200 * GB).replica_bytes
     names = _names(run, int((needed - 9 * GB) / 0.9))
     assert names[-1] == "digen.rollout.encoders=host" and len(names) <= 2
+
+
+@pytest.mark.parametrize("name", ["trainer", "vllm_omni"])
+def test_a_base_in_int8_is_for_ranks_that_generate(name):
+    run = replace(
+        make_run(lora=True, rollout_name=name, num_shards=1, is_accelerated=True),
+        measured=with_weights(param_bytes=40 * GB),
+    )
+    asked = []
+
+    def read(*words):
+        asked.append(words)
+        return replace(run, measured=with_weights(param_bytes=GB, num_int8=20 * GB))
+
+    names = [remedy.override for remedy in find_remedies(run, 40 * GB, read)]
+    assert ("actor_rollout_ref.model.int8_base=true" in names) == (name == "trainer")
+    assert not any("lora_rank" in word for words in asked for word in words)  # the run's own rank stays
+
+
+def with_weights(**changes):
+    return replace(MEASURED, counts=replace(LORA, **changes))
 
 
 def test_tensor_parallelism_is_for_replicas_that_do_it():

@@ -90,6 +90,7 @@ LARGE = (
 )
 """Sizes above the recipes'."""
 SD3 = "stabilityai/stable-diffusion-3.5-medium"
+INT8 = ("actor_rollout_ref.model.int8_base=true",)
 CARDS = (
     Case("digen_sd3+flowgrpo_fast+gpu24", SD3, blocks={}, card_gb=24),
     Case("digen_sd3+gpu24", SD3, blocks={}, card_gb=24),
@@ -98,6 +99,8 @@ CARDS = (
     Case("digen_wan2_1+gpu24", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", card_gb=24),
     Case("digen_flux+flowgrpo_fast+gpu48", "black-forest-labs/FLUX.1-dev", **TWO_KINDS, card_gb=48),
     Case("digen_qwen_image+gpu80", "Qwen/Qwen-Image", card_gb=80),
+    Case("digen_flux+flowgrpo_fast+gpu24", "black-forest-labs/FLUX.1-dev", **TWO_KINDS, words=INT8, card_gb=24),
+    Case("digen_qwen_image+gpu48", "Qwen/Qwen-Image", words=INT8, card_gb=48),
 )
 
 

@@ -236,6 +236,10 @@ TOGETHER = [
         f"{ACTOR}.fsdp_config.param_offload must be false with {ROLLOUT}.name=trainer",
     ),
     (
+        (f"{ROLLOUT}.name=diffusers", f"{MODEL}.lora_rank=4", f"{MODEL}.int8_base=true"),
+        f"{MODEL}.int8_base must be false where replicas generate",
+    ),
+    (
         (f"{ROLLOUT}.name=trainer", "recipe=digen_flowgrpo+disaggregated"),
         f"{ROLLOUT}.name must not be trainer with trainer.v1.trainer_mode=digen_disaggregated",
     ),

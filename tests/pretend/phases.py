@@ -107,7 +107,7 @@ def measure(name: str, path: Path) -> Measured:
 def make_server(path: Path, max_batch_size: int | str = 4, **rollout: Any) -> DiffusersServer:
     """A replica's server in this process, in bf16."""
     digen = DigenConfig(seed=7, rollout=RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.01, **rollout))
-    model = SimpleNamespace(local_path=path, digen=digen, adapter_config=lambda: None, lora_rank=0)
+    model = SimpleNamespace(local_path=path, digen=digen, adapter_config=lambda: None, lora_rank=0, int8_base=False)
     return DiffusersServer(SimpleNamespace(dtype="bfloat16"), model, num_threads=1)
 
 

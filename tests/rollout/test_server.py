@@ -34,8 +34,9 @@ def make_server(
 ):
     rollout |= {"max_batch_size": max_batch_size, "batch_wait_s": 0.01, "embed_cache_size": embed_cache_size}
     digen = DigenConfig(seed=seed, compile=compiles, rollout=RolloutConfig(**rollout))
+    rank = adapter.r if adapter else 0
     model = SimpleNamespace(
-        local_path=path, digen=digen, adapter_config=lambda: adapter, lora_rank=adapter.r if adapter else 0
+        local_path=path, digen=digen, adapter_config=lambda: adapter, lora_rank=rank, int8_base=False
     )
     return DiffusersServer(SimpleNamespace(dtype=dtype), model, num_threads=1)
 

@@ -24,6 +24,7 @@ from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype, kept_in_fp32
 from verl_digen.models.experts import networks_of
+from verl_digen.models.int8 import store_int8
 from verl_digen.models.kernels import set_kernels
 from verl_digen.require import require, require_fsdp2
 
@@ -56,6 +57,8 @@ def build_transformer(
     set_kernels(model, module, side="trainer", attention=digen.attention_backend, compiles=digen.compile)
     if model_config.lora_rank == 0:
         in_one_dtype(module, dtype)
+    if model_config.int8_base:
+        store_int8(module)
     return module
 
 

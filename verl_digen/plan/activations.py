@@ -295,7 +295,7 @@ class _Tracer:
 
 
 def _kind(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What decides which tensors a block saves and returns."""
+    """Key of blocks that save and return the same tensors."""
     leaves = tree_leaves(args)
     tensors = [value for value in leaves if isinstance(value, Tensor)]
     stored = [_storage(value) for value in tensors]
@@ -310,7 +310,7 @@ def _kind(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class _Replay:
-    """What the first block of a kind saved and returned, for the next one, whose own tensors take the places of its."""
+    """Tensors that the first block of a kind saved and returned, for the next one, whose own take their places."""
 
     def __init__(self, args: tuple[Any, ...], saved: Sizes, others: set[int], result: Any):
         """Record a block.
@@ -322,7 +322,7 @@ class _Replay:
         self._alive: list[Any] = []
 
     def run(self, args: tuple[Any, ...]) -> tuple[Sizes, Any]:
-        """What a block with these arguments saves and returns."""
+        """Tensors that a block with these arguments saves, and those that it returns."""
         own = {_storage(value): value for value in tree_leaves(args) if isinstance(value, Tensor)}
         tensors = dict(zip(self._args, (own[storage] for storage in _sizes(args)), strict=True))
         self._alive.append(tensors)

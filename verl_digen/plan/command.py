@@ -67,7 +67,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     from verl_digen.models.published import checkpoint_folder
     from verl_digen.plan.compose import device_of, mfu_of, split_words
     from verl_digen.plan.memory import plan_memory
-    from verl_digen.plan.remedies import LORA_WORDS, find_remedies
+    from verl_digen.plan.remedies import find_remedies
     from verl_digen.plan.run import read_run
     from verl_digen.plan.split import plan_split
     from verl_digen.plan.time import plan_time
@@ -87,7 +87,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     device, device_bytes = device_of(own)
     memory = plan_memory(planned, device_bytes)
     types = own.types or (None if device is None else (device, device))
-    mfu = own.mfu or mfu_of(planned.measured.title, planned.measured.counts.num_params)
+    mfu = own.mfu or mfu_of(planned.measured.title, planned.measured.counts.num_weights)
     split = None if types is None else plan_split(planned, types, device_bytes, mfu)
     return Plan(
         run=planned,
@@ -97,7 +97,7 @@ def make_plan(words: Sequence[str]) -> Plan:
         device_bytes=device_bytes,
         mfu=mfu,
         words=own,
-        remedies=[] if device_bytes is None else find_remedies(planned, device_bytes, lambda: read(*LORA_WORDS)),
+        remedies=[] if device_bytes is None else find_remedies(planned, device_bytes, read),
         split=split,
         split_words=split_words_of(split, overrides, own) if split is not None and split.is_proposed else "",
     )

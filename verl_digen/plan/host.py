@@ -54,7 +54,9 @@ def host_memory(
     settings = run.settings
     # ranks that generate leave the device while encoders are on it
     moved = replace(settings, param_offload=True, optimizer_offload=True) if in_turns and settings.draws else settings
-    trainer = {"checkpoint of rank 0 while it loads": run.measured.counts.param_bytes}
+    counts = run.measured.counts
+    read = counts.param_bytes + counts.num_int8 * settings.dtypes.model.itemsize
+    trainer = {"checkpoint of rank 0 while it loads": read}
     trainer |= _offloaded(replace(run, settings=moved), resident)
     if input_bytes:
         trainer["inputs of recomputed blocks"] = settings.trainer_devices_per_node * input_bytes

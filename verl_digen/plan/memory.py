@@ -303,8 +303,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
         is_cheaper = device_bytes is not None and fits and prefers_whole_base(choice, beside_whole, **wanted)
         if settings.whole_base is True or is_cheaper:
             choice, is_whole = beside_whole, True
-    num_tiles = -(-num_rows // choice.shape.size)
-    num_rows = min(choice.shape.size, num_rows)
+    num_tiles, num_rows = -(-num_rows // choice.shape.size), min(choice.shape.size, num_rows)
     found = moments(choice.num_recomputed, is_whole=is_whole)
     items, _, row_bytes = max(found, key=lambda moment: moment[1] + num_rows * moment[2])
     num_recomputed = choice.num_recomputed if fixed is None else fixed

@@ -38,6 +38,13 @@ class Counts:
     """Parameters of the largest block; a block is sharded, gathered and freed as one."""
     outside_blocks: int
     """Parameters outside all blocks."""
+    num_int8: int
+    """Weights in int8 (`int8_base`), which are buffers and none of the parameters."""
+
+    @property
+    def num_weights(self) -> int:
+        """Parameters, and weights in int8."""
+        return self.num_params + self.num_int8
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ def count_network(network: nn.Module) -> Counts:
         exported_buffers=sum(value.numel() for name, value in buffers.items() if name in exported),
         largest_block=max(blocks),
         outside_blocks=total - sum(blocks),
+        num_int8=sum(value.numel() for value in buffers.values() if value.dtype == torch.int8),
     )
 
 

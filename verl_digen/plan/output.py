@@ -66,7 +66,7 @@ def to_text(plan: Plan) -> str:
     experts = f" in {measured.num_experts} experts" if measured.num_experts > 1 else ""
     guided, is_episode = ", guided" if settings.is_guided else "", settings.digen.environment.is_on
     lines = [
-        f"{measured.title}: {counts.num_params / 1e9:.2f} B parameters{experts}, "
+        f"{measured.title}: {counts.num_weights / 1e9:.2f} B parameters{experts}, "
         f"{counts.num_trained / 1e9:.3f} B trained",
         f"{size}, {sampling.num_steps} steps{_passed_over(settings.digen)}{guided}; "
         f"{settings.num_prompts} prompts x {settings.group_size} samples x "

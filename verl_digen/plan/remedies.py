@@ -27,6 +27,12 @@ LORA_WORDS = (
     "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
 )
 """Words of a run that trains an adapter."""
+DRAW_WORDS = (
+    "actor_rollout_ref.rollout.name=trainer",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=false",
+)
+"""Words of a run whose ranks generate."""
+INT8_WORD = "actor_rollout_ref.model.int8_base=true"
 MAX_TENSOR_PARALLEL = 8
 
 
@@ -43,15 +49,15 @@ class Remedy:
     fits: bool
 
 
-def find_remedies(run: Run, device_bytes: int, with_lora: Callable[[], Run]) -> list[Remedy]:
+def find_remedies(run: Run, device_bytes: int, read: Callable[..., Run]) -> list[Remedy]:
     """Find changes, in order; empty if the run fits or nothing helps. The last one says if they suffice.
 
     Args:
-        with_lora: plans the same run with an adapter of rank `LORA_RANK`; called at most once.
+        read: plans the same run with more words.
     """
     changes: list[_Change] = []
     changed = run
-    for change in _candidates(cache(with_lora)):
+    for change in _candidates(run.settings.is_lora, cache(read)):
         before = plan_memory(changed, device_bytes)
         if before.fits:
             break
@@ -105,7 +111,7 @@ class _Change:
     """Run -> changed run, or None if there is nothing to change."""
 
 
-def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
+def _candidates(has_adapter: bool, read: Callable[..., Run]) -> Iterator[_Change]:
     model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
     rollout = "actor_rollout_ref.rollout"
     yield _Change(
@@ -122,7 +128,7 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
     yield _Change("digen.rollout.decode_batch_size=1", partial(_set_rollout, decode_batch_size=1))
     yield _Change("digen.rollout.max_batch_size=auto", _as_many_as_fit)
     yield _Change("digen.rollout.max_batch_size=1", partial(_set_rollout, max_batch_size=1))
-    yield _Change(f"{rollout}.name=trainer {actor}.param_offload=false", _draw)
+    yield _Change(" ".join(DRAW_WORDS), _draw)
     yield _Change("digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1", _one_row)
     for blocks in ("auto", "all"):
         yield _Change(f"{model}.recompute_blocks={blocks}", partial(_set, recompute=blocks))
@@ -130,8 +136,10 @@ def _candidates(with_lora: Callable[[], Run]) -> Iterator[_Change]:
     yield _Change("digen.tsp.reduce=tile", _reduce_at_tiles)
     yield _Change(
         " ".join(LORA_WORDS),
-        lambda run: None if run.settings.is_lora else _keeping(run, with_lora()),
+        lambda run: None if run.settings.is_lora else _keeping(run, read(*LORA_WORDS)),
     )
+    adapter = () if has_adapter else LORA_WORDS
+    yield _Change(INT8_WORD, lambda run: _in_int8(run, partial(read, *DRAW_WORDS, *adapter, INT8_WORD)))
     size = 2
     while size <= MAX_TENSOR_PARALLEL:
         yield _Change(f"{rollout}.tensor_model_parallel_size={size}", partial(_tensor_parallel, size))
@@ -192,6 +200,12 @@ def _keeping(run: Run, lora: Run) -> Run:
     """The run `lora` with the settings that earlier changes made to `run`."""
     kept = replace(run.settings, is_lora=True, dtypes=lora.settings.dtypes, merges_lora=lora.settings.merges_lora)
     return replace(lora, settings=kept)
+
+
+def _in_int8(run: Run, read: Callable[[], Run]) -> Run | None:
+    if not (run.settings.draws and run.settings.is_lora):
+        return None
+    return replace(run, measured=read().measured)
 
 
 def _tensor_parallel(size: int, run: Run) -> Run | None:

@@ -24,6 +24,7 @@ from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.flops import Flops, forward_flops
+from verl_digen.models.int8 import store_int8
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.plan.activations import Activations, trace_activations
 from verl_digen.plan.compose import is_split
@@ -306,14 +307,20 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     geometry = turn_geometry(sampling, model, settings.episodes)
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
-    network = model.load_structure(dtypes.model)
+    loaded = model.load_structure(dtypes.model)
     is_ours = settings.is_ours
     # where all weights train, a replica gets them in one dtype
     in_one_dtype = not is_ours or not settings.is_lora
-    of_replica = transformer_bytes(model, network, dtypes.rollout, in_one_dtype=in_one_dtype)
-    fp8_bytes = Fp8Layers(network).num_bytes if sampling.outside.fp8 else 0
-    if settings.is_lora:
-        network = _adapted(network, model_config)
+    of_replica = transformer_bytes(model, loaded, dtypes.rollout, in_one_dtype=in_one_dtype)
+    fp8_bytes = Fp8Layers(loaded).num_bytes if sampling.outside.fp8 else 0
+
+    def build(*, with_adapter: bool) -> nn.Module:
+        network = model.load_structure(dtypes.model)
+        if model_config.int8_base:
+            store_int8(network)
+        return _adapted(network, model_config) if with_adapter else network
+
+    network = build(with_adapter=settings.is_lora)
     counts, tensors, num_experts = count_network(network), list_tensors(network), len(model.experts)
     condition = empty_condition(model, prompt_tokens, geometry)
     flops = forward_flops(
@@ -324,12 +331,9 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     def trace(traced: nn.Module, dtype: torch.dtype) -> Activations:
         return trace_activations(model, traced, geometry, condition, is_guided=settings.is_guided, dtype=dtype)
 
-    if num_experts > 1:
-        network = model.load_structure(dtypes.model)
-        network = _adapted(network, model_config) if settings.is_lora else network
-    training = trace(network, dtypes.compute)
+    training = trace(network if num_experts == 1 else build(with_adapter=settings.is_lora), dtypes.compute)
     is_same = not settings.is_lora and dtypes.compute == dtypes.rollout
-    of_sampling = training if is_same else trace(model.load_structure(dtypes.model), dtypes.rollout)
+    of_sampling = training if is_same else trace(build(with_adapter=False), dtypes.rollout)
     first_step = [PromptRow("", "", None, uid=f"p{index:08d}") for index in range(settings.num_prompts)]
     return Measured(
         title=f"{model.spec.title}, {model.spec.transformer}",

@@ -110,6 +110,12 @@ def check_rollout(config: DictConfig) -> None:
 def check_generating_ranks(config: DictConfig) -> None:
     """Require a trainer whose ranks may generate at any time between two batches, all with as many forwards."""
     if config.actor_rollout_ref.rollout.name != TRAINER:
+        require(
+            not config.actor_rollout_ref.model.int8_base,
+            "actor_rollout_ref.model.int8_base must be false where replicas generate: their base is not in int8",
+            True,
+            "set actor_rollout_ref.rollout.name=trainer",
+        )
         return
     digen, name = digen_config(config), "actor_rollout_ref.rollout.name=trainer"
     replicas = "set actor_rollout_ref.rollout.name=diffusers"

@@ -145,6 +145,7 @@ VALUES: dict[str, Value] = {
     f"{MODEL}.recompute_blocks": Value(
         Annotated[int, Field(ge=0)] | Literal["auto", "all", "none"], "auto recomputes as few as memory asks for"
     ),
+    f"{MODEL}.int8_base": Value(bool, "true keeps the frozen base in int8"),
     f"{MODEL}.whole_base": Value(bool | Literal["auto"], "auto keeps the base whole where there is room"),
     f"{MODEL}.external_lib": Value(Text | list[Text] | None, "give the names of modules that can be imported"),
     f"{MODEL}.target_modules": Value(Text | Names | None, "null takes the model's own list"),

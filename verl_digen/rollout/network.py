@@ -15,6 +15,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype
+from verl_digen.models.int8 import store_int8
 from verl_digen.models.kernels import compute_exactly, set_kernels
 from verl_digen.sampling.fp8 import Fp8Layers, require_fp8
 from verl_digen.weights.checksum import Manifest
@@ -74,6 +75,8 @@ def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:
     transformer = model.load_transformer(dtype)
     if model_config.lora_rank == 0:  # as in the trainer, see `verl_digen.engine.build`
         in_one_dtype(transformer, dtype)
+    if model_config.int8_base:
+        store_int8(transformer)
     transformer = transformer.to(device)
     set_kernels(
         model,
