@@ -7,7 +7,7 @@
 Plays the live planner in the simulator, with TAG and BTS, on the shipped profiles with two prompts for every four
 devices that train, so that a batch fills the cluster. Times are CPU time of one core, without Ray; "decision" is one
 answer of the planner: what the trainer does next, or the next chunks of all slots that are free. The trainer's calls
-are those that the driver makes itself, to relays (`verl_digen.trainer.relays`); `rank_calls.py` times them.
+are those that the driver makes itself, to relays (`verl_digen.processes.relays`); `rank_calls.py` times them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from verl_digen.devices import Pool
+from verl_digen.processes.relays import tree
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.schedulers.types import Assist, Commit, Generate, LoadWeights, SlotDecision, Train, TrainerDecision
 from verl_digen.simulate.cluster import Split, durations_of, simulated_rules
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
-from verl_digen.trainer.relays import tree
 
 TECHNIQUES = ("gap", "tsp", "tag")
 

@@ -39,9 +39,9 @@ from verl_digen.data.rows import loop_columns
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.environments.host import StartedEnvironments
 from verl_digen.environments.workers import EnvironmentWorkers
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling.requests import request_id, turn_request
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import Generation, PromptRow, SampleRequest
 
 MODEL = Path(__file__).parents[1] / "tiny_qwen_image" / "checkpoint"

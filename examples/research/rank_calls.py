@@ -6,7 +6,7 @@
 
 | call | without relays | with relays |
 | --- | --- | --- |
-| a fragment | one call of each rank | `verl_digen.trainer.relays`, as the trainer's `accumulate` |
+| a fragment | one call of each rank | `verl_digen.processes.relays`, as the trainer's `accumulate` |
 | a weight update | verl's manager: four calls of each rank and each replica's worker | `StagedCheckpointManager` |
 | signs of life | one call of each server and each worker of a replica | `Replicas.forget_lost` |
 | health | one call of each server | as `Replicas.metrics` |
@@ -38,7 +38,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.trainer.relays import Branch, Callee, Process, Route, Together, Work, start_relays, tree
+from verl_digen.processes.relays import Branch, Callee, Process, Route, Together, Work, start_relays, tree
 from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.types import Geometry, Sampling
 

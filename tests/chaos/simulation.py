@@ -42,13 +42,13 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.data.rows import prompt_rows
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.processes.relays import Process, Together
 from verl_digen.store.keys import SampleName
 from verl_digen.store.partitions import VAL
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.relays import Process, Together
 from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.validation_run import Validation

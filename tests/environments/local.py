@@ -11,8 +11,8 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.config import DigenConfig, EnvironmentConfig
 from verl_digen.environments.host import EpisodeHost
 from verl_digen.environments.workers import EnvironmentWorkers
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.sampling.recording import initial_seed, noise_seed
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import CleanRecord, Generation, PathRecord, SampleRequest, Trajectory
 
 

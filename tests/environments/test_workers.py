@@ -19,7 +19,7 @@ from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.host import StartedEnvironments
 from verl_digen.environments.registry import environment_class, environment_settings
 from verl_digen.environments.workers import EnvironmentWorkers, EpisodeDiverged, OpenEpisode
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.types import PromptRow
 
 ROW = PromptRow("a cat", "test", None, uid="p00000007")

@@ -12,8 +12,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
 from verl_digen.errors import DeadlineMissed, ProcessLost
-from verl_digen.schedulers.deadlines import Bound, DeadlinesConfig
-from verl_digen.trainer import heartbeats
+from verl_digen.processes import actors
+from verl_digen.processes.deadlines import Bound, DeadlinesConfig
 from verl_digen.trainer.heartbeats import Heartbeats
 from verl_digen.trainer.loop_thread import within
 from verl_digen.trainer.patience import Patience
@@ -40,7 +40,7 @@ class Process:
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
     monkeypatch.setattr(ray, "kill", lambda process: setattr(process, "is_killed", True))
-    monkeypatch.setattr(heartbeats, "is_starting", lambda process: process.is_starting)
+    monkeypatch.setattr(actors, "is_starting", lambda process: process.is_starting)
 
 
 def watch(process, work_s):
@@ -75,7 +75,7 @@ def test_work_goes_on_while_signs_of_life_come():
 @pytest.mark.parametrize(
     "error, ended_s, reason",
     [
-        (None, 42.5, r"agent loop worker 3 gives no sign of life for 10 s \(digen\.deadlines\.answer_s\)"),
+        (None, 40.0, r"agent loop worker 3 gives no sign of life for 10 s \(digen\.deadlines\.answer_s\)"),
         (ActorDiedError(), 30.0, "agent loop worker 3 is lost"),
         (ActorUnavailableError("reset", None), 32.5, "agent loop worker 3 is lost .*unavailable"),
     ],

@@ -17,9 +17,9 @@ from verl.workers.rollout.replica import RolloutMode
 from tests.trainer.ended import assert_ends, kill
 from tests.trainer.mortal import Balancer, Process
 from verl_digen.errors import RunStopped
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.relays import FAN_OUT, Route
 from verl_digen.trainer.hosts import host_names, hosts_of
-from verl_digen.trainer.relays import FAN_OUT, Route
 from verl_digen.trainer.replicas import Replicas
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from verl_digen.trainer.relays import Process, Route, Together
+from verl_digen.processes.relays import Process, Route, Together
 from verl_digen.trainer.staged import StagedCheckpointManager
 
 BACKEND = "digen_gloo"

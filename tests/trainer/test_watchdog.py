@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError
 
 from tests.chaos.loop import run_in_virtual_time
 from verl_digen.errors import DeadlineMissed
-from verl_digen.schedulers.deadlines import Bound
+from verl_digen.processes.deadlines import Bound
 from verl_digen.trainer.watchdog import Watchdog
 
 BOUND = Bound(20.0, "digen.deadlines.publish_s")

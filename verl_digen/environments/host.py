@@ -28,7 +28,7 @@ from verl_digen.config import EnvironmentConfig, PoolSettings, digen_config
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.environments.registry import environment_class, environment_settings
 from verl_digen.platforms.placement import pool_options
-from verl_digen.reward.workers import RestartingActor
+from verl_digen.processes.workers import RestartingActor
 from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from ray.exceptions import RayActorError
 from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.base import Instruction, Picture, TurnResult
 from verl_digen.errors import RunStopped, describe
-from verl_digen.reward.workers import WorkerPool
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.workers import WorkerPool
 from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class EnvironmentWorkers(WorkerPool):
     """
 
     def __init__(self, handles: Sequence[Any], config: EnvironmentConfig, deadlines: DeadlinesConfig):
-        super().__init__(handles, deadlines.answer_s, "environment", "digen.environment.num_workers")
+        super().__init__(handles, deadlines, kind="environment", key="digen.environment.num_workers")
         self.max_retries = config.max_retries
         self._numbers = itertools.count()
 

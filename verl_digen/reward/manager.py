@@ -24,12 +24,12 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
 from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
+from verl_digen.processes.workers import RestartingActor
 from verl_digen.reward.functions import CUSTOM, FunctionReward
 from verl_digen.reward.named import num_function_workers, pool_entries, reads_latents, scorer_of, shared_entries
 from verl_digen.reward.reward_model import ServedModel, connected, router_argument
 from verl_digen.reward.sample_rewards import MANAGER, SHARED, SampleRewards, weighted
 from verl_digen.reward.scoring import BatchScorer, Turn, read_result
-from verl_digen.reward.workers import RestartingActor
 from verl_digen.types import PartScore, RewardCall, RewardInput, Score
 
 AUDIO = "audio"

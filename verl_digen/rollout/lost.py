@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_digen.actors import through_blips
+from verl_digen.processes.actors import retried
 from verl_digen.weights.checksum import Checksum
 from verl_digen.weights.sending import ReceiverDied, Wire, send_update
 
@@ -51,7 +51,7 @@ class ReplicaHandle:
             return None
         try:
             actor = self._look_up()
-            return await through_blips(lambda: getattr(actor, method).remote(*args), self._blip_s)
+            return await retried(lambda: getattr(actor, method).remote(*args), self._blip_s)
         except RayActorError as error:
             self._lose(error)
             if isinstance(error, ActorUnavailableError):

@@ -40,9 +40,10 @@ from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.metrics import training_metrics
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.pool_sizes import has_reward_model
+from verl_digen.processes.deadlines import Bound
+from verl_digen.processes.relays import Route, end_relays, ranks_of
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.reward.named import scope_of
-from verl_digen.schedulers.deadlines import Bound
 from verl_digen.store.keys import group_uid
 from verl_digen.store.partitions import TRAIN
 from verl_digen.store.samples import to_batch
@@ -62,7 +63,6 @@ from verl_digen.trainer.encoding import encode_before
 from verl_digen.trainer.loop_thread import LoopThread, within
 from verl_digen.trainer.nodes import fetch_on_all_nodes
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.relays import Route, end_relays, ranks_of
 from verl_digen.trainer.replicas import Replicas
 from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.run_output import RunOutput

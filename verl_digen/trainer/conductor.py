@@ -44,7 +44,7 @@ Invariants (tests/trainer/test_conductor.py)
 - A free slot gets the next chunk at once; a free trainer a ready fragment, unless it waits for a larger one.
 - A group is trained once, whole, under one weight version; published samples of other groups are returned for clearing.
 - An exception anywhere aborts the open gradient: the model is its last committed state.
-- Every wait has a bound (`verl_digen.schedulers.deadlines`).
+- Every wait has a bound (`verl_digen.processes.deadlines`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Kind, Lane, Recorder
 from verl_digen.observe.timeline.recorder import OpenInterval
-from verl_digen.schedulers.deadlines import Deadlines
+from verl_digen.processes.calls import CallsUnderWay, cancel, described, log_overdue, to_the_end
+from verl_digen.processes.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import (
     TRAINER,
@@ -72,7 +73,6 @@ from verl_digen.schedulers.types import (
     Wait,
 )
 from verl_digen.store.keys import SampleName
-from verl_digen.trainer.calls import CallsUnderWay, cancel, described, log_overdue, to_the_end
 from verl_digen.trainer.lanes import IdleLanes, Joining, Lanes
 from verl_digen.trainer.ports import Generator, Trainer
 from verl_digen.trainer.published import BatchOutcome, PublishedSamples, check_one_version

@@ -22,11 +22,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError
 
-from verl_digen.actors import is_starting, sign_of_life
 from verl_digen.errors import ProcessLost, describe
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.actors import silence
+from verl_digen.processes.deadlines import DeadlinesConfig
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +94,12 @@ class Heartbeats:
 
     async def _loss(self, what: str, process: Any) -> ProcessLost | None:
         """Reason why the process counts as lost; None while it is alive."""
-        try:
-            await sign_of_life(process, self._config)
-        except asyncio.TimeoutError:
-            if is_starting(process):
-                return None
+        error = await silence(process, self._config)
+        if isinstance(error, asyncio.TimeoutError):
             return ProcessLost(
                 f"{what} gives no sign of life for {self._config.answer_s:.0f} s (digen.deadlines.answer_s): it hangs"
             )
-        except RayActorError as error:
+        if error is not None:
             return ProcessLost(
                 f"{what} is lost ({describe(error)}): look for the reason above, out of memory is common"
             )

@@ -16,7 +16,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
 from verl_digen.errors import DeadlineMissed
-from verl_digen.schedulers.deadlines import Bound
+from verl_digen.processes.deadlines import Bound
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from verl_digen.errors import DeadlineMissed
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from zlib import crc32
 
 from ray.exceptions import RayActorError
 
-from verl_digen.actors import through_blips
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import Select
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import ReplicasLost
+from verl_digen.processes.actors import retried
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.updates import GroupRewards, fragment_samples, totals
@@ -160,7 +160,7 @@ class GeneratorPool:
 
     async def load(self, slots: Sequence[str]) -> int | None:
         try:
-            return await through_blips(self._slots[slots[0]].server.activate_weights.remote, self._blip_s)
+            return await retried(self._slots[slots[0]].server.activate_weights.remote, self._blip_s)
         except RayActorError as error:
             logger.warning("the replica of slot %s takes no weights any more: %s", slots[0], error)
             self._take_slots(slots)

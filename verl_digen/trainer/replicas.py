@@ -25,11 +25,11 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.placement_group import remove_placement_group
 from verl.workers.rollout.replica import RolloutMode
 
-from verl_digen.actors import alive
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.errors import ReplicasLost
-from verl_digen.schedulers.deadlines import DeadlinesConfig
-from verl_digen.trainer.relays import FAN_OUT, Route, Together, Work
+from verl_digen.processes.actors import silence
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.relays import FAN_OUT, Route, Together, Work
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class Replicas:
-    """All replicas of a run. With many processes they are asked through relays, see `verl_digen.trainer.relays`.
+    """All replicas of a run. With many processes they are asked through relays, see `verl_digen.processes.relays`.
 
     Args:
         checkpoint_manager: verl's `CheckpointEngineManager`, which has the list of them.
@@ -193,8 +193,8 @@ class Replicas:
         """Replicas with a process that does not answer; all are asked at once."""
         replicas = self._all
         processes = [process for replica in replicas for process in _processes(replica)]
-        lives = await alive(processes, self._deadlines)
-        silent = [process for process, is_alive in zip(processes, lives, strict=True) if not is_alive]
+        errors = await asyncio.gather(*(silence(process, self._deadlines) for process in processes))
+        silent = [process for process, error in zip(processes, errors, strict=True) if error is not None]
         return [replica for replica in replicas if any(process in silent for process in _processes(replica))]
 
 

@@ -17,8 +17,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from verl_digen.actors import pauses_s
 from verl_digen.agent_loop.chunks import describe
+from verl_digen.processes.actors import retried
 
 logger = logging.getLogger(__name__)
 
@@ -120,17 +120,6 @@ def _start(server_manager: Any, rank: int, init: Callable[[Any], Awaitable[None]
         model_config=server_manager.model_config,
         gpus_per_node=server_manager.rollout_config.n_gpus_per_node,
     )
-    asyncio.run(_init_when_free(replica, init, start_s))
+    # verl and Ray raise it while the lost replica's devices or names are not given back yet
+    asyncio.run(retried(lambda: init(replica), start_s, on=ValueError))
     return replica
-
-
-async def _init_when_free(replica: Any, init: Callable[[Any], Awaitable[None]], start_s: float) -> None:
-    for pause_s in pauses_s(start_s):
-        try:
-            return await init(replica)
-        except (
-            ValueError
-        ) as error:  # verl's and Ray's, while the lost replica's devices or names are not given back yet
-            logger.info("a replica waits %.1f s for its devices: %s", pause_s, error)
-        await asyncio.sleep(pause_s)
-    await init(replica)

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 
 from verl_digen.errors import DeadlineMissed
 from verl_digen.observe.timeline import Lane, Recorder
-from verl_digen.schedulers.deadlines import Deadlines
+from verl_digen.processes.calls import CallsUnderWay
+from verl_digen.processes.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
-from verl_digen.trainer.calls import CallsUnderWay
 from verl_digen.trainer.lanes import IdleLanes, Joining
 from verl_digen.trainer.ports import Generator
 

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.errors import DeadlineMissed, ProcessLost, RunStopped, plain
-from verl_digen.schedulers.deadlines import Bound, CallKind, Deadlines, DeadlinesConfig
+from verl_digen.processes.deadlines import Bound, CallKind, Deadlines, DeadlinesConfig
 from verl_digen.schedulers.types import TRAINER
 from verl_digen.store.client import cancel_calls, controller
 from verl_digen.trainer.checkpoint import way_to_resume

@@ -26,8 +26,8 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from verl.plugin.platform import get_platform
 
 from verl_digen.errors import DeadlineMissed, RunStopped, describe
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.reward.scoring import Turn
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.store.prompts import PromptStatus
 
 logger = logging.getLogger(__name__)

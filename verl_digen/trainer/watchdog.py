@@ -21,7 +21,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from verl_digen.errors import DeadlineMissed
-from verl_digen.schedulers.deadlines import Bound
+from verl_digen.processes.deadlines import Bound
 
 logger = logging.getLogger(__name__)
 

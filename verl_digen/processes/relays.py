@@ -14,7 +14,7 @@ it saves.
 | a process dies | its RayActorError, at once |
 | a relay dies | the relay's RayActorError; relays run on the nodes of what they call |
 
-Invariants (tests/trainer/test_relays.py)
+Invariants (tests/processes/test_relays.py)
 - Every process is called once. Answers have the order of the processes.
 - An exception has the same type and text through relays as without.
 """
@@ -34,7 +34,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_digen.trainer.answers import Sent, answers_of
+from verl_digen.processes.answers import Sent, answers_of
 
 FAN_OUT = 16
 """Most processes that one process calls: those of two nodes of eight devices are called directly."""

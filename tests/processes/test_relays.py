@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from tests.trainer import mortal
 from tests.trainer.ended import kill
-from verl_digen.trainer.relays import FAN_OUT, Branch, Process, Relayed, Together, Work, ranks_of, start_relays, tree
+from verl_digen.processes.relays import FAN_OUT, Branch, Process, Relayed, Together, Work, ranks_of, start_relays, tree
 
 pytestmark = pytest.mark.slow
 

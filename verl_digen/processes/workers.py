@@ -5,11 +5,11 @@
 | --- | --- |
 | a worker's process dies | Ray restarts it, at most `MAX_RESTARTS` times per run, and retries its open calls |
 | it gives no sign of life for `digen.deadlines.answer_s` | it is killed, so that it restarts |
-| it dies 1 + `digen.reward.max_retries` times on a sample | the sample fails with `ScoringError`, and is counted |
-| it is dead permanently | it is removed, and its samples go to the others |
+| it dies 1 + `max_retries` times on a call | the call raises `ActorUnavailableError` |
+| it is dead permanently | it is removed, and its calls go to the others |
 | all are dead permanently | `RunStopped` |
 
-Invariant (tests/reward/test_workers.py): a sample gets its own score or an error, never another number.
+Invariant (tests/processes/test_workers.py): a call gets its own answer or an error, never that of another one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from copy import copy
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import ActorDiedError
 
-from verl_digen.actors import is_starting
 from verl_digen.errors import RunStopped
-from verl_digen.reward.scoring import ScoringError
+from verl_digen.processes.actors import silence, while_alive
+from verl_digen.processes.deadlines import DeadlinesConfig
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class RestartingActor:
     restart it (2.60). The creator of this object must keep a reference to it.
 
     Args:
-        max_retries: number of times that Ray retries a sample on which the worker died.
+        max_retries: number of times that Ray retries a call on which the worker died.
         options: further actor options.
     """
 
@@ -73,25 +73,43 @@ class RestartingActor:
 
 
 class WorkerPool:
-    """Workers of one kind, started with `RestartingActor`.
+    """Client of workers of one kind, started with `RestartingActor`.
 
     Args:
-        answer_s: `digen.deadlines.answer_s`. A worker that takes longer to answer is asked for a sign of life.
         kind: what they are, for messages.
         key: config key of their number.
+        run: consecutive calls that go to the same worker, its batch size, so that it finds full batches.
     """
 
-    def __init__(self, handles: Sequence[Any], answer_s: float, kind: str, key: str):
+    def __init__(self, handles: Sequence[Any], config: DeadlinesConfig, *, kind: str, key: str, run: int = 1):
         self._living = list(handles)
-        self._kind, self._key = kind, key
+        self._config, self._kind, self._key, self._run = config, kind, key, run
         self._num_open: Counter[Any] = Counter()
         """Worker -> samples or episodes that it has from here."""
-        self._answer_s = answer_s
-        self._asked: dict[Any, asyncio.Task[None]] = {}
+        self._chosen: Any = None
+        self._num_left = 0
+        """Further calls that go to the chosen worker."""
+        self._checks: dict[Any, asyncio.Task[None]] = {}
         self._last_error = "none was started"
 
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The answer of one worker; of another one if that is dead permanently.
+
+        Raises:
+            ActorUnavailableError: workers died of the call too often. RunStopped: no worker is left.
+        """
+        while True:
+            worker, lost = self.take(), None
+            try:
+                return await self.answer(worker, getattr(worker, method).remote(*arguments))
+            except ActorDiedError as error:
+                lost = error
+            finally:
+                self.release(worker, lost)
+
     def take(self, other_than: Any = None) -> Any:
-        """Choose a worker: one of those with the fewest samples, and another one than given where there is one.
+        """Choose the worker of the last call, until it has its run; then one of those with the fewest open calls, and
+        another one than given where there is one.
 
         Raises:
             RunStopped: no worker is left.
@@ -103,13 +121,13 @@ class WorkerPool:
                 "Then start again with trainer.resume_mode=auto, which continues after the last checkpoint"
             )
         others = [worker for worker in self._living if worker != other_than] or self._living
-        chosen = self._choose(others)
-        self._num_open[chosen] += 1
-        return chosen
-
-    def _choose(self, workers: Sequence[Any]) -> Any:
-        fewest = min(self._num_open[worker] for worker in workers)
-        return random.choice([worker for worker in workers if self._num_open[worker] == fewest])
+        if self._num_left == 0 or self._chosen not in others:
+            fewest = min(self._num_open[worker] for worker in others)
+            self._chosen = random.choice([worker for worker in others if self._num_open[worker] == fewest])
+            self._num_left = self._run
+        self._num_left -= 1
+        self._num_open[self._chosen] += 1
+        return self._chosen
 
     def release(self, worker: Any, error: BaseException | None = None) -> None:
         """Give a worker back; one that died permanently is removed."""
@@ -121,73 +139,23 @@ class WorkerPool:
 
     async def answer(self, worker: Any, call: Awaitable[Any]) -> Any:
         """The answer of a remote call; no timeout while the worker is alive."""
-        answering = asyncio.ensure_future(call)
-        try:
-            while not answering.done():
-                await asyncio.wait([answering], timeout=self._answer_s)
-                if not answering.done():
-                    await self._require_life(worker)
-        finally:
-            answering.cancel()
-        return answering.result()
+        return await while_alive(call, lambda: self._config.answer_s, lambda: self._check(worker))
 
-    async def _require_life(self, worker: Any) -> None:
-        """Kill the worker if it gives no sign of life; one check for all calls that wait for it."""
-        if worker not in self._asked:
-            self._asked[worker] = asyncio.create_task(self._end_if_silent(worker))
-            self._asked[worker].add_done_callback(lambda asked: self._asked.pop(worker))
-        await asyncio.shield(self._asked[worker])
+    async def _check(self, worker: Any) -> None:
+        """End the worker if it hangs; one check for all calls that wait for it."""
+        if worker not in self._checks:
+            self._checks[worker] = asyncio.create_task(self._end_if_silent(worker))
+            self._checks[worker].add_done_callback(lambda check: self._checks.pop(worker))
+        await asyncio.shield(self._checks[worker])
 
     async def _end_if_silent(self, worker: Any) -> None:
-        try:
-            await asyncio.wait_for(worker.__ray_ready__.remote(), self._answer_s)
-        except asyncio.TimeoutError:
-            if is_starting(worker):  # or restarting
-                return
+        error = await silence(worker, self._config)
+        if isinstance(error, asyncio.TimeoutError):
             logger.error(
                 "a worker (%s) gives no sign of life for %.0f s (digen.deadlines.answer_s): it is ended, and started "
                 "again. Code of yours that holds Python's lock for so long looks the same",
-                *(self._kind, self._answer_s),
+                *(self._kind, self._config.answer_s),
             )
             ray.kill(worker, no_restart=False)
-        except RayActorError as error:
+        elif error is not None:
             logger.warning("a worker (%s) is out of reach: %s", self._kind, error)  # its calls get the error themselves
-
-
-class RewardWorkers(WorkerPool):
-    """Client of the workers of one pool.
-
-    Args:
-        run: consecutive samples that go to the same worker, its batch size, so that it finds full batches.
-    """
-
-    def __init__(self, handles: Sequence[Any], answer_s: float, run: int = 1):
-        super().__init__(handles, answer_s, "reward", "reward.num_workers or digen.reward.functions.NAME.num_workers")
-        self._run = run
-        self._chosen: Any = None
-        self._num_left = 0
-        """Further samples that go to the chosen worker."""
-
-    async def score(self, *sample: Any) -> Any:
-        """Score one sample or group -> the answer of the worker's `score`.
-
-        Raises:
-            ScoringError: the worker died on the sample too often. RunStopped: no worker is left.
-        """
-        while True:
-            worker, lost = self.take(), None
-            try:
-                return await self.answer(worker, worker.score.remote(*sample))
-            except ActorDiedError as error:
-                lost = error
-            except ActorUnavailableError as error:
-                raise ScoringError(f"the reward worker died whenever it scored this sample: {error}") from error
-            finally:
-                self.release(worker, lost)
-
-    def _choose(self, workers: Sequence[Any]) -> Any:
-        """The worker of the last sample, until it has its run; then one of those with the fewest open samples."""
-        if self._num_left == 0 or self._chosen not in workers:
-            self._chosen, self._num_left = super()._choose(workers), self._run
-        self._num_left -= 1
-        return self._chosen

@@ -10,8 +10,8 @@ import pytest
 
 from tests.chaos.loop import run_in_virtual_time
 from verl_digen.errors import DeadlineMissed
-from verl_digen.schedulers.deadlines import Bound, DeadlinesConfig
-from verl_digen.trainer.calls import CallsUnderWay
+from verl_digen.processes.calls import CallsUnderWay
+from verl_digen.processes.deadlines import Bound, DeadlinesConfig
 
 CONFIG = DeadlinesConfig(no_progress_s=3000.0)
 

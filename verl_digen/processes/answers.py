@@ -4,7 +4,7 @@
 `asyncio.gather` over Ray's references wakes the loop for every answer. Here Ray's own threads take the answers, and the
 loop is woken once, which saves a caller a quarter of its CPU time (docs/control_plane.md).
 
-Invariants (tests/trainer/test_answers.py): answers have the order of the calls; the first failure is raised at once,
+Invariants (tests/processes/test_answers.py): answers have the order of the calls; the first failure is raised at once,
 whatever else is still awaited.
 """
 

@@ -8,7 +8,7 @@
 
 All waiting goes through asyncio, and so does time (`loop.time`).
 
-Invariants (tests/trainer/test_calls.py)
+Invariants (tests/processes/test_calls.py)
 - `next_events` returns within the smallest bound of the calls in flight.
 - Calls that end at the same time are handled in the order in which they were started.
 - An event takes as long with 1,000 calls in flight as with one: nothing goes through them but when a deadline passes.
@@ -24,7 +24,7 @@ from math import inf
 from typing import Any
 
 from verl_digen.errors import DeadlineMissed
-from verl_digen.schedulers.deadlines import Bound, Deadlines, DeadlinesConfig
+from verl_digen.processes.deadlines import Bound, Deadlines, DeadlinesConfig
 from verl_digen.schedulers.types import Chunk
 
 logger = logging.getLogger(__name__)

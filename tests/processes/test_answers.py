@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from verl_digen.trainer.answers import Sent, answers_of
+from verl_digen.processes.answers import Sent, answers_of
 
 
 def calls_of(futures):
