@@ -22,8 +22,9 @@ from typing import Annotated, Literal
 from verl_digen.require import In, check_fields
 from verl_digen.schedulers.durations import RunningLine
 
-CallKind = Literal["generate", "assist", "score", "train", "commit", "load", "publish", "answer", "start"]
-"""Kinds of calls to a replica, the trainer or an agent loop worker. "answer": any call without work."""
+CallKind = Literal["generate", "assist", "score", "train", "commit", "load", "publish", "answer", "files"]
+"""Kinds of calls to a replica, the trainer or an agent loop worker. "answer": any call without work; "files": a
+checkpoint, whose bound is not learnt."""
 
 
 Seconds = Annotated[float, In("(0, inf)"), "give a large number"]
@@ -59,11 +60,6 @@ class DeadlinesConfig:
     no_progress_s: Seconds = 10800.0
     """Time without any event after which the run ends, independent of the other bounds. After a thirtieth of it the log
     says who waits for whom, and again each time that has doubled."""
-
-    @property
-    def start_s(self) -> float:
-        """Bound of starting a replica again, and of waking the timeshared rewards: `first_s`."""
-        return self.first_s
 
     @property
     def blip_s(self) -> float:
@@ -127,7 +123,7 @@ class Deadlines:
 
     def _own_bound(self, kind: CallKind, who: str, size: int) -> Bound:
         floor = _floor(self.config, kind)
-        if kind == "answer" or kind == "start":
+        if kind == "answer" or kind == "files":
             return floor
         if (kind, who) not in self._known:
             return max(floor, Bound(self.config.first_s, "digen.deadlines.first_s"), key=lambda bound: bound.seconds)
@@ -149,6 +145,6 @@ def _floor(config: DeadlinesConfig, kind: CallKind) -> Bound:
         return Bound(config.score_s, "digen.deadlines.score_s")
     if kind == "answer":
         return Bound(config.answer_s, "digen.deadlines.answer_s")
-    if kind == "start":
-        return Bound(config.first_s, "digen.deadlines.first_s")
+    if kind == "files":
+        return Bound(config.setup_s, "digen.deadlines.setup_s")
     return Bound(config.train_s, "digen.deadlines.train_s")

@@ -112,7 +112,7 @@ class Conductor:
         self.deadlines, self.recorder, self.lanes = deadlines, recorder, lanes
         self.last_failure = ""
         """Reason of the last failed sample."""
-        self._calls = CallsUnderWay(deadlines.config)
+        self._calls = CallsUnderWay(deadlines)
         self._idle = IdleLanes(recorder)
         self._slots = ReplicaSlots(
             planner, generator, self._calls, deadlines, recorder, self._idle, slots_of=slots_of, lanes=lanes.slots
@@ -227,7 +227,7 @@ class Conductor:
             self._withdrawn.add(chunk_id)
             cancelling = self.generator.cancel(self._chunks[chunk_id])
             # a hung replica is detected by the bound of its chunk
-            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", self.deadlines, on_overdue=log_overdue)
+            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", on_overdue=log_overdue)
 
     def _engage_trainer(self) -> float | None:
         """Have the free trainer do what the planner says -> seconds until it asks again; None: at the next event."""
@@ -274,7 +274,7 @@ class Conductor:
             self.recorder.end(opened)
             self._forget(chunk)
             self._slots.give_up(slot, error)
-            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}", self.deadlines)
+            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
 
         self._calls.start(
             self.generator.generate(slot, chunk),
@@ -323,7 +323,7 @@ class Conductor:
             self._published_with(chunk).doubt(names, condition_key)
             self._on_failed(chunk, dict.fromkeys(chunk.samples, str(error)))
             self._forget(chunk)
-            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}", self.deadlines)
+            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
 
         self._calls.start(
             self.generator.collect(chunk),

@@ -89,9 +89,7 @@ class ReplicaSlots:
         """Drop a hung replica and kill its processes."""
         logger.error("the replica of slot %s is given up: %s", slot, error)
         self.lose(slot)
-        self._calls.tell(
-            self._generator.end_replica(self.slots_of[slot]), f"ending the replica of slot {slot}", self._deadlines
-        )
+        self._calls.tell(self._generator.end_replica(self.slots_of[slot]), f"ending the replica of slot {slot}")
 
     def lose(self, slot: str) -> None:
         """Take all slots of a dead replica out of the plan. No effect on slots that are out already."""

@@ -94,7 +94,7 @@ class RewardProcesses:
         Raises:
             RunStopped: a reward could not be made, or woken. DeadlineMissed: within `digen.deadlines.first_s`.
         """
-        self._change("wake", self._deadlines.start_s, "digen.deadlines.first_s")
+        self._change("wake", self._deadlines.first_s, "digen.deadlines.first_s")
 
     def sleep(self) -> None:
         """Free the devices' memory.
