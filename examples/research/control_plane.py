@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from verl_digen.devices import Pool
-from verl_digen.processes.relays import tree
+from verl_digen.processes.relays import Together, relayed
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.schedulers.types import Assist, Commit, Generate, LoadWeights, SlotDecision, Train, TrainerDecision
@@ -121,7 +121,10 @@ def play(profile: Profile, split: Split, num_steps: int) -> Cost:
         keeps_events=False,
     )
     nodes = [f"n{rank // DEVICES_PER_NODE}" for rank in range(split.trainer.num_devices)]
-    run.counted, run.num_callees = Counted(), len(tree(nodes))
+    run.counted, run.num_callees = (
+        Counted(),
+        len(relayed([Together([])] * len(nodes), nodes, start=lambda node, callees: Together([])).callees),
+    )
     run.play()
     return Cost(run.commits_s[-1] / num_steps, run.counted, num_steps)
 

@@ -43,7 +43,7 @@ from verl_digen.data.rows import prompt_rows
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.processes.relays import Process, Together
-from verl_digen.processes.watch import Supervision
+from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import SampleName
 from verl_digen.store.partitions import VAL
 from verl_digen.store.samples import clear

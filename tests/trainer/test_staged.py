@@ -13,13 +13,6 @@ from verl_digen.trainer.staged import StagedCheckpointManager
 BACKEND = "digen_gloo"
 
 
-class Reference:
-    """An answer that is on its way, as Ray's."""
-
-    def __init__(self, answer):
-        self.future = lambda: asyncio.ensure_future(answer)
-
-
 class Worker:
     """A rank or a replica's worker: takes note of its calls, each of which takes a moment."""
 
@@ -29,10 +22,10 @@ class Worker:
         self.update_weights = SimpleNamespace(remote=self._update)
 
     def _execute(self, method, **kwargs):
-        return Reference(self._note(method, kwargs))
+        return self._note(method, kwargs)
 
     def _update(self, **kwargs):
-        return Reference(self._note("update", kwargs))
+        return self._note("update", kwargs)
 
     async def _note(self, method, kwargs):
         await asyncio.sleep(0)

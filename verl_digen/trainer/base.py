@@ -42,7 +42,7 @@ from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.pool_sizes import has_reward_model
 from verl_digen.processes.deadlines import Bound
 from verl_digen.processes.relays import Route, end_relays, ranks_of
-from verl_digen.processes.watch import LoopThread, Supervision, within
+from verl_digen.processes.supervision import LoopThread, Supervision, within
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.reward.named import scope_of
 from verl_digen.store.client import cancel_calls, controller

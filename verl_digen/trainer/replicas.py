@@ -39,7 +39,7 @@ from verl_digen.errors import ReplicasLost, describe
 from verl_digen.processes.actors import retried, silence
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.relays import FAN_OUT, Route, Together, Work
-from verl_digen.processes.watch import LoopThread
+from verl_digen.processes.supervision import LoopThread
 
 logger = logging.getLogger(__name__)
 

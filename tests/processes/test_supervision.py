@@ -15,7 +15,7 @@ from verl_digen.errors import DeadlineMissed, ProcessLost
 from verl_digen.processes import actors
 from verl_digen.processes.calls import Patience
 from verl_digen.processes.deadlines import Bound, DeadlinesConfig
-from verl_digen.processes.watch import Supervision, within
+from verl_digen.processes.supervision import Supervision, within
 
 CONFIG = DeadlinesConfig(answer_s=10.0, no_progress_s=100.0, first_s=20.0, train_s=20.0)
 
