@@ -37,9 +37,9 @@ from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.config import DigenConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
-from verl_digen.environments.host import StartedEnvironments
-from verl_digen.environments.workers import EnvironmentWorkers
+from verl_digen.environments.host import StartedEnvironments, environment_pool
 from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.workers import WorkerPool
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling.requests import request_id, turn_request
 from verl_digen.types import Generation, PromptRow, SampleRequest
@@ -111,7 +111,7 @@ class Sizes:
     max_batch_size: int
 
 
-async def play(client: Client, environments: EnvironmentWorkers, sizes: Sizes, num_groups: int, tag: str) -> float:
+async def play(client: Client, environments: WorkerPool, sizes: Sizes, num_groups: int, tag: str) -> float:
     """Play groups of episodes until `sizes.groups` of them are complete -> seconds."""
     loop = EnvironmentAgentLoop(client, environments, edits=False)  # type: ignore[arg-type]
 
@@ -147,7 +147,7 @@ async def generation_s(server: DiffusersServer, digen: DigenConfig) -> float:
 async def of_latency(server: DiffusersServer, digen: DigenConfig, sizes: Sizes, repeats: int) -> dict[str, float]:
     """Mode -> median seconds of a batch, with the environment of `digen`."""
     started = StartedEnvironments(digen)
-    workers = EnvironmentWorkers(started.handles, digen.environment, DeadlinesConfig())
+    workers = environment_pool(started.handles, DeadlinesConfig())
     num_locked, num_redundant = sizes.groups * sizes.group_size, sizes.groups + sizes.extra
     modes: dict[str, Callable[[str], Awaitable[float]]] = {
         "lock-step": lambda tag: play(Client(server, digen, num_locked), workers, sizes, sizes.groups, tag),

@@ -17,7 +17,7 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,8 @@ from verl_digen.config import EnvironmentConfig, PoolSettings, digen_config
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.environments.registry import environment_class, environment_settings
 from verl_digen.platforms.placement import pool_options
-from verl_digen.processes.workers import RestartingActor
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.workers import RestartingActor, WorkerPool
 from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -119,6 +120,11 @@ class EnvironmentWorker(EpisodeHost):
     def __init__(self, config: DictConfig):
         environment = digen_config(config).environment
         super().__init__(environment, torch.device(get_platform().device_name if environment.num_gpus else "cpu"))
+
+
+def environment_pool(handles: Sequence[Any], deadlines: DeadlinesConfig) -> WorkerPool:
+    """Client of the environment workers of a run."""
+    return WorkerPool(handles, deadlines, kind="environment", key="digen.environment.num_workers")
 
 
 class StartedEnvironments:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -274,3 +274,17 @@ async def cancel(task: asyncio.Task[None]) -> None:
 def described(chunk: Chunk, *others: Chunk) -> str:
     """Chunks of one call, for a person."""
     return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid}{', and more' if others else ''})"
+
+
+def tell(callers: Iterable[asyncio.Future[Any]], outcomes: Sequence[Any]) -> None:
+    """Give every caller its outcome, as many as there are callers; an exception is raised there.
+
+    A caller that was cancelled meanwhile is passed over.
+    """
+    for caller, outcome in zip(callers, outcomes, strict=True):
+        if caller.done():
+            continue
+        if isinstance(outcome, Exception):
+            caller.set_exception(outcome)
+        else:
+            caller.set_result(outcome)

@@ -114,23 +114,19 @@ class Deadlines:
 
     def bound(self, kind: CallKind, who: str, *, size: int = 1) -> Bound:
         """Timeout of a call of `size` items that `who` is given now."""
-        bound = self._own_bound(kind, who, size)
+        config, bounds = self.config, [_floor(self.config, kind)]
+        if kind in ("answer", "files"):
+            return bounds[0]
+        if (kind, who) in self._known:
+            bounds.append(Bound(config.factor * (self.predicted_s(kind, size) or 0.0), "digen.deadlines.factor"))
+        else:
+            bounds.append(Bound(config.first_s, "digen.deadlines.first_s"))
+        bound = max(bounds, key=lambda bound: bound.seconds)
         if kind == "score" and self.scores_groups:
-            first_s = self._own_bound("generate", NOBODY, size).seconds
-            generate_s = max(first_s, self.config.factor * (self.predicted_s("generate", size) or 0.0))
+            first_s = self.bound("generate", NOBODY, size=size).seconds
+            generate_s = max(first_s, config.factor * (self.predicted_s("generate", size) or 0.0))
             return Bound(bound.seconds + generate_s, bound.key)
         return bound
-
-    def _own_bound(self, kind: CallKind, who: str, size: int) -> Bound:
-        floor = _floor(self.config, kind)
-        if kind == "answer" or kind == "files":
-            return floor
-        if (kind, who) not in self._known:
-            return max(floor, Bound(self.config.first_s, "digen.deadlines.first_s"), key=lambda bound: bound.seconds)
-        predicted_s = self.predicted_s(kind, size)
-        assert predicted_s is not None  # each known (kind, who) was observed
-        measured = Bound(self.config.factor * predicted_s, "digen.deadlines.factor")
-        return max(floor, measured, key=lambda bound: bound.seconds)
 
     def predicted_s(self, kind: CallKind, size: int = 1) -> float | None:
         """Expected seconds of a call of `size` items; None before the first of its kind has ended."""
@@ -139,7 +135,7 @@ class Deadlines:
 
 
 def _floor(config: DeadlinesConfig, kind: CallKind) -> Bound:
-    if kind == "generate" or kind == "load":
+    if kind in ("generate", "load"):
         return Bound(config.generate_s, "digen.deadlines.generate_s")
     if kind == "score":
         return Bound(config.score_s, "digen.deadlines.score_s")

@@ -74,7 +74,7 @@ from verl_digen.schedulers.types import (
 )
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.lanes import IdleLanes, Joining, Lanes
-from verl_digen.trainer.ports import Generator, Trainer
+from verl_digen.trainer.pools import GeneratorPool, TrainerPool
 from verl_digen.trainer.published import BatchOutcome, PublishedSamples, check_one_version
 from verl_digen.trainer.slots import ReplicaSlots
 
@@ -99,8 +99,8 @@ class Conductor:
     def __init__(
         self,
         planner: BatchPlanner,
-        generator: Generator,
-        trainer: Trainer,
+        generator: GeneratorPool,
+        trainer: TrainerPool,
         draw_prompts: Callable[[int, int], Sequence[str]],
         *,
         slots_of: Mapping[str, Sequence[str]],

@@ -196,7 +196,7 @@ class Replicas:
             RuntimeError: a replica did not receive the published version.
         """
         health_of = self._healths()
-        counts = {"rollout/num_replicas": float(len(health_of)), "rollout/num_restarts": float(self.num_restarts)}
+        counts = {"rollout/num_restarts": float(self.num_restarts), "rollout/num_replicas": float(len(health_of))}
         if not health_of:  # the next step starts others, or says that it cannot
             return counts
         healths = list(health_of.values())

@@ -13,7 +13,7 @@ from verl_digen.processes.calls import CallsUnderWay
 from verl_digen.processes.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.trainer.lanes import IdleLanes, Joining
-from verl_digen.trainer.ports import Generator
+from verl_digen.trainer.pools import GeneratorPool
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class ReplicaSlots:
     def __init__(
         self,
         planner: BatchPlanner,
-        generator: Generator,
+        generator: GeneratorPool,
         calls: CallsUnderWay,
         deadlines: Deadlines,
         recorder: Recorder,
