@@ -16,7 +16,7 @@ from tests.environments import worlds
 from tests.environments.local import connect
 from tests.environments.worlds import Mortal
 from verl_digen.config import EnvironmentConfig
-from verl_digen.environments.host import StartedEnvironments, environment_pool
+from verl_digen.environments.host import environment_pool, start_environments
 from verl_digen.environments.open_episode import EpisodeDiverged, OpenEpisode
 from verl_digen.environments.registry import environment_class, environment_settings
 from verl_digen.processes.deadlines import DeadlinesConfig
@@ -59,8 +59,8 @@ def ray_here() -> Iterator[None]:
 @pytest.mark.slow
 def test_a_killed_worker_loses_no_episode(ray_here, tmp_path):
     config = EnvironmentConfig(path=f"{WORLDS}.{Mortal.__name__}", options={"folder": str(tmp_path)}, num_workers=2)
-    started = StartedEnvironments(OmegaConf.create({"digen": {"environment": asdict(config)}}))
-    workers = environment_pool(started.handles, DeadlinesConfig())
+    handles = start_environments(OmegaConf.create({"digen": {"environment": asdict(config)}}))
+    workers = environment_pool(handles, DeadlinesConfig())
     episodes = [opened(workers, f"e{number}") for number in range(8)]
 
     async def run() -> list[Any]:

@@ -20,12 +20,10 @@ pytestmark = pytest.mark.slow
 MAX_RETRIES = 2
 LARGE = b"x" * 200_000
 """Argument large enough that Ray puts it into its object store, like verl's config."""
-ACTORS: list[RestartingActor] = []
 
 
 def start(folder: Path, count: int, answer_s: float = 60.0, starts_s: float = 0.0, **options: int) -> WorkerPool:
     actor = RestartingActor(MortalWorker, MAX_RETRIES, num_cpus=0)
-    ACTORS.append(actor)
     return pool([actor.options(**options).remote(folder, LARGE, starts_s) for _ in range(count)], answer_s)
 
 

@@ -33,7 +33,7 @@ from verl_digen.agent_loop.episode import Episode
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, loop_columns, loop_row
-from verl_digen.environments.host import StartedEnvironments, environment_pool
+from verl_digen.environments.host import environment_pool, start_environments
 from verl_digen.environments.registry import environment_class
 from verl_digen.errors import describe
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
@@ -397,11 +397,8 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(DiffusionAgentLoopWorker)
-        is_on = digen_config(self.config).environment.is_on
-        self._environments = StartedEnvironments(self.config) if is_on else None
-        """Kept: workers of environments restart as long as it lives."""
-        if self._environments is not None:
-            self.llm_client.environments = tuple(self._environments.handles)  # type: ignore[attr-defined]
+        if digen_config(self.config).environment.is_on:
+            self.llm_client.environments = tuple(start_environments(self.config))  # type: ignore[attr-defined]
 
     async def _init_agent_loop_workers(self) -> None:
         """Connect the workers that have started already; start them if there are none."""

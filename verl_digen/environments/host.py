@@ -127,20 +127,16 @@ def environment_pool(handles: Sequence[Any], deadlines: DeadlinesConfig) -> Work
     return WorkerPool(handles, deadlines, kind="environment", key="digen.environment.num_workers")
 
 
-class StartedEnvironments:
-    """The environment workers of a run; keep it as long as they may restart.
+def start_environments(config: DictConfig) -> list[Any]:
+    """Start the environment workers of a run -> their handles.
 
     Args:
         config: verl's, with an environment.
     """
-
-    def __init__(self, config: DictConfig):
-        digen = digen_config(config)
-        environment = digen.environment
-        # Ray's own retry reaches the restarted process, which answers `UnknownEpisode`
-        options = pool_options(PoolSettings(num_gpus=environment.num_gpus), digen)
-        self._actor = RestartingActor(EnvironmentWorker, 1, **options)
-        self.handles: list[Any] = [
-            self._actor.options(name=f"environment_{number}").remote(config)
-            for number in range(environment.num_workers)
-        ]
+    digen = digen_config(config)
+    # Ray's own retry reaches the restarted process, which answers `UnknownEpisode`
+    options = pool_options(PoolSettings(num_gpus=digen.environment.num_gpus), digen)
+    worker = RestartingActor(EnvironmentWorker, 1, **options)
+    return [
+        worker.options(name=f"environment_{number}").remote(config) for number in range(digen.environment.num_workers)
+    ]

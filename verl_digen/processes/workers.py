@@ -38,11 +38,13 @@ MAX_CALLS = 100_000
 """Maximum concurrent calls of a worker. With Ray's 1000 a sign of life would queue behind the samples of a batch."""
 
 
+_KEPT: list[Any] = []
+"""References to the constructor arguments of all workers that were started here: Ray drops a large argument once an
+actor has started, and could not restart it (2.60)."""
+
+
 class RestartingActor:
     """Ray actor class of a worker that restarts after a crash; used like Ray's own actor classes.
-
-    Keeps references to the constructor arguments: Ray drops a large argument once an actor has started, and could not
-    restart it (2.60). The creator of this object must keep a reference to it.
 
     Args:
         max_retries: number of times that Ray retries a call on which the worker died.
@@ -57,7 +59,6 @@ class RestartingActor:
             "max_concurrency": MAX_CALLS,
             **options,
         }
-        self._kept: list[Any] = []
 
     def options(self, **options: Any) -> RestartingActor:
         """A copy with further actor options."""
@@ -68,7 +69,7 @@ class RestartingActor:
     def remote(self, *args: Any) -> Any:
         """Start a worker -> its handle."""
         references = [ray.put(argument) for argument in args]
-        self._kept += references
+        _KEPT.extend(references)
         return self._actor.options(**self._options).remote(*references)
 
 

@@ -200,8 +200,6 @@ class DiffusionRewardLoopManager(RewardLoopManager):
         served = None if manager is None else ServedModel.of_manager(manager)
         digen = digen_config(self.config)
         self.reward_loop_workers: list[Any] = []
-        self._actors: list[RestartingActor] = []
-        """Kept: a restart needs the constructor's arguments."""
         self._pools: dict[str, list[Any]] = {}
         """Reward -> the workers of its own pool."""
         if num_function_workers(self.config, digen.reward):
@@ -258,12 +256,11 @@ class DiffusionRewardLoopManager(RewardLoopManager):
     def _start(self, name: str, options: Sequence[Mapping[str, Any]], *arguments: Any) -> None:
         """Start a reward's own pool, a worker per options."""
         retries = digen_config(self.config).reward.max_retries
-        actors = [
-            RestartingActor(RewardPoolWorker, retries, name=f"reward_{name}_{number}", **own)
+        worker = RestartingActor(RewardPoolWorker, retries)
+        self._pools[name] = [
+            worker.options(name=f"reward_{name}_{number}", **own).remote(self.config, name, *arguments)
             for number, own in enumerate(options)
         ]
-        self._actors += actors
-        self._pools[name] = [actor.remote(self.config, name, *arguments) for actor in actors]
 
     @property
     def reward_loop_worker_handles(self) -> dict[str, list[Any]]:  # pyright: ignore[reportIncompatibleMethodOverride]

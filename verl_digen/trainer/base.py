@@ -49,7 +49,6 @@ from verl_digen.store.client import cancel_calls, controller
 from verl_digen.store.keys import group_uid
 from verl_digen.store.partitions import TRAIN
 from verl_digen.store.samples import to_batch
-from verl_digen.trainer.agreement import check_log_prob_gap
 from verl_digen.trainer.checkpoint import (
     DriverState,
     digest,
@@ -60,14 +59,12 @@ from verl_digen.trainer.checkpoint import (
     save_run_description,
     way_to_resume,
 )
-from verl_digen.trainer.collector import keep_for_good
-from verl_digen.trainer.early_workers import EarlyWorkersTrainer
 from verl_digen.trainer.encoding import encode_before
-from verl_digen.trainer.nodes import fetch_on_all_nodes
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import Replicas
 from verl_digen.trainer.run_output import RunOutput
-from verl_digen.trainer.step_result import StepResult, StepTimes, result_metrics, utilisation
+from verl_digen.trainer.start import EarlyWorkersTrainer, fetch_on_all_nodes, keep_for_good
+from verl_digen.trainer.step_result import StepResult, StepTimes, check_log_prob_gap, result_metrics, utilisation
 from verl_digen.trainer.utilisation import PoolDevices
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 from verl_digen.trainer.validation_run import Validation
