@@ -25,7 +25,6 @@ from typing import Any
 
 from verl_digen.errors import DeadlineMissed
 from verl_digen.processes.deadlines import Bound, Deadlines, DeadlinesConfig
-from verl_digen.schedulers.types import Chunk
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +35,6 @@ OnEnded = Callable[[asyncio.Task[Any], float], None]
 """(the ended task, seconds that it took)."""
 
 OnOverdue = Callable[[DeadlineMissed], None]
-
-
-def end_run(error: DeadlineMissed) -> None:
-    """`on_overdue` of a call that the run needs: raise the error."""
-    raise error
-
-
-def log_overdue(error: DeadlineMissed) -> None:
-    """`on_overdue` of a call whose failure another bound detects: only log the error."""
-    logger.warning("%s", error)
 
 
 class Patience:
@@ -99,7 +88,7 @@ class Call:
     since_s: float
     bound: Bound
     on_ended: OnEnded
-    on_overdue: OnOverdue
+    on_overdue: OnOverdue | None
     number: int
     """Calls are numbered in the order of their start."""
 
@@ -139,9 +128,9 @@ class CallsUnderWay:
         what: str,
         bound: Bound,
         on_ended: OnEnded,
-        on_overdue: OnOverdue = end_run,
+        on_overdue: OnOverdue | None = None,
     ) -> None:
-        """Begin `work`; one of `on_ended` and `on_overdue` is called from `next_events`."""
+        """Begin `work`; `next_events` calls one of `on_ended` and `on_overdue`, or raises where there is no latter."""
         task = asyncio.ensure_future(self._run(work))
         if isinstance(work, Coroutine):  # a task that is cancelled before it starts does not await it
             task.add_done_callback(lambda _: work.close())
@@ -166,10 +155,10 @@ class CallsUnderWay:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def tell(self, work: Awaitable[None], what: str, on_overdue: OnOverdue = end_run) -> None:
+    def tell(self, work: Awaitable[None], what: str, on_overdue: OnOverdue | None = None) -> None:
         """Begin a notification: a call whose result is not used, bounded like an answer."""
         bound = self._deadlines.bound("answer", what)
-        self.start(work, what=what, bound=bound, on_ended=_require_success, on_overdue=on_overdue)
+        self.start(work, what=what, bound=bound, on_ended=lambda task, took_s: task.result(), on_overdue=on_overdue)
 
     async def next_events(self, timeout_s: float | None = None) -> bool:
         """Wait until calls end or are overdue, at most for `timeout_s`, and handle them. Returns False at the timeout.
@@ -224,7 +213,10 @@ class CallsUnderWay:
             call = self._calls.pop(task, None)
             if call is not None:  # None: forgotten by the handler of another call
                 task.cancel()
-                call.on_overdue(DeadlineMissed(call.what, _now_s() - call.since_s, call.bound.key))
+                error = DeadlineMissed(call.what, _now_s() - call.since_s, call.bound.key)
+                if call.on_overdue is None:
+                    raise error
+                call.on_overdue(error)
         self._earliest_s = min((call.deadline_s for call in self._calls.values()), default=inf)
         return bool(overdue)
 
@@ -240,10 +232,6 @@ class CallsUnderWay:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _require_success(task: asyncio.Task[None], took_s: float) -> None:
-    task.result()
 
 
 async def to_the_end(work: Awaitable[None], seconds: float, what: str) -> None:
@@ -269,11 +257,6 @@ async def cancel(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])  # unlike `await task`, ends with CancelledError only if the caller is cancelled
     if not task.cancelled():
         task.result()
-
-
-def described(chunk: Chunk, *others: Chunk) -> str:
-    """Chunks of one call, for a person."""
-    return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid}{', and more' if others else ''})"
 
 
 def tell(callers: Iterable[asyncio.Future[Any]], outcomes: Sequence[Any]) -> None:

@@ -52,12 +52,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
+from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk, described
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Kind, Lane, Recorder
 from verl_digen.observe.timeline.recorder import OpenInterval
-from verl_digen.processes.calls import CallsUnderWay, cancel, described, log_overdue, to_the_end
+from verl_digen.processes.calls import CallsUnderWay, cancel, to_the_end
 from verl_digen.processes.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import (
@@ -227,7 +228,7 @@ class Conductor:
             self._withdrawn.add(chunk_id)
             cancelling = self.generator.cancel(self._chunks[chunk_id])
             # a hung replica is detected by the bound of its chunk
-            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", on_overdue=log_overdue)
+            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", on_overdue=partial(logger.warning, "%s"))
 
     def _engage_trainer(self) -> float | None:
         """Have the free trainer do what the planner says -> seconds until it asks again; None: at the next event."""
