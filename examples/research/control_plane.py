@@ -7,7 +7,7 @@
 Plays the live planner in the simulator, with TAG and BTS, on the shipped profiles with two prompts for every four
 devices that train, so that a batch fills the cluster. Times are CPU time of one core, without Ray; "decision" is one
 answer of the planner: what the trainer does next, or the next chunks of all slots that are free. The trainer's calls
-are those that the driver makes itself, to relays (`verl_digen.trainer.relays`); `rank_calls.py` times them.
+are those that the driver makes itself, to relays (`verl_digen.processes.relays`); `rank_calls.py` times them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from verl_digen.devices import Pool
+from verl_digen.processes.relays import Together, relayed
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.schedulers.types import Assist, Commit, Generate, LoadWeights, SlotDecision, Train, TrainerDecision
 from verl_digen.simulate.cluster import Split, durations_of, simulated_rules
 from verl_digen.simulate.profile import Profile, load_profile, profile_names
-from verl_digen.trainer.relays import tree
 
 TECHNIQUES = ("gap", "tsp", "tag")
 
@@ -121,7 +121,10 @@ def play(profile: Profile, split: Split, num_steps: int) -> Cost:
         keeps_events=False,
     )
     nodes = [f"n{rank // DEVICES_PER_NODE}" for rank in range(split.trainer.num_devices)]
-    run.counted, run.num_callees = Counted(), len(tree(nodes))
+    run.counted, run.num_callees = (
+        Counted(),
+        len(relayed([Together([])] * len(nodes), nodes, start=lambda node, callees: Together([])).callees),
+    )
     run.play()
     return Cost(run.commits_s[-1] / num_steps, run.counted, num_steps)
 
@@ -145,7 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profiles", default=",".join(profile_names()))
     args = parser.parse_args()
-    gc.freeze()  # as a run does: `verl_digen.trainer.collector`
+    gc.freeze()  # as a run does: `verl_digen.trainer.start`
     print(
         "| profile | split | trainer's decision, ms: median, 99 %, largest | slots', ms: median, largest | planner | "
     )

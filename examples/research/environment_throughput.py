@@ -37,11 +37,11 @@ from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.config import DigenConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
-from verl_digen.environments.host import StartedEnvironments
-from verl_digen.environments.workers import EnvironmentWorkers
+from verl_digen.environments.host import environment_pool, start_environments
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.workers import WorkerPool
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling.requests import request_id, turn_request
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import Generation, PromptRow, SampleRequest
 
 MODEL = Path(__file__).parents[1] / "tiny_qwen_image" / "checkpoint"
@@ -111,7 +111,7 @@ class Sizes:
     max_batch_size: int
 
 
-async def play(client: Client, environments: EnvironmentWorkers, sizes: Sizes, num_groups: int, tag: str) -> float:
+async def play(client: Client, environments: WorkerPool, sizes: Sizes, num_groups: int, tag: str) -> float:
     """Play groups of episodes until `sizes.groups` of them are complete -> seconds."""
     loop = EnvironmentAgentLoop(client, environments, edits=False)  # type: ignore[arg-type]
 
@@ -146,8 +146,8 @@ async def generation_s(server: DiffusersServer, digen: DigenConfig) -> float:
 
 async def of_latency(server: DiffusersServer, digen: DigenConfig, sizes: Sizes, repeats: int) -> dict[str, float]:
     """Mode -> median seconds of a batch, with the environment of `digen`."""
-    started = StartedEnvironments(digen)
-    workers = EnvironmentWorkers(started.handles, digen.environment, DeadlinesConfig())
+    handles = start_environments(digen)
+    workers = environment_pool(handles, DeadlinesConfig())
     num_locked, num_redundant = sizes.groups * sizes.group_size, sizes.groups + sizes.extra
     modes: dict[str, Callable[[str], Awaitable[float]]] = {
         "lock-step": lambda tag: play(Client(server, digen, num_locked), workers, sizes, sizes.groups, tag),
@@ -159,7 +159,7 @@ async def of_latency(server: DiffusersServer, digen: DigenConfig, sizes: Sizes, 
     for repeat in range(repeats):
         for mode, run in modes.items():  # the same prompts, hence the same times of the environment
             times[mode].append(await run(f"r{repeat}"))
-    for handle in started.handles:
+    for handle in handles:
         ray.kill(handle)
     return {mode: median(taken) for mode, taken in times.items()}
 

@@ -6,7 +6,7 @@
 
 | call | without relays | with relays |
 | --- | --- | --- |
-| a fragment | one call of each rank | `verl_digen.trainer.relays`, as the trainer's `accumulate` |
+| a fragment | one call of each rank | `verl_digen.processes.relays`, as the trainer's `accumulate` |
 | a weight update | verl's manager: four calls of each rank and each replica's worker | `StagedCheckpointManager` |
 | signs of life | one call of each server and each worker of a replica | `Replicas.forget_lost` |
 | health | one call of each server | as `Replicas.metrics` |
@@ -26,7 +26,7 @@ import asyncio
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import median
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.trainer.relays import Branch, Callee, Process, Route, Together, Work, start_relays, tree
+from verl_digen.processes.relays import Callee, Process, Relayed, Route, Together, Work, relayed, start_relay
 from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.types import Geometry, Sampling
 
@@ -130,11 +130,9 @@ def make_fragment(num_groups: int, group_size: int) -> FragmentSpec:
     return FragmentSpec("f0", tuple(samples))
 
 
-def here(callee: int | Branch, node: str) -> int | Branch:
-    """A branch with all its relays on one node."""
-    if isinstance(callee, int):
-        return callee
-    return replace(callee, node=node, callees=tuple(here(one, node) for one in callee.callees))
+def here(node: str, callees: Sequence[Callee]) -> Relayed:
+    """Start a relay on this node, whatever node it is planned for."""
+    return start_relay(ray.get_runtime_context().get_node_id(), callees)
 
 
 def measure(work: Callable[[], object]) -> Cost:
@@ -176,10 +174,14 @@ def updates(
     return lambda: verls.update_weights(1), lambda: ours.stage_weights(1)
 
 
-def widths(callees: Sequence[int | Branch]) -> list[int]:
+def widths(nodes: Sequence[str]) -> list[int]:
     """Callees of the driver, of the relays that it calls, and so on; the most of each level."""
-    below = [widths(callee.callees) for callee in callees if isinstance(callee, Branch)]
-    return [len(callees), *(max(level) for level in zip(*below, strict=True))]
+
+    def of(callees: Sequence[Any]) -> list[int]:
+        below = [of(callee.callees) for callee in callees if isinstance(callee, Together)]
+        return [len(callees), *(max(level) for level in zip(*below, strict=True))]
+
+    return of(relayed([Process(None)] * len(nodes), nodes, start=lambda node, callees: Together(callees)).callees)
 
 
 def calls_of(callee: Callee, method: str) -> Callable[[], object]:
@@ -247,11 +249,10 @@ def main() -> None:
     ray.init(num_cpus=args.actors, include_dashboard=False)
     actors = [ray.remote(Rank).options(num_cpus=0).remote() for _ in range(args.actors)]
     ranks = [Process(actors[number % args.actors]) for number in range(args.ranks)]
-    node = ray.get_runtime_context().get_node_id()
-    planned, of_replicas = (
-        tree([f"n{number // args.per_node:04d}" for number in range(count)]) for count in (args.ranks, args.workers)
+    nodes_of_ranks, nodes_of_workers = (
+        [f"n{number // args.per_node:04d}" for number in range(count)] for count in (args.ranks, args.workers)
     )
-    of_ranks, of_servers = widths(planned), widths(of_replicas)
+    of_ranks, of_servers = widths(nodes_of_ranks), widths(nodes_of_workers)
     calls = {
         "all ranks": of_ranks,
         "one of the four of a weight update": at_once(of_ranks, of_servers),
@@ -259,15 +260,15 @@ def main() -> None:
         "health": of_servers,
     }
     print_waits(ranks, calls, args.repeats)  # while the cores are free: before there are relays
-    relayed = start_relays([here(callee, node) for callee in planned], ranks)
+    way = relayed(ranks, nodes_of_ranks, start=here)
     workers = [Process(actors[number % args.actors]) for number in range(args.workers)]
-    receivers = start_relays([here(callee, node) for callee in of_replicas], workers)
+    receivers = relayed(workers, nodes_of_workers, start=here)
     fragment = make_fragment(args.groups, args.group_size)
-    print(f"{args.ranks} ranks behind {len(planned)} relays of the driver, {args.workers} workers of replicas")
-    by_verl, by_us = updates(actors, relayed, receivers)
+    print(f"{args.ranks} ranks behind {len(way.callees)} relays of the driver, {args.workers} workers of replicas")
+    by_verl, by_us = updates(actors, way, receivers)
     ways = {
         "a fragment": fragment_calls(Together(ranks), fragment),
-        "a fragment, relays": fragment_calls(relayed, fragment),
+        "a fragment, relays": fragment_calls(way, fragment),
         "a weight update": by_verl,
         "a weight update, relays": by_us,
         "signs of life": calls_of(Together([*workers, *workers]), "__ray_ready__"),

@@ -13,8 +13,9 @@ from tests.chaos.loop import run_in_virtual_time
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.errors import RunStopped
+from verl_digen.processes import actors
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.sampling.requests import sample_request
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import Burst, PromptRow
 
 DIGEN = DigenConfig(deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, no_progress_s=1000.0))
@@ -87,6 +88,7 @@ class Client(DiffusionServerClient):
 def generate(monkeypatch, **servers):
     """Generate one sample -> (the sample, virtual seconds)."""
     monkeypatch.setattr(ray, "kill", lambda server: setattr(server, "is_ended", True))
+    monkeypatch.setattr(actors, "is_starting", lambda server: False)
 
     async def run():
         client = Client(Balancer(**servers))

@@ -42,15 +42,14 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.data.rows import prompt_rows
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.processes.relays import Process, Together
+from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import SampleName
 from verl_digen.store.partitions import VAL
 from verl_digen.store.samples import clear
-from verl_digen.trainer.base import DiffusionTrainer
+from verl_digen.trainer.base import DiffusionTrainer, required_processes
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.relays import Process, Together
-from verl_digen.trainer.restarts import Restarts
-from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.validation_run import Validation
 from verl_digen.types import PromptRow
 
@@ -194,13 +193,9 @@ class Trainer(DisaggregatedTrainer, Files):
             self.digen, self.run_dir, self._supervision, num_samples=1, to_tensorboard=False, poll_s=2.0
         )
         self._validation.replace_all_lost = self._count_replaced
-        self._restarts = Restarts(
-            loop.begin,
-            simulation.restart_replica,
-            num_replicas=world.num_replicas,
-            max_restarts=self.digen.rollout.max_restarts,
-            start_s=self.digen.deadlines.start_s,
-        )
+
+    async def _start_replica(self, number: int) -> Replica:
+        return await self.simulation.restart_replica(number)
 
     def _draw_batch(self) -> list[PromptRow]:
         first = self._num_prompts_drawn
@@ -217,8 +212,8 @@ class Trainer(DisaggregatedTrainer, Files):
 
     def run(self) -> None:
         """Run like `DiffusionTrainer.fit`, with a loop over steps in place of verl's."""
-        with self._supervision.ends_explained(self.run_dir):
-            self._supervision.watch_processes(self.simulation.agents)
+        with self._supervision.ends_explained(str):
+            self._supervision.watch_processes(required_processes(self.simulation.agents))
             self._fit()
 
     def _fit(self) -> None:

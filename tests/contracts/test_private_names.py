@@ -25,7 +25,7 @@
 | verl `register`'s attributes of a method | engine/worker.py | dispatch and `blocking` are kept with the method |
 | TransferQueue `KVBatchMeta` and the `kv_*` calls | store/, trainer/ | names of fields and parameters |
 | Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | which is a kind of which |
-| Ray `_private.state.actors` | actors.py | an actor that starts again (tests/reward/test_workers.py) |
+| Ray `_private.state.actors` | processes/actors.py | an actor that starts again (tests/processes/test_workers.py) |
 | Ray `_private.services.find_bootstrap_address`, `_private.utils.get_num_cpus` | cluster.py | two functions |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
 | Ray `ActorHandle.__ray_call__` | trainer/hosts.py | runs a function in any actor (tests/trainer/test_replicas.py) |

@@ -18,10 +18,10 @@ from tests.rollout.test_server import GUIDED, SAMPLING, generate, make_requests,
 from tests.sampling.runs import assert_bitwise
 from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.generator import RankGenerator
+from verl_digen.processes.relays import Work
 from verl_digen.rollout.batcher import Withdrawn
 from verl_digen.trainer import generating
 from verl_digen.trainer.rank_server import TrainerServer
-from verl_digen.trainer.relays import Work
 
 SEED = 7
 

@@ -9,10 +9,10 @@ import torch
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.config import DigenConfig, EnvironmentConfig
-from verl_digen.environments.host import EpisodeHost
-from verl_digen.environments.workers import EnvironmentWorkers
+from verl_digen.environments.host import EpisodeHost, environment_pool
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.workers import WorkerPool
 from verl_digen.sampling.recording import initial_seed, noise_seed
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import CleanRecord, Generation, PathRecord, SampleRequest, Trajectory
 
 
@@ -36,10 +36,10 @@ class LocalWorker:
         return SimpleNamespace(remote=call)
 
 
-def connect(config: EnvironmentConfig, num_workers: int = 1) -> tuple[EnvironmentWorkers, list[LocalWorker]]:
+def connect(config: EnvironmentConfig, num_workers: int = 1) -> tuple[WorkerPool, list[LocalWorker]]:
     """A client of workers in this process, and they."""
     handles = [LocalWorker(config) for _ in range(num_workers)]
-    return EnvironmentWorkers(handles, config, DeadlinesConfig()), handles
+    return environment_pool(handles, DeadlinesConfig()), handles
 
 
 class Replica:

@@ -93,7 +93,6 @@ SCHEDULERS: tuple[Line, ...] = (
     ("tiles.plan_tiles", swap("most - len(own)", "0"), "a rank without rows has no tile, and the others wait for it"),
     ("tiles._ordered", result("sorted(rows)"), "prompts of unlike lengths share tiles"),
     ("tile_choice._cost", given(is_whole="False"), "a whole base is thought to be gathered at every tile"),
-    ("deadlines.bound", swap("self.scores_groups", "False"), "a score is given up while a sample comes again"),
     ("durations.parts_s", swap("variance > MIN_SIZE_VARIANCE", "False"), "a call has no fixed part"),
 )
 
@@ -264,6 +263,13 @@ WEIGHTS: tuple[Line, ...] = (
     ("shared_copy._find", swap("whole[0] == READY", "True"), "an incomplete copy is taken", ": not_completed"),
 )
 
+PROCESSES: tuple[Line, ...] = (
+    ("deadlines.bound", swap("self.scores_groups", "False"), "a score is given up while a sample comes again"),
+    ("actors.silence", swap("is_starting(actor)", "False"), "a process that starts counts as hung", "supervision"),
+    ("calls.check", swap("self._config.no_progress_s", "1e9"), "a wait without progress never ends", "supervision"),
+    ("supervision._guard", skip(), "a blocking call never ends"),
+)
+
 STORE: tuple[Line, ...] = (
     ("client.run", swap("self._is_made", "True"), "a second thread calls before the client is made"),
     (
@@ -289,6 +295,7 @@ TABLE = tuple(
         "engine": ENGINE,
         "weights": WEIGHTS,
         "store": STORE,
+        "processes": PROCESSES,
     }.items()
     for line in lines
 )

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from ray.exceptions import ActorUnavailableError
 
 from tests.reward.samples import Handle, make_sample
 from verl_digen.audio import Audio
@@ -148,6 +149,15 @@ def test_a_reward_that_fails_on_one_sample_leaves_none_of_its_group_waiting(mine
     assert isinstance(failed, ScoringError) and "last with OSError: the picture is black" in str(failed)
     for one in others:
         assert isinstance(one, ScoringError) and "sample 0 of its group has no reward: reward 'broken'" in str(one)
+
+
+def test_a_sample_that_kills_whoever_scores_it_fails_alone_and_says_so(monkeypatch):
+    async def died(self: Any, names: Any, samples: Any) -> Any:
+        raise ActorUnavailableError("gone again", None)
+
+    monkeypatch.setattr(Lengths, "score", died)
+    (failed,) = score_group(DigenConfig(), size=1)
+    assert isinstance(failed, ScoringError) and "the reward worker died whenever it scored this sample" in str(failed)
 
 
 def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine):

@@ -5,7 +5,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from verl_digen.trainer.relays import Keep, Work
+from verl_digen.processes.relays import Keep, Work
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Resumed(ColocatedTrainer):
     def __init__(self, step_dir, prompts, digen):
         self.config = OmegaConf.create({"trainer": {"resume_mode": "resume_path", "resume_from_path": str(step_dir)}})
         self.train_dataset, self.digen, self.num_loaders = SimpleNamespace(prompts=prompts), digen, 0
-        self._supervision: Any = SimpleNamespace(watch_files=nullcontext)
+        self._supervision: Any = SimpleNamespace(watch=lambda *what: nullcontext())
         self._output: Any = SimpleNamespace(keep_until=lambda step: None)
         self._watch: Any = SimpleNamespace(load=lambda folder: None)
         self.run_dir = step_dir.parent

@@ -9,7 +9,7 @@ import ray
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.trainer.mortal import Process
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 
 pytestmark = pytest.mark.slow

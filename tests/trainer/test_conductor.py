@@ -12,7 +12,7 @@ from tests.trainer.conducted import GROUP_SIZE, Pools, make_conductor, run
 from verl_digen.agent_loop.chunks import GeneratedChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Lane
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.lanes import Joining
 from verl_digen.trainer.published import PublishedSamples

@@ -17,9 +17,9 @@ from verl.workers.rollout.replica import RolloutMode
 from tests.trainer.ended import assert_ends, kill
 from tests.trainer.mortal import Balancer, Process
 from verl_digen.errors import RunStopped
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.relays import FAN_OUT, Route
 from verl_digen.trainer.hosts import host_names, hosts_of
-from verl_digen.trainer.relays import FAN_OUT, Route
 from verl_digen.trainer.replicas import Replicas
 
 pytestmark = pytest.mark.slow
@@ -118,7 +118,8 @@ def test_the_lane_of_actors_has_the_name_of_their_node_also_if_they_do_not_answe
 
 
 def replicas_of(managers, deadlines=DEADLINES, route=None):
-    return Replicas(managers, managers, deadlines, asyncio.run, workers=route or Route(deadlines.answer_s))
+    loop, route = SimpleNamespace(run=asyncio.run), route or Route(deadlines.answer_s)
+    return Replicas(managers, managers, deadlines, loop, workers=route, start=None, max_restarts=0)
 
 
 def update(managers, version, kill=None, deadlines=DEADLINES):
@@ -196,7 +197,7 @@ def test_metrics_leave_out_a_replica_that_died_since_the_update(start):
     metrics = replicas.metrics(published=0)
     assert metrics["rollout/num_replicas"] == 1.0 and metrics["rollout/prompt_cache_hit_rate"] == 0.75
     kill(managers.replicas[1].server_handle)
-    assert replicas.metrics(published=0) == {"rollout/num_replicas": 0.0}
+    assert replicas.metrics(published=0) == {"rollout/num_replicas": 0.0, "rollout/num_restarts": 0.0}
 
 
 def test_many_replicas_are_asked_through_relays_and_one_that_died_is_found_as_among_few(start, caplog):

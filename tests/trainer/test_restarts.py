@@ -3,11 +3,15 @@
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import pytest
+import ray
 
 from tests.chaos.loop import run_in_virtual_time
-from verl_digen.trainer.restarts import Restarts
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.relays import Route
+from verl_digen.trainer.replicas import Replicas
 
 
 class Starts:
@@ -22,57 +26,86 @@ class Starts:
         await asyncio.sleep(self.takes_s)
         if number in self.fails:
             raise RuntimeError("no device")
-        return f"replica {number}"
+        return SimpleNamespace(server_address=f"r{number}", server_handle=None)
 
 
-def restarts_of(starts, num_replicas=3, max_restarts=2, start_s=60.0):
-    return Restarts(
-        asyncio.ensure_future, starts, num_replicas=num_replicas, max_restarts=max_restarts, start_s=start_s
-    )
+class Living(list):
+    """verl's list of replicas, and its balancer."""
+
+    @property
+    def replicas(self):
+        return self
+
+    add_replicas = list.extend
+    global_load_balancer = SimpleNamespace(add_servers=SimpleNamespace(remote=lambda servers: None))
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+
+
+def replicas_of(starts, max_restarts=2):
+    living = Living([SimpleNamespace(server_address=f"r{number}", server_handle=None) for number in range(3)])
+    config, loop = DeadlinesConfig(first_s=60.0), SimpleNamespace(begin=asyncio.ensure_future)
+    replicas = Replicas(*(living, living, config, loop), workers=Route(1.0), start=starts, max_restarts=max_restarts)
+    return replicas, living
+
+
+def names(living):
+    return [replica.server_address for replica in living]
 
 
 def test_a_lost_replica_is_replaced_once_under_a_number_of_its_own():
     async def run():
         starts = Starts()
-        restarts = restarts_of(starts)
-        restarts.replace_lost(num_living=3)
-        assert restarts.num_begun == 0
-        restarts.replace_lost(num_living=2)
-        restarts.replace_lost(num_living=2)  # it is still starting
-        assert restarts.num_begun == 1 and restarts.take_ready() == []
+        replicas, living = replicas_of(starts)
+        replicas.replace_lost()
+        assert replicas.num_restarts == 0
+        living.pop()
+        replicas.replace_lost()
+        replicas.replace_lost()  # it is still starting
+        replicas.add_started()
+        assert replicas.num_restarts == 1 and names(living) == ["r0", "r1"]
         await asyncio.sleep(11.0)
-        assert restarts.take_ready() == ["replica 3"] and restarts.take_ready() == []
-        restarts.replace_lost(num_living=3)
-        return restarts.num_begun, starts.numbers
+        replicas.add_started()
+        replicas.add_started()
+        replicas.replace_lost()
+        return names(living), starts.numbers
 
-    assert run_in_virtual_time(run()) == (1, [3])
+    assert run_in_virtual_time(run()) == (["r0", "r1", "r3"], [3])
 
 
 def test_no_more_replicas_are_started_than_the_limit_allows(caplog):
     async def run():
-        restarts = restarts_of(Starts(), max_restarts=2)
-        restarts.replace_lost(num_living=0)
+        replicas, living = replicas_of(Starts(), max_restarts=2)
+        living.clear()
+        replicas.replace_lost()
         await asyncio.sleep(11.0)
-        restarts.replace_lost(num_living=0)
-        return restarts.num_begun, restarts.take_ready()
+        replicas.replace_lost()
+        replicas.add_started()
+        return names(living)
 
-    assert run_in_virtual_time(run()) == (2, ["replica 3", "replica 4"])
+    assert run_in_virtual_time(run()) == ["r3", "r4"]
     assert "digen.rollout.max_restarts=2 is used up" in caplog.text
 
 
 @pytest.mark.parametrize("starts", [Starts(fails={3}), Starts(takes_s=1e6)], ids=["fails", "hangs"])
 def test_a_start_that_fails_or_hangs_counts_and_another_one_follows(starts, caplog):
     async def run():
-        restarts = restarts_of(starts)
-        restarts.replace_lost(num_living=2)
+        replicas, living = replicas_of(starts)
+        living.pop()
+        replicas.replace_lost()
         await asyncio.sleep(100.0)
-        assert restarts.take_ready() == []
+        replicas.add_started()
+        assert names(living) == ["r0", "r1"]
         starts.takes_s = 1.0
-        restarts.replace_lost(num_living=2)
+        replicas.replace_lost()
         await asyncio.sleep(2.0)
-        return restarts.take_ready()
+        replicas.add_started()
+        return names(living)
 
-    assert run_in_virtual_time(run()) == ["replica 4"]
+    assert run_in_virtual_time(run()) == ["r0", "r1", "r4"]
     assert "could not be started again" in caplog.text
 
 
@@ -80,14 +113,13 @@ def test_a_start_that_fails_or_hangs_counts_and_another_one_follows(starts, capl
 def test_there_are_never_more_replicas_than_at_the_start(seed):
     async def run():
         rng = random.Random(seed)
-        restarts = restarts_of(Starts(takes_s=5.0), max_restarts=10)
-        living = 3
+        replicas, living = replicas_of(Starts(takes_s=5.0), max_restarts=10)
         for _ in range(30):
-            living -= rng.randint(0, living)
-            restarts.replace_lost(living)
+            del living[: rng.randint(0, len(living))]
+            replicas.replace_lost()
             await asyncio.sleep(rng.choice((0.0, 6.0)))
-            living += len(restarts.take_ready())
-            assert living <= 3
-        assert restarts.num_begun <= 10
+            replicas.add_started()
+            assert len(living) <= 3
+        assert replicas.num_restarts <= 10
 
     run_in_virtual_time(run())

@@ -7,17 +7,10 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from verl_digen.trainer.relays import Process, Route, Together
+from verl_digen.processes.relays import Process, Route, Together
 from verl_digen.trainer.staged import StagedCheckpointManager
 
 BACKEND = "digen_gloo"
-
-
-class Reference:
-    """An answer that is on its way, as Ray's."""
-
-    def __init__(self, answer):
-        self.future = lambda: asyncio.ensure_future(answer)
 
 
 class Worker:
@@ -29,10 +22,10 @@ class Worker:
         self.update_weights = SimpleNamespace(remote=self._update)
 
     def _execute(self, method, **kwargs):
-        return Reference(self._note(method, kwargs))
+        return self._note(method, kwargs)
 
     def _update(self, **kwargs):
-        return Reference(self._note("update", kwargs))
+        return self._note("update", kwargs)
 
     async def _note(self, method, kwargs):
         await asyncio.sleep(0)

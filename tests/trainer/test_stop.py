@@ -34,7 +34,7 @@ class Loop:
         reward = RewardConfig(functions, hacking=HACKING, stop_on_hacking=stops)
         self.digen, self.config = DigenConfig(reward=reward), OmegaConf.create(CONFIG)
         self._watch = RewardWatch(reward, run_dir)
-        self._supervision = SimpleNamespace(watch_files=lambda what: nullcontext())
+        self._supervision = SimpleNamespace(watch=lambda *what: nullcontext())
         self.kept: list[list[str]] = []
         self.actor_rollout_wg = SimpleNamespace(keep_checkpoints=self.kept.append)
         self.global_steps, self.total_training_steps, self.steps_per_epoch = 0, 12, 12

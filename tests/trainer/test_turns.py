@@ -15,8 +15,8 @@ import pytest
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import read_timeline, step_metrics
 from verl_digen.platforms.placement import timeshared_options
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.reward.scoring import Turn
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.store.prompts import PromptStatus, to_listing
 from verl_digen.trainer import colocated_timeline
 from verl_digen.trainer.colocated_timeline import ColocatedTimeline
@@ -234,7 +234,7 @@ class Process:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_dies_awake_is_woken_again_and_one_that_cannot_wake_ends_the_run(ray_cluster, tmp_path):
-    from verl_digen.reward.workers import RestartingActor
+    from verl_digen.processes.workers import RestartingActor
 
     actor, now_s = RestartingActor(Process, 1, num_cpus=0), [0.0]
     worker = actor.remote(tmp_path)

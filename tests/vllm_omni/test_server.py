@@ -13,11 +13,11 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.config import DigenConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import ORDER, START, Published, Taken
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer, vLLMOmniHttpServerBase
 from verl_digen.sampling.outputs import ImageOutput
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.types import Generation, PathRecord, Trajectory
 from verl_digen.weights.checksum import Manifest
 

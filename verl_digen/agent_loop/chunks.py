@@ -24,6 +24,7 @@ from typing import Any, Generic, TypeVar
 from ray.exceptions import RayActorError
 
 from verl_digen.errors import RunStopped, describe
+from verl_digen.schedulers.types import Chunk
 from verl_digen.types import GroupTags, PromptRow
 
 Generated = TypeVar("Generated")
@@ -181,3 +182,8 @@ def _raise_stop(outcomes: Sequence[Any]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, RunStopped):
             raise outcome
+
+
+def described(chunk: Chunk, *others: Chunk) -> str:
+    """Chunks of one call, for a person."""
+    return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid}{', and more' if others else ''})"

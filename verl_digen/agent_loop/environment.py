@@ -24,8 +24,9 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerCl
 from verl_digen.algorithms.seeds import keyed_seed
 from verl_digen.data.rows import loop_row
 from verl_digen.environments.base import PREVIOUS, Instruction
-from verl_digen.environments.workers import EnvironmentWorkers, EpisodeDiverged, EpisodeFailed, OpenEpisode
+from verl_digen.environments.open_episode import EpisodeDiverged, EpisodeFailed, OpenEpisode
 from verl_digen.inputs import SourceImage, generated_image, source_image
+from verl_digen.processes.workers import WorkerPool
 from verl_digen.sampling.requests import turn_request
 from verl_digen.types import PromptRow
 
@@ -39,9 +40,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         edits: `Environment.edits` of the run's environment.
     """
 
-    def __init__(
-        self, server_manager: DiffusionServerClient | ServerClient, environments: EnvironmentWorkers, *, edits: bool
-    ):
+    def __init__(self, server_manager: DiffusionServerClient | ServerClient, environments: WorkerPool, *, edits: bool):
         self.digen = server_manager.digen
         self.server_manager = server_manager
         self._environments, self._edits = environments, edits
@@ -54,7 +53,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
         """
         row, index = loop_row(columns), columns["session_id"]
         name = f"{row.uid}_{index}"
-        opened = self._environments.open(name, row, keyed_seed("environment", self.digen.seed, row.uid))
+        seed, retries = keyed_seed("environment", self.digen.seed, row.uid), self.digen.environment.max_retries
+        opened = OpenEpisode(self._environments, name, row, seed, max_retries=retries)
         while True:
             try:
                 played = await self._play(
@@ -63,7 +63,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
                 return Episode(tuple(played), opened.num_retries)
             except EpisodeDiverged as error:
                 logger.warning("episode %s starts afresh: %s", name, error)
-                opened = opened.afresh()
+                opened.forget()
             finally:
                 opened.close()
 

@@ -33,13 +33,13 @@ from verl_digen.agent_loop.episode import Episode
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, loop_columns, loop_row
-from verl_digen.environments.host import StartedEnvironments
+from verl_digen.environments.host import environment_pool, start_environments
 from verl_digen.environments.registry import environment_class
-from verl_digen.environments.workers import EnvironmentWorkers
 from verl_digen.errors import describe
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
 from verl_digen.observe.images import is_logged, save_pixels
 from verl_digen.observe.run_files import image_path
+from verl_digen.processes.workers import WorkerPool
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.store.conditions import ConditionPair, put_condition
@@ -329,10 +329,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Wait until a generated chunk's samples are scored and published -> their tags."""
         return await self._chunks.collect(chunk_id)
 
-    def _connect_environments(self) -> EnvironmentWorkers | None:
+    def _connect_environments(self) -> WorkerPool | None:
         """Connect to the run's environments; None without them."""
-        config = self.digen.environment
-        return EnvironmentWorkers(self.llm_client.environments, config, self.digen.deadlines) if config.is_on else None
+        handles, deadlines = self.llm_client.environments, self.digen.deadlines
+        return environment_pool(handles, deadlines) if self.digen.environment.is_on else None
 
     def _make_loop(self, client: Any) -> Any:
         """Make the run's agent loop, which requests samples from `client`."""
@@ -397,11 +397,8 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(DiffusionAgentLoopWorker)
-        is_on = digen_config(self.config).environment.is_on
-        self._environments = StartedEnvironments(self.config) if is_on else None
-        """Kept: workers of environments restart as long as it lives."""
-        if self._environments is not None:
-            self.llm_client.environments = tuple(self._environments.handles)  # type: ignore[attr-defined]
+        if digen_config(self.config).environment.is_on:
+            self.llm_client.environments = tuple(start_environments(self.config))  # type: ignore[attr-defined]
 
     async def _init_agent_loop_workers(self) -> None:
         """Connect the workers that have started already; start them if there are none."""

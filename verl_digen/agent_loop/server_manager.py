@@ -17,13 +17,13 @@ from ray.exceptions import ActorDiedError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
 
-from verl_digen.actors import through_blips
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import ReplicasLost
+from verl_digen.processes.actors import retried, silence, while_alive
+from verl_digen.processes.deadlines import Deadlines
 from verl_digen.reward.named import any_reads_latents
 from verl_digen.sampling.outputs import ImageOutput
 from verl_digen.sampling.requests import request_id, text_request
-from verl_digen.schedulers.deadlines import Deadlines
 from verl_digen.types import Burst, Generation, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -102,20 +102,17 @@ class DiffusionServerClient(LLMServerClient):
         """Generate the sample on `replica`; RayActorError if it died, or hung and was killed."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        generating = asyncio.ensure_future(self._client_of(server).generate_sample(request))
         try:
-            while not generating.done():
-                bound = self._deadlines.bound("generate", replica)
-                await asyncio.wait([generating], timeout=bound.seconds)
-                if not generating.done():
-                    await self._require_life(replica, server, waited_s=loop.time() - began_s)
+            generation = await while_alive(
+                self._client_of(server).generate_sample(request),
+                lambda: self._deadlines.bound("generate", replica).seconds,
+                lambda: self._require_life(replica, server, waited_s=loop.time() - began_s),
+            )
         except asyncio.CancelledError:  # the sample is not wanted any more
             server.abort_request.remote(request_id(request.uid, request.sample_index))
             raise
-        finally:
-            generating.cancel()
         self._deadlines.observe("generate", replica, seconds=loop.time() - began_s)
-        return generating.result()
+        return generation
 
     def _client_of(self, server: Any) -> ServerClient:
         return ServerClient(server, self.digen, wants_latents=self._wants_latents)
@@ -123,12 +120,8 @@ class DiffusionServerClient(LLMServerClient):
     async def _require_life(self, replica: str, server: Any, waited_s: float) -> None:
         """Kill a replica that gives no sign of life within `answer_s`, or that took longer than `no_progress_s`."""
         config = self.digen.deadlines
-        try:
-            if waited_s < config.no_progress_s:
-                await asyncio.wait_for(through_blips(server.check_health.remote, config.blip_s), config.answer_s)
-                return
-        except asyncio.TimeoutError:
-            pass
+        if waited_s < config.no_progress_s and await silence(server, config, "check_health") is None:
+            return
         logger.error("replica %s has not answered for %.0f s: it is ended", replica, waited_s)
         ray.kill(server)
         raise ActorDiedError
@@ -157,7 +150,7 @@ class ServerClient:
             request = replace(request, wants_latents=True)
         if self._burst is not None:
             request = replace(request, burst=self._burst)
-        answer = await through_blips(
+        answer = await retried(
             lambda: self.server.generate.remote(name, [], {"request": request}), self.digen.deadlines.blip_s
         )
         return await answer if isinstance(answer, ObjectRef) else answer

@@ -17,7 +17,7 @@
 | `reward` | `reward.py` |
 | `gap`, `queue`, `tag`, `staleness` | `verl_digen/schedulers/rules.py` |
 | `tsp`, `placement` | `scheduling.py` |
-| `deadlines` | `verl_digen/schedulers/deadlines.py` |
+| `deadlines` | `verl_digen/processes/deadlines.py` |
 | `environment` | `environment.py` |
 """
 

@@ -30,8 +30,8 @@ from verl_digen.config.reward import RewardConfig
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
 from verl_digen.config.scheduling import PlacementConfig, TspConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.require import In, check_fields, require
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 MAX_SEED = 2**63
@@ -64,7 +64,7 @@ class DigenConfig:
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
-    """Timeouts of everything the run waits for, see `verl_digen.schedulers.deadlines`."""
+    """Timeouts of everything the run waits for, see `verl_digen.processes.deadlines`."""
     attention_backend: str = NATIVE
     """Attention kernel of the network, by diffusers' name (`verl_digen.attention`): native leaves the choice to
     PyTorch, flash is flash-attn's, _flash_3_hub FlashAttention 3. Kernels without masks have texts of one length in

@@ -17,7 +17,7 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,8 @@ from verl_digen.config import EnvironmentConfig, PoolSettings, digen_config
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.environments.registry import environment_class, environment_settings
 from verl_digen.platforms.placement import pool_options
-from verl_digen.reward.workers import RestartingActor
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.workers import RestartingActor, WorkerPool
 from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -121,20 +122,21 @@ class EnvironmentWorker(EpisodeHost):
         super().__init__(environment, torch.device(get_platform().device_name if environment.num_gpus else "cpu"))
 
 
-class StartedEnvironments:
-    """The environment workers of a run; keep it as long as they may restart.
+def environment_pool(handles: Sequence[Any], deadlines: DeadlinesConfig) -> WorkerPool:
+    """Client of the environment workers of a run."""
+    return WorkerPool(handles, deadlines, kind="environment", key="digen.environment.num_workers")
+
+
+def start_environments(config: DictConfig) -> list[Any]:
+    """Start the environment workers of a run -> their handles.
 
     Args:
         config: verl's, with an environment.
     """
-
-    def __init__(self, config: DictConfig):
-        digen = digen_config(config)
-        environment = digen.environment
-        # Ray's own retry reaches the restarted process, which answers `UnknownEpisode`
-        options = pool_options(PoolSettings(num_gpus=environment.num_gpus), digen)
-        self._actor = RestartingActor(EnvironmentWorker, 1, **options)
-        self.handles: list[Any] = [
-            self._actor.options(name=f"environment_{number}").remote(config)
-            for number in range(environment.num_workers)
-        ]
+    digen = digen_config(config)
+    # Ray's own retry reaches the restarted process, which answers `UnknownEpisode`
+    options = pool_options(PoolSettings(num_gpus=digen.environment.num_gpus), digen)
+    worker = RestartingActor(EnvironmentWorker, 1, **options)
+    return [
+        worker.options(name=f"environment_{number}").remote(config) for number in range(digen.environment.num_workers)
+    ]

@@ -24,12 +24,12 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
 from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
+from verl_digen.processes.workers import RestartingActor
 from verl_digen.reward.functions import CUSTOM, FunctionReward
 from verl_digen.reward.named import num_function_workers, pool_entries, reads_latents, scorer_of, shared_entries
 from verl_digen.reward.reward_model import ServedModel, connected, router_argument
 from verl_digen.reward.sample_rewards import MANAGER, SHARED, SampleRewards, weighted
 from verl_digen.reward.scoring import BatchScorer, Turn, read_result
-from verl_digen.reward.workers import RestartingActor
 from verl_digen.types import PartScore, RewardCall, RewardInput, Score
 
 AUDIO = "audio"
@@ -200,8 +200,6 @@ class DiffusionRewardLoopManager(RewardLoopManager):
         served = None if manager is None else ServedModel.of_manager(manager)
         digen = digen_config(self.config)
         self.reward_loop_workers: list[Any] = []
-        self._actors: list[RestartingActor] = []
-        """Kept: a restart needs the constructor's arguments."""
         self._pools: dict[str, list[Any]] = {}
         """Reward -> the workers of its own pool."""
         if num_function_workers(self.config, digen.reward):
@@ -258,12 +256,11 @@ class DiffusionRewardLoopManager(RewardLoopManager):
     def _start(self, name: str, options: Sequence[Mapping[str, Any]], *arguments: Any) -> None:
         """Start a reward's own pool, a worker per options."""
         retries = digen_config(self.config).reward.max_retries
-        actors = [
-            RestartingActor(RewardPoolWorker, retries, name=f"reward_{name}_{number}", **own)
+        worker = RestartingActor(RewardPoolWorker, retries)
+        self._pools[name] = [
+            worker.options(name=f"reward_{name}_{number}", **own).remote(self.config, name, *arguments)
             for number, own in enumerate(options)
         ]
-        self._actors += actors
-        self._pools[name] = [actor.remote(self.config, name, *arguments) for actor in actors]
 
     @property
     def reward_loop_worker_handles(self) -> dict[str, list[Any]]:  # pyright: ignore[reportIncompatibleMethodOverride]

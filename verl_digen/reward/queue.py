@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
-from verl_digen.callers import tell
+from verl_digen.processes.calls import tell
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")

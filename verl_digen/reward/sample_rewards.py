@@ -19,16 +19,20 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from omegaconf import DictConfig
+from ray.exceptions import ActorUnavailableError
 
 from verl_digen.config import DigenConfig
+from verl_digen.processes.workers import WorkerPool
 from verl_digen.reward.combine import combined, find_combination
 from verl_digen.reward.groups import GroupRooms, PartScores
 from verl_digen.reward.named import has_custom, has_own_manager, reads_latents, scope_of
-from verl_digen.reward.workers import RewardWorkers
+from verl_digen.reward.scoring import ScoringError
 from verl_digen.types import RewardInput, Score
 
 SHARED = ""
 """Name of the pool that holds the functions without one of their own; the others have their reward's."""
+WORKERS_KEY = "reward.num_workers or digen.reward.functions.NAME.num_workers"
+"""Config key of a pool's number of workers, for messages."""
 MANAGER = "manager"
 """Name of the one score that a reward manager of the user's own gives a sample, with what else it tells as details."""
 
@@ -50,7 +54,7 @@ class SampleRewards:
         scopes = {name: scope_of(self._entries[name]) for name in self._pools if name}
         self._scopes = {SHARED: "sample", **scopes}
         self._workers = {
-            pool: RewardWorkers(handles[pool], digen.deadlines.answer_s, run=self._run_of(pool))
+            pool: WorkerPool(handles[pool], digen.deadlines, kind="reward", key=WORKERS_KEY, run=self._run_of(pool))
             for pool in self._pools
             if pool in handles
         }
@@ -115,7 +119,11 @@ class SampleRewards:
         """Scores of samples by all rewards of a scope that score the first one, one call per pool."""
         wanted = self._wanted(scope, samples[0])
         read = {pool: tuple(self._read_by(pool, sample) for sample in samples) for pool in wanted}
-        found = await asyncio.gather(*(self._workers[pool].score(names, read[pool]) for pool, names in wanted.items()))
+        calls = [self._workers[pool].call("score", names, read[pool]) for pool, names in wanted.items()]
+        try:
+            found = await asyncio.gather(*calls)
+        except ActorUnavailableError as error:
+            raise ScoringError(f"the reward worker died whenever it scored this sample: {error}") from error
         return [{name: of[place] for one in found for name, of in one.items()} for place in range(len(samples))]
 
     def _wanted(self, scope: str, sample: RewardInput) -> dict[str, tuple[str, ...]]:

@@ -27,7 +27,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from verl_digen.callers import tell
+from verl_digen.processes.calls import tell
 from verl_digen.rollout.bursts import Bursts
 from verl_digen.types import Generation, SampleRequest, Sampling
 

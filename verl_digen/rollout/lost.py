@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_digen.actors import through_blips
+from verl_digen.processes.actors import retried
 from verl_digen.weights.checksum import Checksum
 from verl_digen.weights.sending import ReceiverDied, Wire, send_update
 
@@ -36,13 +36,7 @@ class ReplicaHandle:
 
     def find_successor(self) -> None:
         """Switch to the server that replaced a lost one, if it has started."""
-        if not self.is_lost:
-            return
-        try:
-            actor = ray.get_actor(self.name)
-        except ValueError:
-            return  # Ray has dropped the lost actor, and there is no new one yet
-        if actor != self._actor:
+        if self.is_lost and (actor := _find(self.name)) not in (None, self._actor):
             self._actor, self.is_lost = actor, False
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -51,7 +45,7 @@ class ReplicaHandle:
             return None
         try:
             actor = self._look_up()
-            return await through_blips(lambda: getattr(actor, method).remote(*args), self._blip_s)
+            return await retried(lambda: getattr(actor, method).remote(*args), self._blip_s)
         except RayActorError as error:
             self._lose(error)
             if isinstance(error, ActorUnavailableError):
@@ -91,12 +85,18 @@ class ReplicaHandle:
         self.is_lost = True
 
     def _look_up(self) -> Any:
+        self._actor = self._actor or _find(self.name)
         if self._actor is None:
-            try:
-                self._actor = ray.get_actor(self.name)
-            except ValueError as error:  # Ray has forgotten an actor that died long ago
-                raise RayActorError() from error
+            raise RayActorError
         return self._actor
+
+
+def _find(name: str) -> Any:
+    """The actor with this name; None if it died and Ray has forgotten it, and there is no new one yet."""
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
 
 
 async def drain(weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]]) -> None:

@@ -4,7 +4,7 @@
 - TransferQueue makes the client in a process's first call, and other threads see it before it can be used: a second
   call meanwhile fails with "Storage manager not initialized". So the first call of a process runs alone.
 - Its client waits for the controller without a deadline, so a controller that died or hangs would stop every process
-  that calls it. The driver asks for heartbeats (`verl_digen.trainer.heartbeats`) and cancels its own calls here.
+  that calls it. The driver asks for heartbeats (`verl_digen.processes.supervision`) and cancels its own calls here.
 
 Invariant (tests/store/test_client.py): no call begins before the first one has ended; later ones run side by side.
 """

@@ -40,13 +40,15 @@ from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.metrics import training_metrics
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.pool_sizes import has_reward_model
+from verl_digen.processes.deadlines import Bound
+from verl_digen.processes.relays import Route, end_relays, ranks_of
+from verl_digen.processes.supervision import LoopThread, Supervision, within
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.reward.named import scope_of
-from verl_digen.schedulers.deadlines import Bound
+from verl_digen.store.client import cancel_calls, controller
 from verl_digen.store.keys import group_uid
 from verl_digen.store.partitions import TRAIN
 from verl_digen.store.samples import to_batch
-from verl_digen.trainer.agreement import check_log_prob_gap
 from verl_digen.trainer.checkpoint import (
     DriverState,
     digest,
@@ -55,19 +57,14 @@ from verl_digen.trainer.checkpoint import (
     publish,
     save_driver_state,
     save_run_description,
+    way_to_resume,
 )
-from verl_digen.trainer.collector import keep_for_good
-from verl_digen.trainer.early_workers import EarlyWorkersTrainer
 from verl_digen.trainer.encoding import encode_before
-from verl_digen.trainer.loop_thread import LoopThread, within
-from verl_digen.trainer.nodes import fetch_on_all_nodes
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.relays import Route, end_relays, ranks_of
 from verl_digen.trainer.replicas import Replicas
-from verl_digen.trainer.restarts import Restarts
 from verl_digen.trainer.run_output import RunOutput
-from verl_digen.trainer.step_result import StepResult, StepTimes, result_metrics, utilisation
-from verl_digen.trainer.supervision import Supervision
+from verl_digen.trainer.start import EarlyWorkersTrainer, fetch_on_all_nodes, keep_for_good
+from verl_digen.trainer.step_result import StepResult, StepTimes, check_log_prob_gap, result_metrics, utilisation
 from verl_digen.trainer.utilisation import PoolDevices
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 from verl_digen.trainer.validation_run import Validation
@@ -147,6 +144,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             step=lambda: self.global_steps,
             end_silent_replicas=self._end_silent_replicas,
             end_all=self._end_all,
+            cancel_queue_calls=cancel_calls,
         )
         check_placement(self.config, self.digen, is_disaggregated=not self._enable_hybrid_replicas)
         fetch_on_all_nodes(self.config, is_disaggregated=not self._enable_hybrid_replicas)
@@ -161,7 +159,6 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             reward.num_workers, model.enable = num_reward_workers, has_reward_model
         self.reward_loop_manager = reward_loop_manager
         self.llm_server_manager = DiffusionServerManager.adopt(self.llm_server_manager)
-        self._restarts = self._make_restarts()
         self._rank_processes = ranks_of(self.actor_rollout_wg, answer_s=self.digen.deadlines.answer_s)
         self._ranks = TrainerRanks(self._rank_processes)
         self._validation = Validation(
@@ -170,16 +167,6 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             self._supervision,
             num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
             to_tensorboard="tensorboard" in self.config.trainer.logger,
-        )
-
-    def _make_restarts(self) -> Restarts:
-        """Make the object that restarts replicas; needs the first ones."""
-        return Restarts(
-            self._supervision.loop.begin,
-            self._start_replica,
-            num_replicas=len(self.checkpoint_manager.replicas),
-            max_restarts=self.digen.rollout.max_restarts,
-            start_s=self.digen.deadlines.start_s,
         )
 
     @abstractmethod
@@ -193,8 +180,8 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             RunStopped: a remote task failed or its process died, or a deadline was missed. The message says how to
                 resume.
         """
-        with self._supervision.ends_explained(self.run_dir):
-            self._supervision.watch_processes(agent_loop_manager.agent_loop_workers)
+        with self._supervision.ends_explained(lambda: way_to_resume(self.run_dir)):
+            self._supervision.watch_processes(required_processes(agent_loop_manager.agent_loop_workers))
             super().fit(agent_loop_manager)
             self._output.finish()
 
@@ -204,8 +191,10 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             self.checkpoint_manager,
             self.llm_server_manager,
             self.digen.deadlines,
-            self._supervision.loop.run,
+            self._supervision.loop,
             workers=self._route_to_workers,
+            start=self._start_replica,
+            max_restarts=self.digen.rollout.max_restarts,
         )
 
     @cached_property
@@ -240,15 +229,6 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         self._num_prompts_drawn += len(rows)
         return rows
 
-    def _add_started_replicas(self) -> None:
-        """Add replicas that were started in place of lost ones: they get weights and validation samples from now on."""
-        started = self._restarts.take_ready()
-        if started:
-            self.checkpoint_manager.add_replicas(started)
-            servers = {replica.server_address: replica.server_handle for replica in started}
-            added = self.llm_server_manager.global_load_balancer.add_servers.remote(servers)
-            ray.get(added, timeout=self.digen.deadlines.answer_s)
-
     def _update_replicas(self, update: Callable[[], Any]) -> None:
         """Have `update` send the newest weights to every living replica."""
         with self._supervision.watch("publish", "sending weights to the replicas"):
@@ -280,7 +260,6 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         found |= utilisation(self._result, found, num_steps=self.digen.num_generation_steps, devices=self._pool_devices)
         found |= {
             "perf/save_s": saving_s,
-            "rollout/num_restarts": float(self._restarts.num_begun),
             **self._replicas.metrics(published=global_steps),
             "training/global_step": global_steps,
             "training/epoch": epoch,
@@ -373,7 +352,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             return {}
         watched, stops = self._watch.observe(self.global_steps, metrics)
         if self.digen.reward.stop_on_hacking:
-            with self._supervision.watch_files("keeping the checkpoint of the best validation"):
+            with self._supervision.watch("files", "keeping the checkpoint of the best validation"):
                 self.actor_rollout_wg.keep_checkpoints(self._watch.kept_checkpoints)
         if stops:
             self.total_training_steps = self.global_steps  # verl's loop ends after this step
@@ -397,7 +376,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         """Write verl's checkpoint; the pointer is replaced only when everything is on disk."""
         step_dir = self.run_dir / f"global_step_{self.global_steps}"
         try:
-            with self._supervision.watch_files(f"writing the checkpoint of step {self.global_steps}"):
+            with self._supervision.watch("files", "writing the checkpoint"):
                 self.actor_rollout_wg.save_checkpoint(
                     str(step_dir / "actor"),
                     None,
@@ -427,7 +406,8 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         return self._drawn
 
     def _load_checkpoint(self) -> None:
-        with self._supervision.watch_files("reading a checkpoint"):
+        self.global_steps = 0  # verl's method says the same, after the watch has asked
+        with self._supervision.watch("files", "reading a checkpoint"):
             super()._load_checkpoint()
         self._output.keep_until(self.global_steps)
         if self.global_steps > 0:
@@ -448,3 +428,9 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             if self.digen.reward.stop_on_hacking:
                 self.actor_rollout_wg.keep_checkpoints(self._watch.kept_checkpoints)
             logger.info("resumed from %s after %d steps", step_dir, self.global_steps)
+
+
+def required_processes(agent_loop_workers: Sequence[Any]) -> dict[str, Any]:
+    """Processes without which the run ends and that no deadline covers, by name."""
+    named = {f"agent loop worker {number}": worker for number, worker in enumerate(agent_loop_workers)}
+    return {"TransferQueue's controller": controller(), **named}

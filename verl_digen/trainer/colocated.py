@@ -48,7 +48,7 @@ from verl_digen.trainer.colocated_timeline import ColocatedTimeline
 from verl_digen.trainer.generating import begin_generating
 from verl_digen.trainer.hosts import hosts_of
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
-from verl_digen.trainer.restarts import start_colocated
+from verl_digen.trainer.replicas import start_replica
 from verl_digen.trainer.step_result import StepResult
 from verl_digen.trainer.turns import RewardProcesses, Turns, num_events, require_same_places, turn_metrics
 from verl_digen.trainer.updates import batch_scale, fragment_samples, group_rewards, mini_batches, train_batch
@@ -105,12 +105,11 @@ class ColocatedTrainer(DiffusionTrainer):
 
     def _on_poll(self, num_ended: int) -> None:
         """Called while the driver waits for groups; ends the wait by raising."""
-        self._supervision.heartbeats.check()
         what = f"the groups of step {self.global_steps} ({num_ended} have ended)"
         if self._turns is None:
-            return self._supervision.patience.check(num_ended, what)
+            return self._supervision.check_progress(num_ended, what)
         prompts = list_partition(TRAIN).prompts.values()
-        self._supervision.patience.check(num_events(prompts), what)
+        self._supervision.check_progress(num_events(prompts), what)
         self._turns.observe(prompts)
 
     # -- one step -----------------------------------------------------------------------------------------
@@ -222,16 +221,15 @@ class ColocatedTrainer(DiffusionTrainer):
     def _restart_lost_replicas(self) -> None:
         """Start replicas in place of lost ones, while the others sleep."""
         living = {replica.replica_rank for replica in self.checkpoint_manager.replicas}
-        self._ranks_without_replica = [rank for rank in range(self._restarts.num_replicas) if rank not in living]
-        self._restarts.replace_lost(len(living))
-        self._restarts.wait()
-        self._add_started_replicas()
+        self._ranks_without_replica = [rank for rank in range(self._replicas.num_replicas) if rank not in living]
+        self._replicas.replace_lost()
+        self._replicas.wait_started()
+        self._replicas.add_started()
 
     async def _start_replica(self, number: int) -> Any:
         """Start a replica for the first rank without one."""
-        return await start_colocated(
-            self.llm_server_manager, self._ranks_without_replica.pop(0), self.digen.deadlines.start_s
-        )
+        rank = self._ranks_without_replica.pop(0)
+        return await start_replica(self.llm_server_manager, rank, self.digen.deadlines.first_s, on_ranks=True)
 
 
 register_trainer(NAME)(ColocatedTrainer)  # not as a decorator: verl's erases the class's type

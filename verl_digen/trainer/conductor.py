@@ -44,7 +44,7 @@ Invariants (tests/trainer/test_conductor.py)
 - A free slot gets the next chunk at once; a free trainer a ready fragment, unless it waits for a larger one.
 - A group is trained once, whole, under one weight version; published samples of other groups are returned for clearing.
 - An exception anywhere aborts the open gradient: the model is its last committed state.
-- Every wait has a bound (`verl_digen.schedulers.deadlines`).
+- Every wait has a bound (`verl_digen.processes.deadlines`).
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
+from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk, described
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Kind, Lane, Recorder
 from verl_digen.observe.timeline.recorder import OpenInterval
-from verl_digen.schedulers.deadlines import Deadlines
+from verl_digen.processes.calls import CallsUnderWay, cancel, to_the_end
+from verl_digen.processes.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import (
     TRAINER,
@@ -72,9 +74,8 @@ from verl_digen.schedulers.types import (
     Wait,
 )
 from verl_digen.store.keys import SampleName
-from verl_digen.trainer.calls import CallsUnderWay, cancel, described, log_overdue, to_the_end
 from verl_digen.trainer.lanes import IdleLanes, Joining, Lanes
-from verl_digen.trainer.ports import Generator, Trainer
+from verl_digen.trainer.pools import GeneratorPool, TrainerPool
 from verl_digen.trainer.published import BatchOutcome, PublishedSamples, check_one_version
 from verl_digen.trainer.slots import ReplicaSlots
 
@@ -99,8 +100,8 @@ class Conductor:
     def __init__(
         self,
         planner: BatchPlanner,
-        generator: Generator,
-        trainer: Trainer,
+        generator: GeneratorPool,
+        trainer: TrainerPool,
         draw_prompts: Callable[[int, int], Sequence[str]],
         *,
         slots_of: Mapping[str, Sequence[str]],
@@ -112,7 +113,7 @@ class Conductor:
         self.deadlines, self.recorder, self.lanes = deadlines, recorder, lanes
         self.last_failure = ""
         """Reason of the last failed sample."""
-        self._calls = CallsUnderWay(deadlines.config)
+        self._calls = CallsUnderWay(deadlines)
         self._idle = IdleLanes(recorder)
         self._slots = ReplicaSlots(
             planner, generator, self._calls, deadlines, recorder, self._idle, slots_of=slots_of, lanes=lanes.slots
@@ -227,7 +228,7 @@ class Conductor:
             self._withdrawn.add(chunk_id)
             cancelling = self.generator.cancel(self._chunks[chunk_id])
             # a hung replica is detected by the bound of its chunk
-            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", self.deadlines, on_overdue=log_overdue)
+            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", on_overdue=partial(logger.warning, "%s"))
 
     def _engage_trainer(self) -> float | None:
         """Have the free trainer do what the planner says -> seconds until it asks again; None: at the next event."""
@@ -274,7 +275,7 @@ class Conductor:
             self.recorder.end(opened)
             self._forget(chunk)
             self._slots.give_up(slot, error)
-            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}", self.deadlines)
+            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
 
         self._calls.start(
             self.generator.generate(slot, chunk),
@@ -323,7 +324,7 @@ class Conductor:
             self._published_with(chunk).doubt(names, condition_key)
             self._on_failed(chunk, dict.fromkeys(chunk.samples, str(error)))
             self._forget(chunk)
-            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}", self.deadlines)
+            self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
 
         self._calls.start(
             self.generator.collect(chunk),

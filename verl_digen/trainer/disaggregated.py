@@ -50,8 +50,7 @@ from verl_digen.trainer.hosts import host_names, host_of, hosts_of
 from verl_digen.trainer.lanes import Joining, Lanes, call_intervals
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
 from verl_digen.trainer.published import BatchOutcome
-from verl_digen.trainer.replicas import end_processes
-from verl_digen.trainer.restarts import start_standalone
+from verl_digen.trainer.replicas import end_processes, start_replica
 from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.trainer.step_result import StepResult
 from verl_digen.trainer.updates import group_rewards
@@ -80,7 +79,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
             route=self._route_to_workers,
             load_s=self.digen.deadlines.generate_s,
         )
-        self._restarts = self._make_restarts()
         self._validation.replace_all_lost = self._replace_all_lost
         self._recorder = Recorder()
         self._driver = Lane("driver", 0, socket.gethostname(), 0)
@@ -189,7 +187,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         return Joining(address, lane, [slot.name for slot in slots])
 
     async def _start_replica(self, number: int) -> Any:
-        return await start_standalone(self.llm_server_manager, number, self.digen.deadlines.start_s)
+        return await start_replica(self.llm_server_manager, number, self.digen.deadlines.first_s, on_ranks=False)
 
     async def _end_replica(self, address: str) -> None:
         for replica in self.checkpoint_manager.replicas:
@@ -257,15 +255,15 @@ class DisaggregatedTrainer(DiffusionTrainer):
             ReplicasLost: `digen.rollout.max_restarts` is used up.
         """
         while True:
-            self._add_started_replicas()
+            self._replicas.add_started()
             try:
                 return super()._update_replicas(update)
             except ReplicasLost:
-                self._restarts.replace_lost(0)
-                if not self._restarts.is_starting:
+                self._replicas.replace_lost()
+                if not self._replicas.is_starting:
                     raise
             logger.warning("every replica is lost: the run waits for one that is started")
-            self._supervision.run(self._restarts.one_ended())
+            self._supervision.run(self._replicas.one_started())
 
     def _replace_all_lost(self) -> bool:
         """If no replica is alive, wait for one that has the weights to validate -> True."""
@@ -305,7 +303,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             self._send(self.global_steps)
         lost, joining = self._lost_slots(), self._join_replicas()
         self._supervision.run(self._conductor.publish(self.global_steps, lost, joining))
-        self._restarts.replace_lost(len(self.checkpoint_manager.replicas))
+        self._replicas.replace_lost()
 
     def on_step_end(self) -> None:
         self._close_timeline()

@@ -22,10 +22,10 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from verl_digen.config import RolloutConfig, digen_config
 from verl_digen.pool_sizes import num_data_parallel_ranks, num_trainer_devices
+from verl_digen.processes.relays import ranks_of
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.rollout.replica import server_name
 from verl_digen.trainer.rank_server import TrainerServer
-from verl_digen.trainer.relays import ranks_of
 
 MAX_CALLS = 10_000
 """Calls of the server at a time: the samples of a step, each of which waits in one."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device pools as the conductor sees them: Ray handles behind its two protocols; no decisions."""
+"""The device pools as the conductor sees them: Ray handles, and no decisions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zlib import crc32
 
 from ray.exceptions import RayActorError
 
-from verl_digen.actors import through_blips
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import Select
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import ReplicasLost
+from verl_digen.processes.actors import retried
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.updates import GroupRewards, fragment_samples, totals
@@ -78,6 +78,7 @@ class GeneratorPool:
         return [row for batch in sorted(self._rows) for row in self._rows[batch].values()]
 
     def condition_key(self, chunk: Chunk) -> str:
+        """Key under which the conditions of the chunk's prompt are published."""
         return self._condition_key(self._rows[chunk.batch][chunk.uid])
 
     def condition_keys(self) -> set[str]:
@@ -89,6 +90,7 @@ class GeneratorPool:
         self._encoded.difference_update(self._rows.pop(batch))
 
     async def generate(self, slot: str, chunk: Chunk) -> GeneratedChunk:
+        """Have the slot generate the chunk; returns when generation has ended."""
         server = self._slots[slot].server
         generated = await self._worker(chunk).generate_chunk.remote(self._order(chunk), server)
         if generated.is_slot_lost:
@@ -96,12 +98,15 @@ class GeneratorPool:
         return generated
 
     async def cancel(self, chunk: Chunk) -> None:
+        """Have the replica drop the chunk that it generates; `generate` returns soon."""
         await self._worker(chunk).cancel_chunk.remote(chunk.id)
 
     async def discard(self, chunk: Chunk) -> None:
+        """Drop the chunk, in whatever state it is: none of its samples is published from now on."""
         await self._worker(chunk).discard_chunk.remote(chunk.id)
 
     async def end_replica(self, slots: Sequence[str]) -> None:
+        """Kill the processes of a hung replica, given all of its slots; its devices are free then."""
         replicas = {slot.replica for slot in self._take_slots(slots)}
         for replica in replicas:
             await self._end_replica(replica)
@@ -115,6 +120,8 @@ class GeneratorPool:
         return [self._slots.pop(name) for name in names if name in self._slots]
 
     async def assist(self, chunks: Sequence[Chunk]) -> Sequence[GeneratedChunk]:
+        """Have the trainer's ranks generate the chunks, of one group each, in one call; returns one answer per chunk
+        when generation has ended."""
         prepared = await asyncio.gather(*map(self._prepare_assist, chunks, itertools.count()))
         requests = [request for made, _ in prepared for request in made]
         # of each rank: (uid, reference to its samples of the group); samples do not pass through the driver
@@ -159,8 +166,9 @@ class GeneratorPool:
         raise ReplicasLost
 
     async def load(self, slots: Sequence[str]) -> int | None:
+        """Have a replica, given all of its slots, load the newest weights -> their version; None if it died."""
         try:
-            return await through_blips(self._slots[slots[0]].server.activate_weights.remote, self._blip_s)
+            return await retried(self._slots[slots[0]].server.activate_weights.remote, self._blip_s)
         except RayActorError as error:
             logger.warning("the replica of slot %s takes no weights any more: %s", slots[0], error)
             self._take_slots(slots)
@@ -170,6 +178,7 @@ class GeneratorPool:
         return ChunkOrder(chunk.id, chunk.samples, self._rows[chunk.batch][chunk.uid], step=chunk.batch + 1)
 
     async def collect(self, chunk: Chunk) -> ScoredChunk:
+        """Wait until the chunk's samples are scored and published."""
         return await self._worker(chunk).collect_chunk.remote(chunk.id)
 
     def _worker(self, chunk: Chunk) -> Any:
@@ -200,15 +209,19 @@ class TrainerPool:
         self._select, self._rewards_of = select, rewards_of
 
     async def begin(self) -> None:
+        """Open a logical batch."""
         self._ranks.compute_s = 0.0
         await self._ranks.begin(self._num_samples, self._num_rows)
 
     async def accumulate(self, fragment: Fragment, groups: Mapping[str, GroupTags]) -> None:
+        """Add the gradient of complete groups."""
         samples = fragment_samples(groups, self._select, self._rewards_of)
         await self._ranks.accumulate(FragmentSpec(f"f{fragment.id}", samples))
 
     async def commit(self) -> dict[str, float]:
+        """Run the optimizer step; returns its metrics."""
         return numbers(await self._ranks.commit())
 
     async def abort(self) -> None:
+        """Discard the open logical batch."""
         await self._ranks.abort()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's ranks, as one: every call goes to all of them, with names and numbers only.
 
-A call is one message per rank, or with many ranks one per relay (`verl_digen.trainer.relays`). Fragments and requests,
-which grow with the groups, are put into Ray's object store once, and each message holds a reference: the driver
-serialises a fragment once, whatever the number of ranks.
+A call is one message per rank, or with many ranks one per relay (`verl_digen.processes.relays`). Fragments and
+requests, which grow with the groups, are put into Ray's object store once, and each message holds a reference: the
+driver serialises a fragment once, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import ray
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.algorithms.metric import Metric, from_plain
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.processes.relays import Together, Work
 from verl_digen.store.partitions import TRAIN
-from verl_digen.trainer.relays import Together, Work
 from verl_digen.types import SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class TrainerRanks:
     """Calls of `DiffusionWorker` on every rank; an exception of any rank is raised.
 
     Args:
-        ranks: all ranks, see `verl_digen.trainer.relays.ranks_of`.
+        ranks: all ranks, see `verl_digen.processes.relays.ranks_of`.
         put: stores a value once for all ranks -> what each of them is sent in its place.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remove replicas whose processes died or hang; the run goes on with the others.
+"""Remove replicas whose processes died or hang, and start others in place of them; the run goes on meanwhile.
 
 A replica on devices of its own is a server and workers of the checkpoint engine. If one of them dies it is useless:
 without the server it cannot generate, without a worker it would generate under old weights.
@@ -10,14 +10,24 @@ without the server it cannot generate, without a worker it would generate under 
 | does not answer for `digen.deadlines.answer_s` | the same |
 | cannot be reached (ActorUnavailableError) | is retried for a quarter of `digen.deadlines.answer_s`, then the same |
 
-Invariant (tests/trainer/test_replicas.py): after an update every remaining replica has the weights.
+A replica in place of a lost one joins when weights are next published.
+
+- On its own devices it starts in the background, under a new number, so that it reuses no name of a lost one. If every
+  other one is lost meanwhile, the run waits for it.
+- On the trainer's devices it starts between two steps, while the others sleep, with the rank of the lost one.
+- At most `digen.rollout.max_restarts` per run, over all replicas; a failed start counts.
+
+Invariants (tests/trainer/test_replicas.py, test_restarts.py): after an update every remaining replica has the weights;
+living, starting and ready replicas never exceed the initial number.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -25,33 +35,47 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 from ray.util.placement_group import remove_placement_group
 from verl.workers.rollout.replica import RolloutMode
 
-from verl_digen.actors import alive
-from verl_digen.agent_loop.chunks import describe
-from verl_digen.errors import ReplicasLost
-from verl_digen.schedulers.deadlines import DeadlinesConfig
-from verl_digen.trainer.relays import FAN_OUT, Route, Together, Work
+from verl_digen.errors import ReplicasLost, describe
+from verl_digen.processes.actors import retried, silence
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.relays import FAN_OUT, Route, Together, Work
+from verl_digen.processes.supervision import LoopThread
 
 logger = logging.getLogger(__name__)
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-
 
 class Replicas:
-    """All replicas of a run. With many processes they are asked through relays, see `verl_digen.trainer.relays`.
+    """All replicas of a run. With many processes they are asked through relays, see `verl_digen.processes.relays`.
 
     Args:
         checkpoint_manager: verl's `CheckpointEngineManager`, which has the list of them.
         server_manager: verl's `LLMServerManager`.
+        loop: the driver's.
         workers: route to the replicas' workers. Those of colocated replicas are not asked.
-        run: runs a coroutine in the driver's event loop (`LoopThread.run`).
+        start: starts the replica with this number, which counts the replicas of the run; raises if it cannot.
+        max_restarts: limit per run.
     """
 
     def __init__(
-        self, checkpoint_manager: Any, server_manager: Any, deadlines: DeadlinesConfig, run: Run, *, workers: Route
+        self,
+        checkpoint_manager: Any,
+        server_manager: Any,
+        deadlines: DeadlinesConfig,
+        loop: LoopThread,
+        *,
+        workers: Route,
+        start: Callable[[int], Awaitable[Any]],
+        max_restarts: int,
     ):
         self._checkpoint_manager, self._server_manager = checkpoint_manager, server_manager
-        self._deadlines, self._run = deadlines, run
+        self._deadlines, self._loop = deadlines, loop
         self._servers, self._workers = Route(deadlines.answer_s), workers
+        self._start, self._max_restarts = start, max_restarts
+        self._starting: list[Any] = []
+        self.num_replicas = len(self._all)
+        """Initial number; theirs are the numbers below it."""
+        self.num_restarts = 0
+        """Starts in place of lost ones so far, failed ones included."""
 
     def tell_living(self, tell: Callable[[], Any]) -> None:
         """Have `tell` send weights to the replicas, or put them to sleep; whenever one dies meanwhile, retry with the
@@ -81,7 +105,7 @@ class Replicas:
         Raises:
             ReplicasLost: no replica is alive.
         """
-        lost = [] if self._all_answer() else self._run(self._silent())
+        lost = [] if self._all_answer() else self._loop.run(self._silent())
         addresses = [replica.server_address for replica in lost]
         if lost:
             logger.warning("rollout replicas lost: %s; the run goes on without them", ", ".join(addresses))
@@ -108,12 +132,58 @@ class Replicas:
         for replica in self._all:
             end_processes(replica)
 
+    # -- starting others ----------------------------------------------------------------------------------
+    def replace_lost(self) -> None:
+        """Start the missing replicas, within the limit."""
+        num_missing = self.num_replicas - len(self._all) - len(self._starting)
+        num_allowed = self._max_restarts - self.num_restarts
+        if num_missing > num_allowed:
+            logger.warning(
+                "%d lost replicas stay lost: digen.rollout.max_restarts=%d is used up",
+                num_missing - num_allowed,
+                self._max_restarts,
+            )
+        for _ in range(min(num_missing, num_allowed)):
+            number = self.num_replicas + self.num_restarts
+            self.num_restarts += 1
+            logger.warning("replica %d is started in place of a lost one", number)
+            self._starting.append(self._loop.begin(asyncio.wait_for(self._start(number), self._deadlines.first_s)))
+
+    def wait_started(self) -> None:
+        """Block until every start has succeeded or failed; each has its bound."""
+        concurrent.futures.wait(self._starting)
+
+    @property
+    def is_starting(self) -> bool:
+        """True while a replica is started, or has been and is not added."""
+        return bool(self._starting)
+
+    async def one_started(self) -> None:
+        """Wait until a start has succeeded or failed; each has its bound."""
+        await asyncio.wait([asyncio.wrap_future(one) for one in self._starting], return_when=asyncio.FIRST_COMPLETED)
+
+    def add_started(self) -> None:
+        """Add the replicas that have started: they get weights and validation samples from now on."""
+        ended = [future for future in self._starting if future.done()]
+        self._starting = [future for future in self._starting if future not in ended]
+        for future in ended:
+            if error := future.exception():
+                logger.error("a replica could not be started again: %s", describe(error))
+        started = [future.result() for future in ended if future.exception() is None]
+        if started:
+            self._checkpoint_manager.add_replicas(started)
+            servers = {replica.server_address: replica.server_handle for replica in started}
+            added = self._server_manager.global_load_balancer.add_servers.remote(servers)
+            ray.get(added, timeout=self._deadlines.answer_s)
+
+    # -- their state --------------------------------------------------------------------------------------
     def metrics(self, published: int) -> dict[str, float]:
         """Counts and times that the replicas report after a weight update. A replica that died since is left out.
 
         | name | unit | meaning |
         | --- | --- | --- |
         | `rollout/num_replicas` | replicas | replicas alive |
+        | `rollout/num_restarts` | replicas | replicas started in place of lost ones since the run began |
         | `rollout/weight_load_s_max` | s | loading time of the last update on the slowest replica |
         | `rollout/weight_drain_s_max` | s | longest wait of an update for trajectories in flight |
         | `rollout/prompt_cache_hit_rate` | | share of prompts that did not have to be encoded, since the run began |
@@ -126,8 +196,9 @@ class Replicas:
             RuntimeError: a replica did not receive the published version.
         """
         health_of = self._healths()
+        counts = {"rollout/num_restarts": float(self.num_restarts), "rollout/num_replicas": float(len(health_of))}
         if not health_of:  # the next step starts others, or says that it cannot
-            return {"rollout/num_replicas": 0.0}
+            return counts
         healths = list(health_of.values())
         for address, health in health_of.items():
             if health["received_version"] != published:
@@ -138,7 +209,7 @@ class Replicas:
                 )
         hits, misses = (sum(health["prompt_cache"][name] for health in healths) for name in ("hits", "misses"))
         return {
-            "rollout/num_replicas": float(len(healths)),
+            **counts,
             "rollout/weight_load_s_max": max(_update_s(health, "load_s") for health in healths),
             "rollout/weight_drain_s_max": max(_update_s(health, "drain_s") for health in healths),
             "rollout/prompt_cache_hit_rate": hits / max(1, hits + misses),
@@ -182,7 +253,7 @@ class Replicas:
             return None
         try:
             callee = Together([route.to(actors) for route, actors in ways])
-            return self._run(asyncio.wait_for(callee.call(work, "all"), self._deadlines.answer_s))
+            return self._loop.run(asyncio.wait_for(callee.call(work, "all"), self._deadlines.answer_s))
         except (RayError, asyncio.TimeoutError) as error:
             logger.warning("a replica's process or a relay fails, each is asked by itself: %s", describe(error))
             for route, _ in ways:
@@ -193,9 +264,32 @@ class Replicas:
         """Replicas with a process that does not answer; all are asked at once."""
         replicas = self._all
         processes = [process for replica in replicas for process in _processes(replica)]
-        lives = await alive(processes, self._deadlines)
-        silent = [process for process, is_alive in zip(processes, lives, strict=True) if not is_alive]
+        errors = await asyncio.gather(*(silence(process, self._deadlines) for process in processes))
+        silent = [process for process, error in zip(processes, errors, strict=True) if error is not None]
         return [replica for replica in replicas if any(process in silent for process in _processes(replica))]
+
+
+async def start_replica(server_manager: Any, rank: int, start_s: float, *, on_ranks: bool) -> Any:
+    """Start one of verl's replicas in place of a lost one, as soon as that one's devices and names are free.
+
+    Args:
+        server_manager: verl's `LLMServerManager`, which started the first ones.
+        start_s: how long to wait for devices and names.
+        on_ranks: start it on the trainer's devices, not on devices of its own.
+    """
+
+    def start() -> Any:
+        replica = server_manager.rollout_replica_class(
+            replica_rank=rank,
+            config=server_manager.rollout_config,
+            model_config=server_manager.model_config,
+            gpus_per_node=server_manager.rollout_config.n_gpus_per_node,
+        )
+        init = partial(replica.init_hybrid, server_manager.worker_group) if on_ranks else replica.init_standalone
+        asyncio.run(retried(init, start_s, on=ValueError))  # verl's and Ray's, while they are not free
+        return replica
+
+    return await asyncio.to_thread(start)  # verl blocks in coroutines
 
 
 def end_processes(replica: Any) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 
 from verl_digen.errors import DeadlineMissed
 from verl_digen.observe.timeline import Lane, Recorder
-from verl_digen.schedulers.deadlines import Deadlines
+from verl_digen.processes.calls import CallsUnderWay
+from verl_digen.processes.deadlines import Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
-from verl_digen.trainer.calls import CallsUnderWay
 from verl_digen.trainer.lanes import IdleLanes, Joining
-from verl_digen.trainer.ports import Generator
+from verl_digen.trainer.pools import GeneratorPool
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class ReplicaSlots:
     def __init__(
         self,
         planner: BatchPlanner,
-        generator: Generator,
+        generator: GeneratorPool,
         calls: CallsUnderWay,
         deadlines: Deadlines,
         recorder: Recorder,
@@ -89,9 +89,7 @@ class ReplicaSlots:
         """Drop a hung replica and kill its processes."""
         logger.error("the replica of slot %s is given up: %s", slot, error)
         self.lose(slot)
-        self._calls.tell(
-            self._generator.end_replica(self.slots_of[slot]), f"ending the replica of slot {slot}", self._deadlines
-        )
+        self._calls.tell(self._generator.end_replica(self.slots_of[slot]), f"ending the replica of slot {slot}")
 
     def lose(self, slot: str) -> None:
         """Take all slots of a dead replica out of the plan. No effect on slots that are out already."""

@@ -7,7 +7,7 @@ update_weights(v)      both, on all replicas: before the first step, and around 
 
 An update is verl's protocol of checkpoint engines: every rank and every worker of a replica prepares, joins the group,
 sends or receives, and finalizes. verl's manager calls each of them itself, which is four calls of each; here they are
-called through relays (`verl_digen.trainer.relays`).
+called through relays (`verl_digen.processes.relays`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from verl.checkpoint_engine import CheckpointEngineManager
 
-from verl_digen.trainer.relays import Route, Together, Work
+from verl_digen.processes.relays import Route, Together, Work
 
 
 class StagedCheckpointManager(CheckpointEngineManager):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from verl_digen.errors import RunStopped
 from verl_digen.observe.metrics import (
     call_metrics,
     episode_metrics,
@@ -20,6 +21,8 @@ from verl_digen.observe.metrics import (
 from verl_digen.store.keys import parse_key
 from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
 from verl_digen.types import SampleTag
+
+GAP = "rollout/log_prob_gap_max"
 
 
 @dataclass(frozen=True)
@@ -107,3 +110,26 @@ def utilisation(
     num_pictures = sum(len(tag.generations) for tag in result.tags)
     num_forwards = max(0, (num_pictures - result.num_assisted) * num_steps - spared)
     return step_utilisation(metrics, num_forwards=num_forwards, **devices)
+
+
+def check_log_prob_gap(metrics: Mapping[str, float], max_gap: float | None, *, step: int) -> None:
+    """Stop a run whose trainer computes other log-probs for the recorded steps than its replicas did.
+
+    Args:
+        metrics: metrics of the step; without recorded log-probs there is no gap.
+        max_gap: in nats; None: no limit.
+
+    Raises:
+        RunStopped: the gap is larger, or not a number.
+    """
+    if max_gap is None or GAP not in metrics:
+        return
+    gap = metrics[GAP]
+    if not gap <= max_gap:  # also true for nan
+        raise RunStopped(
+            f"step {step}: {GAP} must be <= digen.rollout.max_log_prob_gap={max_gap:g} nats, got {gap:g}: replicas and "
+            "trainer do not compute alike. If rollout/version_age_max_versions is 0, compare "
+            "actor_rollout_ref.rollout.dtype with actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype, and "
+            "look at quantisation, caching or compilation of the replicas, and digen.rollout.latents_dtype. If the gap "
+            "was always of this size and training is sound, raise the bound"
+        )

@@ -26,8 +26,8 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from verl.plugin.platform import get_platform
 
 from verl_digen.errors import DeadlineMissed, RunStopped, describe
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.reward.scoring import Turn
-from verl_digen.schedulers.deadlines import DeadlinesConfig
 from verl_digen.store.prompts import PromptStatus
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class RewardProcesses:
         Raises:
             RunStopped: a reward could not be made, or woken. DeadlineMissed: within `digen.deadlines.first_s`.
         """
-        self._change("wake", self._deadlines.start_s, "digen.deadlines.first_s")
+        self._change("wake", self._deadlines.first_s, "digen.deadlines.first_s")
 
     def sleep(self) -> None:
         """Free the devices' memory.

@@ -18,11 +18,11 @@ from verl_digen.config import DigenConfig
 from verl_digen.data.rows import ROW, prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.observe.trackers import log_to_wandb
+from verl_digen.processes.supervision import Supervision
 from verl_digen.store.partitions import VAL
 from verl_digen.store.prompts import PromptStatus, list_partition, submit_prompts
 from verl_digen.store.samples import clear
 from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
-from verl_digen.trainer.supervision import Supervision
 from verl_digen.trainer.turns import num_events
 from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_metrics, validation_uid
 from verl_digen.types import PromptRow, SampleTag
@@ -132,7 +132,6 @@ class Validation:
         """
         self._supervision.patience.restart()
         while True:
-            self._supervision.heartbeats.check()
             found = list_partition(VAL)
             ended = [uid for uid in uids if found.prompts[uid].has_ended]
             if len(ended) == len(uids):
@@ -140,7 +139,7 @@ class Validation:
             step = self._supervision.step()
             what = f"validation after step {step} ({len(ended)} of {len(uids)} prompts have ended)"
             prompts = [found.prompts[uid] for uid in uids]
-            self._supervision.patience.check(num_events(prompts), what)
+            self._supervision.check_progress(num_events(prompts), what)
             self.on_poll(prompts)
             time.sleep(self._poll_s)
         reasons = {uid: found.prompts[uid].error for uid in uids if found.prompts[uid].status == "failure"}

@@ -1,37 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward workers that die or stop, as real Ray actors."""
+"""Workers that die or stop, as real Ray actors."""
 
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorUnavailableError
 
 from tests.reward.mortal import MortalWorker
 from verl_digen.errors import RunStopped
-from verl_digen.reward.scoring import ScoringError
-from verl_digen.reward.workers import RestartingActor, RewardWorkers
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.workers import RestartingActor, WorkerPool
 
 pytestmark = pytest.mark.slow
 
 MAX_RETRIES = 2
 LARGE = b"x" * 200_000
 """Argument large enough that Ray puts it into its object store, like verl's config."""
-ACTORS: list[RestartingActor] = []
 
 
-def start(folder: Path, count: int, answer_s: float = 60.0, starts_s: float = 0.0, **options: int) -> RewardWorkers:
+def start(folder: Path, count: int, answer_s: float = 60.0, starts_s: float = 0.0, **options: int) -> WorkerPool:
     actor = RestartingActor(MortalWorker, MAX_RETRIES, num_cpus=0)
-    ACTORS.append(actor)
-    return RewardWorkers([actor.options(**options).remote(folder, LARGE, starts_s) for _ in range(count)], answer_s)
+    return pool([actor.options(**options).remote(folder, LARGE, starts_s) for _ in range(count)], answer_s)
 
 
-def score(workers: RewardWorkers, *samples: tuple[int, int], by: signal.Signals = signal.SIGKILL) -> list[object]:
+def pool(handles: list[Any], answer_s: float = 60.0, run: int = 1) -> WorkerPool:
+    return WorkerPool(handles, DeadlinesConfig(answer_s=answer_s), kind="reward", key="workers", run=run)
+
+
+def score(workers: WorkerPool, *samples: tuple[int, int], by: signal.Signals = signal.SIGKILL) -> list[object]:
     """Scores of samples (name, number of signals `by` that the worker gets on it first)."""
 
     async def run() -> list[object]:
-        scores = [workers.score((*sample, by)) for sample in samples]
+        scores = [workers.call("score", (*sample, by)) for sample in samples]
         return await asyncio.gather(*scores, return_exceptions=True)
 
     return asyncio.run(run())
@@ -57,7 +61,7 @@ def test_a_worker_that_takes_long_to_start_or_to_score_and_lives_is_waited_for(r
 def test_a_sample_that_kills_whoever_scores_it_fails_alone(ray_cluster, tmp_path):
     workers = start(tmp_path, 1)
     (failed,) = score(workers, (1, 1 + MAX_RETRIES))
-    assert isinstance(failed, ScoringError) and "died whenever it scored this sample" in str(failed)
+    assert isinstance(failed, ActorUnavailableError)
     assert score(workers, (2, 0)) == [0.2]
 
 
@@ -72,7 +76,7 @@ def test_samples_of_a_worker_gone_for_good_go_to_the_others_and_without_any_the_
 
 
 def test_samples_go_to_a_worker_in_runs_of_its_batch_size_and_then_to_the_one_with_the_fewest():
-    workers = RewardWorkers(["a", "b", "c"], 1.0, run=2)
+    workers = pool(["a", "b", "c"], run=2)
     taken = [workers.take() for _ in range(6)]
     assert taken[0] == taken[1] != taken[2] == taken[3] != taken[4] == taken[5] and {*taken} == {"a", "b", "c"}
     for _ in range(2):

@@ -3,6 +3,7 @@
 
 import asyncio
 import random
+from math import ceil, sqrt
 from types import SimpleNamespace
 
 import pytest
@@ -11,41 +12,43 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from tests.trainer import mortal
 from tests.trainer.ended import kill
-from verl_digen.trainer.relays import FAN_OUT, Branch, Process, Relayed, Together, Work, ranks_of, start_relays, tree
+from verl_digen.processes.relays import FAN_OUT, Process, Relayed, Together, Work, ranks_of, relayed
 
 pytestmark = pytest.mark.slow
 
 
+def plan(nodes, fan_out=FAN_OUT):
+    """Callees of the driver: numbers of processes, and relays as (node, callees)."""
+    return relayed(range(len(nodes)), nodes, start=lambda node, callees: (node, callees), fan_out=fan_out).callees
+
+
 def leaves(callees):
-    return [rank for callee in callees for rank in ([callee] if isinstance(callee, int) else leaves(callee.callees))]
+    return [rank for callee in callees for rank in ([callee] if isinstance(callee, int) else leaves(callee[1]))]
 
 
 def assert_invariants(nodes, fan_out):
-    callees = tree(nodes, fan_out)
+    callees = plan(nodes, fan_out)
     assert leaves(callees) == list(range(len(nodes))), "every rank once, in order"
 
     def check(callees):
-        assert len(callees) <= fan_out
-        for branch in callees:
-            if isinstance(branch, Branch):
-                below = leaves([branch])
-                assert branch.node == nodes[below[0]]
-                if isinstance(branch.callees[0], int):
-                    assert {nodes[rank] for rank in below} == {branch.node}, "a rank is called from its own node"
-                check(branch.callees)
+        assert len(callees) <= max(fan_out, ceil(sqrt(len(nodes))))
+        for node, below in (callee for callee in callees if not isinstance(callee, int)):
+            assert node == nodes[leaves(below)[0]]
+            if isinstance(below[0], int):
+                assert {nodes[rank] for rank in below} == {node}, "a rank is called from its own node"
+            check(below)
 
     check(callees)
 
 
 def test_few_ranks_have_no_relay():
-    assert tree(["a"] * 8 + ["b"] * 8) == tuple(range(16)) and FAN_OUT == 16
+    assert [*plan(["a"] * 8 + ["b"] * 8)] == [*range(16)] and FAN_OUT == 16
 
 
 def test_a_node_has_a_relay_and_many_relays_have_relays():
-    nodes = [f"n{rank // 8:02d}" for rank in range(640)]
-    callees = tree(nodes)
-    assert [len(branch.callees) for branch in callees] == [8, *[9] * 8], "as few levels as with 16, and no wide one"
-    assert callees[1].callees[0] == Branch("n08", tuple(range(64, 72)))
+    callees = plan([f"n{rank // 8:02d}" for rank in range(640)])
+    assert [len(below) for _, below in callees] == [*[9] * 8, 8], "none calls many others"
+    assert [*callees[0][1][8][1]] == [*range(64, 72)] and callees[0][1][8][0] == "n08"
 
 
 def test_a_tree_of_any_nodes_calls_every_rank_once_and_none_from_another_node():
@@ -82,10 +85,10 @@ def ways(actors):
     """Ranks that are called directly, and behind relays of relays."""
     ranks = [Process(actor) for actor in actors]
     here = ray.get_runtime_context().get_node_id()
-    relayed = start_relays(tree([here] * 5, fan_out=2), ranks)
-    assert [callee.num_processes for callee in relayed.callees] == [1, 4], "two levels"
-    assert all(isinstance(callee, Relayed) for callee in relayed.callees)
-    return Together(ranks), relayed
+    way = relayed(ranks, [here] * 5, fan_out=2)
+    assert [callee.num_processes for callee in way.callees] == [4, 1], "two levels"
+    assert all(isinstance(callee, Relayed) for callee in way.callees)
+    return Together(ranks), way
 
 
 def test_answers_come_in_the_order_of_the_ranks_or_from_the_first_alone(ways):
@@ -107,11 +110,11 @@ def test_each_process_gets_its_own_arguments(ways):
 
 
 def test_an_exception_is_the_same_through_relays(ways):
-    direct, relayed = (answers_of(way, "refuse", (4,), "first") for way in ways)
-    for error in (direct, relayed):
+    direct, through = (answers_of(way, "refuse", (4,), "first") for way in ways)
+    for error in (direct, through):
         assert isinstance(error, ValueError) and isinstance(error, RayTaskError)
         assert "version 4 is refused" in str(error)
-    assert str(direct) == str(relayed), "Ray's text of a relay is not wrapped around that of the rank"
+    assert str(direct) == str(through), "Ray's text of a relay is not wrapped around that of the rank"
 
 
 def test_outcomes_have_the_exception_in_place_of_the_rank_that_failed(ways):
@@ -128,13 +131,13 @@ def test_few_ranks_are_called_under_the_prefix_of_their_role(actors):
 
 
 def test_a_rank_that_dies_and_a_relay_that_dies_end_the_call_at_once(ways, actors):
-    _, relayed = ways
+    _, way_through = ways
     kill(actors[1])
     for way in ways:
         assert isinstance(answers_of(way, "version_now", (), "first"), RayActorError)
-    dead = [isinstance(one, RayActorError) for one in answers_of(relayed, "version_now", (), "outcomes")]
+    dead = [isinstance(one, RayActorError) for one in answers_of(way_through, "version_now", (), "outcomes")]
     assert dead == [False, True, False, False, False]
-    kill(relayed.callees[1].relay)
-    assert isinstance(answers_of(relayed, "version_now", (), "all"), RayActorError)
-    dead = [isinstance(one, RayActorError) for one in answers_of(relayed, "version_now", (), "outcomes")]
-    assert dead == [False, True, True, True, True]
+    kill(way_through.callees[0].relay)
+    assert isinstance(answers_of(way_through, "version_now", (), "all"), RayActorError)
+    dead = [isinstance(one, RayActorError) for one in answers_of(way_through, "version_now", (), "outcomes")]
+    assert dead == [True, True, True, True, False]

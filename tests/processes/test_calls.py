@@ -10,17 +10,17 @@ import pytest
 
 from tests.chaos.loop import run_in_virtual_time
 from verl_digen.errors import DeadlineMissed
-from verl_digen.schedulers.deadlines import Bound, DeadlinesConfig
-from verl_digen.trainer.calls import CallsUnderWay
+from verl_digen.processes.calls import CallsUnderWay
+from verl_digen.processes.deadlines import Bound, Deadlines, DeadlinesConfig
 
-CONFIG = DeadlinesConfig(no_progress_s=3000.0)
+DEADLINES = Deadlines(DeadlinesConfig(no_progress_s=3000.0))
 
 
 class Book:
     """Calls, and their ends."""
 
     def __init__(self):
-        self.calls = CallsUnderWay(CONFIG)
+        self.calls = CallsUnderWay(DEADLINES)
         self.ended, self.overdue = [], []
 
     def start(self, name, takes_s, bound_s):

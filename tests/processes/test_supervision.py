@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heartbeats of processes that die or hang, and a polling wait, in virtual time."""
+"""Processes that die or hang while the driver waits, in virtual time."""
 
 import asyncio
 import threading
@@ -12,13 +12,24 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
 from verl_digen.errors import DeadlineMissed, ProcessLost
-from verl_digen.schedulers.deadlines import Bound, DeadlinesConfig
-from verl_digen.trainer import heartbeats
-from verl_digen.trainer.heartbeats import Heartbeats
-from verl_digen.trainer.loop_thread import within
-from verl_digen.trainer.patience import Patience
+from verl_digen.processes import actors
+from verl_digen.processes.calls import Patience
+from verl_digen.processes.deadlines import Bound, DeadlinesConfig
+from verl_digen.processes.supervision import Supervision, within
 
-CONFIG = DeadlinesConfig(answer_s=10.0, no_progress_s=100.0)
+CONFIG = DeadlinesConfig(answer_s=10.0, no_progress_s=100.0, first_s=20.0, train_s=20.0)
+
+
+def supervision(end_silent_replicas=None, end_all=None, cancel_queue_calls=list):
+    return Supervision(
+        CONFIG,
+        loop=SimpleNamespace(begin=asyncio.ensure_future, time=asyncio.get_running_loop().time),
+        scores_groups=False,
+        step=lambda: 3,
+        end_silent_replicas=end_silent_replicas,
+        end_all=end_all,
+        cancel_queue_calls=cancel_queue_calls,
+    )
 
 
 class Process:
@@ -40,7 +51,7 @@ class Process:
 @pytest.fixture(autouse=True)
 def no_ray(monkeypatch):
     monkeypatch.setattr(ray, "kill", lambda process: setattr(process, "is_killed", True))
-    monkeypatch.setattr(heartbeats, "is_starting", lambda process: process.is_starting)
+    monkeypatch.setattr(actors, "is_starting", lambda process: process.is_starting)
 
 
 def watch(process, work_s):
@@ -49,17 +60,17 @@ def watch(process, work_s):
     async def run():
         cancelled = []
         loop = asyncio.get_running_loop()
-        beats = Heartbeats(asyncio.ensure_future, CONFIG, lambda: cancelled.append(loop.time()))
-        beats.watch("agent loop worker 3", process)
+        watched = supervision(cancel_queue_calls=lambda: cancelled.append(loop.time()))
+        watched.watch_processes({"agent loop worker 3": process})
         try:
-            await beats.unless_lost(asyncio.sleep(work_s))
+            await watched.unless_lost(asyncio.sleep(work_s))
             raised = None
         except ProcessLost as error:
             raised = error
             with pytest.raises(ProcessLost):
-                beats.check()
+                watched.check()
             with pytest.raises(ProcessLost):
-                await beats.unless_lost(asyncio.sleep(1.0))
+                await watched.unless_lost(asyncio.sleep(1.0))
         ended_s = loop.time()
         await asyncio.sleep(3.0)
         return ended_s, raised, cancelled
@@ -75,7 +86,7 @@ def test_work_goes_on_while_signs_of_life_come():
 @pytest.mark.parametrize(
     "error, ended_s, reason",
     [
-        (None, 42.5, r"agent loop worker 3 gives no sign of life for 10 s \(digen\.deadlines\.answer_s\)"),
+        (None, 40.0, r"agent loop worker 3 gives no sign of life for 10 s \(digen\.deadlines\.answer_s\)"),
         (ActorDiedError(), 30.0, "agent loop worker 3 is lost"),
         (ActorUnavailableError("reset", None), 32.5, "agent loop worker 3 is lost .*unavailable"),
     ],
@@ -93,29 +104,95 @@ def test_work_ends_when_a_process_is_lost_which_is_ended_with_all_calls_of_the_q
 
 def test_what_work_raises_is_raised_as_it_is():
     async def run():
-        beats = Heartbeats(asyncio.ensure_future, CONFIG, list)
         work = asyncio.get_running_loop().create_future()
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await beats.unless_lost(work)
+            await supervision().unless_lost(work)
 
     run_in_virtual_time(run())
+
+
+class Call:
+    """A blocking call that succeeds after `takes_s`, or fails when everything is killed. `num_silent` replicas hang,
+    each noticed after the previous one, and silent from then on."""
+
+    def __init__(self, takes_s, num_silent=0):
+        self.takes_s, self.num_silent = takes_s, num_silent
+        self.ended = []
+        self.is_over = asyncio.Event()
+        self.watch = supervision(self.end_silent_replicas, self.end_all).watch
+
+    async def end_silent_replicas(self):
+        if len(self.ended) < self.num_silent:
+            self.ended.append("replica")
+        return [f"r{number}" for number in range(len(self.ended))]
+
+    def end_all(self):
+        self.ended.append("all")
+        self.is_over.set()
+
+    async def call(self):
+        with self.watch("publish", "sending weights"):
+            try:
+                await asyncio.wait_for(self.is_over.wait(), self.takes_s)
+            except asyncio.TimeoutError:
+                return
+            raise ActorDiedError
+
+
+def run_call(**given):
+    async def run():
+        made = Call(**given)
+        try:
+            await made.call()
+        finally:
+            now_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(1000.0)  # a leftover guard would kill something now
+        return made, now_s
+
+    return run_in_virtual_time(run())
+
+
+def test_a_call_in_time_ends_nothing_then_or_later():
+    made, now_s = run_call(takes_s=19.0)
+    assert made.ended == [] and now_s == pytest.approx(19.0)
+
+
+def test_replicas_without_a_sign_of_life_are_ended_first_and_the_call_has_its_time_once_more_each_time():
+    made, _ = run_call(takes_s=59.0, num_silent=2)
+    assert made.ended == ["replica", "replica"]
+
+
+@pytest.mark.parametrize("num_silent, waited_s", [(0, 20), (1, 40), (2, 60)])
+def test_a_call_that_is_overdue_with_all_replicas_answering_ends_the_run_and_says_which_key(num_silent, waited_s):
+    with pytest.raises(DeadlineMissed, match=rf"step 3: sending weights .* {waited_s} s.* digen\.deadlines\.train_s"):
+        run_call(takes_s=1e6, num_silent=num_silent)
+
+
+def test_what_fails_by_itself_is_raised_as_it_is():
+    async def run():
+        made = Call(takes_s=1.0)
+        made.is_over.set()
+        await made.call()
+
+    with pytest.raises(ActorDiedError):
+        run_in_virtual_time(run())
 
 
 def test_a_count_that_stands_still_for_too_long_is_an_error_and_one_that_moves_is_not(caplog):
     now = SimpleNamespace(s=0.0)
     patience = Patience(CONFIG, lambda: now.s)
     for count, now.s in [(0, 0.0), (0, 90.0), (1, 110.0), (1, 205.0)]:
-        patience.check(count, "the groups of step 3")
+        patience.check(count, lambda: "the groups of step 3")
     now.s = 300.0
     patience.restart()
-    patience.check(1, "the groups of step 4")
+    patience.check(1, lambda: "the groups of step 4")
     now.s = 390.0
-    patience.check(1, "the groups of step 4")
+    patience.check(1, lambda: "the groups of step 4")
     assert "nothing happened for 90 s; waiting for the groups of step 4" in caplog.text
     now.s = 401.0
     with pytest.raises(DeadlineMissed, match=r"the groups of step 4 .* 101 s.*raise digen\.deadlines\.no_progress_s"):
-        patience.check(1, "the groups of step 4")
+        patience.check(1, lambda: "the groups of step 4")
 
 
 def test_blocking_work_is_given_up_when_it_is_overdue():

@@ -8,7 +8,7 @@ The prediction is a fixed part plus a part per item (samples, groups), learnt ov
 compares the samples of a group waits for all of them: its bound is longer by that of a first generation, so that a
 sample whose replica hangs is generated again before those that wait for it are given up.
 
-Invariants (tests/schedulers/test_deadlines.py)
+Invariants (tests/processes/test_deadlines.py)
 - A bound is never below its floor. For the first call of a kind to a callee it is never below `first_s`.
 - A call that takes `factor` times as long as predicted, or less, is never overdue.
 - No clock inside: durations come in, bounds go out.
@@ -22,8 +22,9 @@ from typing import Annotated, Literal
 from verl_digen.require import In, check_fields
 from verl_digen.schedulers.durations import RunningLine
 
-CallKind = Literal["generate", "assist", "score", "train", "commit", "load", "publish", "answer", "start"]
-"""Kinds of calls to a replica, the trainer or an agent loop worker. "answer": any call without work."""
+CallKind = Literal["generate", "assist", "score", "train", "commit", "load", "publish", "answer", "files"]
+"""Kinds of calls to a replica, the trainer or an agent loop worker. "answer": any call without work; "files": a
+checkpoint, whose bound is not learnt."""
 
 
 Seconds = Annotated[float, In("(0, inf)"), "give a large number"]
@@ -59,11 +60,6 @@ class DeadlinesConfig:
     no_progress_s: Seconds = 10800.0
     """Time without any event after which the run ends, independent of the other bounds. After a thirtieth of it the log
     says who waits for whom, and again each time that has doubled."""
-
-    @property
-    def start_s(self) -> float:
-        """Bound of starting a replica again, and of waking the timeshared rewards: `first_s`."""
-        return self.first_s
 
     @property
     def blip_s(self) -> float:
@@ -118,23 +114,19 @@ class Deadlines:
 
     def bound(self, kind: CallKind, who: str, *, size: int = 1) -> Bound:
         """Timeout of a call of `size` items that `who` is given now."""
-        bound = self._own_bound(kind, who, size)
+        config, bounds = self.config, [_floor(self.config, kind)]
+        if kind in ("answer", "files"):
+            return bounds[0]
+        if (kind, who) in self._known:
+            bounds.append(Bound(config.factor * (self.predicted_s(kind, size) or 0.0), "digen.deadlines.factor"))
+        else:
+            bounds.append(Bound(config.first_s, "digen.deadlines.first_s"))
+        bound = max(bounds, key=lambda bound: bound.seconds)
         if kind == "score" and self.scores_groups:
-            first_s = self._own_bound("generate", NOBODY, size).seconds
-            generate_s = max(first_s, self.config.factor * (self.predicted_s("generate", size) or 0.0))
+            first_s = self.bound("generate", NOBODY, size=size).seconds
+            generate_s = max(first_s, config.factor * (self.predicted_s("generate", size) or 0.0))
             return Bound(bound.seconds + generate_s, bound.key)
         return bound
-
-    def _own_bound(self, kind: CallKind, who: str, size: int) -> Bound:
-        floor = _floor(self.config, kind)
-        if kind == "answer" or kind == "start":
-            return floor
-        if (kind, who) not in self._known:
-            return max(floor, Bound(self.config.first_s, "digen.deadlines.first_s"), key=lambda bound: bound.seconds)
-        predicted_s = self.predicted_s(kind, size)
-        assert predicted_s is not None  # each known (kind, who) was observed
-        measured = Bound(self.config.factor * predicted_s, "digen.deadlines.factor")
-        return max(floor, measured, key=lambda bound: bound.seconds)
 
     def predicted_s(self, kind: CallKind, size: int = 1) -> float | None:
         """Expected seconds of a call of `size` items; None before the first of its kind has ended."""
@@ -143,12 +135,12 @@ class Deadlines:
 
 
 def _floor(config: DeadlinesConfig, kind: CallKind) -> Bound:
-    if kind == "generate" or kind == "load":
+    if kind in ("generate", "load"):
         return Bound(config.generate_s, "digen.deadlines.generate_s")
     if kind == "score":
         return Bound(config.score_s, "digen.deadlines.score_s")
     if kind == "answer":
         return Bound(config.answer_s, "digen.deadlines.answer_s")
-    if kind == "start":
-        return Bound(config.first_s, "digen.deadlines.first_s")
+    if kind == "files":
+        return Bound(config.setup_s, "digen.deadlines.setup_s")
     return Bound(config.train_s, "digen.deadlines.train_s")

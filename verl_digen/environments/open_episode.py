@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Client of the environment workers: a worker that dies costs time, not episodes.
+"""An episode, from its client's side: a worker that dies costs time, not episodes.
 
 | event | consequence |
 | --- | --- |
@@ -12,8 +12,8 @@
 | it was made again `digen.environment.max_retries` times | `EpisodeFailed` |
 | all workers are dead permanently | `RunStopped` |
 
-Invariants (tests/environments/test_workers.py): a picture is given to the environment of its own episode, at its turn;
-an episode whose worker dies goes on at the same turn with the rewards that it has.
+Invariants (tests/environments/test_open_episode.py): a picture is given to the environment of its own episode, at its
+turn; an episode whose worker dies goes on at the same turn with the rewards that it has.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from typing import Any
 import numpy as np
 from ray.exceptions import RayActorError
 
-from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.base import Instruction, Picture, TurnResult
 from verl_digen.errors import RunStopped, describe
-from verl_digen.reward.workers import WorkerPool
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.workers import WorkerPool
 from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
+
+_NUMBERS = itertools.count()
+"""Numbers of environments, each of which has an id of its own."""
 
 
 class EpisodeFailed(RuntimeError):
@@ -44,40 +45,29 @@ class EpisodeDiverged(RuntimeError):
     """An environment that was made again asks for something else than before."""
 
 
-class EnvironmentWorkers(WorkerPool):
-    """See the module.
+class OpenEpisode:
+    """See the module. It is not begun yet.
 
     Args:
-        handles: handles of `EnvironmentWorker`.
-    """
-
-    def __init__(self, handles: Sequence[Any], config: EnvironmentConfig, deadlines: DeadlinesConfig):
-        super().__init__(handles, deadlines.answer_s, "environment", "digen.environment.num_workers")
-        self.max_retries = config.max_retries
-        self._numbers = itertools.count()
-
-    def open(self, name: str, row: PromptRow, seed: int) -> OpenEpisode:
-        """An episode that is not begun yet; `name` is unique among the processes that have clients."""
-        return OpenEpisode(self, f"{name}#{next(self._numbers)}", row, seed)
-
-
-class OpenEpisode:
-    """One episode, from its client's side.
+        workers: handles are of `EnvironmentWorker`.
+        name: unique in the run.
 
     Example:
-        episode = workers.open("p0_3", row, seed)
+        episode = OpenEpisode(workers, "p0_3", row, seed, max_retries=3)
         instruction = await episode.reset()
         result = await episode.step(picture)    # on another worker, if the first one died meanwhile
         episode.close()
     """
 
-    def __init__(self, workers: EnvironmentWorkers, name: str, row: PromptRow, seed: int, num_retries: int = 0):
+    def __init__(self, workers: WorkerPool, name: str, row: PromptRow, seed: int, *, max_retries: int):
         self._workers, self._name, self._row, self._seed = workers, name, row, seed
-        self.num_retries = num_retries
+        self._max_retries, self.num_retries = max_retries, 0
         """Times that its environment was made again, or was to be."""
         self._worker: Any = None
         """The worker that has its environment; None before `reset`, and after a failure."""
         self._last: Any = None
+        self._id = ""
+        """Id of its environment."""
         self._asked: list[Instruction] = []
         """Instructions so far."""
         self._pictures: list[Picture] = []
@@ -104,9 +94,9 @@ class OpenEpisode:
             self._asked.append(result.instruction)
         return result
 
-    def afresh(self) -> OpenEpisode:
-        """Begin again: a copy that is not begun, whose retries count on."""
-        return OpenEpisode(self._workers, f"{self._name}'", self._row, self._seed, self.num_retries)
+    def forget(self) -> None:
+        """Forget the turns, so that the episode can begin again; its retries count on."""
+        self._asked, self._pictures = [], []
 
     def close(self) -> None:
         """Have the worker close the environment, and do not wait for it."""
@@ -114,11 +104,6 @@ class OpenEpisode:
             self._worker.end.remote(self._id)
             self._workers.release(self._worker)
             self._worker = None
-
-    @property
-    def _id(self) -> str:
-        """Id of its environment, another one for each that is made."""
-        return f"{self._name}.{self.num_retries}"
 
     async def _tried(self, picture: Picture | None) -> TurnResult | None:
         """Give a picture, or none to begin; the environment is made again after an error."""
@@ -132,10 +117,10 @@ class OpenEpisode:
                 raise
             except Exception as failure:  # of the environment or of Ray
                 self._give_up_worker(failure)
-                if self.num_retries >= self._workers.max_retries:
+                if self.num_retries >= self._max_retries:
                     raise EpisodeFailed(
                         f"the environment of episode {self._name} failed {1 + self.num_retries} times at turn "
-                        f"{len(self._pictures)}, more than digen.environment.max_retries={self._workers.max_retries} "
+                        f"{len(self._pictures)}, more than digen.environment.max_retries={self._max_retries} "
                         f"allows; the last error was: {describe(failure)}"
                     ) from failure
                 logger.warning("the environment of episode %s is made again: %s", self._name, describe(failure))
@@ -150,6 +135,7 @@ class OpenEpisode:
 
     async def _restore(self) -> None:
         """Make the environment, and bring it to the turn at which the episode is."""
+        self._id = f"{self._name}#{next(_NUMBERS)}"
         instruction = await self._call("begin", self._row, self._seed)
         asked = [instruction]
         for picture in self._pictures:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of many processes, through a tree of relays where there are many: trainer ranks, workers of the replicas.
+"""One call of many processes, through relays where there are many: trainer ranks, workers of the replicas.
 
-    driver -> relay -> relay of a node -> process        nothing calls more than FAN_OUT others
+    driver -> relay -> relay of a node -> process        nothing calls more than FAN_OUT others, up to 256 nodes
 
 A call costs its caller CPU time, and the last process begins only when the caller has sent the last call. Up to FAN_OUT
 processes are called directly. With more of them every node has a relay, a process that calls those of the node; with
@@ -14,27 +14,23 @@ it saves.
 | a process dies | its RayActorError, at once |
 | a relay dies | the relay's RayActorError; relays run on the nodes of what they call |
 
-Invariants (tests/trainer/test_relays.py)
+Invariants (tests/processes/test_relays.py)
 - Every process is called once. Answers have the order of the processes.
 - An exception has the same type and text through relays as without.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import groupby, pairwise
-from math import ceil
-from typing import Any, Literal, Protocol
+from itertools import groupby
+from math import ceil, sqrt
+from typing import Any, Literal, Protocol, TypeVar
 
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-from verl_digen.trainer.answers import Sent, answers_of
 
 FAN_OUT = 16
 """Most processes that one process calls: those of two nodes of eight devices are called directly."""
@@ -42,6 +38,8 @@ FAN_OUT = 16
 Keep = Literal["all", "first", "outcomes"]
 """Answers that a call returns: of all processes, of the first one (all are awaited), or of all with an exception in
 place of the answer of one that failed."""
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,12 @@ class Callee(Protocol):
     @property
     def num_processes(self) -> int: ...
 
-    def send(self, work: Work, keep: Keep) -> list[Sent]:
-        """Have every process do its work; what is read from the calls raises RayError, unless `keep` is `outcomes`."""
+    async def call(self, work: Work, keep: Keep) -> list[Any]:
+        """Have every process do its work.
+
+        Raises:
+            RayError: the first failure of a process or a relay, unless `keep` is `outcomes`.
+        """
         ...
 
 
@@ -82,20 +84,12 @@ class Process:
 
     actor: Any
     prefix: str = ""
+    num_processes = 1
 
-    @property
-    def num_processes(self) -> int:
-        return 1
-
-    def send(self, work: Work, keep: Keep) -> list[Sent]:
+    async def call(self, work: Work, keep: Keep) -> list[Any]:
         kwargs = {**work.kwargs, **(work.kwargs_of[0] if work.kwargs_of else {})}
-        answer = getattr(self.actor, self.prefix + work.method).remote(*work.args, **kwargs)
-        return [Sent(answer.future(), partial(self._read, keep))]
-
-    @staticmethod
-    def _read(keep: Keep, answer: Future[Any]) -> list[Any]:
         try:
-            return [answer.result()]
+            return [await getattr(self.actor, self.prefix + work.method).remote(*work.args, **kwargs)]
         except RayError as error:
             if keep == "outcomes":
                 return [error]
@@ -112,20 +106,12 @@ class Together:
     def num_processes(self) -> int:
         return sum(callee.num_processes for callee in self.callees)
 
-    def send(self, work: Work, keep: Keep) -> list[Sent]:
+    async def call(self, work: Work, keep: Keep) -> list[Any]:
         calls, first = [], 0
         for callee in self.callees:
-            calls += callee.send(work.share(first, callee.num_processes), keep)
+            calls.append(callee.call(work.share(first, callee.num_processes), keep))
             first += callee.num_processes
-        return calls
-
-    async def call(self, work: Work, keep: Keep) -> list[Any]:
-        """Have every process do its work.
-
-        Raises:
-            RayError: the first failure of a process or a relay, unless `keep` is `outcomes`.
-        """
-        parts = await answers_of(self.send(work, keep))
+        parts = await asyncio.gather(*calls)
         return parts[0] if keep == "first" else [answer for part in parts for answer in part]
 
 
@@ -156,12 +142,9 @@ class Relayed:
     relay: Any
     num_processes: int
 
-    def send(self, work: Work, keep: Keep) -> list[Sent]:
-        return [Sent(self.relay.relay.remote(work, keep).future(), partial(self._read, keep))]
-
-    def _read(self, keep: Keep, answer: Future[Any]) -> list[Any]:
+    async def call(self, work: Work, keep: Keep) -> list[Any]:
         try:
-            answers, failure = answer.result()
+            answers, failure = await self.relay.relay.remote(work, keep)
         except RayError as error:
             if keep == "outcomes":
                 return [error] * self.num_processes
@@ -171,47 +154,40 @@ class Relayed:
         return answers
 
 
-@dataclass(frozen=True)
-class Branch:
-    """A relay in a tree: its node, and the numbers of the processes or the branches that it calls."""
+def start_relay(node: str, callees: Sequence[Callee]) -> Relayed:
+    """Start the relay of these callees on a node."""
+    here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    relay = ray.remote(Relay).options(num_cpus=0, scheduling_strategy=here).remote(callees)
+    return Relayed(relay, Together(callees).num_processes)
 
-    node: str
-    callees: Sequence[int | Branch]
 
-
-def tree(nodes: Sequence[str], fan_out: int = FAN_OUT) -> Sequence[int | Branch]:
-    """Plan what the driver calls, and what the relays call.
+def relayed(
+    processes: Sequence[Callee],
+    nodes: Sequence[str],
+    start: Callable[[str, Sequence[Callee]], Callee] = start_relay,
+    fan_out: int = FAN_OUT,
+) -> Together:
+    """Start the relays that are needed to call these processes -> what the driver calls.
 
     Args:
         nodes: [processes] node of each.
-        fan_out: most callees of one caller, at least 2.
-
-    Example:
-        tree(["a"] * 4, fan_out=4)                  # 0, 1, 2, 3
-        tree(["a"] * 4 + ["b"] * 4, fan_out=4)      # Branch("a", (0, 1, 2, 3)), Branch("b", (4, 5, 6, 7))
+        start: starts a relay on a node.
+        fan_out: most processes that are called without relays, and most callees of a node's relay.
     """
-    if len(nodes) <= fan_out:
-        return tuple(range(len(nodes)))
-    level: list[Branch] = []
-    for node, of_node in groupby(range(len(nodes)), key=lambda number: nodes[number]):
-        level += [Branch(node, numbers) for numbers in _evenly(tuple(of_node), fan_out)]
-    width = _even_width(len(level), fan_out)
-    while len(level) > fan_out:
-        level = [Branch(branches[0].node, branches) for branches in _evenly(tuple(level), width)]
-    return tuple(level)
+    if len(processes) <= fan_out:
+        return Together(processes)
+    relays: list[tuple[str, Callee]] = []
+    for node, of_node in groupby(zip(nodes, processes, strict=True), key=lambda placed: placed[0]):
+        relays += [(node, start(node, part)) for part in _parts([process for _, process in of_node], fan_out)]
+    if len(relays) > fan_out:
+        parts = _parts(relays, ceil(sqrt(len(relays))))
+        relays = [(part[0][0], start(part[0][0], [relay for _, relay in part])) for part in parts]
+    return Together([relay for _, relay in relays])
 
 
-def _even_width(count: int, at_most: int) -> int:
-    """Fan-out of a tree with as few levels as `at_most` allows: every caller has about as many callees."""
-    num_levels = next(levels for levels in itertools.count(1) if at_most**levels >= count)
-    return next(width for width in range(1, at_most + 1) if width**num_levels >= count)
-
-
-def _evenly(callees: tuple[Any, ...], at_most: int) -> list[tuple[Any, ...]]:
-    """Split into as few parts of at most `at_most` as there can be, of about equal size."""
-    num_parts = ceil(len(callees) / at_most)
-    bounds = [number * len(callees) // num_parts for number in range(num_parts + 1)]
-    return [callees[start:end] for start, end in pairwise(bounds)]
+def _parts(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    """Split into parts of `size`; the last one may be smaller."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def ranks_of(worker_group: Any, *, answer_s: float) -> Together:
@@ -233,7 +209,7 @@ def reach(processes: Sequence[Process], *, answer_s: float) -> Together:
     if len(processes) <= FAN_OUT:
         return Together(processes)
     nodes = ray.get([process.actor.__ray_call__.remote(_node) for process in processes], timeout=answer_s)
-    return start_relays(tree(nodes), processes)
+    return relayed(processes, nodes)
 
 
 class Route:
@@ -262,23 +238,11 @@ class Route:
         self._way, self._actors = Together([]), []
 
 
-def start_relays(callees: Sequence[int | Branch], processes: Sequence[Process]) -> Together:
-    """Start the relays of a tree, the outermost last -> what the driver calls."""
-    return Together([processes[one] if isinstance(one, int) else _start(one, processes) for one in callees])
-
-
 def end_relays(callee: Together) -> None:
     """Kill the relays that the driver calls: a call that waits for one raises, even if the relay's node hangs."""
     for one in callee.callees:
         if isinstance(one, Relayed):
             ray.kill(one.relay)
-
-
-def _start(branch: Branch, processes: Sequence[Process]) -> Relayed:
-    below = start_relays(branch.callees, processes)
-    here = NodeAffinitySchedulingStrategy(node_id=branch.node, soft=False)
-    relay = ray.remote(Relay).options(num_cpus=0, scheduling_strategy=here).remote(below.callees)
-    return Relayed(relay, below.num_processes)
 
 
 def _node(actor: Any) -> str:

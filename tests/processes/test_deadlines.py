@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from verl_digen.schedulers.deadlines import Bound, Deadlines, DeadlinesConfig
+from verl_digen.processes.deadlines import Bound, Deadlines, DeadlinesConfig
 
 FACTOR = "digen.deadlines.factor"
 CONFIG = DeadlinesConfig(factor=5.0, first_s=3600.0, generate_s=120.0, train_s=900.0)

@@ -8,7 +8,7 @@
 
 All waiting goes through asyncio, and so does time (`loop.time`).
 
-Invariants (tests/trainer/test_calls.py)
+Invariants (tests/processes/test_calls.py)
 - `next_events` returns within the smallest bound of the calls in flight.
 - Calls that end at the same time are handled in the order in which they were started.
 - An event takes as long with 1,000 calls in flight as with one: nothing goes through them but when a deadline passes.
@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from verl_digen.errors import DeadlineMissed
-from verl_digen.schedulers.deadlines import Bound, Deadlines, DeadlinesConfig
-from verl_digen.schedulers.types import Chunk
+from verl_digen.processes.deadlines import Bound, Deadlines, DeadlinesConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +37,46 @@ OnEnded = Callable[[asyncio.Task[Any], float], None]
 OnOverdue = Callable[[DeadlineMissed], None]
 
 
-def end_run(error: DeadlineMissed) -> None:
-    """`on_overdue` of a call that the run needs: raise the error."""
-    raise error
+class Patience:
+    """Timeout of a wait for events: how long a count may stay the same.
 
+    Example:
+        patience = Patience(config, time.monotonic)
+        while (num_ended := count_ended()) < num_prompts:
+            patience.check(num_ended, lambda: "validation")    # DeadlineMissed after digen.deadlines.no_progress_s
+            time.sleep(poll_s)
+    """
 
-def log_overdue(error: DeadlineMissed) -> None:
-    """`on_overdue` of a call whose failure another bound detects: only log the error."""
-    logger.warning("%s", error)
+    def __init__(self, config: DeadlinesConfig, now_s: Callable[[], float]):
+        self._config, self._now_s = config, now_s
+        self.restart()
+
+    def restart(self, count: int = 0) -> None:
+        """Begin a new wait."""
+        self._count, self._since_s, self._report_in_s = count, self._now_s(), self._config.report_s
+
+    @property
+    def next_s(self) -> float:
+        """Moment of the next report, or of the end."""
+        return self._since_s + min(self._report_in_s, self._config.no_progress_s)
+
+    def check(self, count: int, what: Callable[[], str]) -> None:
+        """Compare the count with the previous one.
+
+        Args:
+            what: makes a noun phrase that names who is waited for.
+
+        Raises:
+            DeadlineMissed: it has not changed for `digen.deadlines.no_progress_s`.
+        """
+        if count != self._count:
+            self.restart(count)
+        waited_s = self._now_s() + CLOCK_MARGIN_S - self._since_s
+        if waited_s >= self._config.no_progress_s:
+            raise DeadlineMissed(what(), waited_s, "digen.deadlines.no_progress_s")
+        if waited_s >= self._report_in_s:
+            logger.warning("nothing happened for %.0f s; waiting for %s", waited_s, what())
+            self._report_in_s *= 2
 
 
 @dataclass(frozen=True)
@@ -57,7 +88,7 @@ class Call:
     since_s: float
     bound: Bound
     on_ended: OnEnded
-    on_overdue: OnOverdue
+    on_overdue: OnOverdue | None
     number: int
     """Calls are numbered in the order of their start."""
 
@@ -68,16 +99,16 @@ class Call:
 
 class CallsUnderWay:
     """Args:
-    config: when to report, and when to time out.
+    deadlines: when to report, and when to time out.
 
     Example:
-        calls = CallsUnderWay(config)
+        calls = CallsUnderWay(deadlines)
         calls.start(trainer.commit(), what="the optimizer step", bound=bound, on_ended=on_committed)
         await calls.next_events()       # True; on_committed was called, or DeadlineMissed is raised
     """
 
-    def __init__(self, config: DeadlinesConfig):
-        self._config = config
+    def __init__(self, deadlines: Deadlines):
+        self._deadlines = deadlines
         self._calls: dict[asyncio.Task[Any], Call] = {}
         self._ended: list[asyncio.Task[Any]] = []
         """Calls that ended and are not handled yet."""
@@ -97,9 +128,9 @@ class CallsUnderWay:
         what: str,
         bound: Bound,
         on_ended: OnEnded,
-        on_overdue: OnOverdue = end_run,
+        on_overdue: OnOverdue | None = None,
     ) -> None:
-        """Begin `work`; one of `on_ended` and `on_overdue` is called from `next_events`."""
+        """Begin `work`; `next_events` calls one of `on_ended` and `on_overdue`, or raises where there is no latter."""
         task = asyncio.ensure_future(self._run(work))
         if isinstance(work, Coroutine):  # a task that is cancelled before it starts does not await it
             task.add_done_callback(lambda _: work.close())
@@ -124,10 +155,10 @@ class CallsUnderWay:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def tell(self, work: Awaitable[None], what: str, deadlines: Deadlines, on_overdue: OnOverdue = end_run) -> None:
+    def tell(self, work: Awaitable[None], what: str, on_overdue: OnOverdue | None = None) -> None:
         """Begin a notification: a call whose result is not used, bounded like an answer."""
-        bound = deadlines.bound("answer", what)
-        self.start(work, what=what, bound=bound, on_ended=_require_success, on_overdue=on_overdue)
+        bound = self._deadlines.bound("answer", what)
+        self.start(work, what=what, bound=bound, on_ended=lambda task, took_s: task.result(), on_overdue=on_overdue)
 
     async def next_events(self, timeout_s: float | None = None) -> bool:
         """Wait until calls end or are overdue, at most for `timeout_s`, and handle them. Returns False at the timeout.
@@ -135,26 +166,17 @@ class CallsUnderWay:
         Raises:
             DeadlineMissed: nothing happened for `digen.deadlines.no_progress_s`. Any exception of the handlers.
         """
-        began_s = _now_s()
-        give_up_s = began_s + self._config.no_progress_s
-        ask_again_s = give_up_s if timeout_s is None else began_s + timeout_s
-        report_in_s = self._config.report_s
+        patience = Patience(self._deadlines.config, _now_s)
+        ask_again_s = inf if timeout_s is None else _now_s() + timeout_s
         while True:
-            wake_s = min(ask_again_s, give_up_s, began_s + report_in_s, self._earliest_s)
-            await self._wait_s(wake_s - _now_s())
+            await self._wait_s(min(ask_again_s, patience.next_s, self._earliest_s) - _now_s())
             now_s = _now_s() + CLOCK_MARGIN_S
             has_ended = self._handle_ended()
             if self._give_up(now_s) or has_ended:
                 return True
-            if now_s >= give_up_s:
-                raise DeadlineMissed(
-                    f"every call under way ({self.describe()})", _now_s() - began_s, "digen.deadlines.no_progress_s"
-                )
             if now_s >= ask_again_s:
                 return False
-            if now_s >= began_s + report_in_s:
-                logger.warning("nothing happened for %.0f s; under way: %s", report_in_s, self.describe())
-                report_in_s *= 2
+            patience.check(0, self.describe)
 
     async def _wait_s(self, seconds: float) -> None:
         """Wait until a call has ended, at most for `seconds`."""
@@ -186,30 +208,30 @@ class CallsUnderWay:
             return False
         overdue = [task for task, call in self._calls.items() if not task.done() and call.deadline_s <= now_s]
         if overdue:
-            logger.error("overdue: %d of the calls under way: %s", len(overdue), self.describe())
+            logger.error("overdue: %d of %s", len(overdue), self.describe())
         for task in overdue:
             call = self._calls.pop(task, None)
             if call is not None:  # None: forgotten by the handler of another call
                 task.cancel()
-                call.on_overdue(DeadlineMissed(call.what, _now_s() - call.since_s, call.bound.key))
+                error = DeadlineMissed(call.what, _now_s() - call.since_s, call.bound.key)
+                if call.on_overdue is None:
+                    raise error
+                call.on_overdue(error)
         self._earliest_s = min((call.deadline_s for call in self._calls.values()), default=inf)
         return bool(overdue)
 
     def describe(self) -> str:
         """List every call with its elapsed time and its bound."""
         now_s = _now_s()
-        return "; ".join(
+        calls = "; ".join(
             f"{call.what} for {now_s - call.since_s:.1f} s of at most {call.bound.seconds:.1f} s ({call.bound.key})"
             for call in self._calls.values()
         )
+        return f"every call under way ({calls})"
 
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _require_success(task: asyncio.Task[None], took_s: float) -> None:
-    task.result()
 
 
 async def to_the_end(work: Awaitable[None], seconds: float, what: str) -> None:
@@ -237,6 +259,15 @@ async def cancel(task: asyncio.Task[None]) -> None:
         task.result()
 
 
-def described(chunk: Chunk, *others: Chunk) -> str:
-    """Chunks of one call, for a person."""
-    return f"chunk {chunk.id} ({len(chunk.samples)} samples of group {chunk.uid}{', and more' if others else ''})"
+def tell(callers: Iterable[asyncio.Future[Any]], outcomes: Sequence[Any]) -> None:
+    """Give every caller its outcome, as many as there are callers; an exception is raised there.
+
+    A caller that was cancelled meanwhile is passed over.
+    """
+    for caller, outcome in zip(callers, outcomes, strict=True):
+        if caller.done():
+            continue
+        if isinstance(outcome, Exception):
+            caller.set_exception(outcome)
+        else:
+            caller.set_result(outcome)

@@ -16,14 +16,19 @@ from tests.environments import worlds
 from tests.environments.local import connect
 from tests.environments.worlds import Mortal
 from verl_digen.config import EnvironmentConfig
-from verl_digen.environments.host import StartedEnvironments
+from verl_digen.environments.host import environment_pool, start_environments
+from verl_digen.environments.open_episode import EpisodeDiverged, OpenEpisode
 from verl_digen.environments.registry import environment_class, environment_settings
-from verl_digen.environments.workers import EnvironmentWorkers, EpisodeDiverged, OpenEpisode
-from verl_digen.schedulers.deadlines import DeadlinesConfig
+from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.processes.workers import WorkerPool
 from verl_digen.types import PromptRow
 
 ROW = PromptRow("a cat", "test", None, uid="p00000007")
 WORLDS = "tests.environments.worlds"
+
+
+def opened(workers: WorkerPool, name: str = "e", max_retries: int = 2) -> OpenEpisode:
+    return OpenEpisode(workers, name, ROW, 5, max_retries=max_retries)
 
 
 def picture(number: int) -> Any:
@@ -54,9 +59,9 @@ def ray_here() -> Iterator[None]:
 @pytest.mark.slow
 def test_a_killed_worker_loses_no_episode(ray_here, tmp_path):
     config = EnvironmentConfig(path=f"{WORLDS}.{Mortal.__name__}", options={"folder": str(tmp_path)}, num_workers=2)
-    started = StartedEnvironments(OmegaConf.create({"digen": {"environment": asdict(config)}}))
-    workers = EnvironmentWorkers(started.handles, config, DeadlinesConfig())
-    episodes = [workers.open(f"e{number}", ROW, 5) for number in range(8)]
+    handles = start_environments(OmegaConf.create({"digen": {"environment": asdict(config)}}))
+    workers = environment_pool(handles, DeadlinesConfig())
+    episodes = [opened(workers, f"e{number}") for number in range(8)]
 
     async def run() -> list[Any]:
         return await asyncio.gather(*(play(episode, 10 * number) for number, episode in enumerate(episodes)))
@@ -71,17 +76,16 @@ def test_a_killed_worker_loses_no_episode(ray_here, tmp_path):
 def test_an_episode_whose_environment_then_asks_for_something_else_starts_afresh():
     workers, (worker,) = connect(EnvironmentConfig(path=f"{WORLDS}.Fickle"))
 
-    async def run() -> OpenEpisode:
-        episode = workers.open("e", ROW, 5)
+    async def run() -> None:
+        episode = opened(workers)
         assert (await episode.reset()).text == "made 1"
         await episode.step(picture(1))
         worker.restart()
         with pytest.raises(EpisodeDiverged):
             await episode.step(picture(2))
         episode.close()
-        fresh = episode.afresh()
-        assert (await fresh.reset()).text == "made 3" and fresh.num_retries == 1
-        return fresh
+        episode.forget()
+        assert (await episode.reset()).text == "made 3" and episode.num_retries == 1
 
     asyncio.run(run())
 
@@ -91,7 +95,7 @@ def test_a_restarted_worker_gets_the_pictures_again_and_the_episodes_go_to_the_o
     workers, handles = connect(config, num_workers=2)
 
     async def run() -> None:
-        episodes = [workers.open(f"e{number}", ROW, 5) for number in range(4)]
+        episodes = [opened(workers, f"e{number}") for number in range(4)]
         for episode in episodes:
             await episode.reset()
         assert [len(handle.host._episodes) for handle in handles] == [2, 2]
@@ -113,7 +117,7 @@ def test_the_documented_environment_can_be_played(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
     (tmp_path / "mine.py").write_text(page.split("```python\n")[1].split("```")[0])
     workers, _ = connect(EnvironmentConfig(path=f"{tmp_path / 'mine.py'}:Brighter"))
-    rewards, asked = asyncio.run(play(workers.open("e", ROW, 5), 126))
+    rewards, asked = asyncio.run(play(opened(workers), 126))
     assert rewards == [126 / 255, 127 / 255, 128 / 255] and asked == ["a cat", *["make it brighter"] * 2]
 
 
@@ -124,7 +128,7 @@ def test_a_step_that_takes_too_long_counts_as_failed():
     workers, _ = connect(config)
 
     async def run() -> None:
-        episode = workers.open("e", ROW, 5)
+        episode = opened(workers, max_retries=config.max_retries)
         await episode.reset()
         await episode.step(picture(1))
 
