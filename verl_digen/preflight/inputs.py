@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.config import digen_config
+from verl_digen.config import digen_config, require_values
 from verl_digen.preflight.images import check_prompt_images
 from verl_digen.require import require, suggestion
 from verl_digen.reward.named import check_rows, has_custom
@@ -71,12 +71,10 @@ def validates(config: DictConfig) -> list[str]:
 
 def check_validation(config: DictConfig) -> None:
     """Require that a run with verl's `val_only` validates: it ends after the validation before training."""
-    require(
-        not config.trainer.val_only or config.trainer.val_before_train,
-        "trainer.val_before_train must be true with trainer.val_only=true, which would train otherwise",
-        config.trainer.val_before_train,
-        "leave trainer.val_before_train out, or set trainer.val_only=false",
-    )
+    if config.trainer.val_only:
+        remedy = "leave trainer.val_before_train out, or set trainer.val_only=false"
+        row = "trainer.val_before_train", True, ", which would train otherwise", remedy
+        require_values(config, "with trainer.val_only=true", row)
 
 
 @dataclass(frozen=True)
