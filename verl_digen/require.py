@@ -117,6 +117,11 @@ def refusing(rule: str, value: object, remedy: str) -> Iterator[None]:
         raise ValueError(f"{rule}, got {value!r} ({type(cause).__name__}: {cause}); {remedy}") from error
 
 
+def number(value: int | str | None) -> int | None:
+    """The number that a setting gives; None where it is a word such as auto, or null."""
+    return value if isinstance(value, int) else None
+
+
 def as_typed(value: object) -> str:
     """A value as it is typed on the command line."""
     if isinstance(value, list | tuple):

@@ -115,7 +115,7 @@ def _validated(values: bytes) -> DigenConfig | ValueError:
         return error
 
 
-def _built(merged: Any, problems: list[str]) -> Any:
+def _built(merged: Any, problems: list[str]) -> DigenConfig:
     """Build the dataclasses; all problems, old and new, are raised at once, one per section.
 
     Raises:
@@ -123,32 +123,25 @@ def _built(merged: Any, problems: list[str]) -> Any:
     """
     from omegaconf import DictConfig, OmegaConf
 
-    if not problems:
-        try:
-            return OmegaConf.to_object(merged)
-        except ValueError as error:
-            across = str(error)
-    else:
-        across = None
+    sections, values = {}, {}
     for name in merged:
         node = merged._get_node(name)
-        is_told = any(problem.startswith(f"digen.{name}.") for problem in problems)
-        if isinstance(node, DictConfig) and not node._is_none() and not is_told:
+        if not isinstance(node, DictConfig):
+            values[name] = node._value()
+        elif not any(problem.startswith(f"digen.{name}.") for problem in problems):
             try:
-                OmegaConf.to_object(node)
+                sections[name] = OmegaConf.to_object(node)
+                if name == "loss":
+                    check_loss_section(sections[name])
             except ValueError as error:
                 problems.append(str(error))
-    values: Any = OmegaConf.to_container(merged)
-    if not any(problem.startswith("digen.loss.") for problem in problems):
-        try:
-            check_loss_section(values["loss"])
-        except ValueError as error:
-            problems.append(str(error))
     try:
-        DigenConfig(**{name: value for name, value in values.items() if not isinstance(value, dict)})
+        made = DigenConfig(**values, **({} if problems else sections))
     except ValueError as error:
         problems.append(str(error))
-    raise ValueError("\n".join(problems or [str(across)]))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return made
 
 
 def _not_finite(key: str, value: Any) -> Iterator[str]:
