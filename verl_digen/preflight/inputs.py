@@ -145,18 +145,12 @@ def _read_prompts(config: DictConfig, part: str) -> PromptSet:
     """Read them.
 
     Raises:
-        ValueError: a file is missing or malformed, or `data.PART_max_samples` or the run's negative prompt is wrong.
+        ValueError: a file is missing or malformed, or the run's negative prompt is wrong.
     """
     from verl_digen.data.lengths import find_too_long
     from verl_digen.data.prompts import Columns, read_prompts
 
     given, most = OmegaConf.select(config, f"data.{part}_files"), config.data[f"{part}_max_samples"]
-    require(
-        isinstance(most, int) and (most == -1 or most >= 1),
-        f"data.{part}_max_samples must be -1, which takes all prompts, or a number of prompts >= 1",
-        most,
-        "leave it at -1",
-    )
     if given is None:
         return PromptSet(part, 0, (), ())
     files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) or OmegaConf.is_dict(given) else given

@@ -95,12 +95,6 @@ def check_reward_manager(config: DictConfig) -> None:
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
     section = config.reward.reward_manager
-    require(
-        section.source == "importlib",
-        "reward.reward_manager.source must be importlib, because the managers that verl registers score text",
-        section.source,
-        "leave reward.reward_manager alone; a reward of your own is a function",
-    )
     with refusing(
         "reward.reward_manager must name a class that can be imported",
         f"{section.name} of {section.module.path}",
@@ -118,14 +112,6 @@ def check_reward_devices(config: DictConfig) -> None:
         model.enable_resource_pool,
         "give devices with digen.reward.functions.NAME.num_gpus, or serve a model with reward.reward_model.enable=true",
     )
-    for name in ("nnodes", "n_gpus_per_node"):
-        require(
-            not model.enable_resource_pool or (isinstance(model[name], int) and model[name] >= 1),
-            f"reward.reward_model.{name} must be >= 1 with reward.reward_model.enable_resource_pool=true",
-            model[name],
-            "give the nodes and devices per node of a pool beside the trainer's, for the processes that share reward "
-            "functions or, with reward.reward_model.enable=true, for the model's servers",
-        )
 
 
 def check_timeshared(config: DictConfig) -> None:

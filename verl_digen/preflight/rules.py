@@ -54,7 +54,6 @@ RULES: tuple[Rule, ...] = (
     machine.check_trackers,
     unknown.unknown_problems,
     values.unused_problems,
-    verl_keys.check_strategy,
     verl_keys.check_batches,
     verl_keys.check_shards,
     precision.check_precision,

@@ -53,6 +53,9 @@ def _inside_its_folder(value: str) -> str:
 Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 FewWorkers = Annotated[int, Field(ge=1, le=4096)]
+Group = Annotated[int, Field(ge=2, le=10**6)]
+Megabytes = Annotated[int, Field(ge=1, le=1_000_000)]
+Blocks = Annotated[int, Field(ge=0)] | Literal["auto", "all", "none"]
 CountOrAll = Annotated[int, AfterValidator(_never_or_positive)]
 Warmup = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -94,6 +97,9 @@ MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "a
 REWARD_MODEL = "reward.reward_model"
 NEVER = "give a number of steps, or -1 for never"
 DEVICES = "give the devices of a node, and the nodes"
+REWARD_POOL = "give the nodes, and the devices of each, of a pool for the model's servers or the reward workers"
+WITH_POOL, WITH_MODEL = f"{REWARD_MODEL}.enable_resource_pool=true", f"{REWARD_MODEL}.enable=true"
+SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,8 @@ VALUES: dict[str, Value] = {
     "trainer.rollout_data_dir": Value(Text | None, "give a folder; null writes nothing"),
     "trainer.esi_redundant_time": Value(NotNegative, "give seconds; 0 is verl's default"),
     "data.train_batch_size": Value(Count, "give the prompts of a step"),
+    "data.train_max_samples": Value(CountOrAll, "-1 takes all prompts"),
+    "data.val_max_samples": Value(CountOrAll, "-1 takes all prompts"),
     "data.val_batch_size": Value(Count | None, "null takes all validation prompts at once"),
     "data.dataloader_num_workers": Value(Annotated[int, Field(ge=0, le=4096)], "0 reads in the driver, and is enough"),
     "data.seed": Value(int | None, "leave it out: it is digen.seed"),
@@ -150,14 +158,13 @@ VALUES: dict[str, Value] = {
     f"{MODEL}.path": Value(Text, "give a checkpoint in the diffusers format, a folder or a repository of the hub"),
     f"{MODEL}.lora_rank": Value(Annotated[int, Field(ge=0, le=MAX_LORA_RANK)], "0 trains all weights, 32 is usual"),
     f"{MODEL}.lora_alpha": Value(Count, "twice actor_rollout_ref.model.lora_rank is usual"),
-    f"{MODEL}.recompute_blocks": Value(
-        Annotated[int, Field(ge=0)] | Literal["auto", "all", "none"], "auto recomputes as few as memory asks for"
-    ),
+    f"{MODEL}.recompute_blocks": Value(Blocks, "auto recomputes as few as memory asks for"),
     f"{MODEL}.whole_base": Value(bool | Literal["auto"], "auto keeps the base whole where there is room"),
     f"{MODEL}.external_lib": Value(Text | list[Text] | None, "give the names of modules that can be imported"),
     f"{MODEL}.target_modules": Value(Text | Names | None, "null takes the model's own list"),
     f"{MODEL}.exclude_modules": Value(Text | list[Text] | None, "give names or a regular expression, or null"),
     f"{MODEL}.lora_adapter_path": Value(Text | None, "give the folder of an adapter, or null"),
+    f"{ACTOR}.strategy": Value(Literal["fsdp2"], "diffusion models are sharded by FSDP2; leave it out"),
     f"{ACTOR}.ppo_mini_batch_size": Value(Count, "leave it out: one optimizer step per batch"),
     f"{ACTOR}.ppo_epochs": Value(Annotated[int, Field(ge=1, le=1000)], "1 is on-policy"),
     f"{ACTOR}.optim.lr": Value(NotNegative, "3e-4 is usual with LoRA, 1e-5 for all weights"),
@@ -177,46 +184,25 @@ VALUES: dict[str, Value] = {
     f"{ACTOR}.fsdp_config.model_dtype": Value(Dtype, "bf16 for a frozen base, fp32 to train all weights"),
     f"{ACTOR}.fsdp_config.fsdp_size": Value(CountOrAll, "-1 shards over all ranks"),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": Value(Devices, "1 runs each row on one device"),
-    f"{ACTOR}.fsdp_config.mixed_precision": Value(
-        Precision | None, "give e.g. {param_dtype: bf16, reduce_dtype: fp32}"
-    ),
-    f"{ACTOR}.optim.override_optimizer_config": Value(
-        dict | None, "give the optimizer's arguments, e.g. {foreach: false}"
-    ),
+    f"{ACTOR}.fsdp_config.mixed_precision": Value(Precision | None, "e.g. {param_dtype: bf16, reduce_dtype: fp32}"),
+    f"{ACTOR}.optim.override_optimizer_config": Value(dict | None, "give optimizer arguments, e.g. {foreach: false}"),
     f"{ACTOR}.checkpoint.save_contents": Value(Contents, "give e.g. [model,optimizer,extra]"),
     f"{ACTOR}.checkpoint.load_contents": Value(Contents, "leave it out: what was saved is loaded"),
-    f"{ROLLOUT}.n": Value(
-        Annotated[int, Field(ge=2, le=10**6)], "an advantage compares the samples of one prompt; flow_grpo uses 24"
-    ),
+    f"{ROLLOUT}.n": Value(Group, "an advantage compares the samples of one prompt; flow_grpo uses 24"),
     f"{ROLLOUT}.nnodes": Value(Annotated[int, Field(ge=0, le=MAX_DEVICES)], DEVICES),
     f"{ROLLOUT}.n_gpus_per_node": Value(Devices, DEVICES),
-    f"{ROLLOUT}.tensor_model_parallel_size": Value(Devices, "give the devices of a replica"),
-    f"{ROLLOUT}.data_parallel_size": Value(Devices, "1 is the default"),
-    f"{ROLLOUT}.pipeline_model_parallel_size": Value(Devices, "1 is the default"),
+    **{f"{ROLLOUT}.{size}": Value(Devices, "1 is the default") for size in SIZES},
     f"{ROLLOUT}.dtype": Value(Dtype, "bfloat16 is usual"),
     f"{ROLLOUT}.engine_kwargs": Value(
         dict, "leave it out, or set +actor_rollout_ref.rollout.engine_kwargs.vllm_omni.NAME"
     ),
     f"{ROLLOUT}.val_kwargs.n": Value(Annotated[int, Field(ge=1, le=10**6)], "1 sample of each prompt is usual"),
     f"{ROLLOUT}.agent.num_workers": Value(FewWorkers, "one for each node is enough"),
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": Value(
-        Annotated[int, Field(ge=1, le=1_000_000)], "2048 is verl's default"
-    ),
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": Value(Megabytes, "2048 is verl's default"),
     "reward.num_workers": Value(FewWorkers, "8 is verl's default"),
-    f"{REWARD_MODEL}.nnodes": Value(
-        Devices,
-        "give the nodes of a pool for the model's servers or the reward workers",
-        f"{REWARD_MODEL}.enable_resource_pool=true",
-    ),
-    f"{REWARD_MODEL}.n_gpus_per_node": Value(
-        Devices, "give the pool's devices of a node", f"{REWARD_MODEL}.enable_resource_pool=true"
-    ),
-    **{
-        f"{REWARD_MODEL}.rollout.{kind}_parallel_size": Value(
-            Devices, "give the devices of a server", f"{REWARD_MODEL}.enable=true"
-        )
-        for kind in ("tensor_model", "data", "pipeline_model")
-    },
+    "reward.reward_manager.source": Value(Literal["importlib"], "leave it out: verl's own managers score text"),
+    **{f"{REWARD_MODEL}.{name}": Value(Devices, REWARD_POOL, WITH_POOL) for name in ("nnodes", "n_gpus_per_node")},
+    **{f"{REWARD_MODEL}.rollout.{size}": Value(Devices, "give a server's devices", WITH_MODEL) for size in SIZES},
     "actor_rollout_ref.hybrid_engine": Value(bool, "leave it to the recipes"),
     "transfer_queue.backend.storage_backend": Value(Storage, "SimpleStorage needs nothing installed beside it"),
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": Value(FewWorkers, "8 is verl's default"),

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen import plugin
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import num_trainer_devices
-from verl_digen.require import refusing, require, require_fsdp2, suggestion
+from verl_digen.require import refusing, require, suggestion
 
 STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong-datasystem")}
 """Storages of TransferQueue -> the module they import, and the package that has it."""
@@ -31,11 +31,6 @@ def check_plugin(config: DictConfig) -> None:
 def check_digen(config: DictConfig) -> None:
     """Validate the `digen:` section by itself."""
     digen_config(config)
-
-
-def check_strategy(config: DictConfig) -> None:
-    """Require FSDP2 to shard the weights."""
-    require_fsdp2(config.actor_rollout_ref.actor.strategy)
 
 
 def check_shards(config: DictConfig) -> None:
