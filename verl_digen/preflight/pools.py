@@ -4,6 +4,7 @@ of either kind can do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,6 +33,8 @@ COLOCATED = "digen_colocated"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
 TURNS = "where trainer and replicas take turns on the same devices"
 MODES = (COLOCATED, "digen_disaggregated")
+SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+ONE = "set it to 1: more devices make more replicas"
 NCCL_REMEDY = "nccl is verl's and needs cupy: install cupy-cuda12x (or -cuda13x), or choose digen_gloo, which is slower"
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl")
@@ -77,15 +80,10 @@ def check_rollout(config: DictConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     require_one_of("actor_rollout_ref.rollout.name", rollout.name, REPLICAS)
     size, is_colocated = num_replica_devices(config), config.trainer.v1.trainer_mode == COLOCATED
-    why = "whose ranks generate together" if rollout.name == TRAINER else "whose replicas have one device"
-    for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
-        require(
-            rollout.name == "vllm_omni" or rollout[name] == 1,
-            f"actor_rollout_ref.rollout.{name} must be 1 with actor_rollout_ref.rollout.name={rollout.name}, {why}",
-            rollout[name],
-            "set it to 1: more devices make more replicas; actor_rollout_ref.rollout.name=vllm_omni has replicas of "
-            f"{REPLICA_KEY} devices",
-        )
+    if rollout.name != "vllm_omni":
+        why = ", whose ranks generate together" if rollout.name == TRAINER else ", whose replicas have one device"
+        remedy = f"{ONE}; actor_rollout_ref.rollout.name=vllm_omni has replicas of {REPLICA_KEY} devices"
+        _require_one_device(config, SIZES, why, remedy)
     require(
         is_colocated or rollout.nnodes >= 1,
         "actor_rollout_ref.rollout.nnodes must be >= 1 with replicas on devices of their own",
@@ -103,6 +101,11 @@ def check_rollout(config: DictConfig) -> None:
         num_devices,
         f"change it, or {REPLICA_KEY}",
     )
+
+
+def _require_one_device(config: DictConfig, sizes: Sequence[str], why: str, remedy: str) -> None:
+    condition = f"with actor_rollout_ref.rollout.name={config.actor_rollout_ref.rollout.name}"
+    require_values(config, condition, *((f"actor_rollout_ref.rollout.{size}", 1, why, remedy) for size in sizes))
 
 
 def check_generating_ranks(config: DictConfig) -> None:
@@ -237,12 +240,7 @@ def check_vllm_omni(config: DictConfig) -> None:
     if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` reports that it is missing
         return
     check_versions(allow_untested=digen_config(config).rollout.allow_untested_versions)
-    alone = 1, ", whose replicas are tensor parallel", "set it to 1; more devices make more replicas"
-    sizes = ("data_parallel_size", "pipeline_model_parallel_size")
-    require_values(
-        *(config, "with actor_rollout_ref.rollout.name=vllm_omni"),
-        *((f"actor_rollout_ref.rollout.{name}", *alone) for name in sizes),
-    )
+    _require_one_device(config, SIZES[1:], ", whose replicas are tensor parallel", ONE)
     is_colocated = config.trainer.v1.trainer_mode == COLOCATED
     num_devices = (config.trainer if is_colocated else rollout).n_gpus_per_node
     require(

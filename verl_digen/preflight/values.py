@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from verl_digen.preflight.pools import SIZES
 from verl_digen.preflight.unknown import verls_default
 from verl_digen.require import as_typed, suggestion
 
@@ -99,7 +100,6 @@ NEVER = "give a number of steps, or -1 for never"
 DEVICES = "give the devices of a node, and the nodes"
 REWARD_POOL = "give the nodes, and the devices of each, of a pool for the model's servers or the reward workers"
 WITH_POOL, WITH_MODEL = f"{REWARD_MODEL}.enable_resource_pool=true", f"{REWARD_MODEL}.enable=true"
-SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
 
 
 @dataclass(frozen=True)
