@@ -97,6 +97,7 @@ def check_branches(config: DictConfig) -> None:
 def check_environment(config: DictConfig) -> None:
     """Require an environment that can be made, and a run whose every part knows episodes."""
     from verl_digen.environments.registry import environment_class, environment_settings
+    from verl_digen.sampling.requests import SINGLE_TURN
 
     digen = digen_config(config)
     if not digen.environment.is_on:
@@ -116,15 +117,6 @@ def check_environment(config: DictConfig) -> None:
         most,
         "raise it, or lower the turns in digen.environment.options",
     )
-    _check_generation(config, digen)
-    _check_training(digen)
-    _check_pools(config, digen)
-    _check_model(config, digen, edits=found.edits)
-
-
-def _check_generation(config: DictConfig, digen: DigenConfig) -> None:
-    from verl_digen.sampling.requests import SINGLE_TURN
-
     no_share = ": episodes with instructions of their own share no steps"
     require_values(
         *(config, f"with {digen.environment.key}"),
@@ -132,6 +124,16 @@ def _check_generation(config: DictConfig, digen: DigenConfig) -> None:
         NO_LOOP,
         ("digen.branches.splits", (), no_share, "leave it out"),
     )
+    _check_training(digen)
+    longest_s = digen.environment.longest_s
+    require(
+        config.trainer.v1.trainer_mode == COLOCATED or digen.deadlines.generate_s >= longest_s,
+        "digen.deadlines.generate_s must be >= (1 + digen.environment.max_turns) x digen.environment.step_timeout_s, "
+        f"which is {longest_s:g} s: a chunk's time on a replica includes its environments",
+        digen.deadlines.generate_s,
+        "raise it, or lower digen.environment.step_timeout_s",
+    )
+    _check_model(config, digen, edits=found.edits)
 
 
 def _check_training(digen: DigenConfig) -> None:
@@ -157,19 +159,6 @@ def _check_training(digen: DigenConfig) -> None:
         f"digen.reward.functions must have no entry with timeshare=true with {key}, whose replicas wait for it",
         [entry.name for entry in reward.timeshared],
         "give the reward num_gpus of its own",
-    )
-
-
-def _check_pools(config: DictConfig, digen: DigenConfig) -> None:
-    environment, mode = digen.environment, config.trainer.v1.trainer_mode
-    if mode == COLOCATED:
-        return
-    require(
-        digen.deadlines.generate_s >= environment.longest_s,
-        "digen.deadlines.generate_s must be >= (1 + digen.environment.max_turns) x digen.environment.step_timeout_s, "
-        f"which is {environment.longest_s:g} s: a chunk's time on a replica includes its environments",
-        digen.deadlines.generate_s,
-        "raise it, or lower digen.environment.step_timeout_s",
     )
 
 
