@@ -238,7 +238,7 @@ def check_teacher(config: DictConfig) -> None:
     with it."""
     from verl_digen.algorithms.objectives import find_objective, objective_names
     from verl_digen.algorithms.objectives.objective import TEACHER
-    from verl_digen.engine.teacher import KEY
+    from verl_digen.engine.teacher import KEY, adapter_shapes, check_teacher_files
 
     digen = digen_config(config)
     if digen.loss_name not in objective_names():
@@ -264,12 +264,5 @@ def check_teacher(config: DictConfig) -> None:
         row = "digen.queue.drop_zero_spread", False, ", where a group trains whatever its rewards are", "leave it out"
         require_values(config, f"with digen.loss.name={digen.loss_name}", row)
     if has_checkpoint(config):
-        _check_files(config, settings.taught_by)
-
-
-def _check_files(config: DictConfig, teacher: str) -> None:
-    """Compare the folder with the adapter that the run would train."""
-    from verl_digen.engine.teacher import adapter_shapes, check_teacher_files
-
-    _, network = load_on_meta(config.actor_rollout_ref.model.path)
-    check_teacher_files(teacher, adapter_shapes(build_on_meta(network, model_section(config))))
+        _, network = load_on_meta(config.actor_rollout_ref.model.path)
+        check_teacher_files(settings.taught_by, adapter_shapes(build_on_meta(network, model_section(config))))

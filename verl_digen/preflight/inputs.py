@@ -14,12 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config, require_values
 from verl_digen.preflight.images import check_prompt_images
+from verl_digen.preflight.model import load_configs
 from verl_digen.require import require, suggestion
 from verl_digen.reward.named import check_rows, has_custom
 
 if TYPE_CHECKING:
     from verl_digen.data.lengths import PromptCheck, TooLong
-    from verl_digen.models.base import DiffusionModel
     from verl_digen.types import PromptRow
 
 
@@ -35,7 +35,7 @@ def check_prompts(config: DictConfig) -> None:
         )
     train, val = prompts_of(config, "train"), prompts_of(config, "val")
     if has_checkpoint(config):
-        check_prompt_images(config, _load_model(config), [*train.prompts, *val.prompts])
+        check_prompt_images(config, load_configs(config.actor_rollout_ref.model.path), [*train.prompts, *val.prompts])
     check_sources(config, train.prompts, val.prompts)
     generated = [row for row in train.prompts if not row.pair]
     for prompts, is_validation in ((generated, False), (val.prompts, True)):
@@ -180,13 +180,7 @@ def has_checkpoint(config: DictConfig) -> bool:
 
 
 def _load_prompt_check(config: DictConfig) -> PromptCheck:
-    return _load_model(config).load_prompt_check()
-
-
-def _load_model(config: DictConfig) -> DiffusionModel:
-    from verl_digen.models import load_model
-
-    return load_model(Path(config.actor_rollout_ref.model.path).expanduser())
+    return load_configs(config.actor_rollout_ref.model.path).load_prompt_check()
 
 
 def check_sources(config: DictConfig, train: Sequence[PromptRow], val: Sequence[PromptRow]) -> None:
