@@ -10,6 +10,7 @@ from functools import cache, lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from verl_digen.algorithms.objectives import objective_names
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.loss import check_loss_section
 from verl_digen.require import as_typed, require, suggestion
@@ -69,7 +70,7 @@ def digen_config(config: DictConfig) -> DigenConfig:
         values = OmegaConf.to_container(section, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(_named(error)) from error
-    found = _validated(pickle.dumps(values))
+    found = _validated(pickle.dumps(values), tuple(objective_names()))
     if isinstance(found, ValueError):
         raise found.with_traceback(None)
     return found
@@ -101,8 +102,12 @@ def require_values(config: DictConfig, condition: str, *rows: tuple[str, Any, st
 
 
 @lru_cache(maxsize=8)
-def _validated(values: bytes) -> DigenConfig | ValueError:
-    """A pickled section, or the reason for refusing it. Cached: it takes 20 ms, and dozens of rules ask for it."""
+def _validated(values: bytes, losses: tuple[str, ...]) -> DigenConfig | ValueError:
+    """A pickled section, or the reason for refusing it. Cached: it takes 20 ms, and dozens of rules ask for it.
+
+    Args:
+        losses: those that are registered, which say what `digen.loss` may be.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
