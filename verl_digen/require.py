@@ -12,7 +12,8 @@ import nothing of the project but themselves, and every folder may import them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
@@ -103,6 +104,29 @@ def require(holds: bool, rule: str, value: object, remedy: str) -> None:
     """Raise ValueError `rule, got value; remedy` unless `holds`. `rule` starts with the key as typed."""
     if not holds:
         raise ValueError(f"{rule}, got {value!r}; {remedy}")
+
+
+@contextmanager
+def refusing(rule: str, value: object, remedy: str) -> Iterator[None]:
+    """Context that reads or imports what the user gave, and may raise anything: ValueError in the form of `require`,
+    with the exception beside the value."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        cause = error.__cause__ or error
+        raise ValueError(f"{rule}, got {value!r} ({type(cause).__name__}: {cause}); {remedy}") from error
+
+
+def number(value: int | str | None) -> int | None:
+    """The number that a setting gives; None where it is a word such as auto, or null."""
+    return value if isinstance(value, int) else None
+
+
+def as_typed(value: object) -> str:
+    """A value as it is typed on the command line."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_typed, value))}]"
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
 
 
 def require_one_of(key: str, value: object, known: Iterable[str]) -> None:

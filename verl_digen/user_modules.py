@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import entry_points
 
-from verl_digen.require import require
+from verl_digen.require import refusing, require
 
 KEY = "actor_rollout_ref.model.external_lib"
 GROUP = "verl_digen.plugins"
@@ -50,22 +50,14 @@ def import_user_modules(given: str | Sequence[str] | None = None) -> None:
             name,
             f"write {file}, and add its folder to PYTHONPATH on every node",
         )
-        try:
+        remedy = "check the name, and that its folder is on PYTHONPATH on every node"
+        with refusing(f"{KEY} must name modules that can be imported", name, remedy):
             importlib.import_module(name)
-        except (Exception, SystemExit) as error:  # any exception of the user's module at import
-            raise ValueError(
-                f"{KEY} must name modules that can be imported, got {name!r} ({type(error).__name__}: {error}); check "
-                "the name, and that its folder is on PYTHONPATH on every node"
-            ) from error
 
 
 @cache
 def _import_installed() -> None:
     for entry in entry_points(group=GROUP):
-        try:
+        given, remedy = f"{entry.name} = {entry.value}", "repair or uninstall the package that has it"
+        with refusing(f"entry points {GROUP} must name modules that can be imported", given, remedy):
             entry.load()
-        except (Exception, SystemExit) as error:  # any exception of the package's module at import
-            raise ValueError(
-                f"entry points {GROUP} must name modules that can be imported, got {entry.name} = {entry.value} "
-                f"({type(error).__name__}: {error}); repair or uninstall the package that has it"
-            ) from error

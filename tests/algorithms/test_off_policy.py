@@ -225,7 +225,7 @@ def test_losses_that_are_sound_on_old_samples_say_so():
             for setting in ("auto", "rollout")
         ],
         *[
-            (name, "recompute", *["digen.loss.old_log_probs must be auto with"] * 2)
+            (name, "recompute", *["digen.loss.old_log_probs must be auto or rollout with"] * 2)
             for name in ("tis", "gspo", "reinforce")
         ],
     ],

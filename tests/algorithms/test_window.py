@@ -82,10 +82,8 @@ def test_windows_are_the_same_on_every_machine():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (dict(kind="fast"), "digen.window.kind must be one of all, consecutive, fraction, got 'fast'"),
         (dict(size=0), "digen.window.size must be >= 1, got 0"),
         (dict(shift_every=0), "digen.window.shift_every must be null or >= 1, got 0"),
-        (dict(fraction=0.0), r"digen.window.fraction must lie in \(0, 1\], got 0.0"),
         (dict(range=(3, 3)), r"digen.window.range must be \[lo, hi\] .* got \[3, 3\]"),
         (dict(range=(-1, 3)), "digen.window.range"),
         (dict(range=(0, 1, 2)), "digen.window.range"),

@@ -156,7 +156,7 @@ def test_settings_that_do_not_go_with_the_loss_are_refused():
     for values, message in (
         (
             {"name": "tis", "old_log_probs": "recompute"},
-            "digen.loss.old_log_probs must be auto with digen.loss.name=tis",
+            "digen.loss.old_log_probs must be auto or rollout with digen.loss.name=tis",
         ),
         ({"name": "decoupled_ppo", "old_log_probs": "rollout"}, "digen.loss.old_log_probs must be auto or recompute"),
     ):

@@ -30,7 +30,7 @@ from verl_digen import preflight
 from verl_digen.config import load
 from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.unknown import READERS, _verls_keys, keys_of, unknown_problems
-from verl_digen.preflight.unused import OURS, REFUSED, unused_keys
+from verl_digen.preflight.values import OURS, REFUSED, unused_keys
 from verl_digen.preflight.weights import check_weights
 
 pytestmark = pytest.mark.slow
@@ -461,11 +461,10 @@ def test_the_fast_composition_is_the_real_one(start, compose_main, runnable):
 
 
 @pytest.mark.parametrize("word", ["digen.seed=3", "digen.sde.law=flo"])
-def test_the_section_is_read_once_for_all_rules(start, runnable, monkeypatch, word):
-    reads, read = [], load._digen_config
-    monkeypatch.setattr(load, "_digen_config", lambda config: reads.append(config) or read(config))
+def test_the_section_is_read_once_for_all_rules(start, runnable, word):
+    load._validated.cache_clear()
     said_of(start, *runnable, word)
-    assert len(reads) == 1
+    assert load._validated.cache_info().misses == 1
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,13 @@ from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.models.published import checkpoint_folder
+from verl_digen.preflight.effects import effect_problems
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.machine import check_cpus, require_devices, reserved_cpus
 from verl_digen.preflight.model import check_model
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.precision import check_precision
 from verl_digen.preflight.rules import check_plannable
-from verl_digen.preflight.unused import effect_problems
 from verl_digen.preflight.verl_keys import check_digen
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 
@@ -650,10 +650,13 @@ def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatc
         (["digen.ema.every_steps=2"], "digen.ema.every_steps must be 8 with digen.ema.enable=false"),
         (["digen.kl.kind=velocity"], "digen.kl.kind must be flow_grpo with digen.kl.coef=0"),
         (["digen.sampling.sa_high=0.5"], "digen.sampling.sa_high must be 0.9 without digen.sampling.solver=sa"),
-        (["digen.reward.custom_weight=2"], "digen.reward.custom_weight must be 1.0 without a reward function of your"),
+        (
+            ["digen.reward.custom_weight=2"],
+            "digen.reward.custom_weight must be 1.0 with reward.custom_reward_function.pa",
+        ),
         (["digen.window.size=3"], "digen.window.size must be 2 without digen.window.kind=consecutive"),
         (["digen.window.fraction=0.3"], "digen.window.fraction must be 0.6 without digen.window.kind=fraction"),
-        (["digen.branches.factor=3"], "digen.branches.factor must be 2 without digen.branches.splits"),
+        (["digen.branches.factor=3"], "digen.branches.factor must be 2 with digen.branches.splits=[]"),
         (["digen.kl.kind=velocity", "digen.kl.coef=0.1"], None),
         (["digen.ema.max_decay=0.99", "digen.ema.enable=true"], None),
     ],

@@ -81,8 +81,10 @@ def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main,
     ("save_freq", "lines"),
     [(5, ["verl-digen: reward = 1 x jpeg_compressibility"]), (-1, None)],
 )
-def test_a_run_says_its_reward_at_start_and_warns_if_it_saves_nothing(start, runnable, capsys, save_freq, lines):
-    config = start(*runnable, f"trainer.save_freq={save_freq}")
+def test_a_run_says_its_reward_at_start_and_warns_if_it_saves_nothing(
+    start, runnable, capsys, tmp_path, save_freq, lines
+):
+    config = start(*runnable, f"trainer.save_freq={save_freq}", f"trainer.default_local_dir={tmp_path}/run")
     Callbacks(config).on_run_start(config=config, config_name="ppo_trainer")
     said = capsys.readouterr().err.splitlines()
     if lines is not None:
@@ -149,9 +151,9 @@ KWARGS = "reward__custom_reward_function__reward_kwargs"
             "missing a required argument: 'url'",
         ),
         ("def compute_score(**sample): ...", 5, "reward_kwargs must be a mapping of arguments, got 5;"),
-        ("import no_such_package", None, "got ModuleNotFoundError: No module named 'no_such_package'; repair"),
-        ("def compute_score(:", None, "got SyntaxError: invalid syntax"),
-        ("def score(**sample): ...", None, "has a function reward.custom_reward_function.name=compute_score"),
+        ("import no_such_package", None, "(ModuleNotFoundError: No module named 'no_such_package'); repair"),
+        ("def compute_score(:", None, "got 'compute_score' (SyntaxError: invalid syntax"),
+        ("def score(**sample): ...", None, "has a function reward.custom_reward_function.name, got 'compute_score'"),
     ],
 )
 def test_a_function_that_a_run_could_not_call_is_refused_with_its_rule(composed, tmp_path, text, kwargs, message):
@@ -201,8 +203,8 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
     [
         ({PATH: "missing.py"}, "got 'missing.py'; check the path (it is relative to the working directory "),
         ({PATH: "s3://bucket/reward.py"}, "path must be an existing file, or pkg://MODULE, got 's3://bucket"),
-        ({PATH: "pkg://no_such.module"}, "got ModuleNotFoundError: No module named 'no_such'; repair the file"),
-        ({PATH: str(ROOT / "README.md")}, "got ImportError: Could not load module"),
+        ({PATH: "pkg://no_such.module"}, "(ModuleNotFoundError: No module named 'no_such'); repair the file"),
+        ({PATH: str(ROOT / "README.md")}, "(ImportError: Could not load module"),
         ({PATH: __file__, NAME: None}, "reward.custom_reward_function.name must be the name of a function in"),
         ({"digen__reward__functions": {}}, "digen.reward.functions must name a reward function and its weight"),
         ({"digen__reward__functions": {"jpeg_compressibility": 0.0}}, "must have a weight that is not 0"),
@@ -296,11 +298,6 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
         ),
         (
             check_reward_devices,
-            {"reward__reward_model__enable_resource_pool": True},
-            "reward.reward_model.nnodes must be >= 1 with reward.reward_model.enable_resource_pool=true, got 0;",
-        ),
-        (
-            check_reward_devices,
             {
                 "digen__reward__functions": {"diversity": 1.0},
                 "reward__reward_model__enable_resource_pool": True,
@@ -314,7 +311,6 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
             "'custom_reward_function', got ['mine.py']; the keys are under reward.custom_reward_function now",
         ),
         (check_reward_keys, {"reward_model__rollout__name": "vllm"}, "reward_model.rollout.name must be left out"),
-        (check_reward_manager, {"reward__reward_manager__source": "register"}, "source must be importlib, because"),
         (check_reward_manager, {"reward__reward_manager__name": "naive"}, "must name a class that can be imported"),
         (check_reward_manager, {"reward__reward_manager__module__path": "pkg://nowhere"}, "got 'DiffusionRewardMan"),
     ],

@@ -144,7 +144,7 @@ def test_an_installed_package_that_is_broken_is_named(own, capsys):
     (own.parent / f"{own_parts.NAME}.py").write_text("raise RuntimeError('no licence')")
     user_modules._import_installed.cache_clear()
     assert cli.main(["timeline", "nosuch"]) == cli.EXIT_REFUSED
-    said = f"digen timeline: entry points {GROUP} must name modules that can be imported, got own = {own_parts.NAME} "
+    said = f"digen timeline: entry points {GROUP} must name modules that can be imported, got 'own = {own_parts.NAME}' "
     assert capsys.readouterr().err.startswith(f"{said}(RuntimeError: no licence); repair or uninstall the package")
 
 

@@ -260,8 +260,11 @@ def test_a_file_is_a_profile_too(tmp_path):
         (lambda data: data.update(device="TPU"), "device of profile p must be one of RTX3090.*got 'TPU'"),
         (lambda data: data["numbers"].pop("row_s"), "numbers of profile p must be .*got 'row_s'"),
         (lambda data: data["numbers"].update(row_s=1.0), "row_s of profile p must have a value and a source, got 1.0"),
-        (lambda data: data["numbers"]["row_s"].update(value=-1), "row_s of profile p must be seconds >= 0, got -1"),
-        (lambda data: data["numbers"]["group_size"].update(value=2.5), "group_size .* a whole number >= 1, got 2.5"),
+        (lambda data: data["numbers"]["row_s"].update(value=-1), "profile p: row_s must be >= 0 and finite, got -1"),
+        (
+            lambda data: data["numbers"]["group_size"].update(value=2.5),
+            "group_size must be >= 1, got 2.5; give a whole",
+        ),
         (lambda data: data["numbers"]["row_s"].update(source="I think"), "source of row_s .* got 'I think'"),
     ],
 )

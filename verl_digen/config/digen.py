@@ -31,7 +31,7 @@ from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
 from verl_digen.config.scheduling import PlacementConfig, TspConfig
 from verl_digen.processes.deadlines import DeadlinesConfig
-from verl_digen.require import In, check_fields, require
+from verl_digen.require import In, check_fields, number, require
 from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 MAX_SEED = 2**63
@@ -228,10 +228,7 @@ class DigenConfig:
     @property
     def slots_per_replica(self) -> int:
         """`gap.slots_per_replica`, or what auto stands for."""
-        slots = self.gap.slots_per_replica
-        if isinstance(slots, int):
-            return slots
-        return 1 if self.environment.is_on or self.tag.policy != "off" else 2
+        return number(self.gap.slots_per_replica) or (1 if self.environment.is_on or self.tag.policy != "off" else 2)
 
     @property
     def loss_name(self) -> str:

@@ -6,31 +6,19 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from verl_digen.algorithms.objectives import objective_names
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.loss import check_loss_section
-from verl_digen.require import require, suggestion
+from verl_digen.require import as_typed, require, suggestion
 from verl_digen.user_modules import KEY, import_user_modules
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-
-@dataclass
-class _Read:
-    """A config that cannot change, and what was read of it."""
-
-    config: DictConfig
-    digen: DigenConfig | ValueError | None = None
-    """The section, or the reason for refusing it; None before it is read."""
-
-
-_READ: ContextVar[_Read | None] = ContextVar("_READ", default=None)
 
 MAY_BE_INFINITE = frozenset({"digen.loss.advantage_clip"})
 """Keys that may be infinite, which means: no bound."""
@@ -60,39 +48,12 @@ def digen_schema() -> DictConfig:
     return schema
 
 
-@contextmanager
-def read_only(config: DictConfig) -> Iterator[None]:
-    """Context in which the config cannot change, so that `digen_config` reads its section once: dozens of rules ask."""
-    from omegaconf import flag_override
-
-    with flag_override(config, "readonly", True):
-        before = _READ.set(_Read(config))
-        try:
-            yield
-        finally:
-            _READ.reset(before)
-
-
 def digen_config(config: DictConfig) -> DigenConfig:
     """Validate the `digen:` section of verl's composed config, after the import of the user's own modules.
 
     Raises:
         ValueError: an unknown key, a value of the wrong type, or a broken rule; or a module that cannot be imported.
     """
-    read = _READ.get()
-    if read is None or read.config is not config:
-        return _digen_config(config)
-    if read.digen is None:
-        try:
-            read.digen = _digen_config(config)
-        except ValueError as error:
-            read.digen = error
-    if isinstance(read.digen, ValueError):
-        raise read.digen.with_traceback(None)
-    return read.digen
-
-
-def _digen_config(config: DictConfig) -> DigenConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -106,24 +67,60 @@ def _digen_config(config: DictConfig) -> DigenConfig:
     )
     try:
         # as plain data: a key added with `+` would pass in a section that is typed already
-        return _validated(pickle.dumps(OmegaConf.to_container(section, resolve=True)))
+        values = OmegaConf.to_container(section, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(_named(error)) from error
+    found = _validated(pickle.dumps(values), tuple(objective_names()))
+    if isinstance(found, ValueError):
+        raise found.with_traceback(None)
+    return found
+
+
+def value_of(config: DictConfig, key: str) -> Any:
+    """The value of a key, or of a property of a section under `digen:`."""
+    from omegaconf import OmegaConf
+
+    section, _, name = key.partition(".")
+    if section == "digen":
+        return attrgetter(name)(digen_config(config))
+    return OmegaConf.select(config, key, throw_on_missing=True)
+
+
+def require_values(config: DictConfig, condition: str, *rows: tuple[str, Any, str, str]) -> None:
+    """Require keys to have the one value that goes with a setting.
+
+    Args:
+        condition: the setting, such as "with KEY=VALUE". rows: (key, value, reason, remedy); a reason is what the
+            message has after the condition.
+
+    Raises:
+        ValueError: the first key that has another value.
+    """
+    for key, wanted, why, remedy in rows:
+        given = value_of(config, key)
+        require(given == wanted, f"{key} must be {as_typed(wanted)} {condition}{why}", given, remedy)
 
 
 @lru_cache(maxsize=8)
-def _validated(values: bytes) -> DigenConfig:
-    """`digen_config` of a pickled section, cached: it takes 20 ms, and the checks of a start need it a dozen times."""
+def _validated(values: bytes, losses: tuple[str, ...]) -> DigenConfig | ValueError:
+    """A pickled section, or the reason for refusing it. Cached: it takes 20 ms, and dozens of rules ask for it.
+
+    Args:
+        losses: those that are registered, which say what `digen.loss` may be.
+    """
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    merged = OmegaConf.merge(_schema(), pickle.loads(values))
-    problems = list(_not_finite("digen", OmegaConf.to_container(merged)))
-    result = _built(merged, problems)
-    assert isinstance(result, DigenConfig)
-    return result
+    try:
+        merged = OmegaConf.merge(_schema(), pickle.loads(values))
+        return _built(merged, list(_not_finite("digen", OmegaConf.to_container(merged))))
+    except OmegaConfBaseException as error:
+        return ValueError(_named(error))
+    except ValueError as error:
+        return error
 
 
-def _built(merged: Any, problems: list[str]) -> Any:
+def _built(merged: Any, problems: list[str]) -> DigenConfig:
     """Build the dataclasses; all problems, old and new, are raised at once, one per section.
 
     Raises:
@@ -131,32 +128,25 @@ def _built(merged: Any, problems: list[str]) -> Any:
     """
     from omegaconf import DictConfig, OmegaConf
 
-    if not problems:
-        try:
-            return OmegaConf.to_object(merged)
-        except ValueError as error:
-            across = str(error)
-    else:
-        across = None
+    sections, values = {}, {}
     for name in merged:
         node = merged._get_node(name)
-        is_told = any(problem.startswith(f"digen.{name}.") for problem in problems)
-        if isinstance(node, DictConfig) and not node._is_none() and not is_told:
+        if not isinstance(node, DictConfig):
+            values[name] = node._value()
+        elif not any(problem.startswith(f"digen.{name}.") for problem in problems):
             try:
-                OmegaConf.to_object(node)
+                sections[name] = OmegaConf.to_object(node)
+                if name == "loss":
+                    check_loss_section(sections[name])
             except ValueError as error:
                 problems.append(str(error))
-    values: Any = OmegaConf.to_container(merged)
-    if not any(problem.startswith("digen.loss.") for problem in problems):
-        try:
-            check_loss_section(values["loss"])
-        except ValueError as error:
-            problems.append(str(error))
     try:
-        DigenConfig(**{name: value for name, value in values.items() if not isinstance(value, dict)})
+        made = DigenConfig(**values, **({} if problems else sections))
     except ValueError as error:
         problems.append(str(error))
-    raise ValueError("\n".join(problems or [str(across)]))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return made
 
 
 def _not_finite(key: str, value: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from verl_digen.config.rollout import MAX_SAMPLES
 from verl_digen.require import In, check_fields, require
@@ -189,42 +189,24 @@ def reward_entry(name: str, value: Any, section: str = FUNCTIONS) -> RewardEntry
     """
     key = f"{section}.{name}"
     if not isinstance(value, Mapping):
-        return RewardEntry(name, _number(key, value, "1.0 is usual"), name, {}, None, section=section)
-    require("weight" in value, f"{key} must have a weight", dict(value), f"set e.g. {key}.weight=1.0; 0 only logs")
+        return RewardEntry(name, _number(key, value), name, {}, None, section=section)
     given = dict(value)
-    weight = _number(f"{key}.weight", given.pop("weight"), "1.0 is usual")
-    target = given.pop("reward", name)
-    require(
-        isinstance(target, str), f"{key}.reward must be a name", target, "name a built-in reward, or its import path"
-    )
-    is_gold = _gold(key, given, weight)
-    when = _when(key, given, weight, is_gold)
-    sources = _sources(key, given)
-    own = {known: given.pop(known) for known in PoolSettings.__dataclass_fields__ if known in given}
-    return RewardEntry(name, weight, target, given, _pool(key, own) if own else None, when, is_gold, sources, section)
-
-
-def _gold(key: str, given: dict[str, Any], weight: float) -> bool:
-    """Take `gold` out of an entry."""
-    is_gold = given.pop("gold", False)
-    require(isinstance(is_gold, bool), f"{key}.gold must be true or false", is_gold, "leave it out for false")
+    require("weight" in given, f"{key} must have a weight", given, f"set e.g. {key}.weight=1.0; 0 only logs")
+    weight, target = _number(f"{key}.weight", given.pop("weight")), given.pop("reward", name)
+    is_gold, sources = given.pop("gold", False), given.pop("data_sources", None)
+    when = given.pop("when", VALIDATION if is_gold else ALWAYS)
+    for word, holds, rule, found, remedy in (
+        ("reward", isinstance(target, str), "be a name", target, "name a built-in reward, or its import path"),
+        ("gold", isinstance(is_gold, bool), "be true or false", is_gold, "leave it out for false"),
+        ("when", when in (ALWAYS, VALIDATION), f"be {ALWAYS} or {VALIDATION}", when, f"leave it out for {ALWAYS}"),
+        ("data_sources", _are_names(sources), "be a list of different names", sources, "leave it out for all prompts"),
+    ):
+        require(holds, f"{key}.{word} must {rule}", found, remedy)
     require(
         not is_gold or weight == 0,
         f"{key}.weight must be 0 with {key}.gold=true: a gold reward is not trained on",
         weight,
         f"set {key}.weight=0, or leave {key}.gold out",
-    )
-    return is_gold
-
-
-def _when(key: str, given: dict[str, Any], weight: float, is_gold: bool) -> Literal["always", "validation"]:
-    """Take `when` out of an entry."""
-    when = given.pop("when", VALIDATION if is_gold else ALWAYS)
-    require(
-        when in (ALWAYS, VALIDATION),
-        f"{key}.when must be {ALWAYS} or {VALIDATION}",
-        when,
-        f"leave it out for {ALWAYS}, with gold=true for {VALIDATION}",
     )
     require(
         when == ALWAYS or weight == 0,
@@ -232,22 +214,17 @@ def _when(key: str, given: dict[str, Any], weight: float, is_gold: bool) -> Lite
         when,
         f"set {key}.weight=0, or leave {key}.when out",
     )
-    return cast("Literal['always', 'validation']", when)
+    own = {known: given.pop(known) for known in PoolSettings.__dataclass_fields__ if known in given}
+    pool = _pool(key, own) if own else None
+    return RewardEntry(name, weight, target, given, pool, when, is_gold, sources and tuple(sources), section)
 
 
-def _sources(key: str, given: dict[str, Any]) -> tuple[str, ...] | None:
-    """Take `data_sources` out of an entry."""
-    if "data_sources" not in given:
-        return None
-    sources = given.pop("data_sources")
-    is_list = isinstance(sources, list | tuple) and bool(sources) and all(isinstance(one, str) for one in sources)
-    require(
-        is_list and len({*sources}) == len(sources),
-        f"{key}.data_sources must be a list of different names",
-        sources,
-        f"set e.g. {key}.data_sources=[ocr,geneval], or leave it out for all prompts",
-    )
-    return tuple(sources)
+def _are_names(given: Any) -> bool:
+    """True for a list of different names, or None."""
+    if given is None:
+        return True
+    is_list = isinstance(given, list | tuple) and bool(given) and all(isinstance(one, str) for one in given)
+    return is_list and len({*given}) == len(given)
 
 
 def _pool(key: str, given: Mapping[str, Any]) -> PoolSettings:
@@ -272,7 +249,7 @@ def _pool(key: str, given: Mapping[str, Any]) -> PoolSettings:
     return pool
 
 
-def _number(key: str, value: Any, remedy: str) -> float:
+def _number(key: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number, f"{key} must be a number", value, remedy)
+    require(is_number, f"{key} must be a number", value, "1.0 is usual")
     return float(value)

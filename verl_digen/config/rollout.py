@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from verl_digen.attention import check_name
-from verl_digen.require import In, OneOf, check_fields, require
+from verl_digen.require import In, OneOf, check_fields, number, require
 
 MAX_SAMPLES = 1_000_000
 """Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
@@ -111,9 +111,9 @@ class RolloutConfig:
     @property
     def batch_size(self) -> int:
         """Samples of a batch: `max_batch_size`, or `AUTO_BATCH_SIZE` with auto."""
-        return AUTO_BATCH_SIZE if isinstance(self.max_batch_size, str) else self.max_batch_size
+        return number(self.max_batch_size) or AUTO_BATCH_SIZE
 
     @property
     def fits_batches(self) -> bool:
         """True if memory decides."""
-        return self.max_batch_size == AUTO
+        return number(self.max_batch_size) is None

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_digen.require import In, OneOf, check_fields, require
+from verl_digen.require import In, OneOf, check_fields, number, require
 
 REDUCE = ("auto", "tile", "fragment", "batch")
 
@@ -39,10 +39,7 @@ class TspConfig:
     @property
     def extents(self) -> tuple[int | None, int | None]:
         """(samples, steps) of a tile; None where it is automatic."""
-        samples = None if isinstance(self.samples_per_tile, str) else self.samples_per_tile
-        if not self.enable:
-            return samples, 1
-        return samples, None if isinstance(self.steps_per_tile, str) else self.steps_per_tile
+        return number(self.samples_per_tile), number(self.steps_per_tile) if self.enable else 1
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from verl_digen.config import digen_config
+from verl_digen.config import digen_config, require_values
 from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
 from verl_digen.models.json_file import read_object
 from verl_digen.models.lora_file import check_lora_file
 from verl_digen.preflight.inputs import has_checkpoint
-from verl_digen.preflight.model import KEY, load_configs
+from verl_digen.preflight.model import KEY, load_configs, model_section
 from verl_digen.preflight.precision import trains_all
 from verl_digen.preflight.weights import shapes_of
 from verl_digen.require import require, suggestion
@@ -197,16 +197,6 @@ def load_on_meta(path: str) -> tuple[DiffusionModel, nn.Module]:
     return model, model.load_structure(torch.float32)
 
 
-def model_section(config: DictConfig) -> DiffusionModelConfig:
-    """The section `actor_rollout_ref.model` as the ranks get it, of the checkpoint's configs alone."""
-    from verl_digen.models.locate import locate_configs
-
-    section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
-    section.pop("_target_", None)
-    located = str(locate_configs(section["path"]))
-    return DiffusionModelConfig(**section | {"digen": digen_config(config), "path": located})
-
-
 def _check_names(model: DiffusionModel, network: nn.Module, key: str, given: Any) -> None:
     """Require every name the user gives to match a module, in the way peft reads it: a suffix, or a whole regex."""
     if given is None or given == ALL_LINEAR:
@@ -248,7 +238,7 @@ def check_teacher(config: DictConfig) -> None:
     with it."""
     from verl_digen.algorithms.objectives import find_objective, objective_names
     from verl_digen.algorithms.objectives.objective import TEACHER
-    from verl_digen.engine.teacher import KEY
+    from verl_digen.engine.teacher import KEY, adapter_shapes, check_teacher_files
 
     digen = digen_config(config)
     if digen.loss_name not in objective_names():
@@ -270,20 +260,9 @@ def check_teacher(config: DictConfig) -> None:
         config.actor_rollout_ref.model.lora_rank,
         "set actor_rollout_ref.model.lora_rank, and target_modules where the teacher has others",
     )
-    require(
-        objective.reads_advantages(settings) or not digen.queue.drop_zero_spread,
-        f"digen.queue.drop_zero_spread must be false with digen.loss.name={digen.loss_name}, where a group trains "
-        "whatever its rewards are",
-        digen.queue.drop_zero_spread,
-        "leave it out",
-    )
+    if not objective.reads_advantages(settings):
+        row = "digen.queue.drop_zero_spread", False, ", where a group trains whatever its rewards are", "leave it out"
+        require_values(config, f"with digen.loss.name={digen.loss_name}", row)
     if has_checkpoint(config):
-        _check_files(config, settings.taught_by)
-
-
-def _check_files(config: DictConfig, teacher: str) -> None:
-    """Compare the folder with the adapter that the run would train."""
-    from verl_digen.engine.teacher import adapter_shapes, check_teacher_files
-
-    _, network = load_on_meta(config.actor_rollout_ref.model.path)
-    check_teacher_files(teacher, adapter_shapes(build_on_meta(network, model_section(config))))
+        _, network = load_on_meta(config.actor_rollout_ref.model.path)
+        check_teacher_files(settings.taught_by, adapter_shapes(build_on_meta(network, model_section(config))))

@@ -8,11 +8,14 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
-from verl_digen.config import DigenConfig, digen_config
+from verl_digen.config import DigenConfig, digen_config, require_values
 from verl_digen.preflight.pools import COLOCATED
-from verl_digen.require import require
+from verl_digen.require import refusing, require
 
 SECTION = "actor_rollout_ref.rollout.agent"
+NO_LOOP = (
+    *("digen.tag.policy", "off", ", because trainer ranks generate without an agent loop", "set digen.tag.policy=off"),
+)
 
 
 def check_agent_loop(config: DictConfig) -> None:
@@ -28,14 +31,8 @@ def check_agent_loop(config: DictConfig) -> None:
         name,
         f"leave it alone, or name a loop of your own in a file, {SECTION}.agent_loop_config_path=FILE",
     )
-    policy = digen_config(config).tag.policy
-    require(
-        name == SINGLE_TURN or policy == "off",
-        f"digen.tag.policy must be off with {SECTION}.default_agent_loop={name}, because trainer ranks generate "
-        "without an agent loop",
-        policy,
-        "set digen.tag.policy=off",
-    )
+    if name != SINGLE_TURN:
+        require_values(config, f"with {SECTION}.default_agent_loop={name}", NO_LOOP)
     if name in named:
         _check_importable(name, named[name])
 
@@ -50,12 +47,8 @@ def _named_loops(path: str) -> dict[str, str]:
         f"check the path (it is relative to the working directory {Path.cwd()})",
     )
     form = "write a list of {name: NAME, _target_: package.module.Class}"
-    try:
+    with refusing(f"{key} must be a YAML file", path, form):
         entries = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # of YAML, OmegaConf or the file system
-        raise ValueError(
-            f"{key} must be a YAML file, got {path!r} ({type(error).__name__}: {error}); {form}"
-        ) from error
     is_list = isinstance(entries, list) and all(
         isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("_target_"), str)
         for entry in entries
@@ -70,13 +63,9 @@ def _check_importable(name: str, target: str) -> None:
 
     from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 
-    try:
+    remedy = "repair it, or put its folder on PYTHONPATH"
+    with refusing(f"the agent loop {name!r} must be a class that can be imported", target, remedy):
         found = get_class(target)
-    except (Exception, SystemExit) as error:  # any exception of the user's module at import
-        raise ValueError(
-            f"the agent loop {name!r} must be a class that can be imported, got {target!r} ({type(error).__name__}: "
-            f"{error}); repair it, or put its folder on PYTHONPATH"
-        ) from error
     require(
         issubclass(found, DiffusionSingleTurnAgentLoop),
         f"the agent loop {name!r} must be a subclass of verl_digen.agent_loop.single_turn."
@@ -101,19 +90,14 @@ def check_branches(config: DictConfig) -> None:
         num_samples,
         "set it, or split another number of times",
     )
-    name = config.actor_rollout_ref.rollout.agent.default_agent_loop
-    require(
-        name == SINGLE_TURN,
-        f"{SECTION}.default_agent_loop must be {SINGLE_TURN} with digen.branches.splits: samples with prompts of their "
-        "own share no steps",
-        name,
-        "leave it out, or set digen.branches.splits=[]",
-    )
+    why, remedy = ": samples with prompts of their own share no steps", "leave it out, or set digen.branches.splits=[]"
+    require_values(config, "with digen.branches.splits", (f"{SECTION}.default_agent_loop", SINGLE_TURN, why, remedy))
 
 
 def check_environment(config: DictConfig) -> None:
     """Require an environment that can be made, and a run whose every part knows episodes."""
     from verl_digen.environments.registry import environment_class, environment_settings
+    from verl_digen.sampling.requests import SINGLE_TURN
 
     digen = digen_config(config)
     if not digen.environment.is_on:
@@ -133,32 +117,23 @@ def check_environment(config: DictConfig) -> None:
         most,
         "raise it, or lower the turns in digen.environment.options",
     )
-    _check_generation(config, digen)
+    no_share = ": episodes with instructions of their own share no steps"
+    require_values(
+        *(config, f"with {digen.environment.key}"),
+        (f"{SECTION}.default_agent_loop", SINGLE_TURN, ", which has an agent loop of its own", "leave it out"),
+        NO_LOOP,
+        ("digen.branches.splits", (), no_share, "leave it out"),
+    )
     _check_training(digen)
-    _check_pools(config, digen)
+    longest_s = digen.environment.longest_s
+    require(
+        config.trainer.v1.trainer_mode == COLOCATED or digen.deadlines.generate_s >= longest_s,
+        "digen.deadlines.generate_s must be >= (1 + digen.environment.max_turns) x digen.environment.step_timeout_s, "
+        f"which is {longest_s:g} s: a chunk's time on a replica includes its environments",
+        digen.deadlines.generate_s,
+        "raise it, or lower digen.environment.step_timeout_s",
+    )
     _check_model(config, digen, edits=found.edits)
-
-
-def _check_generation(config: DictConfig, digen: DigenConfig) -> None:
-    key, rollout = digen.environment.key, config.actor_rollout_ref.rollout
-    require(
-        rollout.agent.default_agent_loop == "diffusion_single_turn",
-        f"{SECTION}.default_agent_loop must be diffusion_single_turn with {key}, which has an agent loop of its own",
-        rollout.agent.default_agent_loop,
-        "leave it out",
-    )
-    require(
-        digen.tag.policy == "off",
-        f"digen.tag.policy must be off with {key}, because trainer ranks generate without an agent loop",
-        digen.tag.policy,
-        "set digen.tag.policy=off",
-    )
-    require(
-        not digen.branches.splits,
-        f"digen.branches.splits must be [] with {key}: episodes with instructions of their own share no steps",
-        list(digen.branches.splits),
-        "leave it out",
-    )
 
 
 def _check_training(digen: DigenConfig) -> None:
@@ -184,19 +159,6 @@ def _check_training(digen: DigenConfig) -> None:
         f"digen.reward.functions must have no entry with timeshare=true with {key}, whose replicas wait for it",
         [entry.name for entry in reward.timeshared],
         "give the reward num_gpus of its own",
-    )
-
-
-def _check_pools(config: DictConfig, digen: DigenConfig) -> None:
-    environment, mode = digen.environment, config.trainer.v1.trainer_mode
-    if mode == COLOCATED:
-        return
-    require(
-        digen.deadlines.generate_s >= environment.longest_s,
-        "digen.deadlines.generate_s must be >= (1 + digen.environment.max_turns) x digen.environment.step_timeout_s, "
-        f"which is {environment.longest_s:g} s: a chunk's time on a replica includes its environments",
-        digen.deadlines.generate_s,
-        "raise it, or lower digen.environment.step_timeout_s",
     )
 
 

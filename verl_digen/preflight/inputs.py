@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.config import digen_config
+from verl_digen.config import digen_config, require_values
 from verl_digen.preflight.images import check_prompt_images
+from verl_digen.preflight.model import load_configs
 from verl_digen.require import require, suggestion
 from verl_digen.reward.named import check_rows, has_custom
 
 if TYPE_CHECKING:
     from verl_digen.data.lengths import PromptCheck, TooLong
-    from verl_digen.models.base import DiffusionModel
     from verl_digen.types import PromptRow
 
 
@@ -35,7 +35,7 @@ def check_prompts(config: DictConfig) -> None:
         )
     train, val = prompts_of(config, "train"), prompts_of(config, "val")
     if has_checkpoint(config):
-        check_prompt_images(config, _load_model(config), [*train.prompts, *val.prompts])
+        check_prompt_images(config, load_configs(config.actor_rollout_ref.model.path), [*train.prompts, *val.prompts])
     check_sources(config, train.prompts, val.prompts)
     generated = [row for row in train.prompts if not row.pair]
     for prompts, is_validation in ((generated, False), (val.prompts, True)):
@@ -71,12 +71,10 @@ def validates(config: DictConfig) -> list[str]:
 
 def check_validation(config: DictConfig) -> None:
     """Require that a run with verl's `val_only` validates: it ends after the validation before training."""
-    require(
-        not config.trainer.val_only or config.trainer.val_before_train,
-        "trainer.val_before_train must be true with trainer.val_only=true, which would train otherwise",
-        config.trainer.val_before_train,
-        "leave trainer.val_before_train out, or set trainer.val_only=false",
-    )
+    if config.trainer.val_only:
+        remedy = "leave trainer.val_before_train out, or set trainer.val_only=false"
+        row = "trainer.val_before_train", True, ", which would train otherwise", remedy
+        require_values(config, "with trainer.val_only=true", row)
 
 
 @dataclass(frozen=True)
@@ -147,18 +145,12 @@ def _read_prompts(config: DictConfig, part: str) -> PromptSet:
     """Read them.
 
     Raises:
-        ValueError: a file is missing or malformed, or `data.PART_max_samples` or the run's negative prompt is wrong.
+        ValueError: a file is missing or malformed, or the run's negative prompt is wrong.
     """
     from verl_digen.data.lengths import find_too_long
     from verl_digen.data.prompts import Columns, read_prompts
 
     given, most = OmegaConf.select(config, f"data.{part}_files"), config.data[f"{part}_max_samples"]
-    require(
-        isinstance(most, int) and (most == -1 or most >= 1),
-        f"data.{part}_max_samples must be -1, which takes all prompts, or a number of prompts >= 1",
-        most,
-        "leave it at -1",
-    )
     if given is None:
         return PromptSet(part, 0, (), ())
     files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) or OmegaConf.is_dict(given) else given
@@ -188,13 +180,7 @@ def has_checkpoint(config: DictConfig) -> bool:
 
 
 def _load_prompt_check(config: DictConfig) -> PromptCheck:
-    return _load_model(config).load_prompt_check()
-
-
-def _load_model(config: DictConfig) -> DiffusionModel:
-    from verl_digen.models import load_model
-
-    return load_model(Path(config.actor_rollout_ref.model.path).expanduser())
+    return load_configs(config.actor_rollout_ref.model.path).load_prompt_check()
 
 
 def check_sources(config: DictConfig, train: Sequence[PromptRow], val: Sequence[PromptRow]) -> None:

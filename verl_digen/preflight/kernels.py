@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.attention import NATIVE, check_machine, check_split, check_use
-from verl_digen.config import digen_config
+from verl_digen.config import digen_config, require_values
+from verl_digen.preflight.model import model_of
 from verl_digen.require import require
 from verl_digen.rollout.vllm_omni.settings import ATTENTION_KEY, check_attention
 
@@ -66,18 +67,13 @@ def check_kernels(config: DictConfig) -> None:
         check_use(side.key, side.attention, trains=side.trains, dtype=side.dtype, device=device, compiles=side.compiles)
         if side.size > 1:
             check_split(side.key, side.attention, SIZE_KEY, needs_masks=False)
-    digen = digen_config(config)
     if config.actor_rollout_ref.rollout.name != "vllm_omni":
         return
-    require(
-        digen.rollout.compile is None,
-        "digen.rollout.compile must be null with actor_rollout_ref.rollout.name=vllm_omni, which compiles by "
-        "actor_rollout_ref.rollout.enforce_eager",
-        digen.rollout.compile,
-        "leave it out, and set actor_rollout_ref.rollout.enforce_eager=false to compile",
-    )
-    given = OmegaConf.select(config, ATTENTION_KEY)
-    check_attention(digen, given)
+    why = ", which compiles by actor_rollout_ref.rollout.enforce_eager"
+    remedy = "leave it out, and set actor_rollout_ref.rollout.enforce_eager=false to compile"
+    condition = "with actor_rollout_ref.rollout.name=vllm_omni"
+    require_values(config, condition, ("digen.rollout.compile", None, why, remedy))
+    check_attention(digen_config(config), OmegaConf.select(config, ATTENTION_KEY))
 
 
 def check_kernel_machine(config: DictConfig) -> None:
@@ -108,14 +104,10 @@ def check_kernel_machine(config: DictConfig) -> None:
 def check_kernel_model(config: DictConfig) -> None:
     """Require a network in which attention can be chosen, if it is chosen, and a kernel with masks where devices share
     the tokens of prompts of any length: they are padded to a length that divides."""
-    from verl_digen.models import load_model
-    from verl_digen.models.locate import locate_configs
-
-    path = config.actor_rollout_ref.model.path
     chosen = [side for side in sides(config) if side.attention != NATIVE]
-    if not chosen or "://" in path:
+    model = model_of(config) if chosen else None
+    if model is None:
         return
-    model = load_model(locate_configs(path))
     spec = model.spec
     for side in chosen:
         require(

@@ -15,6 +15,7 @@ from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
     from verl_digen.config import SamplingConfig
+    from verl_digen.model_config import DiffusionModelConfig
     from verl_digen.models.base import DiffusionModel
 
 KEY = "actor_rollout_ref.model"
@@ -25,20 +26,19 @@ OF_VERL = frozenset({"_target_", "digen", "model_type", "hf_config", "tokenizer"
 
 def check_model(config: DictConfig) -> None:
     """Require a complete checkpoint that makes what is asked for, is served, and has the layers to train."""
-    section = config.actor_rollout_ref.model
-    if "://" in section.path:
-        require(
-            section.path.startswith(FETCHED),
-            f"{KEY}.path must be a folder, OWNER/NAME on the hub, or {FETCHED}..., which verl fetches",
-            section.path,
-            "download it, or name the repository without its address",
-        )
+    section, model = config.actor_rollout_ref.model, model_of(config)
+    require(
+        model is not None or section.path.startswith(FETCHED),
+        f"{KEY}.path must be a folder, OWNER/NAME on the hub, or {FETCHED}..., which verl fetches",
+        section.path,
+        "download it, or name the repository without its address",
+    )
+    if model is None:
         return
     from verl_digen.models.sequence import check_sequence
     from verl_digen.rollout.vllm_omni.served import require_bound, require_served
     from verl_digen.sampling.requests import planned_geometry
 
-    model = load_configs(section.path)
     if config.actor_rollout_ref.rollout.name == "vllm_omni":
         serving = require_served(model.pipeline)
         lora = {"rank": section.lora_rank, "merge": False} | OmegaConf.to_container(section.lora, throw_on_missing=True)  # type: ignore[operator]
@@ -83,8 +83,7 @@ def check_model_section(config: DictConfig) -> None:
         )
     if not isinstance(section["path"], str) or "://" in section["path"]:
         return
-    section.pop("_target_", None)
-    made = DiffusionModelConfig(**section | {"digen": digen_config(config)})
+    made = model_section(config)
     require(
         made.lora_rank > 0 or "lora_alpha" not in typed_keys(config, KEY),  # recipes hold one, too
         f"{KEY}.lora_alpha must be left out with lora_rank=0, which trains all weights and no adapter",
@@ -100,6 +99,17 @@ def check_model_section(config: DictConfig) -> None:
             given,
             f"leave out {name}",
         )
+
+
+def model_section(config: DictConfig) -> DiffusionModelConfig:
+    """The section `actor_rollout_ref.model` as the ranks get it, of the checkpoint's configs alone."""
+    from verl_digen.model_config import DiffusionModelConfig
+    from verl_digen.models.locate import locate_configs
+
+    section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
+    section.pop("_target_", None)
+    located = str(locate_configs(section["path"]))
+    return DiffusionModelConfig(**section | {"digen": digen_config(config), "path": located})
 
 
 def check_loss(config: DictConfig) -> None:
@@ -124,6 +134,12 @@ def check_loss(config: DictConfig) -> None:
                 f"{digen.loss_name}, got {config.digen[section][typed[0]]!r}; {trained} says what is trained"
             )
     find_objective(digen.loss_name).check_inputs(digen.loss_settings)
+
+
+def model_of(config: DictConfig) -> DiffusionModel | None:
+    """The run's model, from its checkpoint's configs alone; None where verl fetches them once the run has started."""
+    path = config.actor_rollout_ref.model.path
+    return None if "://" in path else load_configs(path)
 
 
 def load_configs(path: str) -> DiffusionModel:

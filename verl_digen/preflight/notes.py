@@ -16,6 +16,7 @@ from verl_digen.preflight.adapter import adapter_notes
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.kernels import kernel_notes
 from verl_digen.preflight.machine import tracker_notes
+from verl_digen.preflight.model import model_of
 from verl_digen.preflight.precision import precision_notes
 from verl_digen.preflight.rewards import reward_formula
 from verl_digen.preflight.run_folder import continue_notes
@@ -119,13 +120,10 @@ def step_notes(config: DictConfig, num_prompts: int) -> list[str]:
 
 def solver_notes(config: DictConfig, digen: DigenConfig) -> list[str]:
     """A sentence that names both solvers, or none."""
-    path = config.actor_rollout_ref.model.path
-    if "://" in path:  # on a remote file system: verl fetches it once the run has started
+    model = model_of(config)
+    if model is None:
         return []
-    from verl_digen.models import load_model  # imports diffusers: a start that is refused earlier needs none
-    from verl_digen.models.locate import locate_configs
-
-    scheduler = load_model(locate_configs(path)).scheduler
+    scheduler = model.scheduler
     named, chosen = SCHEDULERS.get(scheduler), digen.sampling.val_solver
     if named == chosen or (named in FIRST_ORDER and chosen in FIRST_ORDER):
         return []

@@ -6,14 +6,11 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.algorithms.objectives import objective_names
-from verl_digen.config import digen_config
+from verl_digen.config import digen_config, require_values
 from verl_digen.preflight.inputs import prompts_of, validates
-from verl_digen.preflight.model import load_configs
+from verl_digen.preflight.model import model_of
 from verl_digen.require import require
 from verl_digen.reward.named import has_custom
-
-PAIR_SIZE = 2
-"""Samples of a group: the chosen and the rejected picture."""
 
 
 def trains_pairs(config: DictConfig) -> bool:
@@ -26,57 +23,34 @@ def check_pairs(config: DictConfig) -> None:
     """Require replicas that encode pictures, groups of a pair, a pair in every row, and rewards that have a use."""
     if not trains_pairs(config):
         return
-    _check_replicas(config)
-    _check_model(config)
-    _check_rows(config)
-    _check_rewards(config)
-
-
-def _check_replicas(config: DictConfig) -> None:
-    rollout, digen = config.actor_rollout_ref.rollout, digen_config(config)
-    loss = f"digen.loss.name={digen.loss_name}"
+    rollout, loss = config.actor_rollout_ref.rollout, f"digen.loss.name={digen_config(config).loss_name}"
     require(
         rollout.name != "vllm_omni",
         f"actor_rollout_ref.rollout.name must be diffusers or trainer with {loss}, whose pictures are encoded",
         rollout.name,
         "leave out recipe vllm_omni",
     )
-    require(
-        rollout.n == PAIR_SIZE,
-        f"actor_rollout_ref.rollout.n must be {PAIR_SIZE} with {loss}: the chosen and the rejected picture of a prompt",
-        rollout.n,
-        f"set it to {PAIR_SIZE}",
-    )
-    require(
-        digen.sampling.num_frames == 1,
-        f"digen.sampling.num_frames must be 1 with {loss}, whose pairs are pictures; a video model trains on one frame",
-        digen.sampling.num_frames,
-        "set it to 1",
-    )
-    require(
-        digen.tag.policy == "off",
-        f"digen.tag.policy must be off with {loss}, which leaves trainer ranks nothing to generate",
-        digen.tag.policy,
-        "leave it out",
+    of_video = ", whose pairs are pictures; a video model trains on one frame"
+    require_values(
+        *(config, f"with {loss}"),
+        ("actor_rollout_ref.rollout.n", 2, ": the chosen and the rejected picture of a prompt", "set it to 2"),
+        ("digen.sampling.num_frames", 1, of_video, "set it to 1"),
+        ("digen.tag.policy", "off", ", which leaves trainer ranks nothing to generate", "leave it out"),
     )
 
-
-def _check_model(config: DictConfig) -> None:
-    """Require a model without sound; a checkpoint that is not here yet is not read."""
-    path = config.actor_rollout_ref.model.path
-    if "://" in path:
-        return
-    spec = load_configs(path).spec
-    require(
-        not spec.audio_parts,
-        f"actor_rollout_ref.model.path must hold a model that makes no sound with digen.loss.name="
-        f"{digen_config(config).loss_name}, whose pairs are pictures, and {spec.title} makes sound",
-        path,
-        "choose another model, or an objective that trains on samples of its own",
-    )
+    if (model := model_of(config)) is not None:
+        require(
+            not model.spec.audio_parts,
+            f"actor_rollout_ref.model.path must hold a model that makes no sound with {loss}, whose pairs are "
+            f"pictures, and {model.spec.title} makes sound",
+            config.actor_rollout_ref.model.path,
+            "choose another model, or an objective that trains on samples of its own",
+        )
+    _check_rows(config, loss)
+    _check_rewards(config, loss)
 
 
-def _check_rows(config: DictConfig) -> None:
+def _check_rows(config: DictConfig, loss: str) -> None:
     """Require a pair in every row of `data.train_files`; `check_prompts` reports files that cannot be read."""
     if OmegaConf.select(config, "data.train_files") is None:
         return
@@ -84,27 +58,26 @@ def _check_rows(config: DictConfig) -> None:
     bare = [prompt for prompt in prompts if not prompt.pair]
     if bare:
         raise ValueError(
-            f"data.train_files: every row must have pictures in the columns chosen and rejected with digen.loss.name="
-            f"{digen_config(config).loss_name}, but {bare[0].place} has none (as {len(bare)} of {len(prompts)} rows); "
-            "give both, or take the rows without them out"
+            f"data.train_files: every row must have pictures in the columns chosen and rejected with {loss}, but "
+            f"{bare[0].place} has none (as {len(bare)} of {len(prompts)} rows); give both, or take the rows without "
+            "them out"
         )
 
 
-def _check_rewards(config: DictConfig) -> None:
-    digen = digen_config(config)
-    given = [entry.name for entry in digen.reward.entries]
+def _check_rewards(config: DictConfig, loss: str) -> None:
+    reward = digen_config(config).reward
+    given = [entry.name for entry in reward.entries]
     given += ["reward.custom_reward_function.path"] if has_custom(config) else []
     require(
         not given or bool(validates(config)),
-        f"digen.reward.functions must be empty with digen.loss.name={digen.loss_name} where the run does not validate: "
-        "pairs are not scored, so none would be called",
+        f"digen.reward.functions must be empty with {loss} where the run does not validate: pairs are not scored, so "
+        "none would be called",
         given,
         "set digen.reward.functions={}, or validate with trainer.test_freq=20",
     )
     require(
-        digen.reward.combine != "gdpo",
-        f"digen.reward.combine must not be gdpo with digen.loss.name={digen.loss_name}, whose pairs have no rewards to "
-        "normalise",
-        digen.reward.combine,
+        reward.combine != "gdpo",
+        f"digen.reward.combine must not be gdpo with {loss}, whose pairs have no rewards to normalise",
+        reward.combine,
         "leave it out",
     )

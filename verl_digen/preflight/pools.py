@@ -4,14 +4,14 @@ of either kind can do."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.cluster import joins_cluster
-from verl_digen.config import digen_config
+from verl_digen.config import digen_config, require_values
 from verl_digen.pool_sizes import (
     REPLICA_KEY,
     num_data_parallel_ranks,
@@ -22,18 +22,19 @@ from verl_digen.pool_sizes import (
     num_reward_devices,
     num_trainer_devices,
 )
+from verl_digen.preflight.model import model_of
 from verl_digen.preflight.recipes import typed_keys
-from verl_digen.require import require, require_one_of, suggestion
+from verl_digen.require import refusing, require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
 from verl_digen.trainer.batch_rules import groups_are_alike
 
-if TYPE_CHECKING:
-    from verl_digen.models.spec import ModelSpec
-
 COLOCATED = "digen_colocated"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
+TURNS = "where trainer and replicas take turns on the same devices"
 MODES = (COLOCATED, "digen_disaggregated")
+SIZES = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
+ONE = "set it to 1: more devices make more replicas"
 NCCL_REMEDY = "nccl is verl's and needs cupy: install cupy-cuda12x (or -cuda13x), or choose digen_gloo, which is slower"
 BACKEND = "actor_rollout_ref.rollout.checkpoint_engine.backend"
 VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl")
@@ -79,15 +80,10 @@ def check_rollout(config: DictConfig) -> None:
     rollout = config.actor_rollout_ref.rollout
     require_one_of("actor_rollout_ref.rollout.name", rollout.name, REPLICAS)
     size, is_colocated = num_replica_devices(config), config.trainer.v1.trainer_mode == COLOCATED
-    why = "whose ranks generate together" if rollout.name == TRAINER else "whose replicas have one device"
-    for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
-        require(
-            rollout.name == "vllm_omni" or rollout[name] == 1,
-            f"actor_rollout_ref.rollout.{name} must be 1 with actor_rollout_ref.rollout.name={rollout.name}, {why}",
-            rollout[name],
-            "set it to 1: more devices make more replicas; actor_rollout_ref.rollout.name=vllm_omni has replicas of "
-            f"{REPLICA_KEY} devices",
-        )
+    if rollout.name != "vllm_omni":
+        why = ", whose ranks generate together" if rollout.name == TRAINER else ", whose replicas have one device"
+        remedy = f"{ONE}; actor_rollout_ref.rollout.name=vllm_omni has replicas of {REPLICA_KEY} devices"
+        _require_one_device(config, SIZES, why, remedy)
     require(
         is_colocated or rollout.nnodes >= 1,
         "actor_rollout_ref.rollout.nnodes must be >= 1 with replicas on devices of their own",
@@ -105,6 +101,11 @@ def check_rollout(config: DictConfig) -> None:
         num_devices,
         f"change it, or {REPLICA_KEY}",
     )
+
+
+def _require_one_device(config: DictConfig, sizes: Sequence[str], why: str, remedy: str) -> None:
+    condition = f"with actor_rollout_ref.rollout.name={config.actor_rollout_ref.rollout.name}"
+    require_values(config, condition, *((f"actor_rollout_ref.rollout.{size}", 1, why, remedy) for size in sizes))
 
 
 def check_generating_ranks(config: DictConfig) -> None:
@@ -127,13 +128,8 @@ def check_generating_ranks(config: DictConfig) -> None:
         TRAINER,
         f"{replicas}, or leave out recipe disaggregated",
     )
-    require(
-        not config.actor_rollout_ref.actor.fsdp_config.param_offload,
-        f"actor_rollout_ref.actor.fsdp_config.param_offload must be false with {name}, which generates with the "
-        "weights where they are",
-        True,
-        f"leave it out, or {replicas}",
-    )
+    offload, why = "actor_rollout_ref.actor.fsdp_config.param_offload", ", which generates with the weights in place"
+    require_values(config, f"with {name}", (offload, False, why, f"leave it out, or {replicas}"))
     require(
         groups_are_alike(digen) or num_data_parallel_ranks(config) == 1,
         f"digen.sampling.shared_initial_noise and digen.sampling.outside must be left out with {name} and several "
@@ -156,13 +152,9 @@ def check_rollout_package(config: DictConfig) -> None:
 def check_placement(config: DictConfig) -> None:
     """Require that a device type is set only for a pool that exists, and that reward workers can divide their devices.
     Whether the cluster has such devices is checked once Ray has started (`verl_digen.platforms.placement`)."""
-    placement, mode = digen_config(config).placement, config.trainer.v1.trainer_mode
-    require(
-        placement.generator_accelerator is None or mode != COLOCATED,
-        "digen.placement.generator_accelerator needs replicas on devices of their own",
-        placement.generator_accelerator,
-        "use recipe=...+disaggregated, or set digen.placement.trainer_accelerator",
-    )
+    if config.trainer.v1.trainer_mode == COLOCATED:
+        remedy = "use recipe=...+disaggregated, or set digen.placement.trainer_accelerator"
+        require_values(config, TURNS, ("digen.placement.generator_accelerator", None, "", remedy))
     num_devices, num_workers = num_function_devices(config), config.reward.num_workers
     require(
         num_devices == 0 or num_devices % num_workers == 0 or num_workers % num_devices == 0,
@@ -221,29 +213,21 @@ def _registered_engines(section: DictConfig) -> set[str]:
     from verl.checkpoint_engine import CheckpointEngineRegistry
     from verl.utils.import_utils import import_external_libs
 
-    try:
-        import_external_libs(section.custom_backend_module)
-    except ImportError as error:
-        raise ValueError(
-            "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module must be a module that can be imported, "
-            f"got {section.custom_backend_module!r} ({error}); leave it to the recipes"
-        ) from error
+    key = "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module"
+    module = section.custom_backend_module
+    with refusing(f"{key} must be a module that can be imported", module, "leave it to the recipes"):
+        import_external_libs(module)
     return set(CheckpointEngineRegistry._registry) - {"naive"}
 
 
 def check_pools(config: DictConfig) -> None:
     """Require separate pools for the techniques that need them, and one optimizer step per batch on separate pools."""
-    digen, mode = digen_config(config), config.trainer.v1.trainer_mode
-    is_separate = mode != COLOCATED
-    for key, value, off in (
-        ("digen.tag.policy", digen.tag.policy, "off"),
-        ("digen.staleness.max_versions", digen.staleness.max_versions, 0),
-    ):
-        require(
-            is_separate or value == off,
-            f"{key} must be {off} where trainer and replicas take turns on the same devices",
-            value,
-            "use recipe=...+disaggregated",
+    is_separate = config.trainer.v1.trainer_mode != COLOCATED
+    if not is_separate:
+        require_values(
+            *(config, TURNS),
+            ("digen.tag.policy", "off", "", "use recipe=...+disaggregated"),
+            ("digen.staleness.max_versions", 0, "", "use recipe=...+disaggregated"),
         )
     actor, num_prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     require(
@@ -262,14 +246,7 @@ def check_vllm_omni(config: DictConfig) -> None:
     if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` reports that it is missing
         return
     check_versions(allow_untested=digen_config(config).rollout.allow_untested_versions)
-    for name in ("data_parallel_size", "pipeline_model_parallel_size"):
-        require(
-            rollout[name] == 1,
-            f"actor_rollout_ref.rollout.{name} must be 1 with actor_rollout_ref.rollout.name=vllm_omni, whose replicas "
-            "are tensor parallel",
-            rollout[name],
-            "set it to 1; more devices make more replicas",
-        )
+    _require_one_device(config, SIZES[1:], ", whose replicas are tensor parallel", ONE)
     is_colocated = config.trainer.v1.trainer_mode == COLOCATED
     num_devices = (config.trainer if is_colocated else rollout).n_gpus_per_node
     require(
@@ -281,23 +258,12 @@ def check_vllm_omni(config: DictConfig) -> None:
     )
     settings: Any = OmegaConf.select(rollout, "engine_kwargs.vllm_omni")
     if settings is not None:
-        spec = _spec(config)
+        model = model_of(config)
+        serving = None if model is None else model.spec.vllm_omni
         check_settings(
             OmegaConf.to_container(settings, resolve=True),  # type: ignore[arg-type] - its keys are names
-            is_stepwise=spec is not None and spec.vllm_omni is not None and spec.vllm_omni.is_stepwise,
+            is_stepwise=serving is not None and serving.is_stepwise,
         )
-
-
-def _spec(config: DictConfig) -> ModelSpec | None:
-    """Facts about the checkpoint's model. None where `check_model` reports that there is no checkpoint, or verl fetches
-    it later."""
-    from verl_digen.models import load_model
-    from verl_digen.models.locate import locate_configs
-
-    section = config.actor_rollout_ref.model
-    if OmegaConf.is_missing(section, "path") or "://" in section.path:
-        return None
-    return load_model(Path(locate_configs(section.path))).spec
 
 
 def check_outside(config: DictConfig) -> None:
@@ -320,30 +286,17 @@ def check_outside(config: DictConfig) -> None:
         outside,
         "set actor_rollout_ref.rollout.name=diffusers",
     )
-    require(
-        outside.cache == 0 or digen.tag.policy == "off",
-        f"digen.sampling.outside.cache must be 0 with digen.tag.policy={digen.tag.policy}: every forward of a trainer "
-        "gathers weights from all its ranks, whose samples skip other steps",
-        outside.cache,
-        "set digen.tag.policy=off, or pass over steps with digen.sampling.outside.solver_after, the same on all ranks",
-    )
-    if outside.fp8:
-        _check_fp8(config)
-
-
-def _check_fp8(config: DictConfig) -> None:
-    """Require replicas that generate every sample, with the network's layers as diffusers has them."""
-    digen = digen_config(config)
-    key, remedy = "digen.sampling.outside.fp8 must be false with", "set it to false"
-    require(
-        digen.tag.policy == "off",
-        f"{key} digen.tag.policy={digen.tag.policy}: a trainer has sharded weights, without copies in fp8",
-        True,
-        f"{remedy}, or digen.tag.policy=off",
-    )
-    require(
-        not digen.rollout_compiles,
-        f"{key} compiled replicas, whose blocks have the layers' code in them",
-        True,
-        f"{remedy}, or set digen.rollout.compile=false",
-    )
+    if digen.tag.policy != "off":
+        remedy = "set digen.tag.policy=off"
+        gathers = ": every forward of a trainer gathers weights from all its ranks, whose samples skip other steps"
+        sharded = ": a trainer has sharded weights, without copies in fp8"
+        like = f"{remedy}, or pass over steps with digen.sampling.outside.solver_after, the same on all ranks"
+        require_values(
+            *(config, f"with digen.tag.policy={digen.tag.policy}"),
+            ("digen.sampling.outside.cache", 0, gathers, like),
+            ("digen.sampling.outside.fp8", False, sharded, f"set it to false, or {remedy}"),
+        )
+    if digen.rollout_compiles:
+        why = ", whose blocks have the layers' code in them"
+        remedy = "set it to false, or set digen.rollout.compile=false"
+        require_values(config, "with compiled replicas", ("digen.sampling.outside.fp8", False, why, remedy))

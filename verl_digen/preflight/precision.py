@@ -9,7 +9,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
-from verl_digen.preflight.model import load_configs
+from verl_digen.preflight.model import model_of
 from verl_digen.require import require
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
@@ -68,15 +68,13 @@ def precision_notes(config: DictConfig, digen: DigenConfig) -> list[str]:
             f"({FSDP}.mixed_precision.param_dtype), so that their log-probs differ (rollout/log_prob_gap_mean); set "
             "both alike"
         )
-    path = config.actor_rollout_ref.model.path
-    if torch.float16 in (trained, served) and "://" not in path:
-        spec = load_configs(path).spec
-        if not spec.runs_in_fp16:
-            found.append(
-                f"{spec.title} was trained in bf16, and its activations may overflow fp16, to pictures without content "
-                "and skipped updates (actor/num_skipped_updates); set "
-                f"{FSDP}.mixed_precision.param_dtype=bf16 and {ROLLOUT_DTYPE}=bfloat16"
-            )
+    model = model_of(config) if torch.float16 in (trained, served) else None
+    if model is not None and not model.spec.runs_in_fp16:
+        found.append(
+            f"{model.spec.title} was trained in bf16, and its activations may overflow fp16, to pictures without "
+            "content and skipped updates (actor/num_skipped_updates); set "
+            f"{FSDP}.mixed_precision.param_dtype=bf16 and {ROLLOUT_DTYPE}=bfloat16"
+        )
     return found
 
 

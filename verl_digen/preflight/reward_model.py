@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.config import digen_config
+from verl_digen.config import digen_config, require_values
 from verl_digen.pool_sizes import has_reward_model, num_reward_model_devices
 from verl_digen.preflight.rewards import CUSTOM_KEY
 from verl_digen.require import require
@@ -46,7 +46,7 @@ def check_reward_model(config: DictConfig) -> None:
 
 
 def _check_servers(config: DictConfig) -> None:
-    model, placement = config.reward.reward_model, digen_config(config).placement
+    model = config.reward.reward_model
     require(
         model.enable_resource_pool is True,
         f"{KEY}.enable_resource_pool must be true: its servers need devices that no trainer or replica uses",
@@ -83,12 +83,9 @@ def _check_servers(config: DictConfig) -> None:
         size,
         "verl's default is 2; lower it, or change the devices",
     )
-    require(
-        placement.reward_accelerator is None,
-        f"digen.placement.reward_accelerator must be null with {KEY}.enable: verl places these servers on any devices",
-        placement.reward_accelerator,
-        "leave it out, or start a server yourself and name it in a judge's url",
-    )
+    remedy = "leave it out, or start a server yourself and name it in a judge's url"
+    row = "digen.placement.reward_accelerator", None, ": verl places these servers on any devices", remedy
+    require_values(config, f"with {KEY}.enable", row)
 
 
 def _custom_takes_router(config: DictConfig) -> bool:

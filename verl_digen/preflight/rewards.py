@@ -11,13 +11,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.cluster import joins_cluster
-from verl_digen.config import HackingConfig, RewardEntry, digen_config
+from verl_digen.config import HackingConfig, RewardEntry, digen_config, require_values
 from verl_digen.config.reward import ALWAYS, VALIDATION
 from verl_digen.pool_sizes import has_reward_model
 from verl_digen.preflight.inputs import validates
 from verl_digen.preflight.pairs import trains_pairs
 from verl_digen.preflight.pools import COLOCATED
-from verl_digen.require import require
+from verl_digen.require import refusing, require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.functions import CUSTOM, require_reward_function
 from verl_digen.reward.named import (
@@ -101,20 +101,12 @@ def check_reward_manager(config: DictConfig) -> None:
         return
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
-    require(
-        section.source == "importlib",
-        "reward.reward_manager.source must be importlib, because the managers that verl registers score text",
-        section.source,
-        "leave reward.reward_manager alone; a reward of your own is a function",
-    )
-    try:
+    with refusing(
+        "reward.reward_manager must name a class that can be imported",
+        f"{section.name} of {section.module.path}",
+        "leave reward.reward_manager alone, a reward of your own is a function",
+    ):
         resolve_reward_manager_cls(config)
-    except (Exception, SystemExit) as error:  # any exception of the user's module at import
-        raise ValueError(
-            f"reward.reward_manager must name a class that can be imported, got {section.name!r} of "
-            f"{section.module.path!r} ({type(error).__name__}: {error}); leave reward.reward_manager alone, a reward "
-            "of your own is a function"
-        ) from error
 
 
 def check_reward_devices(config: DictConfig) -> None:
@@ -126,14 +118,6 @@ def check_reward_devices(config: DictConfig) -> None:
         model.enable_resource_pool,
         "give devices with digen.reward.functions.NAME.num_gpus, or serve a model with reward.reward_model.enable=true",
     )
-    for name in ("nnodes", "n_gpus_per_node"):
-        require(
-            not model.enable_resource_pool or (isinstance(model[name], int) and model[name] >= 1),
-            f"reward.reward_model.{name} must be >= 1 with reward.reward_model.enable_resource_pool=true",
-            model[name],
-            "give the nodes and devices per node of a pool beside the trainer's, for the processes that share reward "
-            "functions or, with reward.reward_model.enable=true, for the model's servers",
-        )
 
 
 def check_timeshared(config: DictConfig) -> None:
@@ -261,15 +245,9 @@ def _check_custom(config: DictConfig) -> None:
         name,
         "compute_score is verl's default",
     )
-    try:
+    rule = f"{CUSTOM_KEY}.path={path} must be a module that can be imported and has a function {CUSTOM_KEY}.name"
+    with refusing(rule, name, "repair the file, or install what it imports"):
         function = load_extern_object(path, name)
-    except (Exception, SystemExit) as error:  # any exception of the user's module at import
-        cause = error.__cause__ or error
-        raise ValueError(
-            f"{CUSTOM_KEY}.path={path} must be a module that can be imported and has a function "
-            f"{CUSTOM_KEY}.name={name}, got {type(cause).__name__}: {cause}; repair the file, or install what it "
-            "imports"
-        ) from error
     router = UNKNOWN.router if has_reward_model(config) else None
     given = {**_extra(section), **router_argument(function, router)}
     require_reward_function(f"{CUSTOM_KEY} ({name} of {path})", function, given)
@@ -299,16 +277,10 @@ def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def check_latents(config: DictConfig) -> None:
     """Require replicas that have latents to make all samples, if a reward reads them."""
-    digen = digen_config(config)
-    reading = [entry.key for entry in digen.reward.entries if reads_latents(entry)]
-    if not reading:
-        return
-    require(
-        digen.tag.policy == "off",
-        f"digen.tag.policy must be off with {reading[0]}, which reads latents: the trainer's samples carry none",
-        digen.tag.policy,
-        "set digen.tag.policy=off, or use a reward of pixels",
-    )
+    why = ", which reads latents: the trainer's samples carry none"
+    row = "digen.tag.policy", "off", why, "set digen.tag.policy=off, or use a reward of pixels"
+    for entry in filter(reads_latents, digen_config(config).reward.entries):
+        require_values(config, f"with {entry.key}", row)
 
 
 STOP = "digen.reward.stop_on_hacking"

@@ -17,16 +17,15 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from verl_digen.config import digen_config
-from verl_digen.config.load import read_only
 from verl_digen.preflight import (
     adapter,
     agent_loop,
+    effects,
     inputs,
     kernels,
     machine,
     model,
     pairs,
-    paths,
     pools,
     precision,
     recipes,
@@ -34,24 +33,14 @@ from verl_digen.preflight import (
     rewards,
     run_folder,
     unknown,
-    unused,
     values,
     verl_keys,
     weights,
 )
 from verl_digen.reward.named import has_custom
 
-Rule = Callable[[DictConfig], None]
-
-
-def _raising(problems_of: Callable[[DictConfig], list[str]]) -> Rule:
-    """A rule that reports several problems at once."""
-
-    def rule(config: DictConfig) -> None:
-        if problems := problems_of(config):
-            raise ValueError("\n".join(problems))
-
-    return rule
+Rule = Callable[[DictConfig], list[str] | None]
+"""Raises ValueError for a problem, or returns several."""
 
 
 RULES: tuple[Rule, ...] = (
@@ -63,9 +52,8 @@ RULES: tuple[Rule, ...] = (
     machine.check_address,
     machine.check_cpus,
     machine.check_trackers,
-    _raising(unknown.unknown_problems),
-    _raising(unused.unused_problems),
-    verl_keys.check_strategy,
+    unknown.unknown_problems,
+    values.unused_problems,
     verl_keys.check_batches,
     verl_keys.check_shards,
     precision.check_precision,
@@ -81,11 +69,11 @@ RULES: tuple[Rule, ...] = (
     kernels.check_kernels,
     kernels.check_kernel_machine,
     pools.check_pools,
-    _raising(unused.effect_problems),
+    effects.effect_problems,
     pools.check_placement,
     verl_keys.check_classes,
-    paths.check_run_dir,
-    paths.check_resume,
+    run_folder.check_run_dir,
+    run_folder.check_resume,
     model.check_model,
     kernels.check_kernel_model,
     weights.check_weights,
@@ -129,10 +117,10 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> None:
     wrong = values.value_problems(config)
     problems = [problem for problem in wrong.values() if problem is not None]
     usable = _without(config, list(wrong)) if wrong else config
-    with read_only(usable):
+    with flag_override(usable, "readonly", True):
         for rule in rules:
             try:
-                rule(usable)
+                problems += rule(usable) or []
             except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
                 if not any(key in str(error) or error.full_key == key for key in wrong):
                     problems.append(_told(error))
@@ -171,8 +159,8 @@ OF_RUN: tuple[Rule, ...] = (
     machine.check_address,
     machine.check_cpus,
     kernels.check_kernel_machine,
-    paths.check_run_dir,
-    paths.check_resume,
+    run_folder.check_run_dir,
+    run_folder.check_resume,
     run_folder.check_continued,
     weights.check_weights,
     pools.check_rollout_package,

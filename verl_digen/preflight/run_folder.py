@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run that `trainer.default_local_dir` holds already: continued, set aside, or in the hands of a live process.
+"""Rules for the folders that a run writes, and for a run that `trainer.default_local_dir` holds already: continued, set
+aside, or in the hands of a live process.
 
 | the folder holds | `trainer.resume_mode` | a start |
 | --- | --- | --- |
@@ -21,6 +22,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
 from datetime import datetime
@@ -35,9 +37,9 @@ from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import IMAGES, METRICS, REPORT, START, WARNINGS
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
-from verl_digen.preflight.paths import STEP_PREFIX
 from verl_digen.preflight.start import MISSING
 from verl_digen.report.start import leaves
+from verl_digen.require import require
 from verl_digen.trainer.checkpoint import POINTER, RUN_FILE, WEIGHTS, digest, load_driver_state, newest_checkpoint
 
 LEARNT = (
@@ -58,9 +60,59 @@ PACE = (
 NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"total_training_steps"}
 """Last names of keys that say where and how long: a reward's processes, and the steps that verl writes into `optim`."""
 MAX_SHOWN = 6
+STEP_PREFIX = "global_step_"
+"""Prefix of a checkpoint's folder, before the number of its step."""
 LOCK = "run.lock"
 WRITTEN = (f"{STEP_PREFIX}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, POINTER, METRICS, START)
 """Files of a run, in the order in which they are moved: a move that was cut short goes on at the next start."""
+
+
+def check_run_dir(config: DictConfig) -> None:
+    """Require that the run's folder is a folder, or can be made."""
+    for key, given in (
+        ("trainer.default_local_dir", config.trainer.default_local_dir),
+        ("trainer.rollout_data_dir", config.trainer.rollout_data_dir),
+    ):
+        if given is None:
+            continue
+        require(
+            "://" not in given, f"{key} must be a folder, not an address", given, "mount the storage, or copy later"
+        )
+        written = os.path.expandvars(os.path.expanduser(given))
+        require(written == given, f"{key} must be written out, because no shell reads it", given, f"write {written}")
+        path = Path(given).absolute()
+        link = next((part for part in (path, *path.parents) if part.is_symlink() and not os.path.exists(part)), None)
+        require(link is None, f"{key} must be a folder", given, f"{link} is a link to nothing; remove it")
+        there = next(part for part in (path, *path.parents) if os.path.exists(part))
+        require(there.is_dir(), f"{key} must be a folder", given, f"{there} is a file; name another folder")
+        try:
+            tempfile.TemporaryDirectory(dir=there).cleanup()  # permissions alone do not tell
+        except OSError as error:
+            raise ValueError(
+                f"{key} must be a folder that can be written, got {given!r}; nothing can be written in {there} "
+                f"({error.strerror}), name another folder"
+            ) from error
+
+
+def check_resume(config: DictConfig) -> None:
+    """Require the folder of a checkpoint with `trainer.resume_mode=resume_path`."""
+    given = config.trainer.resume_from_path
+    if config.trainer.resume_mode != "resume_path":
+        require(
+            given is None,
+            "trainer.resume_from_path needs trainer.resume_mode=resume_path",
+            given,
+            "set trainer.resume_mode=resume_path, or leave the path out",
+        )
+        return
+    require(
+        isinstance(given, str) and Path(given).name.startswith(STEP_PREFIX) and (Path(given) / "actor").is_dir(),
+        f"trainer.resume_from_path must be the folder {STEP_PREFIX}N of a checkpoint with "
+        "trainer.resume_mode=resume_path",
+        given,
+        f"give RUN/{STEP_PREFIX}N, or set trainer.resume_mode=auto, which finds the last one of "
+        "trainer.default_local_dir",
+    )
 
 
 def checkpoint_to_continue(config: DictConfig) -> Path | None:

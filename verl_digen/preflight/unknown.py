@@ -13,7 +13,6 @@ verl makes of it in the workers, and those of verl's own yaml. Not checked, beca
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
@@ -56,12 +55,12 @@ NEVER_MEANT = frozenset({"hydra", "critic", "distillation"})
 def unknown_problems(config: DictConfig) -> list[str]:
     """A paragraph for each key that nothing reads."""
     found = list(_unknown(config, "", _verls_keys()))
-    known = _with_loss_settings(config) if found else config
+    more = _loss_keys(config) if found else []
     problems = []
     for key, value, beside in found:
         section, _, name = key.rpartition(".")
         close = [f"{section}.{one}".lstrip(".") for one in get_close_matches(name, beside - {"_target_"}, n=1)]
-        close = close or closest_keys(key, known, [one for one, _, _ in found])
+        close = close or closest_keys(key, config, [one for one, _, _ in found], more)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         shown = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         problems.append(
@@ -71,16 +70,12 @@ def unknown_problems(config: DictConfig) -> list[str]:
     return problems
 
 
-def _with_loss_settings(config: DictConfig) -> DictConfig:
-    """Copy of the config with the settings of its loss, which it holds only where they are not the defaults."""
+def _loss_keys(config: DictConfig) -> list[str]:
+    """Keys of the chosen loss, which the config holds only where they are not the defaults."""
     from verl_digen.algorithms.objectives import default_config, objective_names
 
     name = OmegaConf.select(config, "digen.loss.name")
-    if name not in objective_names():
-        return config
-    copied = copy.deepcopy(config)
-    OmegaConf.update(copied, "digen.loss", asdict(default_config(name)), merge=True, force_add=True)
-    return copied
+    return [f"digen.loss.{key}" for key in asdict(default_config(name))] if name in objective_names() else []
 
 
 def _unknown(section: DictConfig, path: str, verls: Any) -> Iterator[tuple[str, Any, set[str]]]:
@@ -129,7 +124,7 @@ def _is_slip(name: str, child: Any, root: DictConfig, known: set[str]) -> bool:
     )
 
 
-def closest_keys(key: str, cfg: DictConfig, unknown: Collection[str] = ()) -> list[str]:
+def closest_keys(key: str, cfg: DictConfig, unknown: Collection[str] = (), more: Collection[str] = ()) -> list[str]:
     """Known keys that `key` may have meant, the closest first; at most two. `unknown`: keys of `cfg` to leave out,
     with their subtrees.
 
@@ -137,7 +132,7 @@ def closest_keys(key: str, cfg: DictConfig, unknown: Collection[str] = ()) -> li
         closest_keys("trainer.total_step", cfg)  # ["trainer.total_training_steps"]
         closest_keys("digen.digen.seed", cfg)    # ["digen.seed"]
     """
-    known = [one for one in keys_of(cfg) if one.partition(".")[0] not in NEVER_MEANT]
+    known = [one for one in dict.fromkeys((*keys_of(cfg), *more)) if one.partition(".")[0] not in NEVER_MEANT]
     known = [one for one in known if not any(f"{one}.".startswith(f"{other}.") for other in unknown)]
     section, _, name = key.rpartition(".")
     beside = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types and ranges of verl's keys that our runs read; those under `digen:` are in `verl_digen.config`.
+"""The table of verl's keys: values of those that our runs read, and the keys to use in place of those that they do not.
+Keys under `digen:` are in `verl_digen.config`.
 
-- `VALUES` is the whole schema: key as typed, pydantic type, remedy. Numbers are finite, and are numbers and not texts.
-- A bound without a meaning of its own catches typos; its constant says how it was chosen.
+- `VALUES`: key as typed, pydantic type, remedy. Numbers are finite, and are numbers and not texts. A bound without a
+  meaning of its own catches typos; its constant says how it was chosen.
+- `UNUSED`: keys that verl's text training reads, so a user who sets one expects something of it, and that no code path
+  of our runs reads. A run refuses any other value than verl's default, or that of our recipes (`OURS`). Keys of a
+  feature that is refused as a whole (`REFUSED`, a served reward model) are not listed.
 - A section that is no mapping is named before the keys in it.
+
+Invariants (tests/plugin/test_malformed_starts.py): every key is one of verl's, and every recipe has the value that an
+unused one must have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from verl_digen.require import suggestion
+from verl_digen.preflight.pools import SIZES
+from verl_digen.preflight.unknown import verls_default
+from verl_digen.require import as_typed, suggestion
 
 MAX_DEVICES = 100_000
 """More than any cluster has."""
@@ -45,6 +54,9 @@ def _inside_its_folder(value: str) -> str:
 Devices = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 FewWorkers = Annotated[int, Field(ge=1, le=4096)]
+Group = Annotated[int, Field(ge=2, le=10**6)]
+Megabytes = Annotated[int, Field(ge=1, le=1_000_000)]
+Blocks = Annotated[int, Field(ge=0)] | Literal["auto", "all", "none"]
 CountOrAll = Annotated[int, AfterValidator(_never_or_positive)]
 Warmup = Annotated[int, Field(ge=-1, le=MAX_COUNT)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -86,6 +98,8 @@ MODEL, ACTOR, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.actor", "a
 REWARD_MODEL = "reward.reward_model"
 NEVER = "give a number of steps, or -1 for never"
 DEVICES = "give the devices of a node, and the nodes"
+REWARD_POOL = "give the nodes, and the devices of each, of a pool for the model's servers or the reward workers"
+WITH_POOL, WITH_MODEL = f"{REWARD_MODEL}.enable_resource_pool=true", f"{REWARD_MODEL}.enable=true"
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,8 @@ VALUES: dict[str, Value] = {
     "trainer.rollout_data_dir": Value(Text | None, "give a folder; null writes nothing"),
     "trainer.esi_redundant_time": Value(NotNegative, "give seconds; 0 is verl's default"),
     "data.train_batch_size": Value(Count, "give the prompts of a step"),
+    "data.train_max_samples": Value(CountOrAll, "-1 takes all prompts"),
+    "data.val_max_samples": Value(CountOrAll, "-1 takes all prompts"),
     "data.val_batch_size": Value(Count | None, "null takes all validation prompts at once"),
     "data.dataloader_num_workers": Value(Annotated[int, Field(ge=0, le=4096)], "0 reads in the driver, and is enough"),
     "data.seed": Value(int | None, "leave it out: it is digen.seed"),
@@ -142,15 +158,14 @@ VALUES: dict[str, Value] = {
     f"{MODEL}.path": Value(Text, "give a checkpoint in the diffusers format, a folder or a repository of the hub"),
     f"{MODEL}.lora_rank": Value(Annotated[int, Field(ge=0, le=MAX_LORA_RANK)], "0 trains all weights, 32 is usual"),
     f"{MODEL}.lora_alpha": Value(Count, "twice actor_rollout_ref.model.lora_rank is usual"),
-    f"{MODEL}.recompute_blocks": Value(
-        Annotated[int, Field(ge=0)] | Literal["auto", "all", "none"], "auto recomputes as few as memory asks for"
-    ),
+    f"{MODEL}.recompute_blocks": Value(Blocks, "auto recomputes as few as memory asks for"),
     f"{MODEL}.int8_base": Value(bool, "true keeps the frozen base in int8"),
     f"{MODEL}.whole_base": Value(bool | Literal["auto"], "auto keeps the base whole where there is room"),
     f"{MODEL}.external_lib": Value(Text | list[Text] | None, "give the names of modules that can be imported"),
     f"{MODEL}.target_modules": Value(Text | Names | None, "null takes the model's own list"),
     f"{MODEL}.exclude_modules": Value(Text | list[Text] | None, "give names or a regular expression, or null"),
     f"{MODEL}.lora_adapter_path": Value(Text | None, "give the folder of an adapter, or null"),
+    f"{ACTOR}.strategy": Value(Literal["fsdp2"], "diffusion models are sharded by FSDP2; leave it out"),
     f"{ACTOR}.ppo_mini_batch_size": Value(Count, "leave it out: one optimizer step per batch"),
     f"{ACTOR}.ppo_epochs": Value(Annotated[int, Field(ge=1, le=1000)], "1 is on-policy"),
     f"{ACTOR}.optim.lr": Value(NotNegative, "3e-4 is usual with LoRA, 1e-5 for all weights"),
@@ -170,51 +185,178 @@ VALUES: dict[str, Value] = {
     f"{ACTOR}.fsdp_config.model_dtype": Value(Dtype, "bf16 for a frozen base, fp32 to train all weights"),
     f"{ACTOR}.fsdp_config.fsdp_size": Value(CountOrAll, "-1 shards over all ranks"),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": Value(Devices, "1 runs each row on one device"),
-    f"{ACTOR}.fsdp_config.mixed_precision": Value(
-        Precision | None, "give e.g. {param_dtype: bf16, reduce_dtype: fp32}"
-    ),
-    f"{ACTOR}.optim.override_optimizer_config": Value(
-        dict | None, "give the optimizer's arguments, e.g. {foreach: false}"
-    ),
+    f"{ACTOR}.fsdp_config.mixed_precision": Value(Precision | None, "e.g. {param_dtype: bf16, reduce_dtype: fp32}"),
+    f"{ACTOR}.optim.override_optimizer_config": Value(dict | None, "give optimizer arguments, e.g. {foreach: false}"),
     f"{ACTOR}.checkpoint.save_contents": Value(Contents, "give e.g. [model,optimizer,extra]"),
     f"{ACTOR}.checkpoint.load_contents": Value(Contents, "leave it out: what was saved is loaded"),
-    f"{ROLLOUT}.n": Value(
-        Annotated[int, Field(ge=2, le=10**6)], "an advantage compares the samples of one prompt; flow_grpo uses 24"
-    ),
+    f"{ROLLOUT}.n": Value(Group, "an advantage compares the samples of one prompt; flow_grpo uses 24"),
     f"{ROLLOUT}.nnodes": Value(Annotated[int, Field(ge=0, le=MAX_DEVICES)], DEVICES),
     f"{ROLLOUT}.n_gpus_per_node": Value(Devices, DEVICES),
-    f"{ROLLOUT}.tensor_model_parallel_size": Value(Devices, "give the devices of a replica"),
-    f"{ROLLOUT}.data_parallel_size": Value(Devices, "1 is the default"),
-    f"{ROLLOUT}.pipeline_model_parallel_size": Value(Devices, "1 is the default"),
+    **{f"{ROLLOUT}.{size}": Value(Devices, "1 is the default") for size in SIZES},
     f"{ROLLOUT}.dtype": Value(Dtype, "bfloat16 is usual"),
     f"{ROLLOUT}.engine_kwargs": Value(
         dict, "leave it out, or set +actor_rollout_ref.rollout.engine_kwargs.vllm_omni.NAME"
     ),
     f"{ROLLOUT}.val_kwargs.n": Value(Annotated[int, Field(ge=1, le=10**6)], "1 sample of each prompt is usual"),
     f"{ROLLOUT}.agent.num_workers": Value(FewWorkers, "one for each node is enough"),
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": Value(
-        Annotated[int, Field(ge=1, le=1_000_000)], "2048 is verl's default"
-    ),
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": Value(Megabytes, "2048 is verl's default"),
     "reward.num_workers": Value(FewWorkers, "8 is verl's default"),
-    f"{REWARD_MODEL}.nnodes": Value(
-        Devices,
-        "give the nodes of a pool for the model's servers or the reward workers",
-        f"{REWARD_MODEL}.enable_resource_pool=true",
-    ),
-    f"{REWARD_MODEL}.n_gpus_per_node": Value(
-        Devices, "give the pool's devices of a node", f"{REWARD_MODEL}.enable_resource_pool=true"
-    ),
-    **{
-        f"{REWARD_MODEL}.rollout.{kind}_parallel_size": Value(
-            Devices, "give the devices of a server", f"{REWARD_MODEL}.enable=true"
-        )
-        for kind in ("tensor_model", "data", "pipeline_model")
-    },
+    "reward.reward_manager.source": Value(Literal["importlib"], "leave it out: verl's own managers score text"),
+    **{f"{REWARD_MODEL}.{name}": Value(Devices, REWARD_POOL, WITH_POOL) for name in ("nnodes", "n_gpus_per_node")},
+    **{f"{REWARD_MODEL}.rollout.{size}": Value(Devices, "give a server's devices", WITH_MODEL) for size in SIZES},
     "actor_rollout_ref.hybrid_engine": Value(bool, "leave it to the recipes"),
     "transfer_queue.backend.storage_backend": Value(Storage, "SimpleStorage needs nothing installed beside it"),
     "transfer_queue.backend.SimpleStorage.num_data_storage_units": Value(FewWorkers, "8 is verl's default"),
     "transfer_queue.backend.SimpleStorage.total_storage_size": Value(Count, "100000 is verl's default"),
 }
+
+
+UNUSED: Mapping[str, str] = {
+    "the legacy trainer has no hook for diffusion": "trainer: use_v1",
+    "digen.num_logged_images says how many validation prompts are shown, in images/ and in the run's trackers": (
+        "trainer: log_val_generations validation_data_dir"
+    ),
+    "there is no critic, and the actor would not be trained until then; leave it out": "trainer: critic_warmup",
+    "there is no critic; trainer.max_actor_ckpt_to_keep counts checkpoints": "trainer: max_critic_ckpt_to_keep",
+    "checkpoints are written under trainer.default_local_dir alone; copy them": "trainer: default_hdfs_dir",
+    "no code of verl's waits for it any more; leave it out": "trainer: ray_wait_register_center_timeout",
+    "it belongs to a trainer of verl's; leave it out, recipe=...+disaggregated has separate pools": (
+        "trainer.v1: colocate_async.num_warmup_batches separate_async.num_warmup_batches "
+        "separate_async.parameter_sync_step"
+    ),
+    "digen.tag.policy lets the trainer generate": "trainer.v1.separate_async.hybrid_rollout: enable_switch",
+    "digen.staleness says how old samples may be": (
+        "trainer.v1.sampler: max_off_policy_threshold max_off_policy_strategy"
+    ),
+    "digen.max_refills_per_step bounds the groups made again": "trainer.v1.sampler: sync_refill_failed_groups",
+    "digen.advantage says how rewards become advantages": "algorithm: adv_estimator gamma lam use_pf_ppo",
+    "digen.advantage.scale=none turns the division by the std off": "algorithm: norm_adv_by_std_in_grpo",
+    "digen.kl.coef is the weight of the KL term, digen.kl.kind its kind": (
+        "algorithm: use_kl_in_reward kl_penalty kl_ctrl.type kl_ctrl.kl_coef kl_ctrl.horizon "
+        f"kl_ctrl.target_kl; {ACTOR}: use_kl_loss kl_loss_coef kl_loss_type"
+    ),
+    "digen.queue.drop_zero_spread drops groups without a signal": "algorithm.filter_groups: enable",
+    "digen.loss.name=tis and its relatives correct for stale samples, see digen.loss": (
+        "algorithm.rollout_correction: rollout_is rollout_is_threshold rollout_rs rollout_rs_threshold "
+        "rollout_is_batch_normalize"
+    ),
+    "digen.loss.old_log_probs=rollout takes the recorded log-probs": "algorithm.rollout_correction: bypass_mode",
+    "digen.loss.name is the policy loss, beside its settings": (
+        f"algorithm.rollout_correction: loss_type; {ACTOR}: tau_pos tau_neg policy_loss.loss_mode "
+        "policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub policy_loss.kl_cov_ratio "
+        "policy_loss.ppo_kl_coef policy_loss.dro_beta"
+    ),
+    "digen.loss.clip_range and digen.loss.clip_range_high clip the ratio": (
+        f"{ACTOR}: clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c"
+    ),
+    "every row, a sample at a timestep, weighs the same; digen.window says which timesteps train": (
+        f"{ACTOR}: loss_agg_mode loss_scale_factor"
+    ),
+    "a denoising step has no distribution over tokens; digen.sde.noise_level says how far samples spread": (
+        f"{ACTOR}: entropy_coeff calculate_entropy calculate_sum_pi_squared entropy_checkpointing "
+        "entropy_from_logits_with_chunking entropy_from_logits_chunk_size"
+    ),
+    "digen.tsp.samples_per_tile and digen.tsp.steps_per_tile are the size of a forward": (
+        f"{ACTOR}: use_dynamic_bsz ppo_micro_batch_size ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
+        "pad_to_length; actor_rollout_ref.ref: log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu; "
+        f"{ROLLOUT}: log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"
+    ),
+    "a prompt is encoded once for its whole group by itself; leave it out": f"{ACTOR}: use_prefix_grouper",
+    "actor_rollout_ref.model.target_modules and exclude_modules say what trains": f"{ACTOR}: freeze_vision_tower",
+    "mini-batches are taken in the order of the prompts, which data.shuffle shuffles": f"{ACTOR}: shuffle",
+    "digen.seed is the seed of everything": f"{ACTOR}: data_loader_seed; {ROLLOUT}: seed",
+    f"{ACTOR}.optim.clip_grad is the largest norm of the gradient": f"{ACTOR}: grad_clip",
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size is the key of sequence parallelism": (
+        f"{ACTOR}: ulysses_sequence_parallel_size"
+    ),
+    f"weights are trained in {ACTOR}.fsdp_config.model_dtype": f"{ACTOR}: qat.enable fsdp_config.qat.enable",
+    "checkpoints are written before the next step begins; leave it out": f"{ACTOR}.checkpoint: async_save",
+    "digen.tsp.reduce says when gradients are reduced": f"{ACTOR}.fsdp_config: use_no_sync_for_gradient_accumulation",
+    "it is an option of fsdp, and diffusion runs on fsdp2": f"{ACTOR}.fsdp_config: use_orig_params forward_prefetch",
+    "the blocks of the transformer are wrapped; leave it out": f"{ACTOR}.fsdp_config.wrap_policy: min_num_params",
+    "replicas serve requests; leave it out": f"{ROLLOUT}: mode",
+    "digen.sde and digen.sampling say how samples are drawn, digen.seed with what noise": (
+        f"{ROLLOUT}: temperature top_k top_p do_sample"
+    ),
+    "validation is deterministic: digen.sampling.val_num_steps and val_true_cfg_scale": (
+        f"{ROLLOUT}.val_kwargs: temperature top_k top_p do_sample"
+    ),
+    "the model's own limit on a prompt is checked before the run starts": (
+        f"{ROLLOUT}: prompt_length max_model_len; data: max_prompt_length"
+    ),
+    "longer prompts than the model reads are refused, or left out with data.filter_overlong_prompts=true": (
+        "data: truncation"
+    ),
+    "a diffusion run makes no text, leave it out": (
+        f"{ROLLOUT}: response_length ignore_eos disaggregation.enabled enable_rollout_routing_replay; data: "
+        "max_response_length"
+    ),
+    "digen.rollout.max_batch_size is what a replica denoises together": (
+        f"{ROLLOUT}: max_num_batched_tokens max_num_seqs enable_chunked_prefill"
+    ),
+    "digen.rollout.embed_cache_size prompts stay encoded": f"{ROLLOUT}: enable_prefix_caching",
+    "digen.rollout.max_batch_size is what a replica denoises together; `digen plan` says what fits": (
+        f"{ROLLOUT}: gpu_memory_utilization"
+    ),
+    "log-probs are always recorded; digen.loss.old_log_probs says which ones count": f"{ROLLOUT}: calculate_log_probs",
+    "digen.sde.law says what a log-prob is": f"{ROLLOUT}: logprobs_mode",
+    "digen.queue.extra_prompts begins groups beyond the batch": f"{ROLLOUT}: over_sample_rate; data: gen_batch_size",
+    "a sample is one generation; leave it out": f"{ROLLOUT}.multi_turn: enable",
+    f"{ROLLOUT}.tensor_model_parallel_size is the size of a replica": f"{ROLLOUT}: expert_parallel_size",
+    f"{ROLLOUT}.free_cache_engine gives a replica's memory to the trainer": f"{ROLLOUT}: multi_stage_wake_up",
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes bounds what is gathered": (
+        f"{ROLLOUT}: layered_summon"
+    ),
+    "the checkpoint's own tokenizers are used": "data: tokenizer",
+    "prompt files have the columns prompt, negative_prompt, data_source, reward_model, extra_info": (
+        "data: video_key return_full_prompt return_raw_input_ids"
+    ),
+    "it runs code that a language model wrote; name a reward function": "reward.sandbox_fusion: url",
+}
+"""Remedy -> the keys that have it, `SECTION: NAME NAME`."""
+
+OURS: Mapping[str, Any] = {
+    "trainer.v1.sampler.sync_refill_failed_groups": True,
+    "algorithm.adv_estimator": "grpo",
+    f"{ACTOR}.use_dynamic_bsz": True,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1,
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1,
+    f"{ROLLOUT}.prompt_length": 512,
+    f"{ROLLOUT}.response_length": 512,
+}
+"""Values of the recipes that are not verl's defaults."""
+
+REFUSED: Mapping[str, str] = {
+    "critic.enable": "a group's own rewards are its baseline (digen.advantage); leave it out",
+    "distillation.enabled": "recipe opd distils, from an adapter (digen.loss.teacher); leave it out",
+}
+"""Features of verl's that our runs do not have, and the remedy."""
+
+
+def unused_keys() -> Iterator[tuple[str, Any, str]]:
+    """(key, value that a run may have, remedy)."""
+    for remedy, sections in UNUSED.items():
+        for section, _, names in (part.partition(": ") for part in sections.split("; ")):
+            for key in (f"{section}.{name}" for name in names.split()):
+                yield key, OURS[key] if key in OURS else verls_default(key), remedy
+
+
+def unused_problems(config: DictConfig) -> list[str]:
+    """A paragraph for each of these keys that has another value."""
+    problems = []
+    for key, value, remedy in unused_keys():
+        path, _, name = key.rpartition(".")
+        section = OmegaConf.select(config, path) or {}
+        if name in section and (given := section[name]) != value:
+            problems.append(
+                f"{key} must be {as_typed(value)}, because it has no effect on a diffusion model, got {given!r}; "
+                f"{remedy}"
+            )
+    for key, remedy in REFUSED.items():
+        if given := OmegaConf.select(config, key):
+            problems.append(f"{key} must be false, got {given!r}; {remedy}")
+    return problems
 
 
 def value_problems(config: DictConfig) -> dict[str, str | None]:

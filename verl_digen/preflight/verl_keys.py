@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen import plugin
 from verl_digen.config import digen_config
 from verl_digen.pool_sizes import num_trainer_devices
-from verl_digen.require import require, require_fsdp2, suggestion
+from verl_digen.require import refusing, require, suggestion
 
 STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong-datasystem")}
 """Storages of TransferQueue -> the module they import, and the package that has it."""
@@ -32,11 +31,6 @@ def check_plugin(config: DictConfig) -> None:
 def check_digen(config: DictConfig) -> None:
     """Validate the `digen:` section by itself."""
     digen_config(config)
-
-
-def check_strategy(config: DictConfig) -> None:
-    """Require FSDP2 to shard the weights."""
-    require_fsdp2(config.actor_rollout_ref.actor.strategy)
 
 
 def check_shards(config: DictConfig) -> None:
@@ -70,13 +64,9 @@ def check_optimizer(config: DictConfig) -> None:
             f"set {key}.lr_scheduler_type=cosine",
         )
     module, name = optim.optimizer_impl, optim.optimizer
-    try:
+    remedy = "torch.optim is the default, others must be installed"
+    with refusing(f"{key}.optimizer_impl must be a module that can be imported", module, remedy):
         found = importlib.import_module(module)
-    except Exception as error:  # any exception of the module at import
-        raise ValueError(
-            f"{key}.optimizer_impl must be a module that can be imported, got {module!r} ({type(error).__name__}: "
-            f"{error}); torch.optim is the default, others must be installed"
-        ) from error
     names = [one for one, value in vars(found).items() if isinstance(value, type)]
     require(
         isinstance(getattr(found, name, None), type),
@@ -90,15 +80,10 @@ def check_callback(config: DictConfig) -> None:
     """Require that the class that is called after a checkpoint can be imported."""
     from verl.utils.import_utils import load_class_from_fqn
 
-    name = config.trainer.checkpoint_callback_class
-    try:
+    key, name = "trainer.checkpoint_callback_class", config.trainer.checkpoint_callback_class
+    with refusing(f"{key} must be a class that can be imported", name, "give package.module.Class, or null"):
         if name:
             load_class_from_fqn(name, "CheckpointCallback")
-    except Exception as error:  # any exception of the user's module at import
-        raise ValueError(
-            f"trainer.checkpoint_callback_class must be a class that can be imported, got {name!r} "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}); give package.module.Class, or null"
-        ) from error
 
 
 def check_storage(config: DictConfig) -> None:
@@ -139,40 +124,21 @@ def check_batches(config: DictConfig) -> None:
     )
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """The keys that name a class, and our own class."""
-
-    path_key: str
-    name_key: str
-    module: str
-    name: str
-
-    @property
-    def path(self) -> str:
-        """The module's path, as the recipes write it."""
-        return f"pkg://{self.module}"
-
-
-CLASSES = (
-    Loaded("data.custom_cls.path", "data.custom_cls.name", "verl_digen.data.dataset", "DiffusionPromptDataset"),
-    Loaded(
-        *("trainer.v1.sampler.custom_sampler.path", "trainer.v1.sampler.custom_sampler.name"),
-        *("verl_digen.trainer.replay_buffer", "GroupReplayBuffer"),
-    ),
-)
+CLASSES = {
+    "data.custom_cls": ("verl_digen.data.dataset", "DiffusionPromptDataset"),
+    "trainer.v1.sampler.custom_sampler": ("verl_digen.trainer.replay_buffer", "GroupReplayBuffer"),
+}
+"""Section whose `path` and `name` name a class -> module and name of ours, as the recipes have them."""
 MANAGER_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER = "verl_digen.agent_loop.manager.DiffusionAgentLoopManager"
 
 
 def check_classes(config: DictConfig) -> None:
     """Require every class to be ours, or a subclass of ours that can be loaded."""
-    for loaded in CLASSES:
-        path, name = (
-            OmegaConf.select(config, key, throw_on_missing=True) for key in (loaded.path_key, loaded.name_key)
-        )
-        if (path, name) != (loaded.path, loaded.name):
-            _check_class(loaded, path, name)
+    for section, (module, ours) in CLASSES.items():
+        path, name = (OmegaConf.select(config, f"{section}.{key}", throw_on_missing=True) for key in ("path", "name"))
+        if (path, name) != (f"pkg://{module}", ours):
+            _check_class(section, module, ours, path, name)
     given = OmegaConf.select(config, MANAGER_KEY)
     require(
         isinstance(given, str) and (given == MANAGER or _is_subclass(given)),
@@ -182,24 +148,18 @@ def check_classes(config: DictConfig) -> None:
     )
 
 
-def _check_class(loaded: Loaded, path: Any, name: Any) -> None:
+def _check_class(section: str, module: str, ours: str, path: Any, name: Any) -> None:
     from verl.utils.import_utils import load_extern_object
 
     importlib.import_module("verl.trainer.ppo.v1")  # which imports the modules of ours, and not the other way round
-    ours = getattr(importlib.import_module(loaded.module), loaded.name)
     remedy = "leave both keys to the recipes"
-    if path == loaded.path:
-        remedy = f"{suggestion(str(name), (loaded.name,))}{remedy}"
-    try:
+    if path == f"pkg://{module}":
+        remedy = f"{suggestion(str(name), (ours,))}{remedy}"
+    with refusing(f"{section}.name must be a class of {section}.path={path}", name, remedy):
         given = load_extern_object(path, name)
-    except Exception as error:  # any exception of the user's module at import
-        raise ValueError(
-            f"{loaded.name_key} must be a class of {loaded.path_key}={path}, got {name!r} ({type(error).__name__}: "
-            f"{error}); {remedy}"
-        ) from error
     require(
-        isinstance(given, type) and issubclass(given, ours),
-        f"{loaded.name_key} must be {loaded.name} or a subclass of it",
+        isinstance(given, type) and issubclass(given, getattr(importlib.import_module(module), ours)),
+        f"{section}.name must be {ours} or a subclass of it",
         name,
         remedy,
     )

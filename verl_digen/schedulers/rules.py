@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from verl_digen.require import In, OneOf, check_fields, require
+from verl_digen.require import In, OneOf, check_fields, number, require
 
 AssistPolicy = Literal["off", "bts", "always"]
 """Policy of assists. off: the trainer never generates. bts: at bubbles where a search says that it shortens the batch.
@@ -79,18 +79,18 @@ class GapConfig:
     @property
     def least_groups(self) -> int:
         """Smallest fragment while more groups are expected; 1 with auto."""
-        return 1 if isinstance(self.min_groups_per_fragment, str) else self.min_groups_per_fragment
+        return number(self.min_groups_per_fragment) or 1
 
     @property
     def merges(self) -> bool:
         """True if the trainer waits for a larger fragment where the batch then ends earlier, see
         `verl_digen.schedulers.merging`."""
-        return self.min_groups_per_fragment == "auto"
+        return number(self.min_groups_per_fragment) is None
 
     @property
     def most_groups(self) -> int | None:
         """Largest fragment; None with auto."""
-        return None if isinstance(self.max_groups_per_fragment, str) else self.max_groups_per_fragment
+        return number(self.max_groups_per_fragment)
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,8 @@ class BatchRules:
         """
         if not self.queue.replicate_prompts:
             return self.group_size
-        if isinstance(self.gap.chunk_size, int):
-            return min(self.gap.chunk_size, self.group_size)
+        if chunk_size := number(self.gap.chunk_size):
+            return min(chunk_size, self.group_size)
         num_replicas = max(1, -(-num_slots // self.slots_per_replica))
         return min(self.max_chunk_size, -(-self.group_size // num_replicas))
 
@@ -229,8 +229,8 @@ class BatchRules:
             BatchRules(8, 12, num_trainer_ranks=1).assist_sizes(num_slots=2)    # (6,): same as a slot's chunk
         """
         largest = self.num_prompts * self.group_size if self.assist_spans_groups else self.group_size
-        if isinstance(self.tag.chunk_size, int):
-            return (min(self.tag.chunk_size, largest),)
+        if chunk_size := number(self.tag.chunk_size):
+            return (min(chunk_size, largest),)
         ranks = self.num_trainer_ranks
         sizes = [ranks * max(1, self.slot_chunk_size(num_slots) // ranks)]
         while 2 * sizes[-1] <= min(ranks * self.max_chunk_size, largest):

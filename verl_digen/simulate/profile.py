@@ -13,12 +13,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
-from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from verl_digen.devices import PEAK_TFLOPS
-from verl_digen.require import require, suggestion
+from verl_digen.require import In, check_fields, require, suggestion
 
 SOURCES = ("measured:", "published:", "derived:", "chosen:")
 """Allowed beginnings of a number's source."""
@@ -26,46 +25,44 @@ SOURCES = ("measured:", "published:", "derived:", "chosen:")
 
 NEVER = 10**9
 """`min_gathering_devices` where an assist gathers the weights at every step, with any number of devices."""
+Count = Annotated[int, In("[1, inf]"), "give a whole number, measured or derived"]
+Seconds = Annotated[float, In("[0, inf)"), "give the measured or derived number"]
 
 
 @dataclass(frozen=True)
 class Numbers:
     """Numbers of a profile. Seconds are for one device of the profile's type, working alone."""
 
-    num_prompts: int
+    num_prompts: Count
     """P, prompts of a batch."""
-    group_size: int
+    group_size: Count
     """G, samples of a prompt."""
-    num_steps: int
+    num_steps: Count
     """T, denoise steps of a sample."""
-    num_trained_steps: int
+    num_trained_steps: Count
     """K, rows of a sample."""
-    max_chunk_size: int
+    max_chunk_size: Count
     """Samples a slot denoises at once."""
-    rows_per_tile: int
+    rows_per_tile: Count
     """Rows of one forward and backward with time-step parallelism."""
-    min_trainer_devices: int
+    min_trainer_devices: Count
     """Minimum number of devices that hold the training state."""
-    min_gathering_devices: int
+    min_gathering_devices: Count
     """Minimum number of training devices each of which can hold all weights, too, while it assists."""
-    step_s: float
+    step_s: Seconds
     """One denoise step of one sample, guidance included."""
-    decode_s: float
+    decode_s: Seconds
     """Decoding the latents of one sample to pixels."""
-    row_s: float
+    row_s: Seconds
     """Forward and backward of one row."""
-    gather_s: float
+    gather_s: Seconds
     """One all-gather of the sharded weights by the trainer's ranks, in the limit of many ranks."""
-    score_s: float
+    score_s: Seconds
     """Scoring a chunk's pixels; overlaps with everything."""
-    commit_s: float
+    commit_s: Seconds
     """Optimizer step and publication of the weights."""
-    switch_s: float
+    switch_s: Seconds
     """Colocated: one switch of a device from generating to training and back."""
-
-
-COUNTS = frozenset(field.name for field in fields(Numbers) if not field.name.endswith("_s"))
-"""Fields that are whole numbers >= 1."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +139,9 @@ def parse_profile(name: str, text: str) -> Profile:
         "add what is missing, drop what is unknown",
     )
     for key, entry in entries.items():
-        _check_number(name, key, entry)
+        _check_entry(name, key, entry)
     numbers = Numbers(**{key: entries[key]["value"] for key in known})
+    check_fields(numbers, f"profile {name}: ")
     return Profile(
         name,
         data["model"],
@@ -170,20 +168,14 @@ def _check_head(name: str, data: Any) -> None:
     )
 
 
-def _check_number(name: str, key: str, entry: Any) -> None:
+def _check_entry(name: str, key: str, entry: Any) -> None:
     require(
         isinstance(entry, dict) and set(entry) == {"value", "source"},
         f"{key} of profile {name} must have a value and a source",
         entry,
         "say where the number comes from",
     )
-    value, source = entry["value"], entry["source"]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-    if key in COUNTS:
-        rule, is_valid = "a whole number >= 1", is_number and isinstance(value, int) and value >= 1
-    else:
-        rule, is_valid = "seconds >= 0", is_number and value >= 0
-    require(is_valid, f"{key} of profile {name} must be {rule}", value, "give the measured or derived number")
+    source = entry["source"]
     require(
         isinstance(source, str) and source.startswith(SOURCES),
         f"the source of {key} in profile {name} must begin with one of {', '.join(SOURCES)}",

@@ -62,43 +62,31 @@ def choose_denominator(name: str, settings: LossConfig, old_log_probs: str, max_
             max_versions,
             "set it to 0, or choose a loss of log-probs such as tis",
         )
-        require(
-            old_log_probs != "rollout",
-            f"digen.loss.old_log_probs must be auto or recompute with digen.loss.name={name}, which needs a forward of "
-            "the policy before the update",
-            old_log_probs,
-            "leave it at auto",
-        )
+    allowed: dict[str, Denominator] = {"auto": "first_pass", "recompute": "recompute"}
+    why = ""
     if objective.points == "forward":
-        return _of_forward_points(name, old_log_probs, reads_old)
-    if OLD not in loss.columns_for(settings) and not reads_old:
-        require(
-            old_log_probs != "recompute",
-            f"digen.loss.old_log_probs must be auto with digen.loss.name={name}, which reads no recomputed log-probs",
-            old_log_probs,
-            "leave it at auto; decoupled_ppo reads them beside the recorded ones",
-        )
-        return "unused"
-    if BEHAVIOUR in loss.columns:
-        require(
-            old_log_probs != "rollout",
-            f"digen.loss.old_log_probs must be auto or recompute with digen.loss.name={name}, which compares the "
-            "weights before the update with the recorded log-probs",
-            old_log_probs,
-            "leave it at auto",
-        )
+        allowed = {"auto": "first_pass" if reads_old else "unused"}
+        why = ", which reads no log-probs"
+    elif reads_old:
+        why = ", which needs a forward of the policy before the update"
+    elif OLD not in loss.columns_for(settings):
+        allowed = {"auto": "unused", "rollout": "unused"}
+        why = ", which reads no recomputed log-probs"
+    elif BEHAVIOUR in loss.columns:
+        why = ", which compares the weights before the update with the recorded log-probs"
     elif max_versions > 0:
-        require(
-            old_log_probs != "recompute",
-            f"digen.loss.old_log_probs must be auto or rollout with digen.loss.name={name} and "
-            f"digen.staleness.max_versions={max_versions}, because the ratio is against the policy that generated",
-            old_log_probs,
-            "leave it at auto, or use digen.loss.name=decoupled_ppo",
-        )
-        return "rollout"
-    if old_log_probs == "auto":
-        return "first_pass"
-    return "recompute" if old_log_probs == "recompute" else "rollout"
+        allowed = {"auto": "rollout", "rollout": "rollout"}
+        stale = f" and digen.staleness.max_versions={max_versions}"
+        why = f"{stale}, because the ratio is against the policy that generated"
+    else:
+        allowed["rollout"] = "rollout"
+    require(
+        old_log_probs in allowed,
+        f"digen.loss.old_log_probs must be {' or '.join(allowed)} with digen.loss.name={name}{why}",
+        old_log_probs,
+        "leave it at auto; digen.loss.name=decoupled_ppo reads recomputed log-probs beside the recorded ones",
+    )
+    return allowed[old_log_probs]
 
 
 def clips_recorded(name: str, settings: LossConfig, denominator: Denominator) -> bool:
@@ -108,13 +96,3 @@ def clips_recorded(name: str, settings: LossConfig, denominator: Denominator) ->
         return False
     reads_own = OLD in objective.loss.columns_for(settings) or objective.reads_old_weights(settings)
     return denominator == "rollout" or not reads_own
-
-
-def _of_forward_points(name: str, old_log_probs: str, reads_old: bool) -> Denominator:
-    require(
-        old_log_probs == "auto",
-        f"digen.loss.old_log_probs must be auto with digen.loss.name={name}, which reads no log-probs",
-        old_log_probs,
-        "leave it at auto",
-    )
-    return "first_pass" if reads_old else "unused"
