@@ -56,7 +56,7 @@ Names = Annotated[list[Text], Field(min_length=1)]
 Name = Annotated[str, AfterValidator(_inside_its_folder)]
 Storage = Literal["SimpleStorage", "MooncakeStore", "Yuanrong"]
 """TransferQueue's storage backends."""
-Contents = list[Literal["model", "optimizer", "extra", "hf_model"]]
+Contents = list[Literal["model", "optimizer", "extra"]]
 Tool = Literal["nsys", "npu", "torch", "torch_memory", "precision_debugger"]
 Precision = dict[Literal["param_dtype", "reduce_dtype", "buffer_dtype"], Dtype]
 Logger = Literal[
@@ -175,7 +175,7 @@ VALUES: dict[str, Value] = {
     f"{ACTOR}.optim.override_optimizer_config": Value(
         dict | None, "give the optimizer's arguments, e.g. {foreach: false}"
     ),
-    f"{ACTOR}.checkpoint.save_contents": Value(Contents, "give e.g. [model,optimizer,extra]"),
+    f"{ACTOR}.checkpoint.save_contents": Value(Contents, "give e.g. [model,optimizer,extra]; hf_model: `digen export`"),
     f"{ACTOR}.checkpoint.load_contents": Value(Contents, "leave it out: what was saved is loaded"),
     f"{ROLLOUT}.n": Value(
         Annotated[int, Field(ge=2, le=10**6)], "an advantage compares the samples of one prompt; flow_grpo uses 24"
