@@ -246,7 +246,7 @@ class DiffusionModelConfig(BaseConfig):
             "lora_adapter_path must be a LoRA in one .safetensors file, a folder that holds one, or a peft folder with "
             f"{ADAPTER_CONFIG_NAME}",
             adapter_path,
-            "give the file, or the folder `lora_adapter` of a checkpoint",
+            "give the file, or the folder that `digen export RUN --format peft` writes",
         )
         saved = read_object(config, "actor_rollout_ref.model.lora_adapter_path")
         rank, alpha = saved.get("r"), saved.get("lora_alpha")

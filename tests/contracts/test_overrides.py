@@ -31,8 +31,10 @@ OVERRIDDEN = {
     "agent_loop.server_manager:DiffusionServerManager": "get_client",
     "agent_loop.single_turn:DiffusionSingleTurnAgentLoop": "run",
     "engine.checkpoint:DiffusersCheckpointManager": "save_checkpoint load_checkpoint",
+    "engine.checkpoint:WholeFolder": "prepare_local_plan prepare_global_plan finish",
     "engine.engine:DiffusersFSDPEngine": "initialize train_mode eval_mode save_checkpoint load_checkpoint "
     "train_batch forward_backward_batch",
+    "engine.saved_state:SavedState": "read_metadata",
     "engine.verl_batches:VerlBatches": "forward_backward_batch forward_step lr_scheduler_step",
     "engine.sharded:ShardedTransformer": "initialize _build_module _build_lora_module _build_fsdp_module "
     "_build_optimizer disable_adapter to optimizer_step get_per_tensor_param",
@@ -91,7 +93,7 @@ def foreign_method(cls: type, name: str) -> Any:
     return None
 
 
-SET_LATER = {"_abc_impl", "_class_initialized"}
+SET_LATER = {"_abc_impl", "_class_initialized", "_is_protocol"}
 """Attributes that Python, or verl where an object is made, sets on a class of ours."""
 
 

@@ -11,7 +11,6 @@
 | FSDP2 `_is_root` | engine/gathered.py | there is a root from the first forward on |
 | FSDP2 `DefaultAllGather`, `DefaultReduceScatter` | engine/rejoin.py | its collectives (test_two_ranks_tight.py) |
 | FSDP2 `_mp_policy` | engine/build.py | read at every forward; its `cast_forward_inputs` |
-| DTensor `__create_chunk_list__` | engine/saved_ranks.py | a rank's part (tests/engine/test_resharding.py) |
 | torch `Module._apply` | engine/offload.py | moves every tensor of a module (tests/engine/test_offload.py) |
 | FSDPMemTracker `memory_tracking`, `_FSDPModMemStats` | tests/plan/fake_engine.py | an expert that does not run |
 | FSDP2 `mp_policy` of a parameter | engine/gradients.py | the reduce dtype |

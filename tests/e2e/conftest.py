@@ -25,6 +25,7 @@ from tests.fork_server import shared_server
 from tests.local_ray import NUM_STARTS
 from tests.reward.judges.chat_server import ChatServer, likely, pictures_in
 from tests.weight_change import SGD, assert_same_change
+from verl_digen.engine.saved_state import SavedState
 from verl_digen.models import load_model
 from verl_digen.observe.timeline import read_timeline
 
@@ -139,10 +140,11 @@ def processes_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True) + shared_server().processes()
 
 
-def trained_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    """Parameters of a one-rank checkpoint by name."""
-    state = torch.load(run_dir / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.pt", weights_only=False)
-    return {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in state.items()}
+def trained_weights(run_dir: Path, step: int, policy: str = "current") -> dict[str, torch.Tensor]:
+    """A policy's tensors in a checkpoint by name."""
+    saved = SavedState(run_dir / f"global_step_{step}" / "actor")
+    assert policy in saved.policies
+    return dict(saved.tensors(policy, saved.shapes))
 
 
 def assert_same_weights(one: Run, other: Run, step: int) -> None:

@@ -5,7 +5,7 @@ placements; DGPO's groups with every scheduling technique at once."""
 import pytest
 import torch
 
-from tests.e2e.conftest import Run, assert_same_gradients, assert_same_weights, run_main, steps_of
+from tests.e2e.conftest import assert_same_gradients, assert_same_weights, run_main, steps_of, trained_weights
 from tests.e2e.test_training import assert_succeeded
 from tests.weight_change import SGD
 
@@ -18,12 +18,6 @@ NFT = (
     "trainer.test_freq=2",
     "digen.advantage.scale=group",
 )
-
-
-def saved_policy(run: Run, policy: str, step: int) -> dict[str, torch.Tensor]:
-    """This policy's weights in a one-rank checkpoint."""
-    file = run.run_dir / f"global_step_{step}" / "actor" / "digen_state_world_size_1_rank_0.pt"
-    return torch.load(file, weights_only=True)["copies"][policy]
 
 
 def test_separate_pools_with_assisting_trainers_leave_the_weights_of_the_colocated_trainer(tmp_path):
@@ -40,7 +34,7 @@ def test_separate_pools_with_assisting_trainers_leave_the_weights_of_the_colocat
         assert all(row["actor/old_distance"] == 0 for row in steps_of(run)[:1]), "nothing has moved yet"
         assert all(row["actor/old_distance"] > 0 for row in steps_of(run)[1:])
         assert steps_of(run)[-1]["val/reward"] > 0
-    old = [saved_policy(run, "old", 2) for run in (one, other)]
+    old = [trained_weights(run.run_dir, 2, "old") for run in (one, other)]
     for name, shard in old[0].items():
         torch.testing.assert_close(old[1][name], shard, rtol=1e-3, atol=1e-5)
 

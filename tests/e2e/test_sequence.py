@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.conftest import SEPARATE, Run, assert_same_gradients, assert_succeeded, run_main, steps_of
+from tests.e2e.conftest import (
+    SEPARATE,
+    Run,
+    assert_same_gradients,
+    assert_succeeded,
+    run_main,
+    steps_of,
+    trained_weights,
+)
 from tests.tiny_models import build_tiny
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.models import load_model
@@ -36,19 +44,6 @@ def run(run_dir: Path, checkpoint: Path, *overrides: str, recipe: str = SEPARATE
     return finished
 
 
-def whole_weights(run_dir: Path, step: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    """Parameters of a checkpoint by name, put together from the ranks' shards."""
-    folder = run_dir / f"global_step_{step}" / "actor"
-    shards = [
-        torch.load(folder / f"model_world_size_{num_ranks}_rank_{rank}.pt", weights_only=False)
-        for rank in range(num_ranks)
-    ]
-    return {
-        name: torch.cat([shard[name].to_local() for shard in shards]) if hasattr(tensor, "to_local") else tensor
-        for name, tensor in shards[0].items()
-    }
-
-
 def test_ranks_that_share_rows_train_the_weights_of_one_rank_which_continues_from_their_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -65,7 +60,7 @@ def test_ranks_that_share_rows_train_the_weights_of_one_rank_which_continues_fro
     moved = run(stopped, checkpoint, "trainer.resume_mode=auto", recipe="digen_flowgrpo")
     assert [row["step"] for row in steps_of(moved)] == [*range(1, NUM_STEPS + 1)]
     start = load_model(checkpoint).load_transformer(torch.float32).state_dict()
-    expected = whole_weights(alone.run_dir, NUM_STEPS, 1)
-    unequal = {"no training": start, "one update less": whole_weights(alone.run_dir, NUM_STEPS - 1, 1)}
-    for finished, num_ranks in ((shared, 2), (moved, 1)):
-        assert_same_change(start, expected, whole_weights(finished.run_dir, NUM_STEPS, num_ranks), unequal=unequal)
+    expected = trained_weights(alone.run_dir, NUM_STEPS)
+    unequal = {"no training": start, "one update less": trained_weights(alone.run_dir, NUM_STEPS - 1)}
+    for finished in (shared, moved):
+        assert_same_change(start, expected, trained_weights(finished.run_dir, NUM_STEPS), unequal=unequal)

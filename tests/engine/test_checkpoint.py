@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save all or nothing, resume bitwise, export for other tools."""
+"""Save all or nothing, resume bitwise."""
 
-import json
 import resource
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
-from peft import PeftModel
 from tensordict import TensorDict
 
 from tests.engine.harness import (
@@ -17,12 +14,10 @@ from tests.engine.harness import (
     assert_equal,
     make_batch,
     make_engine,
-    perturb,
     train,
     weights,
 )
-from tests.engine.serial import plain_transformer
-from verl_digen.engine.folders import save_transformer
+from verl_digen.engine.saved_state import METADATA, SavedState
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -59,8 +54,8 @@ def test_checkpoint_of_an_adapter_leaves_the_base_out(tiny_qwen_image: Path, tmp
     engine = make_engine(tiny_qwen_image, model=LORA)
     train(engine, batch)
     engine.save_checkpoint(str(tmp_path / "step"))
-    saved = torch.load(tmp_path / "step" / "model_world_size_1_rank_0.pt", weights_only=False)
-    assert saved and all("lora_" in name for name in saved)
+    saved = SavedState(tmp_path / "step")
+    assert saved.shapes and all("lora_" in entry for entry in saved.entries if entry != "rank/0")
     resumed = make_engine(tiny_qwen_image, model=LORA)
     resumed.load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
     assert_equal(weights(resumed), weights(engine))
@@ -71,8 +66,8 @@ def test_checkpoint_of_an_adapter_leaves_the_base_out(tiny_qwen_image: Path, tmp
     [
         ({"model": LORA, "fsdp": {"model_dtype": "bf16"}}, "for other base weights than those of .*model_dtype"),
         ({"model": LORA | {"lora_rank": 2}}, r"14 tensors .* got 14, which differ e\.g\. in .*lora_A"),
-        ({"model": LORA | {"target_modules": ["attn.to_q"]}}, "tensors that this run trains, got 14"),
-        ({}, "the 77 tensors that this run trains, got 14"),
+        ({"model": LORA | {"target_modules": ["attn.to_q"]}}, "tensors that the run trains, got 14"),
+        ({}, "the 77 tensors that the run trains, got 14"),
     ],
     ids=["dtype", "rank", "targets", "full"],
 )
@@ -90,13 +85,13 @@ def test_shards_saved_on_any_device_are_loaded_on_the_host(tiny_qwen_image: Path
     devices = []
     load = torch.load
     monkeypatch.setattr(
-        torch, "load", lambda *args, **given: devices.append(given["map_location"]) or load(*args, **given)
+        torch, "load", lambda *args, **given: devices.append(given.get("map_location")) or load(*args, **given)
     )
     engine.load_checkpoint(str(tmp_path / "step"), del_local_after_load=False)
-    assert devices == ["cpu"] * 4
+    assert devices == [None, *["cpu"] * 14], "first rank/0, whose tensors were saved from the host"
 
 
-def test_checkpoints_of_the_start_before_count_in_the_same_run(tiny_qwen_image: Path, tmp_path: Path):
+def test_checkpoints_of_earlier_starts_count_in_the_same_run(tiny_qwen_image: Path, tmp_path: Path):
     def start(run: str, *steps: int, resumed: Path | None = None) -> list[int]:
         engine = make_engine(tiny_qwen_image)
         if resumed is not None:
@@ -108,7 +103,7 @@ def test_checkpoints_of_the_start_before_count_in_the_same_run(tiny_qwen_image: 
     assert start("run", 8, 9, 10) == [9, 10]
     assert start("run", 11, resumed=tmp_path / "run" / "step_10" / "actor") == [10, 11]
     assert start("other", 11, resumed=tmp_path / "run" / "step_11" / "actor") == [11]
-    assert start("run") == [10, 11], "a run elsewhere leaves them"
+    assert start("run", 10, resumed=tmp_path / "run" / "step_10" / "actor") == [10, 11], "later steps stay"
 
 
 def test_a_kept_checkpoint_stays_and_does_not_count(tiny_qwen_image: Path, tmp_path: Path):
@@ -137,17 +132,33 @@ def test_saving_a_step_again_replaces_it(tiny_qwen_image: Path, tmp_path: Path, 
 
 
 def test_leftover_of_a_killed_save_goes_with_the_next(tiny_qwen_image: Path, tmp_path: Path):
-    (tmp_path / "step.partial-0123abcd").mkdir()
+    (tmp_path / "step.partial").mkdir()
+    (tmp_path / "step.partial" / "__7_0.distcp").touch()
     make_engine(tiny_qwen_image).save_checkpoint(str(tmp_path / "step"))
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
+    assert {path.name for path in (tmp_path / "step").iterdir()} == {METADATA, "__0_0.distcp"}
+
+
+@pytest.mark.parametrize("written", ["__0_0.distcp", "model_world_size_1_rank_0.pt"])
+def test_an_unfinished_folder_and_one_of_an_earlier_format_are_refused(
+    tiny_qwen_image: Path, tmp_path: Path, written: str
+):
+    engine = make_engine(tiny_qwen_image)
+    engine.save_checkpoint(str(tmp_path / "step"))
+    if written.endswith(".pt"):
+        (tmp_path / "step" / written).touch()
+    else:
+        (tmp_path / "step" / METADATA).rename(tmp_path / "step" / f"{METADATA}.tmp")
+    with pytest.raises(ValueError, match=r"run `digen export` of the version|without \.metadata, which is"):
+        engine.load_checkpoint(str(tmp_path / "step"))
 
 
 def test_failed_save_leaves_the_old_checkpoint(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
-    engine = make_engine(tiny_qwen_image, save=["model", "optimizer", "extra", "hf_model"])
+    engine = make_engine(tiny_qwen_image)
     engine.save_checkpoint(str(tmp_path / "step"))
     saved = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "step").iterdir()}
     train(engine, batch)
-    engine.optimizer.state["unsavable"] = RefusesToBeWritten()
+    engine.optimizer.param_groups[0]["unsavable"] = RefusesToBeWritten()
     with pytest.raises(RuntimeError, match=r"trainer.default_local_dir.*older checkpoints are untouched"):
         engine.save_checkpoint(str(tmp_path / "step"))
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "step").iterdir()} == saved
@@ -156,56 +167,12 @@ def test_failed_save_leaves_the_old_checkpoint(tiny_qwen_image: Path, tmp_path: 
 
 
 def test_full_disk_raises_and_leaves_nothing(tiny_qwen_image: Path, tmp_path: Path):
-    names = ("model", "hf_model")
-    engines = {name: make_engine(tiny_qwen_image, save=[name]) for name in names}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    engine, limits = make_engine(tiny_qwen_image), resource.getrlimit(resource.RLIMIT_FSIZE)
     # no file of this process may grow beyond; Python ignores the signal
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        for name, engine in engines.items():
-            with pytest.raises(RuntimeError, match=r"make room on the disk, or let trainer\.default"):
-                engine.save_checkpoint(str(tmp_path / name / "actor"))
+        with pytest.raises(RuntimeError, match=r"make room on the disk, or let trainer\.default"):
+            engine.save_checkpoint(str(tmp_path / "actor"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert [list((tmp_path / name).iterdir()) for name in names] == [[], []]
-
-
-# -- exports ----------------------------------------------------------------------------------------------
-def test_transformer_export_loads_in_diffusers(tiny_qwen_image: Path, tmp_path: Path, batch: TensorDict):
-    engine = make_engine(tiny_qwen_image, save=["model", "hf_model"])
-    train(engine, batch)
-    engine.save_checkpoint(str(tmp_path / "step"))
-    loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path / "step" / "transformer")
-    assert_equal(loaded.state_dict(), weights(engine))
-
-
-def test_large_export_is_cut_into_files(tiny_qwen_image: Path, tmp_path: Path):
-    module = plain_transformer(tiny_qwen_image)
-    tensors = module.state_dict()
-    save_transformer(module, tensors.items(), tmp_path / "out", writes=True, max_file_bytes=100_000)
-    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
-    assert files[0] == f"diffusion_pytorch_model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
-    assert all(path.stat().st_size < 110_000 for path in (tmp_path / "out").glob("*.safetensors"))
-    assert_equal(QwenImageTransformer2DModel.from_pretrained(tmp_path / "out").state_dict(), tensors)
-
-
-def test_adapter_export_loads_in_peft_in_diffusers_and_here(tiny_qwen_image: Path, tmp_path: Path):
-    engine = make_engine(tiny_qwen_image, model=LORA, save=["hf_model"])
-    perturb(engine)
-    adapter = weights(engine)
-    engine.save_checkpoint(str(tmp_path / "step"))
-    folder = tmp_path / "step" / "lora_adapter"
-    assert not (tmp_path / "step" / "transformer").exists()
-
-    again = make_engine(tiny_qwen_image, model={"lora_adapter_path": str(folder)})
-    assert_equal(weights(again), adapter)
-    assert again.model_config.lora_rank == 4
-
-    merged = PeftModel.from_pretrained(plain_transformer(tiny_qwen_image), folder).merge_and_unload().state_dict()
-    pipeline = QwenImagePipeline.from_pretrained(tiny_qwen_image, text_encoder=None, vae=None)
-    pipeline.load_lora_weights(folder)
-    pipeline.fuse_lora()
-    pipeline.unload_lora_weights()
-    for name, value in pipeline.transformer.state_dict().items():
-        torch.testing.assert_close(value, merged[name], rtol=1e-5, atol=1e-6)
-    assert json.loads((folder / "adapter_config.json").read_text())["lora_alpha"] == 8
+    assert list(tmp_path.iterdir()) == []

@@ -82,10 +82,9 @@ def test_copies_that_follow_are_saved_and_a_missing_one_starts_from_the_weights(
     copies.keep("reference")
     saved = copies.state_dict()
     assert {*saved} == {"old"}
-    move(module, 7.0)
     other = make_copies(module, EmaConfig(enable=True), {"old": Decay(0.0, 0.0)})
     move(module, 9.0)
-    other.load_state_dict(saved, num_updates=4)
+    other.resume(saved, num_updates=4)
     assert (number(other, "old"), number(other, "average")) == (1.0, 9.0)
     assert "no copy of policy average" in caplog.text
     other.follow_batch(4)

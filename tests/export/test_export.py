@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports of a checkpoint equal what the engine holds, and load in diffusers and peft."""
 
-import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tests.engine.harness import LORA, assert_equal, make_engine, on_two_ranks, perturb, process_group, weights
 from tests.engine.serial import plain_transformer
-from tests.export.runs import digen, run_config, save_run, trained_engine
+from tests.export.runs import digen, save_run, trained_engine
 from tests.tiny_models import build_tiny
+from verl_digen.export.folders import save_transformer
 from verl_digen.export.saved_run import open_run
-from verl_digen.export.shards import Shards
 
 POLICIES = {"current": "current", "ema": "average"}
 """Policy as typed -> the engine's name."""
@@ -133,7 +133,7 @@ def saved_by_ranks(path: Path, folder: Path, model: dict, **options) -> dict[str
     return {typed: weights(engine, policy=own) for typed, own in POLICIES.items()}
 
 
-def test_shards_of_two_ranks_make_whole_tensors(tmp_path: Path, tiny_qwen_image: Path):
+def test_shards_of_two_ranks_make_whole_tensors(tmp_path: Path, tiny_qwen_image: Path, capsys):
     expected = on_two_ranks([sharded_full, sharded_lora, replicated], tiny_qwen_image, tmp_path)
     for name, folder in (("sharded_full", "full"), ("replicated", "replicated")):
         for policy, tensors in expected[name].items():
@@ -144,9 +144,9 @@ def test_shards_of_two_ranks_make_whole_tensors(tmp_path: Path, tiny_qwen_image:
         out = tmp_path / f"lora-{policy}"
         assert digen("export", tmp_path / "lora", "--policy", policy, "--format", "peft", "--output", out) == 0
         assert_equal(load_file(out / "adapter_model.safetensors"), tensors)
-    (tmp_path / "full" / "global_step_2" / "actor" / "model_world_size_2_rank_1.pt").unlink()
-    with pytest.raises(ValueError, match=r"model of all 2 ranks.*without model_world_size_2_rank_1\.pt"):
-        Shards(tmp_path / "full" / "global_step_2" / "actor")
+    (tmp_path / "full" / "global_step_2" / "actor" / "__1_0.distcp").unlink()
+    assert digen("export", tmp_path / "full", "--output", tmp_path / "missing") == 2
+    assert "must hold all files of one save" in capsys.readouterr().err and not (tmp_path / "missing").exists()
 
 
 # -- refusals ---------------------------------------------------------------------------------------------
@@ -185,20 +185,41 @@ def test_a_full_disk_leaves_nothing(saved, tmp_path: Path, monkeypatch, capsys):
     def no_space(*args, **given):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("verl_digen.engine.folders.save_file", no_space)
+    monkeypatch.setattr("verl_digen.export.folders.save_file", no_space)
     assert digen("export", saved["full"][0], "--output", tmp_path / "out") == 2
     assert "nothing was exported" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_its_own_config_a_checkpoint_is_read_with_that_of_hydra(saved, tmp_path: Path, tiny_qwen_image: Path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "global_step_2").mkdir()
-    (run / "global_step_2" / "actor").symlink_to(saved["lora"][0] / "global_step_2" / "actor")
+def test_a_checkpoint_without_the_config_of_its_run_is_refused(saved, tmp_path: Path):
+    (tmp_path / "global_step_2").mkdir()
+    (tmp_path / "global_step_2" / "actor").symlink_to(saved["lora"][0] / "global_step_2" / "actor")
     with pytest.raises(ValueError, match=r"run\.json.* must be there, the config of the run"):
-        open_run(run, None, None)
-    hydra = run / "hydra" / "2026-01-01_00-00-00" / ".hydra"
-    hydra.mkdir(parents=True)
-    (hydra / "config.yaml").write_text(json.dumps(run_config(tiny_qwen_image, LORA)))
-    assert open_run(run, None, None).model_config.lora_rank == LORA["lora_rank"]
+        open_run(tmp_path, None, None)
+
+
+def test_a_checkpoint_of_an_earlier_format_is_refused(saved, tmp_path: Path, capsys):
+    shutil.copytree(saved["lora"][0], tmp_path, dirs_exist_ok=True)
+    (tmp_path / "global_step_2" / "actor" / "model_world_size_1_rank_0.pt").touch()
+    assert digen("export", tmp_path) == 2
+    assert "`digen export` of the version that wrote it (run.json)" in capsys.readouterr().err
+
+
+def test_a_large_export_is_cut_into_files(tiny_qwen_image: Path, tmp_path: Path):
+    module = plain_transformer(tiny_qwen_image)
+    tensors = module.state_dict()
+    save_transformer(module, tensors.items(), tmp_path / "out", max_file_bytes=100_000)
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert files[0] == f"diffusion_pytorch_model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
+    assert all(path.stat().st_size < 110_000 for path in (tmp_path / "out").glob("*.safetensors"))
+    assert_equal(QwenImageTransformer2DModel.from_pretrained(tmp_path / "out").state_dict(), tensors)
+
+
+def test_an_exported_adapter_begins_a_run_with_its_rank_and_weights(saved, tmp_path: Path, tiny_qwen_image: Path):
+    run, _ = saved["lora"]
+    assert digen("export", run, "--format", "peft", "--output", tmp_path / "out") == 0
+    with process_group(0, 1, str(tmp_path / "store")):
+        again = make_engine(tiny_qwen_image, model={"lora_adapter_path": str(tmp_path / "out")})
+        assert again.model_config.lora_rank == LORA["lora_rank"]
+        expected = load_file(tmp_path / "out" / "adapter_model.safetensors")
+        assert_equal(weights(again), expected)

@@ -236,16 +236,22 @@ ENGINE: tuple[Line, ...] = (
         ": as_many",
     ),
     ("gathered.forwards", given(keeps="False"), "an assist gathers the weights at every step", "assistant: gathers"),
-    ("checkpoint._check_base", accept(), "an adapter is resumed on any base", ": refused"),
-    ("checkpoint._all_or_nothing", drop("shutil.rmtree", 2), "a save that failed leaves a folder"),
-    ("checkpoint._on_all_ranks", accept(), "a save that failed passes for one"),
+    ("checkpoint.base_fingerprint", result("''"), "an adapter is resumed on any base", ": refused"),
+    ("checkpoint.clear", skip(), "a save that failed leaves a folder", ": full_disk"),
+    ("checkpoint._remove_earlier", skip(), "earlier checkpoints stay", ": earlier_starts"),
+    ("checkpoint._load_extra", swap("'rng' in extra", "False"), "random states are not restored", ": bitwise"),
     (
-        "saved_ranks.laid_out",
-        swap("-(-rows // len(mesh))", "max(1, rows // len(mesh))"),
-        "shards are cut by rounding down",
-        "resharding: torch_chunk",
+        "checkpoint._load_own",
+        swap("self.rank if is_same_number else 0", "0"),
+        "all ranks have rank 0's state",
+        "resharding: their_rank",
     ),
-    ("resharding.OtherRanks.copies", swap("rank", "0"), "copies are read from one file", ": objective_keeps and one"),
+    (
+        "saved_state.__init__",
+        swap("(folder / METADATA).is_file()", "True"),
+        "an unfinished folder is taken",
+        "checkpoint: unfinished",
+    ),
 )
 
 WEIGHTS: tuple[Line, ...] = (

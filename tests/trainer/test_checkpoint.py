@@ -77,14 +77,6 @@ def test_prompts_are_saved_as_json_and_a_value_that_json_does_not_give_back_is_r
             save_driver_state(tmp_path, DriverState(1), {}, [replace(row, extra={"x": value})])
 
 
-def test_a_checkpoint_without_its_open_prompts_is_refused(tmp_path):
-    save_driver_state(tmp_path, DriverState(1), {}, [])
-    assert load_open_prompts(tmp_path) == []
-    (tmp_path / "prompts.json").unlink()
-    with pytest.raises(ValueError, match=r"has no prompts.json; take another checkpoint"):
-        load_open_prompts(tmp_path)
-
-
 class Resumed(ColocatedTrainer):
     """The project's trainer that has loaded a checkpoint of step 3, without processes."""
 

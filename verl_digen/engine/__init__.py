@@ -24,10 +24,8 @@
 | `loss_scale` | dynamic loss scale of fp16 |
 | `shadow` | a second copy of this rank's trainable shards, and how it takes the weights' place |
 | `export` | sharded weights -> full tensors by diffusers name, adapters merged or separate |
-| `checkpoint` | save all or nothing, resume bitwise |
-| `resharding` | resume on other numbers of ranks and other shards |
-| `saved_ranks` | files of a checkpoint, and the parts of tensors in them |
-| `fingerprint` | tells base weights apart that are not the same |
+| `checkpoint` | save all or nothing, resume bitwise, tell other base weights |
+| `saved_state` | files of a checkpoint, by entry, for any number of ranks and for none |
 | `assistant` | samples that the trainer generates itself |
 | `worker` | verl's worker around the engine |
 

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume by as many ranks.
 
-Files are verl's, per rank: model, optimizer, extra (schedule, RNG); `digen_state_*` adds the EMA and
-counters. With LoRA the model's file holds the adapter alone, and a fingerprint of the base weights, which
-come from `actor_rollout_ref.model.path` again. Files are loaded into host memory, whatever device they were saved from.
-Ranks of another number, or with other shards, read the pieces that are theirs: `verl_digen.engine.resharding`.
+`torch.distributed.checkpoint` writes and reads the files, for any number of ranks and any shards:
+`verl_digen.engine.saved_state` has their entries. Ranks of another number than saved continue as closely as sums in
+another order are. They take numbers that are the same on all ranks (optimizer steps, learning rate, loss scale,
+counters) from rank 0, and keep torch's random state that they started with; no result depends on it, noise is drawn by
+(seed, uid, sample, k). With LoRA a checkpoint holds the adapter alone, and a fingerprint of the base weights, which
+come from `actor_rollout_ref.model.path` again.
 
-With "hf_model" in `actor_rollout_ref.actor.checkpoint.save_contents` also an export for other tools, gathered tensor
-by tensor and written by rank 0:
-
-    transformer/     full weights in the diffusers format
-    lora_adapter/    with LoRA instead: the adapter, in peft's format (`lora_adapter_path` reads it back) and
-                     as `pytorch_lora_weights.safetensors` for diffusers' `pipeline.load_lora_weights`
-
-A save writes into `NAME.partial-TOKEN` next to its folder and renames it when every rank is done. So a full disk
-or a kill leaves the last good checkpoint intact; the next save removes leftovers of a killed one.
+A save writes into `NAME.partial` next to its folder, and rank 0 renames it when every rank is done. So a full disk or a
+kill leaves the last good checkpoint intact; the next save removes leftovers of a killed one. `digen export` makes files
+for other tools of a checkpoint.
 
 Invariants (tests/engine/test_checkpoint.py): n updates, save, load, n updates equal 2n updates bitwise; a
 save that fails on any rank raises on every rank and leaves no folder behind; so does a load, which then ends the run.
@@ -22,39 +18,39 @@ save that fails on any rank raises on every rank and leaves no folder behind; so
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-import secrets
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from torch import Tensor
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager, FSDPConfig
-from verl.utils.fsdp_utils import fsdp_version
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
-from verl_digen.engine.copies import PolicyCopies
-from verl_digen.engine.export import adapter_weights, full_weights
-from verl_digen.engine.fingerprint import frozen_fingerprint
-from verl_digen.engine.folders import WRITE_ERRORS, save_adapter, save_networks
+from verl_digen.engine.copies import CURRENT, PolicyCopies
 from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.optimizer import implementations, settle
-from verl_digen.engine.resharding import OtherRanks, SameRanks, are_same_ranks
-from verl_digen.engine.saved_ranks import SavedRanks, shard_file
+from verl_digen.engine.saved_state import SavedState, cause_of
 from verl_digen.engine.shadow import local_shard
+from verl_digen.require import require
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+FINGERPRINT_NUMBERS = 8
+"""Numbers of each frozen parameter in a fingerprint."""
 
 
 @dataclass
@@ -69,7 +65,7 @@ class UpdateState:
     """Only of training in fp16."""
 
 
-class DiffusersCheckpointManager(FSDPCheckpointManager):
+class DiffusersCheckpointManager(BaseCheckpointManager):
     """verl's manager, with saves that are all or nothing, and `update_state` and `copies` saved and loaded too."""
 
     def __init__(self, *args: Any, update_state: UpdateState, copies: PolicyCopies, **kwargs: Any):
@@ -77,8 +73,6 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         self.update_state, self.copies = update_state, copies
         self.kept: frozenset[str] = frozenset()
         """`local_path` of checkpoints that are not removed, and not counted, whatever `max_ckpt_to_keep` is."""
-        self._resumed_from: Path | None = None
-        """Checkpoint that was loaded; None again once the next one is saved."""
 
     # -- save ---------------------------------------------------------------------------------------------
     def save_checkpoint(  # verl's signature
@@ -95,292 +89,251 @@ class DiffusersCheckpointManager(FSDPCheckpointManager):
         """
         if local_path is None:
             return
-        self.previous_global_step = global_step
-        self._count_earlier(Path(local_path))
-        kept = [path for path in self.previous_saved_paths if path in self.kept]
-        self.previous_saved_paths = [path for path in self.previous_saved_paths if path not in self.kept]
-        if self.rank == 0:
-            self.ensure_checkpoint_capacity(max_ckpt_to_keep)  # type: ignore[arg-type]
-        target = Path(local_path).absolute()
+        folder, num_kept = Path(local_path).absolute(), max_ckpt_to_keep or 0
+        if num_kept > 1:
+            self._remove_earlier(folder, num_kept - 1)
+        writer = WholeFolder(folder)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            with _all_or_nothing(target) as folder:
-                _on_all_ranks(target, lambda: self._save_shards(folder))
-                if self.should_save_hf_model:
-                    _on_all_ranks(target, lambda: self._save_export(folder))
+            save(self._state(), storage_writer=writer, planner=planner)
+        except CheckpointException as error:
             if self.rank == 0:
-                self.register_checkpoint(local_path, max_ckpt_to_keep)  # type: ignore[arg-type]
-                logger.info("saved checkpoint %s", local_path)
-        finally:
-            self.previous_saved_paths = [*kept, *self.previous_saved_paths]
-
-    def _count_earlier(self, target: Path) -> None:
-        """Count the checkpoints of the start before, if this one resumed in the same run, as its own."""
-        resumed, self._resumed_from = self._resumed_from, None
-        run_dir = target.parent.parent
-        if resumed is None or resumed.parent.parent.absolute() != run_dir.absolute():
-            return
-        prefix, last = resumed.parent.name.rstrip("0123456789"), _number(resumed.parent)
-        earlier = [path for path in run_dir.glob(f"{prefix}*/{target.name}") if 0 <= _number(path.parent) <= last]
-        self.previous_saved_paths = [str(path) for path in sorted(earlier, key=lambda path: _number(path.parent))]
-
-    def _save_shards(self, folder: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch names sharded state dicts as experimental, each time
-            if self.should_save_model:
-                _save(self._model_state(), folder / self._file("model"))
-            if self.should_save_optimizer:
-                _save(self.optimizer.state_dict(), folder / self._file("optim"))
-            if self.should_save_extra:
-                schedule = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-                _save(
-                    {"lr_scheduler": schedule, "rng": self.get_rng_state()},
-                    folder / self._file("extra_state"),
-                )
-                _save(
-                    {
-                        **asdict(self.update_state),
-                        "copies": self.copies.state_dict(),
-                        "frozen": frozen_fingerprint(self.model),
-                    },
-                    folder / self._file("digen_state"),
-                )
+                writer.clear()
+            raise RuntimeError(
+                f"the checkpoint {folder} could not be written ({cause_of(error)}); make room on the disk, or let "
+                "trainer.default_local_dir name another one, which all nodes mount; older checkpoints are untouched"
+            ) from error
+        if num_kept == 1:  # the one before stays until this one is there
+            self._remove_earlier(folder, 0)
         if self.rank == 0:
-            self._save_description(folder)
+            logger.info("saved checkpoint %s", local_path)
 
-    def _model_state(self) -> dict[str, Tensor]:
-        """This rank's shards; with LoRA those that train."""
+    def _remove_earlier(self, folder: Path, num_kept: int) -> None:
+        """Rank 0: remove the run's checkpoints of earlier steps than `folder`'s, but for the newest `num_kept`."""
+        prefix, own = folder.parent.name.rstrip("0123456789"), _number(folder.parent)
+        kept = {Path(path).absolute() for path in self.kept}
+        earlier = [path for path in folder.parent.parent.glob(f"{prefix}*/{folder.name}") if path not in kept]
+        numbered = sorted((number, path) for path in earlier if 0 <= (number := _number(path.parent)) < own)
+        for _, path in numbered[: max(0, len(numbered) - num_kept)] if self.rank == 0 else ():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _state(self) -> dict[str, Any]:
+        """This rank's part of what is saved, by entry; collective."""
+        state: dict[str, Any] = self._weights() if self.should_save_model else {}
+        own: dict[str, Any] = {}
+        if self.should_save_optimizer:
+            moments, own["optimizer"] = self._optimizer_state()
+            state |= moments
+        if self.should_save_extra:
+            state |= self._copies()
+            own["extra"] = {
+                **asdict(self.update_state),
+                "lr_scheduler": None if self.lr_scheduler is None else self.lr_scheduler.state_dict(),
+                "rng": self.get_rng_state(),
+                "base": base_fingerprint(self.model),
+            }
+        return state | {f"rank/{self.rank}": own}
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The network's tensors, with LoRA those that train, by entry: live storage."""
         state = self.model.state_dict()
-        if not self._has_lora():
-            return state
-        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        return {name: value for name, value in state.items() if name in trained}
-
-    def _save_description(self, folder: Path) -> None:
-        """Write the description of the sharding that verl's own tools read."""
-        config = FSDPConfig(FSDP_version=fsdp_version(self.model), world_size=self.world_size)
-        (folder / "fsdp_config.json").write_text(json.dumps(asdict(config), indent=4))
-        self._save_lora_train_meta(str(folder), self.model)
-
-    def _save_export(self, folder: Path) -> None:
-        """All ranks gather, rank 0 writes."""
-        writes = self.rank == 0
         if isinstance(self.model, PeftModel):
-            tensors = {name: value.cpu() for name, value in adapter_weights(self.model) if writes}
-            if writes:
-                save_adapter(self.model, tensors, folder / "lora_adapter")
-            return
-        save_networks(self.model, full_weights(self.model, merge_lora=False), folder, writes=writes)
+            state = {name: state[name] for name, value in self.model.named_parameters() if value.requires_grad}
+        return {f"weights/{CURRENT}/{name}": value for name, value in state.items()}
+
+    def _copies(self) -> dict[str, Tensor]:
+        """Copies of the weights that checkpoints have, by entry: live storage."""
+        return {
+            f"weights/{policy}/{name}": value
+            for policy, tensors in self.copies.state_dict().items()
+            for name, value in tensors.items()
+        }
+
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        """(name, parameter) in the optimizer's order."""
+        assert self.optimizer is not None
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [(names[value], value) for group in self.optimizer.param_groups for value in group["params"]]
+
+    def _optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """(moments that are distributed as their parameters, by entry; the rest of the optimizer's state dict)."""
+        assert self.optimizer is not None
+        state, trained = self.optimizer.state_dict(), self._trained()
+        moments: dict[str, Tensor] = {}
+        rest: dict[str, dict[str, Any]] = {}
+        for number, values in state["state"].items():
+            name, parameter = trained[number]
+            rest[name] = {}
+            for key, value in values.items():
+                if _is_moment(value, parameter):
+                    moments[f"moments/{name}/{key}"] = value
+                else:  # on the CPU: torch loads values onto the device that they were saved from
+                    rest[name][key] = value.cpu() if isinstance(value, Tensor) else value
+        return moments, {"state": rest, "param_groups": state["param_groups"], "layout": _layout(trained[0][1])}
 
     # -- load ---------------------------------------------------------------------------------------------
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load this rank's part, from files of any number of ranks, see `verl_digen.engine.resharding`.
+        """Load this rank's part of a checkpoint of any number of ranks.
 
         Raises:
-            ValueError: it is no checkpoint, or of a run that trained other weights; on the ranks that noticed the
-                error itself, on others one with its text.
+            ValueError: it is no checkpoint, or of a run that trained other weights; on all ranks.
         """
         if local_path is None:
             return
-        found = _on_every_rank(lambda: self._find(Path(local_path)))
-        saved = _on_every_rank(lambda: self._read_state(found, local_path))
-        _require_one_save(_on_every_rank(lambda: found.num_updates(saved)), local_path)
-        if saved is not None:
-            fingerprint = found.fingerprint(self.model)
-            _on_every_rank(lambda: _check_base(saved["frozen"], fingerprint, local_path))
-        _on_every_rank(lambda: self._load(found, saved))
-        self._resumed_from = Path(local_path)
-        if isinstance(found, OtherRanks):
-            logger.info("resharded %s: this rank read %.3f GB", local_path, found.num_bytes / 1e9)
-
-    def _find(self, folder: Path) -> SameRanks | OtherRanks:
-        files, live = SavedRanks(folder), self._model_state()
-        return SameRanks(files) if are_same_ranks(files, live) else OtherRanks(files, live)
-
-    def _read_state(self, found: SameRanks | OtherRanks, local_path: str) -> dict[str, Any] | None:
-        saved = found.read("digen_state") if self.should_load_extra and found.has("digen_state") else None
-        if saved is not None and not {"copies", "frozen"} <= saved.keys():
-            raise ValueError(
-                f"{local_path} was written by an older version, which saved other things; start a new run from its "
-                "weights"
-            )
-        return saved
-
-    def _load(self, found: SameRanks | OtherRanks, saved: dict[str, Any] | None) -> None:
-        if self.should_load_model:
-            self._load_model(found)
+        saved, into = SavedState(Path(local_path)), self._weights()
+        saved.require_shapes(
+            {entry.split("/")[2]: value.shape for entry, value in into.items()},
+            "resume with the same actor_rollout_ref.model.lora_* and target_modules",
+        )
+        own = self._load_own(saved, local_path)
+        if not self.should_load_model:
+            into = {}
         if self.should_load_optimizer:
-            own = implementations(self.optimizer)
-            self.optimizer.load_state_dict(found.optimizer_state(self.optimizer))
-            settle(self.optimizer, own)
+            into |= self._empty_moments(saved)
         if self.should_load_extra:
-            extra = found.read("extra_state")
-            if (rng := found.rng_state(extra)) is not None:
-                self.load_rng_state(rng)
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
-        if saved is None:
-            self.copies.load_state_dict({}, num_updates=0)
-            return
-        self.copies.load_state_dict(found.copies(saved["copies"]), saved["num_updates"])
-        self.update_state.num_updates, self.update_state.num_skipped = saved["num_updates"], saved["num_skipped"]
-        self._load_loss_scale(saved)
+            into |= {entry: value for entry, value in self._copies().items() if entry in saved.entries}
+        saved.load(into)
+        if self.should_load_optimizer:
+            self._load_optimizer(own["optimizer"], into)
+        if self.should_load_extra:
+            self._load_extra(own["extra"])
+        self.copies.resume(saved.policies if self.should_load_extra else (), self.update_state.num_updates)
 
-    def _load_loss_scale(self, saved: dict[str, Any]) -> None:
+    def _load_own(self, saved: SavedState, local_path: str) -> dict[str, Any]:
+        """Values beside the tensors: this rank's, or rank 0's without random states if there were more or fewer ranks.
+
+        Raises:
+            ValueError: they are not those that this run needs.
+        """
+        is_same_number = sum(entry.startswith("rank/") for entry in saved.entries) == self.world_size
+        entry = f"rank/{self.rank if is_same_number else 0}"
+        saved.load(values := {entry: None})
+        own: dict[str, Any] = values[entry]
+        for content, is_needed in (("optimizer", self.should_load_optimizer), ("extra", self.should_load_extra)):
+            require(
+                content in own or not is_needed,
+                f"{local_path!r} must hold the {content} of a run",
+                "a checkpoint without: actor_rollout_ref.actor.checkpoint.save_contents did not have it",
+                "take another one",
+            )
+        if self.should_load_extra:
+            base = base_fingerprint(self.model)
+            if own["extra"]["base"] and base and own["extra"]["base"] != base:
+                raise ValueError(
+                    f"{local_path} holds an adapter for other base weights than those of actor_rollout_ref.model.path "
+                    "in the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began "
+                    "with"
+                )
+            if not is_same_number:
+                del own["extra"]["rng"]
+        if self.should_load_optimizer and own["optimizer"]["layout"] != _layout(self._trained()[0][1]):
+            kept = [pair for values in own["optimizer"]["state"].values() for pair in values.items()]
+            odd = sorted({key for key, value in kept if isinstance(value, Tensor) and value.ndim > 0})
+            require(
+                not odd,
+                "an optimizer must keep its state as tensors of the parameters' shapes to continue on other ranks",
+                ", ".join(odd),
+                "resume on the number of ranks that saved, with the same fsdp_size",
+            )
+        return own
+
+    def _empty_moments(self, saved: SavedState) -> dict[str, Tensor]:
+        """Tensors to load the optimizer's moments into, by entry."""
+        trained = dict(self._trained())
+        moments = [entry for entry in saved.entries if entry.startswith("moments/")]
+        return {entry: saved.tensor_for(entry, trained[entry.split("/")[1]]) for entry in moments}
+
+    def _load_optimizer(self, rest: dict[str, Any], loaded: dict[str, Tensor]) -> None:
+        assert self.optimizer is not None
+        numbers = {name: number for number, (name, _) in enumerate(self._trained())}
+        state = {numbers[name]: values for name, values in rest["state"].items()}
+        for entry, value in loaded.items():
+            kind, name, key = entry.split("/")
+            if kind == "moments":
+                state[numbers[name]][key] = value
+        own = implementations(self.optimizer)
+        self.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
+        settle(self.optimizer, own)
+
+    def _load_extra(self, extra: dict[str, Any]) -> None:
+        if "rng" in extra:
+            self.load_rng_state(extra["rng"])
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        self.update_state.num_updates, self.update_state.num_skipped = extra["num_updates"], extra["num_skipped"]
         if self.update_state.loss_scale is None:
             return
-        if "loss_scale" in saved and saved["loss_scale"] is not None:
-            self.update_state.loss_scale = LossScale(**saved["loss_scale"])
+        if extra["loss_scale"] is not None:
+            self.update_state.loss_scale = LossScale(**extra["loss_scale"])
         else:
             logger.warning(
                 "the checkpoint was not trained in fp16 and has no loss scale; it starts at %g",
                 self.update_state.loss_scale.value,
             )
 
-    @torch.no_grad()
-    def _load_model(self, found: SameRanks | OtherRanks) -> None:
-        """Copy saved shards into the module.
 
-        Raises:
-            ValueError: they are not those that this run trains; names one.
-        """
-        live, saved = self._model_state(), found.tensors
-        unlike = saved.keys() ^ live.keys() or {name for name in live if saved[name].shape != live[name].shape}
-        if unlike:
-            raise ValueError(
-                f"a checkpoint must hold the {len(live)} tensors that this run trains, got {len(saved)}, which differ "
-                f"e.g. in {min(unlike)}; resume with the same actor_rollout_ref.model.lora_* and target_modules"
-            )
-        for name, value in live.items():
-            local_shard(value).copy_(found.shard(name, value))
-
-    def _file(self, kind: str) -> str:
-        return shard_file(kind, self.world_size, self.rank)
+# -- optimizer and base ---------------------------------------------------------------------------------------
+def _is_moment(value: Any, parameter: Tensor) -> bool:
+    """True for a tensor that is distributed as its parameter is."""
+    return (
+        isinstance(value, Tensor)
+        and value.shape == parameter.shape
+        and _layout(value) == _layout(parameter)
+        and type(local_shard(value)) is Tensor
+    )
 
 
-# -- reading ----------------------------------------------------------------------------------------------
-def _on_every_rank(read: Callable[[], T]) -> T:
-    """Result of `read`; raises on every rank if it raised on any. It has no collectives."""
-    try:
-        value = read()
-    except (ValueError, RuntimeError, OSError) as error:
-        _texts_of_all_ranks(str(error))
-        raise
-    for text in _texts_of_all_ranks(None):
-        if text is not None:
-            raise ValueError(text)
-    return value
+def _layout(value: Tensor) -> str:
+    """How a tensor is distributed: its mesh of ranks, and what is sharded over them."""
+    return f"{value.device_mesh.mesh.tolist()} {value.placements}" if isinstance(value, DTensor) else ""
 
 
-def _texts_of_all_ranks(text: str | None) -> list[str | None]:
-    """Gather one text of each rank; collective."""
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts
+@torch.no_grad()
+def base_fingerprint(module: nn.Module) -> str:
+    """Hash of the first numbers of every frozen parameter, "" without one: tells base weights apart. Collective.
 
-
-def _check_base(saved: str, own: str, local_path: str) -> None:
-    """Require the frozen weights of the run that saved, by fingerprints; "" without frozen weights."""
-    if saved and own and saved != own:
-        raise ValueError(
-            f"{local_path} holds an adapter for other base weights than those of actor_rollout_ref.model.path in "
-            "the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began with"
-        )
-
-
-def _require_one_save(counts: Mapping[int, int | None], local_path: str) -> None:
-    """Raise ValueError unless all files count the same optimizer steps; collective.
-
-    Args:
-        counts: saved rank -> optimizer steps, of some of the files; all ranks' are compared.
+    They are of its first row, which rank 0 has, however many ranks share the rest.
     """
-    gathered: list[Mapping[int, int | None]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(gathered, counts)
-    steps = {rank: count for part in gathered for rank, count in part.items()}
-    if len(set(steps.values())) > 1:
-        said = ", ".join(f"{steps[rank]} in rank {rank}'s" for rank in sorted(steps))
-        raise ValueError(
-            f"the files of {local_path} must be of one save and count the same optimizer steps, got {said}; copy the "
-            "files of one save, of all its ranks"
-        )
+    frozen = [value for value in module.parameters() if not value.requires_grad]
+    heads = [local_shard(value).flatten()[: min(FINGERPRINT_NUMBERS, value.shape[1:].numel())] for value in frozen]
+    told = [sha256(torch.cat([head.float() for head in heads]).cpu().numpy().tobytes()).hexdigest() if heads else ""]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
-# -- writing ----------------------------------------------------------------------------------------------
-@contextmanager
-def _all_or_nothing(folder: Path) -> Iterator[Path]:
-    """A folder to write to, renamed to `folder` at the end, or removed if the body raised on any rank.
+# -- folders ----------------------------------------------------------------------------------------------
+class WholeFolder(FileSystemWriter):
+    """torch's writer into a folder that appears when all ranks have written. Its errors are raised on all ranks."""
 
-    The body writes through `_on_all_ranks`, so that it raises on all ranks or none. Ranks may or may not share a file
-    system: on each file system, the rank whose mkdir succeeded cleans up and renames.
-    """
-    token = [secrets.token_hex(4)]
-    dist.broadcast_object_list(token, src=0)
-    partial = folder.with_name(f"{folder.name}.partial-{token[0]}")
-    is_owner = False
+    def __init__(self, folder: Path):
+        self._folder, self._partial = folder, folder.with_name(f"{folder.name}.partial")
+        super().__init__(self._partial)
 
-    def make_folder() -> None:
-        nonlocal is_owner
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            partial.mkdir()
-        except FileExistsError:
-            return
-        is_owner = True
-        for leftover in partial.parent.glob(f"{folder.name}.partial-*"):
-            if leftover != partial:
-                shutil.rmtree(leftover, ignore_errors=True)
+    def clear(self) -> None:
+        """Remove what was written so far, or by a save that was killed."""
+        shutil.rmtree(self._partial, ignore_errors=True)
 
-    def put_in_place() -> None:
-        if is_owner:
-            _replace(partial, folder)
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """torch's method, without its mkdir: a node that does not see rank 0's folder fails."""
+        return plan
 
-    try:
-        _on_all_ranks(folder, make_folder)
-        yield partial
-        _on_all_ranks(folder, put_in_place)
-    except BaseException:
-        if is_owner:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """torch's method; rank 0 alone, before any rank writes."""
+        self.clear()
+        self._partial.mkdir(parents=True)
+        return super().prepare_global_plan(plans)
 
-
-def _on_all_ranks(folder: Path, write: Callable[[], None]) -> None:
-    """Run `write`; RuntimeError on every rank if it raised one of `WRITE_ERRORS` on any."""
-    error: BaseException | None = None
-    try:
-        write()
-    except WRITE_ERRORS as raised:
-        error = raised
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
-    failed = {rank: text for rank, text in enumerate(errors) if text is not None}
-    if failed:
-        rank, text = next(iter(failed.items()))
-        raise RuntimeError(
-            f"the checkpoint {folder} could not be written, {len(failed)} of {len(errors)} ranks failed (rank {rank}: "
-            f"{text}); make room on the disk, or let trainer.default_local_dir name another one; "
-            "older checkpoints are untouched"
-        ) from error
-
-
-def _replace(partial: Path, folder: Path) -> None:
-    """Put `partial` in the place of `folder`, which may exist from an earlier save of the same step."""
-    if not folder.exists():
-        partial.rename(folder)
-        return
-    old = folder.with_name(f"{partial.name}-old")
-    folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _save(value: Any, path: Path) -> None:
-    """torch.save with fsync: a file system may report only then that it is full."""
-    with open(path, "wb") as file:
-        torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """torch's method; rank 0 alone, after all ranks have written. An earlier save of the same step is replaced."""
+        super().finish(metadata, results)
+        old = self._folder.with_name(f"{self._partial.name}-old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self._folder.exists():
+            self._folder.rename(old)
+        self._partial.rename(self._folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _number(step_dir: Path) -> int:

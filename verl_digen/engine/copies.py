@@ -16,8 +16,7 @@ Invariant (tests/engine/test_copies.py): a copy follows only steps that changed 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -86,19 +85,13 @@ class PolicyCopies(Mapping[str, ShadowWeights]):
 
     # -- checkpoints --------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Mapping[str, Tensor]]:
-        """Shards of the copies that follow: policy -> parameter name -> shard."""
-        return {policy: self._weights[policy].state_dict() for policy in self._saved}
+        """Copies that follow, live: policy -> parameter name -> tensor, distributed as the parameter is."""
+        return {policy: self._weights[policy].tensors for policy in self._saved}
 
-    def load_state_dict(self, saved: Mapping[str, Any], num_updates: int) -> None:
-        """Load saved copies; one that the checkpoint does not have starts from the weights as they are now.
-
-        Raises:
-            RuntimeError: the saved parameters are not the ones this run trains.
-        """
+    def resume(self, loaded: Collection[str], num_updates: int) -> None:
+        """Go on after `num_updates` optimizer steps; a copy that was not loaded starts from the weights as they are."""
         self._followed = num_updates
         for policy in self._saved:
-            if policy in saved:
-                self._weights[policy].load_state_dict(saved[policy])
-            else:
+            if policy not in loaded:
                 logger.warning("the checkpoint has no copy of policy %s; it starts from the loaded weights", policy)
                 self.keep(policy)

@@ -43,8 +43,15 @@ class ShadowWeights:
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str | None = None):
-        live = local_shards(module)
-        self.shards = {name: shard.to(device=device or shard.device, copy=True) for name, shard in live.items()}
+        live = local_shards(module)  # waits for them
+        self.tensors = {
+            name: value.detach().to(device=device or value.device, copy=True)
+            for name, value in module.named_parameters()
+            if name in live
+        }
+        """Parameter name -> its copy, distributed as the parameter is."""
+        self.shards = {name: local_shard(value) for name, value in self.tensors.items()}
+        """This rank's parts of them."""
 
     @contextmanager
     def swapped_in(self, module: nn.Module) -> Iterator[None]:
@@ -58,24 +65,6 @@ class ShadowWeights:
             raise
         finally:
             _write(module, kept)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The shards, by parameter name."""
-        return self.shards
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load saved shards.
-
-        Raises:
-            RuntimeError: the saved parameters are not the ones this run trains.
-        """
-        if state.keys() != self.shards.keys():
-            raise RuntimeError(
-                f"the saved average holds {len(state)} parameters, but this run trains {len(self.shards)}, and not "
-                "the same; resume with the same LoRA settings"
-            )
-        for name, shard in self.shards.items():
-            shard.copy_(state[name])
 
 
 @torch.no_grad()

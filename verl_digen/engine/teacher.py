@@ -101,7 +101,7 @@ def _read_config(folder: Path) -> LoraConfig:
             (folder / name).is_file(),
             f"{KEY} must be a folder with peft's {CONFIG_NAME} and {SAFETENSORS_WEIGHTS_NAME} on this machine",
             str(folder),
-            "give the folder lora_adapter of a checkpoint or of an export",
+            "give the folder that `digen export RUN --format peft` writes",
         )
     read_object(folder / CONFIG_NAME, KEY)
     config = PeftConfig.from_pretrained(str(folder))

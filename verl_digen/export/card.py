@@ -37,8 +37,7 @@ def model_card(run: SavedRun, policy: str, form: str) -> str:
         parts.append("## Validation\n\nMean reward over the validation prompts.\n\n" + _table(("step", "reward"), rows))
     if words := _overrides(run.folder):
         parts.append("## Command line\n\n" + "\n".join(f"    {word}" for word in words))
-    if run.versions:
-        parts.append("## Versions\n\n" + _table(("package", "version"), run.versions.items()))
+    parts.append("## Versions\n\n" + _table(("package", "version"), run.versions.items()))
     return "\n\n".join(parts) + "\n"
 
 

@@ -45,7 +45,7 @@ def run(args: Namespace) -> int:
     """Export and say where."""
     import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
 
-    from verl_digen.engine.folders import WRITE_ERRORS
+    from verl_digen.export.folders import WRITE_ERRORS
 
     try:
         folder = _export(args)

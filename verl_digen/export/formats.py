@@ -23,8 +23,8 @@ from peft.tuners.lora import LoraConfig
 from torch import Tensor
 
 from verl_digen.engine.export import PEFT_PREFIX
-from verl_digen.engine.folders import save_networks, save_peft_adapter, save_pipeline_adapter
 from verl_digen.export.comfyui import require_known, save_comfyui, scales_of
+from verl_digen.export.folders import save_networks, save_peft_adapter, save_pipeline_adapter
 from verl_digen.export.policy import PolicyWeights
 from verl_digen.export.saved_run import SavedRun
 from verl_digen.require import require
@@ -56,7 +56,7 @@ def require_fit(run: SavedRun, name: str) -> None:
 
 
 def _write_networks(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:
-    save_networks(weights.network, weights.full(dtype), folder, writes=True)
+    save_networks(weights.network, weights.full(dtype), folder)
 
 
 def _write_diffusers(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:

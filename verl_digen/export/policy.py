@@ -16,12 +16,15 @@ from peft.tuners.lora import LoraConfig
 from torch import Tensor
 
 from verl_digen.engine.build import add_adapter
+from verl_digen.engine.copies import AVERAGE
 from verl_digen.engine.export import ADAPTER, BASE_LAYER, is_adapter, merge, mergeable, plain_name
+from verl_digen.engine.saved_state import SavedState
 from verl_digen.export.base import BaseWeights
 from verl_digen.export.saved_run import SavedRun
-from verl_digen.export.shards import Shards
-from verl_digen.require import require
+from verl_digen.require import require_one_of
 
+TYPED = {AVERAGE: "ema"}
+"""Policy -> how it is typed, where that is another word."""
 NOT_RANK_0 = 1
 """Rank for which an adapter is made without reading weights."""
 
@@ -34,11 +37,14 @@ class PolicyWeights:
     """
 
     def __init__(self, run: SavedRun, name: str):
-        self._run, self._name = run, name
-        self._shards = Shards(run.actor)
-        known = self._shards.policies
-        require(name in known, f"--policy must be one of {', '.join(known)}", name, "choose one that was saved")
-        self._check_names()
+        self._run, self._saved = run, SavedState(run.actor)
+        known = {TYPED.get(policy, policy): policy for policy in self._saved.policies}
+        require_one_of("--policy", name := TYPED.get(name, name), known)
+        self._policy = known[name]
+        state = self.network.state_dict()
+        self._shapes = {name: state[name].shape for name in state if is_adapter(name) or not run.is_lora}
+        """State-dict name -> shape of the tensors that trained, in order."""
+        self._saved.require_shapes(self._shapes, "name the base checkpoint of the run with --base")
 
     @cached_property
     def network(self) -> Any:
@@ -57,17 +63,6 @@ class PolicyWeights:
     def _base(self) -> BaseWeights:
         return BaseWeights(self._run.model.path, self._run.model.experts)
 
-    def _check_names(self) -> None:
-        names = self.network.state_dict()
-        expected = {name for name in names if is_adapter(name)} if self._run.is_lora else set(names)
-        unlike = expected ^ set(self._shards.names)
-        require(
-            not unlike,
-            f"the checkpoint must hold the {len(expected)} tensors that its config trains",
-            f"{len(self._shards.names)}, which differ e.g. in {min(unlike, default='')}",
-            "name the base checkpoint of the run with --base",
-        )
-
     # -- tensors ------------------------------------------------------------------------------------------
     def full(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the networks, of an adapter merged into the base, in order, one at a time.
@@ -85,11 +80,11 @@ class PolicyWeights:
             yield name, value
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
-        return ((plain_name(name), value) for name, value in self._shards.tensors(self._name))
+        return self._saved.tensors(self._policy, self._shapes)
 
     @torch.no_grad()
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        layers, adapter = mergeable(self.network, "--format merged"), dict(self._shards.tensors(self._name))
+        layers, adapter = mergeable(self.network, "--format merged"), dict(self._trained())
         for name in self.network.state_dict():
             if is_adapter(name):
                 continue
@@ -102,6 +97,5 @@ class PolicyWeights:
 
     def adapter(self) -> dict[str, Tensor]:
         """The adapter's tensors under peft's names, "base_model.model.LAYER.lora_A.weight"."""
-        state = dict(self._shards.tensors(self._name))
         # save_embedding_layers: "auto" asks the Hugging Face hub about the base model
-        return get_peft_model_state_dict(self.network, state_dict=state, save_embedding_layers=False)
+        return get_peft_model_state_dict(self.network, state_dict=dict(self._trained()), save_embedding_layers=False)

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One checkpoint in a run's folder, and the config that the run had when it saved it.
-
-The config is that of `run.json` beside the checkpoint. A checkpoint of an older version has none; then it is the one
-that Hydra wrote at the run's last start, `RUN/hydra/TIME/.hydra/config.yaml`.
-"""
+"""One checkpoint in a run's folder, and the config that the run had when it saved it, `run.json`."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ class SavedRun:
     config: DictConfig
     """The whole config of the run."""
     versions: Mapping[str, str]
-    """Package -> version that the run had; {} if not known."""
+    """Package -> version that the run had."""
     model_config: DiffusionModelConfig
 
     @property
@@ -98,7 +94,7 @@ def open_run(folder: Path, step: int | None, base: str | None) -> SavedRun:
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a run's folder, in order."""
-    numbers = (path.parent.parent.name.removeprefix(STEP) for path in folder.glob(f"{STEP}*/actor/fsdp_config.json"))
+    numbers = (path.parent.name.removeprefix(STEP) for path in folder.glob(f"{STEP}*/actor"))
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
@@ -121,19 +117,8 @@ def _chosen_step(folder: Path, step: int | None) -> int:
 def _read_config(folder: Path, step: int) -> tuple[DictConfig, dict[str, str]]:
     """(config, versions)."""
     path = folder / f"{STEP}{step}" / RUN_FILE
-    if path.is_file():
-        found = json.loads(path.read_text())
-        return _as_mapping(OmegaConf.create(found["config"])), found["versions"]
-    written = sorted(folder.glob("hydra/*/.hydra/config.yaml"))
-    require(
-        bool(written),
-        f"{str(path)!r} must be there, the config of the run",
-        "nothing, and no file of Hydra either",
-        "copy the whole folder of the run",
-    )
-    return _as_mapping(OmegaConf.load(written[-1])), {}
-
-
-def _as_mapping(config: Any) -> DictConfig:
+    require(path.is_file(), f"{str(path)!r} must be there, the config of the run", "nothing", "take another checkpoint")
+    found = json.loads(path.read_text())
+    config = OmegaConf.create(found["config"])
     assert isinstance(config, DictConfig)
-    return config
+    return config, found["versions"]

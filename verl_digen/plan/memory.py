@@ -440,11 +440,7 @@ def _step(run: Run) -> Items:
 
 
 def _checkpoint(run: Run) -> int:
-    """Bytes of a checkpoint: sharded trained weights, optimizer, copies that follow, and the export if configured."""
+    """Bytes of a checkpoint: trained weights, optimizer, copies that follow."""
     counts, settings = run.measured.counts, run.settings
-    total = 3 * counts.trained_bytes  # weights and two moments; a frozen base is not saved
     num_copies = int(settings.digen.ema.enable) + len(policies_that_follow(settings.digen))
-    total += num_copies * counts.trained_bytes
-    if settings.exports:
-        total += counts.trained_bytes if settings.is_lora else counts.param_bytes
-    return total
+    return (3 + num_copies) * counts.trained_bytes  # weights and two moments; a frozen base is not saved

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from verl_digen.engine.saved_state import require_format
 from verl_digen.models.locate import fingerprint
 from verl_digen.types import PromptRow
 from verl_digen.versions import installed
@@ -81,7 +82,7 @@ def load_driver_state(step_dir: Path) -> DriverState:
     """Read back what `save_driver_state` wrote.
 
     Raises:
-        ValueError: the checkpoint was not written by verl-digen.
+        ValueError: the checkpoint was not written by verl-digen, or by a version with other files.
     """
     path = step_dir / "digen.json"
     if not path.is_file():
@@ -89,24 +90,15 @@ def load_driver_state(step_dir: Path) -> DriverState:
             f"trainer.resume_from_path must be a checkpoint of verl-digen, but {str(step_dir)!r} has no digen.json; "
             "start a new run with trainer.resume_mode=disable"
         )
+    require_format(step_dir / "actor")
     return DriverState(**json.loads(path.read_text()))
 
 
 def load_open_prompts(step_dir: Path) -> list[PromptRow]:
-    """Read the prompts that were drawn and not trained.
-
-    Raises:
-        ValueError: the checkpoint has no such file.
-    """
-    path = step_dir / "prompts.json"
-    if not path.is_file():
-        raise ValueError(
-            f"a checkpoint must hold the prompts that were drawn and not trained, but {str(step_dir)!r} has no "
-            "prompts.json; take another checkpoint, or start a new run with trainer.resume_mode=disable"
-        )
+    """Read the prompts that were drawn and not trained."""
     return [
         PromptRow(**row | {name: tuple(row[name]) for name in row.keys() & {"images", "pair"}})
-        for row in json.loads(path.read_text())
+        for row in json.loads((step_dir / "prompts.json").read_text())
     ]
 
 

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders with gathered weights for other tools: networks in the diffusers format, adapters in peft's and diffusers'.
-
-Used by checkpoints with "hf_model" (`verl_digen.engine.checkpoint`) and by `digen export`.
-"""
+"""Folders with whole weights for other tools: networks in diffusers' format, adapters in peft's and diffusers'."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,21 +17,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verl_digen.engine.export import ADAPTER, PEFT_PREFIX
+from verl_digen.engine.export import PEFT_PREFIX
 from verl_digen.models.experts import Experts
 
 MAX_FILE_BYTES = 5 << 30
 """Largest safetensors file of an export; the diffusers library's own limit is 10 GB."""
 
-WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
-"""Exceptions on a full disk: torch's zip writer raises RuntimeError, safetensors its own."""
-
-
-def save_adapter(module: PeftModel, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write gathered adapter tensors for peft and for diffusers' pipelines."""
-    config = module.peft_config[ADAPTER]
-    save_peft_adapter(config, tensors, folder)
-    save_pipeline_adapter(config, tensors, folder)
+WRITE_ERRORS = (OSError, SafetensorError)
+"""Exceptions on a full disk: safetensors has its own."""
 
 
 def save_peft_adapter(config: PeftConfig, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -59,51 +49,26 @@ def save_pipeline_adapter(config: PeftConfig, tensors: dict[str, Tensor], folder
     )
 
 
-def save_networks(module: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, writes: bool) -> None:
+def save_networks(network: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write streamed tensors as diffusers folders in `folder`: `transformer`, or one for each expert, by its name.
 
     Args:
         tensors: for an `Experts`, one expert after the other, names prefixed with the expert's.
-        writes: see `save_transformer`.
     """
-    network = module.base_model.model if isinstance(module, PeftModel) else module
+    network = network.base_model.model if isinstance(network, PeftModel) else network
     if not isinstance(network, Experts):
-        save_transformer(network, tensors, folder / "transformer", writes=writes)
+        save_transformer(network, tensors, folder / "transformer")
         return
-    errors: list[BaseException] = []
     for expert, named in groupby(tensors, key=lambda named: named[0].partition(".")[0]):
         stripped = ((name.partition(".")[2], tensor) for name, tensor in named)
-        try:
-            save_transformer(network.get_submodule(expert), stripped, folder / expert, writes=writes)
-        except WRITE_ERRORS as error:  # every rank must still gather the next expert's tensors
-            errors.append(error)
-    if errors:
-        raise errors[0]
+        save_transformer(network.get_submodule(expert), stripped, folder / expert)
 
 
 def save_transformer(
-    module: Any,
-    tensors: Iterable[tuple[str, Tensor]],
-    folder: Path,
-    *,
-    writes: bool,
-    max_file_bytes: int = MAX_FILE_BYTES,
+    module: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write streamed tensors as a diffusers folder; holds at most one file's tensors in memory.
-
-    Args:
-        writes: False only consumes the tensors. A rank that fails to write keeps consuming, so that others can gather.
-    """
-    error: BaseException | None = None
-
-    def attempt(action: Callable[[], Any]) -> None:
-        nonlocal error
-        if error is None and writes:
-            try:
-                action()
-            except WRITE_ERRORS as raised:
-                error = raised
-
+    """Write streamed tensors as a diffusers folder; holds at most one file's tensors in memory."""
+    folder.mkdir()
     files: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     num_bytes = total_bytes = 0
@@ -112,21 +77,16 @@ def save_transformer(
         save_file(pending, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
         files.append(list(pending))
 
-    attempt(folder.mkdir)
     for name, value in tensors:
-        if not writes:
-            continue
         if pending and num_bytes + value.nbytes > max_file_bytes:
-            attempt(flush)
+            flush()
             pending, num_bytes = {}, 0
-        pending[name] = value.cpu().contiguous()
+        pending[name] = value.contiguous()
         num_bytes += value.nbytes
         total_bytes += value.nbytes
-    attempt(flush)
-    attempt(lambda: _name_files(folder, files, total_bytes))
-    attempt(lambda: module.save_config(folder))
-    if error is not None:
-        raise error
+    flush()
+    _name_files(folder, files, total_bytes)
+    module.save_config(folder)
 
 
 def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
