@@ -18,6 +18,7 @@ from tests.export.runs import digen, save_run, trained_engine
 from tests.tiny_models import build_tiny
 from verl_digen.export.folders import save_transformer
 from verl_digen.export.saved_run import open_run
+from verl_digen.trainer.checkpoint import export_checkpoint
 
 POLICIES = {"current": "current", "ema": "average"}
 """Policy as typed -> the engine's name."""
@@ -223,3 +224,12 @@ def test_an_exported_adapter_begins_a_run_with_its_rank_and_weights(saved, tmp_p
         assert again.model_config.lora_rank == LORA["lora_rank"]
         expected = load_file(tmp_path / "out" / "adapter_model.safetensors")
         assert_equal(weights(again), expected)
+
+
+def test_a_run_that_saves_hf_model_exports_each_checkpoint(saved, tmp_path: Path):
+    shutil.copytree(saved["full"][0], tmp_path, dirs_exist_ok=True)
+    export_checkpoint(tmp_path / "global_step_2")
+    loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path / "global_step_2/actor/huggingface/transformer")
+    assert_equal(loaded.state_dict(), saved["full"][1]["current"])
+    with pytest.raises(OSError, match=r"--output must be a new or empty folder|must be"):
+        export_checkpoint(tmp_path / "global_step_2")

@@ -356,7 +356,7 @@ UNUSUAL = [
     (f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.lr_warmup_steps=10", f"{ACTOR}.optim.min_lr_ratio=0.1"),
     (f"{ACTOR}.optim.betas=[0,0.99]",),
     (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.ppo_epochs=3"),
-    (f"{ACTOR}.checkpoint.save_contents=[model,extra]",),
+    (f"{ACTOR}.checkpoint.save_contents=[model,hf_model]",),
     (f"{ROLLOUT}.n=${{data.train_batch_size}}",),
     (f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=all-linear"),
     (f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules='.*to_[qk]'", f"{MODEL}.exclude_modules='.*add_.*'"),

@@ -68,7 +68,7 @@ Names = Annotated[list[Text], Field(min_length=1)]
 Name = Annotated[str, AfterValidator(_inside_its_folder)]
 Storage = Literal["SimpleStorage", "MooncakeStore", "Yuanrong"]
 """TransferQueue's storage backends."""
-Contents = list[Literal["model", "optimizer", "extra"]]
+Contents = list[Literal["model", "optimizer", "extra", "hf_model"]]
 Tool = Literal["nsys", "npu", "torch", "torch_memory", "precision_debugger"]
 Precision = dict[Literal["param_dtype", "reduce_dtype", "buffer_dtype"], Dtype]
 Logger = Literal[

@@ -52,6 +52,7 @@ from verl_digen.store.samples import to_batch
 from verl_digen.trainer.checkpoint import (
     DriverState,
     digest,
+    export_checkpoint,
     load_driver_state,
     load_open_prompts,
     publish,
@@ -387,6 +388,8 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             open_prompts = self._open_prompts()
             save_driver_state(step_dir, driver, self.train_dataloader.state_dict(), open_prompts)
             save_run_description(step_dir, self.config)
+            if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
+                export_checkpoint(step_dir)
             self._watch.save(step_dir)
             publish(self.run_dir, self.global_steps)
         except DeadlineMissed:

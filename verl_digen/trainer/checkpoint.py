@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -76,6 +78,21 @@ def save_run_description(step_dir: Path, config: DictConfig) -> None:
     weights = {key: fingerprint(OmegaConf.select(config, key)) for key in WEIGHTS}
     found = {"config": OmegaConf.to_container(config, resolve=True), "versions": installed(), "weights": weights}
     replace_text(step_dir / RUN_FILE, json.dumps(found, default=str))
+
+
+def export_checkpoint(step_dir: Path) -> None:
+    """Write `actor/huggingface`, for `hf_model` in `save_contents`, by `digen export` in a process of its own.
+
+    Raises:
+        OSError: it failed; with what it said.
+    """
+    run_dir, step = step_dir.parent, step_dir.name.removeprefix("global_step_")
+    words = ["export", str(run_dir), "--step", step, "--output", str(step_dir / "actor" / "huggingface")]
+    command = [sys.executable, "-c", "from verl_digen.cli import main; raise SystemExit(main())", *words]
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}  # of modules that only this process found
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | path)
+    if done.returncode != 0:
+        raise OSError(done.stderr.strip()[-2000:])
 
 
 def load_driver_state(step_dir: Path) -> DriverState:
