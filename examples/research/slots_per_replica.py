@@ -16,9 +16,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from verl_digen.schedulers.durations import KnownDurations
-from verl_digen.schedulers.generation import Work
 from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig
-from verl_digen.schedulers.simulation import PlannerRun
+from verl_digen.schedulers.simulation import PlannerRun, Work
 from verl_digen.schedulers.types import Chunk
 
 FULL_S = 4.0
@@ -32,7 +31,7 @@ WAYS = (1, 2)
 
 @dataclass
 class Replicas:
-    """A generator (`verl_digen.schedulers.generation`): each replica works on one batch of what waits there."""
+    """A generator (`verl_digen.schedulers.simulation`): each replica works on one batch of what waits there."""
 
     replica_of: dict[str, str]
     fixed_s: float

@@ -34,8 +34,7 @@ from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.sampling.requests import SINGLE_TURN
-from verl_digen.store.keys import parse_key
-from verl_digen.store.partitions import CONDITIONS
+from verl_digen.store.keys import CONDITIONS, parse_key
 from verl_digen.types import Generation, PartScore, PromptRow, RewardCall, RewardInput, SampleRequest
 
 DENOISE_S, ANSWER_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.1, 0.5, 1.5, 0.5, 1.0

@@ -44,8 +44,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.processes.relays import Process, Together
 from verl_digen.processes.supervision import Supervision
-from verl_digen.store.keys import SampleName
-from verl_digen.store.partitions import VAL
+from verl_digen.store.keys import VAL, SampleName
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer, required_processes
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer

@@ -27,7 +27,7 @@
 | Ray `_private.state.actors` | processes/actors.py | an actor that starts again (tests/processes/test_workers.py) |
 | Ray `_private.services.find_bootstrap_address`, `_private.utils.get_num_cpus` | cluster.py | two functions |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
-| Ray `ActorHandle.__ray_call__` | trainer/hosts.py | runs a function in any actor (tests/trainer/test_replicas.py) |
+| Ray `ActorHandle.__ray_call__` | trainer/lanes.py | runs a function in any actor (tests/trainer/test_replicas.py) |
 | TransferQueue client `_loop` | store/client.py | runs its blocking calls (tests/e2e/test_hangs.py) |
 | Hydra `JobReturn._return_value` | preflight/callback.py | the exception, unraised |
 | omegaconf `_get_node`, `_is_none` | config/load.py | a child as a node, not as its value |

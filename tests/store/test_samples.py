@@ -15,8 +15,7 @@ from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.algorithms.outside import Outside
 from verl_digen.schedulers.types import BatchReport
 from verl_digen.store.conditions import own_condition_keys, put_condition
-from verl_digen.store.keys import SampleName, own_condition_key
-from verl_digen.store.partitions import CONDITIONS, TRAIN, VAL
+from verl_digen.store.keys import CONDITIONS, TRAIN, VAL, SampleName, own_condition_key
 from verl_digen.store.prompts import Listing, PromptStatus, list_partition, publish_status, submit_prompts, to_listing
 from verl_digen.store.samples import clear, fetch_columns, from_batch, put_samples, put_tags, to_batch
 from verl_digen.store.tags import from_entry, to_entry

@@ -6,10 +6,15 @@ import pytest
 from tests.tags import make_tag
 from verl_digen.config import RolloutConfig
 from verl_digen.errors import RunStopped
-from verl_digen.trainer.hosts import host_of, told
-from verl_digen.trainer.lanes import call_intervals
-from verl_digen.trainer.step_result import GAP, StepResult, check_log_prob_gap, utilisation
-from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
+from verl_digen.trainer.lanes import call_intervals, host_of, told
+from verl_digen.trainer.step_result import (
+    GAP,
+    PoolDevices,
+    StepResult,
+    check_log_prob_gap,
+    step_utilisation,
+    utilisation,
+)
 from verl_digen.trainer.validation import validation_metrics
 from verl_digen.types import RewardCall
 

@@ -43,8 +43,7 @@ from verl_digen.processes.workers import WorkerPool
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.store.conditions import ConditionPair, put_condition
-from verl_digen.store.keys import SampleName, group_number, own_condition_key
-from verl_digen.store.partitions import TRAIN, VAL
+from verl_digen.store.keys import TRAIN, VAL, SampleName, group_number, own_condition_key
 from verl_digen.store.prompts import PromptStatus, publish_status
 from verl_digen.store.samples import put_samples, put_tags
 from verl_digen.types import (

@@ -43,7 +43,7 @@
 | `perf/train_s` | s | the update, in the engine |
 | `perf/sync_s` | s | weights to the replicas |
 | `perf/overhead_s` | s | the step less the time in which anything was generated, scored or trained |
-| `perf/tflops_per_device/POOL`, `perf/mfu/POOL` | TFLOP/s, share | see `verl_digen.trainer.utilisation` |
+| `perf/tflops_per_device/POOL`, `perf/mfu/POOL` | TFLOP/s, share | see `verl_digen.trainer.step_result` |
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ from verl_digen.audio import Audio
 from verl_digen.data.rows import ROW, object_column
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA
 from verl_digen.store.conditions import ConditionPair, fetch_conditions
-from verl_digen.store.keys import parse_key
-from verl_digen.store.partitions import TRAIN
+from verl_digen.store.keys import TRAIN, parse_key
 from verl_digen.store.samples import fetch_columns, from_batch
 from verl_digen.types import Condition, Generation, PathRecord, PromptRow, TrainingRows, Trajectory, Transitions
 

@@ -16,8 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl_digen.store.client import CLIENT
-from verl_digen.store.keys import own_condition_key
-from verl_digen.store.partitions import CONDITIONS
+from verl_digen.store.keys import CONDITIONS, own_condition_key
 from verl_digen.types import Condition
 
 ConditionPair = tuple[Condition, Condition | None]

@@ -12,6 +12,13 @@ from typing import NamedTuple
 
 from verl_digen.types import SampleTag
 
+TRAIN = "train"
+"""Samples that wait for the trainer, and the status of their prompts."""
+VAL = "val"
+"""Samples of a validation, and the status of their prompts."""
+CONDITIONS = "digen_conditions"
+"""Prompt conditions."""
+
 
 class SampleName(NamedTuple):
     """A sample, and the weight version that generated it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from verl_digen.store.client import CLIENT
-from verl_digen.store.partitions import TRAIN
+from verl_digen.store.keys import TRAIN
 from verl_digen.store.tags import from_entry, to_entry
 from verl_digen.types import SampleTag, Trajectory
 

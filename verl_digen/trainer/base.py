@@ -46,8 +46,7 @@ from verl_digen.processes.supervision import LoopThread, Supervision, within
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.reward.named import scope_of
 from verl_digen.store.client import cancel_calls, controller
-from verl_digen.store.keys import group_uid
-from verl_digen.store.partitions import TRAIN
+from verl_digen.store.keys import TRAIN, group_uid
 from verl_digen.store.samples import to_batch
 from verl_digen.trainer.checkpoint import (
     DriverState,
@@ -65,8 +64,14 @@ from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import Replicas
 from verl_digen.trainer.run_output import RunOutput
 from verl_digen.trainer.start import EarlyWorkersTrainer, fetch_on_all_nodes, keep_for_good
-from verl_digen.trainer.step_result import StepResult, StepTimes, check_log_prob_gap, result_metrics, utilisation
-from verl_digen.trainer.utilisation import PoolDevices
+from verl_digen.trainer.step_result import (
+    PoolDevices,
+    StepResult,
+    StepTimes,
+    check_log_prob_gap,
+    result_metrics,
+    utilisation,
+)
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 from verl_digen.trainer.validation_run import Validation
 from verl_digen.trainer.watch import RewardWatch

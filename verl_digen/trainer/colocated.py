@@ -39,14 +39,13 @@ from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.pool_sizes import num_trainer_devices
 from verl_digen.reward.named import pool_entries
-from verl_digen.store.keys import parse_key
-from verl_digen.store.partitions import CONDITIONS, TRAIN
+from verl_digen.store.keys import CONDITIONS, TRAIN, parse_key
 from verl_digen.store.prompts import list_partition
 from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.colocated_timeline import ColocatedTimeline
 from verl_digen.trainer.generating import begin_generating
-from verl_digen.trainer.hosts import hosts_of
+from verl_digen.trainer.lanes import hosts_of
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.replicas import start_replica
 from verl_digen.trainer.step_result import StepResult

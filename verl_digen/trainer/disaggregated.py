@@ -40,14 +40,12 @@ from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.store.conditions import own_condition_keys
-from verl_digen.store.keys import SampleName
-from verl_digen.store.partitions import CONDITIONS, TRAIN
+from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.batch_rules import batch_rules
 from verl_digen.trainer.conductor import Conductor
-from verl_digen.trainer.hosts import host_names, host_of, hosts_of
-from verl_digen.trainer.lanes import Joining, Lanes, call_intervals
+from verl_digen.trainer.lanes import Joining, Lanes, call_intervals, host_names, host_of, hosts_of
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
 from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes, start_replica

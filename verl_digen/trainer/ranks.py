@@ -21,7 +21,7 @@ from verl_digen.agent_loop.chunks import describe
 from verl_digen.algorithms.metric import Metric, from_plain
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.processes.relays import Together, Work
-from verl_digen.store.partitions import TRAIN
+from verl_digen.store.keys import TRAIN
 from verl_digen.types import SampleRequest
 
 logger = logging.getLogger(__name__)

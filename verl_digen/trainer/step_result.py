@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verl_digen.errors import RunStopped
+from verl_digen.models.flops import utilisation_metrics
 from verl_digen.observe.metrics import (
     call_metrics,
     episode_metrics,
@@ -19,8 +20,45 @@ from verl_digen.observe.metrics import (
     tree_metrics,
 )
 from verl_digen.store.keys import parse_key
-from verl_digen.trainer.utilisation import PoolDevices, step_utilisation
 from verl_digen.types import SampleTag
+
+ROW_FORWARD = "actor/row_forward_flops"
+ROW_TRAINING = "actor/row_training_flops"
+
+
+@dataclass(frozen=True)
+class PoolDevices:
+    """The devices of a pool."""
+
+    num_devices: int
+    name: str | None
+    """The platform's name of the first device; None for a CPU."""
+
+
+def step_utilisation(
+    metrics: Mapping[str, float], *, num_forwards: int, trainer: PoolDevices, generator: PoolDevices
+) -> dict[str, float]:
+    """`perf/tflops_per_device/POOL` and, where the device's peak is known, `perf/mfu/POOL` of one step.
+
+    | pool | useful work, calculated from the FLOPs of the layers | time, measured |
+    | --- | --- | --- |
+    | trainer | forward and backward of every trained row | `perf/train_s`, in the engine's calls |
+    | generator | all denoise steps of the trained samples | `perf/generate_s`, in which any sample was generated |
+
+    Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.row_flops`), text
+    encoding, decoding, and discarded samples. The time excludes nothing. Samples that the trainer generated are work of
+    neither pool; `perf/generate_s` includes their time, so with assistance the generator's share is a lower bound.
+
+    Args:
+        metrics: the step's metrics, with `actor/*` and `perf/*`.
+        num_forwards: samples x denoise steps; a guided step counts once.
+    """
+    trained = metrics["actor/num_rows"] * metrics[ROW_TRAINING]
+    generated = num_forwards * metrics[ROW_FORWARD]
+    return utilisation_metrics(
+        "trainer", trained, metrics["perf/train_s"], trainer.num_devices, trainer.name
+    ) | utilisation_metrics("generator", generated, metrics["perf/generate_s"], generator.num_devices, generator.name)
+
 
 GAP = "rollout/log_prob_gap_max"
 
