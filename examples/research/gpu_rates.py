@@ -59,7 +59,7 @@ from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.requests import plain_request
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Geometry, PathRecord, PromptRow, SampleRequest, Trajectory, move_condition
-from verl_digen.weights.own_device import own_device
+from verl_digen.weights.sending import own_device
 
 PLATFORM = get_platform()
 DEVICE = own_device(PLATFORM.device_name)

@@ -42,7 +42,7 @@ from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.requests import adapter_request, to_prompt
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
-from verl_digen.rollout.vllm_omni.sockets import address
+from verl_digen.rollout.vllm_omni.settings import address
 from verl_digen.types import Burst, Geometry, SampleRequest, Sampling
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.sending import Wire, send_update

@@ -16,15 +16,14 @@ from torch.nn import functional
 from verl.plugin.platform import get_platform
 
 from tests.pretend.process import on_pretend
-from verl_digen.checkup import attention, gradient, identity, selftest, sleeping, training, update
+from verl_digen.checkup import attention, gradient, selftest, sleeping, training, update
 from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import sd3
 from verl_digen.patches import attention_gradient
-from verl_digen.rollout.birth import SeenDevice
-from verl_digen.weights.own_device import own_device
 from verl_digen.weights.receiver import Live
+from verl_digen.weights.sending import own_device
 
 CPU = torch.device("cpu")
 SIZE_MB = 64
@@ -36,18 +35,6 @@ def setting(folder: Path) -> Setting:
 
 def in_a_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1)
-
-
-# -- identity: tests/platforms/test_placement.py starts the processes ------------------------------------------
-def test_devices_that_are_the_workers_own_pass_and_others_fail():
-    given = [SeenDevice("0", "GPU-a"), SeenDevice("1", "GPU-b")]
-    assert identity.compare(given, given) == "2 server(s) on the device of their worker: GPU-a, GPU-b"
-    with pytest.raises(CheckFailed, match=r"replica 0 must compute on .*0 \(GPU-a\), got 1 \(GPU-b\)") as failed:
-        identity.compare(given, [given[1], given[0]])
-    assert failed.value.remedy is not None and "set neither the variable" in failed.value.remedy
-    twice = [SeenDevice("0", "GPU-a"), SeenDevice("1", "GPU-a")]
-    with pytest.raises(CheckFailed, match="2 workers must have a device each, got GPU-a, GPU-a"):
-        identity.compare(twice, twice)
 
 
 # -- numerics -----------------------------------------------------------------------------------------------

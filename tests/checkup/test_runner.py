@@ -29,9 +29,8 @@ name, setting = sys.argv[1], json.load(sys.stdin)
 def say(**said): open(setting["folder"] + "/outcome.json", "w").write(json.dumps(said))
 open(setting["folder"] + "/figures.jsonl", "w").write(json.dumps({"what": "speed", "gb_s": 1.25, "way": name}) + "\\n")
 print("imports", flush=True)
-if name == "identity": say(figure=f"{setting['num_devices']} devices")
 if name == "numerics": say(cause="too far off", remedy=None)
-if name == "attention": say(figure="fine")
+if name == "attention": say(figure=f"{setting['num_devices']} devices")
 if name == "gradient": say(cause="no link", remedy="plug it in")
 if name == "update": os.kill(os.getpid(), signal.SIGSEGV)
 if name == "sleep":
@@ -83,8 +82,8 @@ def outcomes(no_time_is_lost: None, tmp: Path) -> dict[str, Outcome]:
 
 
 def test_a_check_that_fails_dies_or_hangs_stops_no_other(outcomes: dict[str, Outcome], tmp: Path):
-    assert [name for name, one in outcomes.items() if one.passed] == ["identity", "attention"]
-    assert outcomes["identity"].figure == "2 devices"
+    assert [name for name, one in outcomes.items() if one.passed] == ["attention"]
+    assert outcomes["attention"].figure == "2 devices"
     causes = {name: one.cause for name, one in outcomes.items() if not one.passed}
     assert causes == {
         "numerics": "too far off",
@@ -106,10 +105,10 @@ def test_a_line_each_and_a_table_with_cause_and_remedy(outcomes: dict[str, Outco
     assert list(runner.report(SHORT, outcomes.values())) == list(outcomes.values())
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0].startswith("pass  identity") and lines[0].endswith("2 devices")
-    assert lines[1] == "      speed: gb_s 1.25, way identity"
-    assert lines[2].startswith("FAIL  numerics") and lines[4] == "      cause  too far off"
-    assert lines[5].startswith("      remedy compare with `digen doctor --selftest")
+    assert lines[0].startswith("FAIL  numerics") and lines[2] == "      cause  too far off"
+    assert lines[1] == "      speed: gb_s 1.25, way numerics"
+    assert lines[3].startswith("      remedy compare with `digen doctor --selftest")
+    assert lines[4].startswith("pass  attention") and lines[4].endswith("2 devices")
     assert to_table(list(outcomes.values())) in out and "| gradient | FAIL | " in out
     assert "FAILED: numerics,gradient,update,sleep,training" in lines[-1]
 
@@ -119,13 +118,13 @@ def test_a_budget_ends_a_check_and_leaves_out_those_that_no_longer_fit(
 ):
     monkeypatch.setitem(runner.CHECKS, "sleep", replace(CHECKS["sleep"], least_s=0.5))
     given = Setting(tmp_path / "out", num_devices=2, architecture="sd3", update_mb=1, asleep_mb=1)
-    names = ["sleep", "identity"]
+    names = ["sleep", "attention"]
     outcomes = runner.run_checks(names, given, variables={}, budget_s=2.0, program=(sys.executable, "-c", PROGRAM))
     (killed,) = runner.report(names, outcomes, tmp_path)
     assert killed.cause == "it was not done after 2 s"
     assert killed.measured == [{"what": "speed", "gb_s": 1.25, "way": "sleep"}], "what it noted before is kept"
     text = (tmp_path / "report.md").read_text()
-    assert "Left out for lack of time: identity." in text and text == capsys.readouterr().out
+    assert "Left out for lack of time: attention." in text and text == capsys.readouterr().out
     noted = json.loads((tmp_path / "figures.jsonl").read_text())
     assert noted == {"check": "sleep", "what": "speed", "gb_s": 1.25, "way": "sleep"}
 
@@ -146,7 +145,7 @@ def test_options_choose_the_checks_and_the_exit_code_is_theirs(
         yield from (Outcome(name, name != "update", "fine", 1.0, "broken" * (name == "update")) for name in names)
 
     monkeypatch.setattr(runner, "run_checks", run_checks)
-    words = ("--gpu", "--device", "cpu", "--architecture", "sd3", "--skip", "training", "--skip", "identity")
+    words = ("--gpu", "--device", "cpu", "--architecture", "sd3", "--skip", "training")
     assert command.run(arguments(*words, "--skip", "update", "--json", str(tmp_path / "out.json"))) == 0
     (names, given, variables, budget_s) = asked[0]
     assert budget_s == math.inf

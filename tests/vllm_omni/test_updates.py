@@ -28,7 +28,7 @@ from tests.vllm_omni.faults import (
     load_weights,
     register_empty_adapters,
 )
-from verl_digen.rollout.vllm_omni.sockets import address, sockets_of
+from verl_digen.rollout.vllm_omni.settings import address, sockets_of
 from verl_digen.sampling.requests import ODE_ONLY
 
 NUM_TRAJECTORIES = 200

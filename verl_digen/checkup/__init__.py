@@ -9,7 +9,7 @@ what a run needs of them.
 | `selftest.py` | numerics of one architecture, and the checks that run them |
 | `checks.py` | the checks of devices in order, with deadline and remedy, and what they are given |
 | `runner.py` | each check in a process of its own, and the report |
-| `rates.py`, `identity.py`, `attention.py`, `gradient.py`, `update.py`, `sleeping.py` | one check each |
+| `rates.py`, `attention.py`, `gradient.py`, `update.py`, `sleeping.py` | one check each |
 | `training.py` | checks that run verl's main: the quick start, and published sizes (`checkpoints.py`) |
 | `quickstart.py` | devices of `make quickstart` |
 """

@@ -18,7 +18,7 @@ from verl.plugin.platform import get_platform
 
 from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.patches import attention_gradient
-from verl_digen.weights.own_device import own_device
+from verl_digen.weights.sending import own_device
 
 TOKENS, HEADS, WIDTHS = 1088, 8, (64, 128)
 MAX_ERROR = 0.02

@@ -95,13 +95,6 @@ CHECKS: dict[str, CheckSpec] = {
         "see the log: nothing of this project is used here",
         is_full=True,
     ),
-    "identity": CheckSpec(
-        "a replica's server computes on the device of its worker",
-        "identity:check_identity",
-        240.0,
-        "start Ray and the run without the visible-devices variable and without a device order of your own; "
-        "`nvidia-smi -L` lists the devices",
-    ),
     "numerics": CheckSpec(
         "the self-test of an architecture, in fp32 and bf16",
         "selftest:check_numerics",

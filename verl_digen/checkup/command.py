@@ -4,9 +4,9 @@
 With --selftest MODEL the numerics of one model are checked instead, on a tiny random checkpoint and in seconds:
 its sampler against diffusers' own pipeline, log-probs in training against those of sampling, and a gradient step.
 
-With --gpu the devices are checked with the parts of a run, in minutes: identity of a replica's device, numerics in fp32
-and bf16, attention's gradient, the engine's gradient over NCCL, a weight update, sleep, three steps of the quick start.
-With --full they are measured as well, on published sizes with random weights.
+With --gpu the devices are checked with the parts of a run, in minutes: numerics in fp32 and bf16, attention's gradient,
+the engine's gradient over NCCL, a weight update, sleep, three steps of the quick start. With --full they are measured
+as well, on published sizes with random weights.
 
 Exit code 0 if a run could start (or all checks hold), 1 if not, 2 for an unknown name.
 """

@@ -13,7 +13,7 @@ import torch
 from verl.plugin.platform import get_platform
 
 from verl_digen.checkup.checks import Setting
-from verl_digen.weights.own_device import own_device
+from verl_digen.weights.sending import own_device
 
 COPIED_BYTES, COPIED_BYTES_ON_CPU = 1 << 30, 1 << 26
 MATRIX_SIDE, MATRIX_SIDE_ON_CPU = 8192, 512

@@ -46,7 +46,7 @@ from verl_digen.models.tiny import BUILDERS, build_tiny
 from verl_digen.sampling.requests import geometry_of, inputs_of
 from verl_digen.sampling.sampler import Sampler, score_rows
 from verl_digen.types import Condition, Geometry, PathRecord, SampleRequest, Sampling, TrainingRows, Transitions
-from verl_digen.weights.own_device import own_device
+from verl_digen.weights.sending import own_device
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

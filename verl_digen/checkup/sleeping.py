@@ -23,7 +23,7 @@ from verl_digen.models.tiny import build_tiny
 from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.weights.checksum import checksum
-from verl_digen.weights.own_device import own_device
+from verl_digen.weights.sending import own_device
 
 TOLERANCE = 0.02
 """Share of the memory that may stay, or come back more or less."""

@@ -21,10 +21,9 @@ from verl.plugin.platform import get_platform
 
 from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.weights.checksum import checksum
-from verl_digen.weights.own_device import own_device
 from verl_digen.weights.receiver import WeightReceiver
 from verl_digen.weights.receiving import Receiving
-from verl_digen.weights.sending import Wire, send_update
+from verl_digen.weights.sending import Wire, own_device, send_update
 
 LARGE_MB, SMALL_MB = 32, 1
 """Sizes of the tensors: half of the update is of the first, which travels by itself, half of the second."""

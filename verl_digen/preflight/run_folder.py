@@ -276,7 +276,7 @@ def _other_prompts(checkpoint: Path, config: DictConfig) -> Iterator[tuple[str, 
     if config.data.filter_overlong_prompts and not has_checkpoint(config):
         return  # which prompts are too long is not known here
     train, drawn_from = prompts_of(config, "train"), load_driver_state(checkpoint).drawn_from
-    if drawn_from not in (None, digest(without(train.prompts, train.too_long))):
+    if drawn_from != digest(without(train.prompts, train.too_long)):
         yield "prompts of data.train_files", "others", config.data.train_files
 
 

@@ -19,9 +19,9 @@ from verl_digen.models.int8 import store_int8
 from verl_digen.models.kernels import compute_exactly, set_kernels
 from verl_digen.sampling.fp8 import Fp8Layers, require_fp8
 from verl_digen.weights.checksum import Manifest
-from verl_digen.weights.own_device import own_device
 from verl_digen.weights.receiver import WeightReceiver
 from verl_digen.weights.receiving import Receiving
+from verl_digen.weights.sending import own_device
 
 
 @dataclass(frozen=True)

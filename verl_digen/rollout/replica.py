@@ -11,8 +11,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import RolloutMode
 
-from verl_digen.rollout.birth import birth_variables
-from verl_digen.rollout.placed import PlacedReplica, cpu_threads
+from verl_digen.rollout.birth import PlacedReplica, birth_variables, cpu_threads
 from verl_digen.rollout.server import DiffusersServer
 
 

@@ -425,7 +425,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             state = load_driver_state(step_dir)
             self._num_prompts_drawn = state.num_prompts_drawn
             self._drawn = load_open_prompts(step_dir)
-            if state.drawn_from not in (None, digest(self.train_dataset.prompts)):
+            if state.drawn_from != digest(self.train_dataset.prompts):
                 self._init_dataloader()
                 logger.warning(
                     "data.train_files has other prompts than those that %s was drawn from: they are drawn from their "

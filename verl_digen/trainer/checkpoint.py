@@ -47,8 +47,8 @@ class DriverState:
 
     num_prompts_drawn: int
     """Prompts taken from the data loader so far; numbers the groups, so that resumed runs draw the same noise."""
-    drawn_from: str | None = None
-    """`digest` of the prompts that they were taken from; None in a checkpoint of an older version."""
+    drawn_from: str
+    """`digest` of the prompts that they were taken from."""
 
 
 def digest(prompts: Sequence[PromptRow]) -> str:

@@ -30,7 +30,6 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_digen.weights.bucketed import BoundedSocket, BucketedWeightSender
 from verl_digen.weights.checksum import Checksum
-from verl_digen.weights.own_device import own_device
 
 DIRECT_MB = 16
 """Size above which a tensor that is loaded as it arrives is not copied into a bucket. Opening a handle costs about as
@@ -139,3 +138,8 @@ async def _on_the_wire(
             )
         total.add(sent)
         yield name, sent
+
+
+def own_device(name: str) -> torch.device:
+    """The current device of verl's platform `name`, with its index unless it is the CPU: IPC opens handles by index."""
+    return torch.device(name) if name == "cpu" else torch.device(name, torch.accelerator.current_device_index())

@@ -14,7 +14,6 @@
 | `worker.py` | engine worker | receives weights, compares them, loads them |
 | `full_update.py` | engine worker | an update on its way into the network |
 | `adapter.py` | trainer rank | sends weights |
-| `sockets.py` | trainer rank, engine worker | where an update's bytes pass from the one to the other |
 | `cpu/` | all of these processes, without an accelerator | vLLM-Omni's platform for the CPU |
 
 Importing this package imports nothing of vLLM.

@@ -20,7 +20,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from verl_digen.rollout.lost import ReplicaHandle
-from verl_digen.rollout.vllm_omni.sockets import address, sockets_of
+from verl_digen.rollout.vllm_omni.settings import address, sockets_of
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.sending import Wire
 

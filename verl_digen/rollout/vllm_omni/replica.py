@@ -7,8 +7,7 @@ from typing import Any
 
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
 
-from verl_digen.rollout.birth import BornOnDevices
-from verl_digen.rollout.placed import PlacedReplica
+from verl_digen.rollout.birth import BornOnDevices, PlacedReplica
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
 
 SERVER_PREFIX = "vllm_omni_"

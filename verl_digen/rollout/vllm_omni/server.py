@@ -32,8 +32,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from verl_digen.models import load_model
 from verl_digen.models.text import only_text
-from verl_digen.rollout.birth import SeenDevice, drop_launcher_variables
-from verl_digen.rollout.placed import cpu_threads
+from verl_digen.rollout.birth import SeenDevice, cpu_threads, drop_launcher_variables
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import (

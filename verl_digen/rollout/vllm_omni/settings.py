@@ -14,6 +14,8 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
+import ray
+
 from verl_digen.config import DigenConfig
 from verl_digen.require import require, require_one_of
 from verl_digen.versions import ENGINE_PACKAGES, ENGINE_TESTED, is_engine_tested
@@ -169,3 +171,19 @@ def check_versions(*, allow_untested: bool) -> None:
         f"pip install vllm=={ENGINE_TESTED[0]} vllm-omni=={ENGINE_TESTED[0]}, or run tests/vllm_omni against yours and "
         "set digen.rollout.allow_untested_versions=true",
     )
+
+
+def sockets_of(replica_rank: int) -> str:
+    """Name of a replica's sockets, for `address`; no other run on this machine has it."""
+    run = ray.get_runtime_context()
+    return f"digen-weights-{run.get_session_name()}-{run.get_job_id()}-{replica_rank}"
+
+
+def address(sockets: str, local_rank: int) -> str:
+    """Socket that the trainer rank of a worker binds, and to which the worker connects.
+
+    Args:
+        sockets: `sockets_of` its replica, at the sender.
+        local_rank: the worker's, on its node.
+    """
+    return f"ipc:///tmp/{sockets}-{local_rank}.sock"

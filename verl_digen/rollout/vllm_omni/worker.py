@@ -56,7 +56,7 @@ from verl_digen.rollout.vllm_omni.full_update import FullUpdate
 from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
 from verl_digen.rollout.vllm_omni.recorder import OTHER_MODULES
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
-from verl_digen.rollout.vllm_omni.sockets import address
+from verl_digen.rollout.vllm_omni.settings import address
 from verl_digen.types import Condition
 from verl_digen.user_modules import import_user_modules
 from verl_digen.weights.checksum import Checksum, Manifest, checksum
