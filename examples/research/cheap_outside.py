@@ -31,6 +31,7 @@ from verl_digen.bench.modes import Mode
 from verl_digen.bench.runs import BenchWork, read_rows, run_dir_of, run_mode
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.inputs import PromptInputs
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
@@ -72,7 +73,7 @@ def train(names: list[str], num_steps: int, seed: int, out: Path) -> None:
 async def measure(names: list[str], rounds: int, clock: Callable[[], float]) -> dict[str, dict[str, float]]:
     """Mode -> median seconds in which a replica generates a batch of the run, and the share of steps it skips."""
     digen = DigenConfig(rollout=RolloutConfig(max_batch_size=32, batch_wait_s=0.002))
-    config = SimpleNamespace(local_path=str(CHECKPOINT), digen=digen, adapter_config=lambda: None, lora_rank=0)
+    config = DiffusionModelConfig(path=str(CHECKPOINT), digen=digen)
     rollout = SimpleNamespace(dtype="float32", tensor_model_parallel_size=1, enforce_eager=True)
     server = DiffusersServer(rollout, config, num_threads=0)
     texts = [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]]

@@ -38,6 +38,7 @@ from verl_digen.config import DigenConfig, EnvironmentConfig, RolloutConfig, Sam
 from verl_digen.data.rows import loop_columns
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.environments.host import environment_pool, start_environments
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.rollout.server import DiffusersServer
@@ -170,7 +171,7 @@ async def measured(
     """(seconds of a generation of a full batch, latency -> mode -> median seconds of a batch)."""
     rollout = RolloutConfig(max_batch_size=sizes.max_batch_size, batch_wait_s=0.005)
     digen = DigenConfig(sampling=SamplingConfig(height_px=64, width_px=64, num_steps=10), rollout=rollout)
-    config = SimpleNamespace(local_path=model, digen=digen, adapter_config=lambda: None, lora_rank=0)
+    config = DiffusionModelConfig(path=str(model), digen=digen)
     server = DiffusersServer(SimpleNamespace(dtype="float32"), config, num_threads=1)  # type: ignore[arg-type]
     unit_s = await generation_s(server, digen)
     found = {}

@@ -30,6 +30,7 @@ from verl.plugin.platform import get_platform
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.inputs import PromptInputs
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.tiny import build_tiny
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Geometry, SampleRequest, Sampling
@@ -40,7 +41,7 @@ Generate = Callable[[SampleRequest], Awaitable[Any]]
 def back_end(name: str, checkpoint: str, dtype: str, max_batch_size: int) -> Generate:
     """Generates one sample with the back end `name`."""
     digen = DigenConfig(rollout=RolloutConfig(max_batch_size=max_batch_size, batch_wait_s=0.002))
-    config = SimpleNamespace(local_path=checkpoint, digen=digen, adapter_config=lambda: None, lora_rank=0)
+    config = DiffusionModelConfig(path=str(checkpoint), digen=digen)
     rollout = SimpleNamespace(
         dtype=dtype, tensor_model_parallel_size=1, enforce_eager=True, free_cache_engine=False, engine_kwargs={}
     )

@@ -28,6 +28,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.inputs import PromptInputs
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.rollout.vllm_omni.arguments import engine_arguments
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder, to_prompt, to_sampling_params
@@ -47,7 +48,7 @@ def make_request(number: int, sampling: Sampling) -> SampleRequest:
 def back_ends(model: str, dtype: str) -> dict[str, Generate]:
     """Name -> what generates one sample with it."""
     digen = DigenConfig(rollout=RolloutConfig(max_batch_size=MAX_CONCURRENT, batch_wait_s=0.002))
-    config = SimpleNamespace(local_path=model, digen=digen, adapter_config=lambda: None, lora_rank=0)
+    config = DiffusionModelConfig(path=str(model), digen=digen)
     rollout = SimpleNamespace(
         dtype=dtype, tensor_model_parallel_size=1, enforce_eager=True, free_cache_engine=False, engine_kwargs={}
     )

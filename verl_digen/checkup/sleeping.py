@@ -19,6 +19,7 @@ from verl.plugin.platform import get_platform
 
 from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.config import DigenConfig
+from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.tiny import build_tiny
 from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.rollout.server import DiffusersServer
@@ -89,7 +90,7 @@ async def _server_sleeps(setting: Setting) -> None:
     """Let a replica's server sleep and wake: transformer, text encoders and VAE."""
     start = _allocated_bytes()
     path = build_tiny(setting.architecture, setting.folder / "checkpoint")
-    model = SimpleNamespace(local_path=path, lora_rank=0, digen=DigenConfig(), adapter_config=lambda: None)
+    model = DiffusionModelConfig(path=str(path), digen=DigenConfig())
     server = DiffusersServer(SimpleNamespace(dtype="bfloat16"), model, num_threads=0)
     own = _allocated_bytes() - start
     await server.sleep()
