@@ -8,8 +8,8 @@ from ray.exceptions import GetTimeoutError, RayTaskError
 
 from tests.report.runs import make_run
 from verl_digen.observe.run_files import REPORT
-from verl_digen.trainer import run_output
-from verl_digen.trainer.run_output import MAX_SHARE, MIN_INTERVAL_S, RunReport
+from verl_digen.trainer import run_report
+from verl_digen.trainer.run_report import MAX_SHARE, MIN_INTERVAL_S, RunReport
 
 
 class Clock:
@@ -102,4 +102,4 @@ def test_a_failure_is_a_warning_with_a_remedy_and_the_next_one_is_written(
 
 def test_the_task_writes_into_the_runs_folder_and_says_how_long_it_took(tmp_path):
     make_run(tmp_path)
-    assert run_output._write(tmp_path) > 0 and (tmp_path / REPORT).stat().st_size > 1_000_000
+    assert run_report._write(tmp_path) > 0 and (tmp_path / REPORT).stat().st_size > 1_000_000
