@@ -55,6 +55,12 @@ def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, ste
     return mean, s, dt, x_next, v
 
 
+def log_density(mean: Tensor, s: Tensor, dt: Tensor, x_next: Tensor) -> Tensor:
+    """log π of a recorded step, as `flow_step` returns it: the mean over the numbers of x'."""
+    std = s * torch.sqrt(-dt)
+    return (-((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)).mean()
+
+
 def serial_loss_and_gradient(
     module: nn.Module,
     path: Path,
@@ -73,9 +79,7 @@ def serial_loss_and_gradient(
     for sample in samples:
         for step in range(len(batch["positions"][sample])):
             mean, s, dt, x_next, v = flow_step(module, path, batch, sample, step, true_cfg_scale)
-            std = s * torch.sqrt(-dt)
-            density = -((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
-            log_prob = density.mean()
+            log_prob = log_density(mean, s, dt, x_next)
             ratio = torch.exp(log_prob - log_prob.detach())
             advantage = batch["advantages"][sample]
             loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 1e-4, 1 + 1e-4))
@@ -84,7 +88,7 @@ def serial_loss_and_gradient(
                     reference_mean, *_, reference_v = flow_step(reference, path, batch, sample, step, true_cfg_scale)
                 kl = {
                     "flow_grpo": ((mean - reference_mean) ** 2).mean() / (2 * s.squeeze() ** 2),
-                    "exact": ((mean - reference_mean) ** 2).mean() / (2 * std.squeeze() ** 2),
+                    "exact": ((mean - reference_mean) ** 2).mean() / (2 * s.squeeze() ** 2 * -dt),
                     "velocity": ((v - reference_v) ** 2).mean(),
                 }
                 loss = loss + kl_coef * kl[kl_kind]

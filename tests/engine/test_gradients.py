@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.engine.harness import process_group
+from tests.engine.harness import are_equal, process_group
 from verl_digen.algorithms.projection import project
 from verl_digen.engine import gradients
 from verl_digen.engine.gathered import recover
@@ -44,10 +44,6 @@ def sharded(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 @pytest.fixture(params=["fp32", "bf16 reduced in fp32"])
 def policy(request: pytest.FixtureRequest) -> dict[str, torch.dtype]:
     return {} if request.param == "fp32" else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -64,9 +60,9 @@ def test_pending_gradient_is_reduced_without_a_backward(group: None, policy: dic
     for seed in range(3):
         backward(module, seed, last=False)
     gradients.reduce_pending(module)
-    assert len(sharded(module)) == 5 and equal(sharded(module), sharded(other))
+    assert len(sharded(module)) == 5 and are_equal(sharded(module), sharded(other))
     gradients.reduce_pending(module)  # nothing is pending: nothing happens
-    assert equal(sharded(module), sharded(other))
+    assert are_equal(sharded(module), sharded(other))
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -80,13 +76,13 @@ def test_gradient_moved_aside_and_back_is_the_same(group: None, policy: dict, la
             backward(module, seed + 10, last)
             module(torch.zeros(1, 3))
     gradients.reduce_pending(module), gradients.reduce_pending(other)
-    assert equal(sharded(module), sharded(other))
+    assert are_equal(sharded(module), sharded(other))
     gradients.put(module, aside), gradients.drop(other)
     gradients.reduce_pending(module)
     for seed in range(2):
         backward(other, seed + 10, last)
     gradients.reduce_pending(other)
-    assert equal(sharded(module), sharded(other))
+    assert are_equal(sharded(module), sharded(other))
 
 
 def test_gradients_in_different_places_are_added(group: None, policy: dict):
@@ -145,7 +141,7 @@ def test_module_recovers_from_an_exception_half_way_and_keeps_its_gradient(group
     recover(module)
     gradients.put(module, held)
     backward(module, 2, last=True), backward(other, 2, last=True)
-    assert equal(sharded(module), sharded(other))
+    assert are_equal(sharded(module), sharded(other))
 
 
 def test_size_of_an_unreduced_gradient_counts_what_trains(group: None, policy: dict):

@@ -18,7 +18,6 @@ from tests.engine.harness import (
     all_picks,
     assert_close,
     assert_equal,
-    assert_same_projection,
     begin,
     described,
     fetch_from,
@@ -27,7 +26,6 @@ from tests.engine.harness import (
     make_engine,
     peek,
     samples_of,
-    select,
     stepped_gradients,
     train,
     weights,
@@ -56,14 +54,7 @@ def batch(tiny_qwen_image: Path) -> TensorDict:
 # -- the gradient -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", CASES)
 def test_committed_gradient_is_that_of_the_serial_loop(tiny_qwen_image: Path, name: str):
-    case = CASES[name]
-    found, metrics = case.committed(tiny_qwen_image)
-    loss, expected = case.serial(tiny_qwen_image)
-    assert_close(found, expected, 2e-5 if case.true_cfg_scale > 1 else 1e-5)
-    assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
-    assert metrics["num_rows"] == 18
-    assert_same_projection(metrics, expected)
-    assert metrics["policy_loss"] + case.beside(metrics) == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    CASES[name].assert_serial(tiny_qwen_image, *CASES[name].committed(tiny_qwen_image))
 
 
 def test_distillation_alone_waits_for_no_rewards(tiny_qwen_image: Path, batch: TensorDict):
@@ -99,35 +90,6 @@ def test_accumulate_says_what_it_trained_and_what_waits(tiny_qwen_image: Path, b
     assert second["num_held_samples"] == 0
     assert first["num_rows"] + second["num_rows"] == 18
     engine.abort()
-
-
-@pytest.mark.parametrize("name", ["batch_scale", "lora_kl_by_tile"])
-def test_groups_that_were_dropped_do_not_count(tiny_qwen_image: Path, name: str):
-    """Fewer rows and samples come than were planned: the gradient is the mean over those that came."""
-    case = CASES[name]
-    found, metrics = case.committed(tiny_qwen_image, order=(("g2",), ("g0",)))
-    gradient, expected = case.without_dropped(tiny_qwen_image)
-    assert metrics["num_rows"] == 15
-    assert_close(found, gradient, 1e-5)
-    for name in ("policy_loss", "grad_norm", *(["kl"] if case.kl else [])):
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7)
-
-
-def test_a_sample_without_rows_counts_for_advantages_alone(tiny_qwen_image: Path, batch: TensorDict):
-    case = Case(scale="group")
-    engine = case.make_engine(tiny_qwen_image)
-    groups = samples_of(batch, REWARDS)
-    kept = [sample for sample in groups["g0"] if sample.key != "1"]
-    left_out = described("1", "g0", REWARDS[1], 0)
-    engine.begin(3, 6, fetch_from(batch))
-    engine.accumulate(FragmentSpec("best and worst", (*kept, left_out)))
-    with stepped_gradients(engine) as found:
-        assert numbers(engine.commit()["metrics"])["num_rows"] == 6
-    whole = with_advantages(batch, REWARDS, "group", case.clip)
-    other = case.make_engine(tiny_qwen_image)
-    with stepped_gradients(other) as expected:
-        train(other, select(whole, [0, 2]))
-    assert_close(found, expected, 1e-5)
 
 
 def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(

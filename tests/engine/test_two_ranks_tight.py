@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.engine.harness import LORA, assert_close, gradients, make_batch, make_engine, on_two_ranks
+from tests.engine.harness import LORA, assert_close, gathered, gradients, make_batch, make_engine, on_two_ranks
 from tests.engine.test_tight_device import TightDevice
 from verl_digen.engine import planning
 from verl_digen.platforms import device_memory
@@ -57,17 +57,11 @@ def tight(path: Path, capacity: float, options: dict[str, Any]) -> Iterator[tupl
         yield engine, device
 
 
-def sizes_of_all(device: TightDevice) -> list[set[int]]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, device.sizes())
-    return found
-
-
 def less_memory(path: Path, folder: Path) -> Any:
     """Tight ranks measure it, without running out."""
     with tight(path, 20 if dist.get_rank() != TIGHT_RANK else 6, {}) as (engine, device):
         found, _ = gradients(engine, make_batch(path))
-        return found, sizes_of_all(device)
+        return found, gathered(device.sizes())
 
 
 def out_of_memory(path: Path, folder: Path) -> Any:
@@ -79,7 +73,7 @@ def out_of_memory(path: Path, folder: Path) -> Any:
                 if dist.get_rank() == TIGHT_RANK:
                     _watch(engine.module, place)
                 found, _ = gradients(engine, make_batch(path))
-                results[name, place.__name__] = found, sizes_of_all(device)
+                results[name, place.__name__] = found, gathered(device.sizes())
     return results
 
 

@@ -29,7 +29,7 @@ from tests.engine.harness import (
     with_advantages,
 )
 from tests.engine.harness import SAMPLING as FITTING
-from tests.engine.serial import flow_step, gradient_of, plain_lora, plain_transformer
+from tests.engine.serial import flow_step, gradient_of, log_density, plain_lora, plain_transformer
 from tests.tags import SAMPLING as TAG_SAMPLING
 from tests.tags import make_tag
 from tests.trainer.direct import Direct, as_it_is
@@ -207,9 +207,7 @@ def flow_row(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-prob [], mean of x' [...], std []) of one recorded step."""
     mean, s, dt, x_next, _ = flow_step(module, path, batch, sample, step, 1.0)
-    std = s * torch.sqrt(-dt)
-    log_prob = (-((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)).mean()
-    return log_prob, mean[0], std.reshape(())
+    return log_density(mean, s, dt, x_next), mean[0], (s * torch.sqrt(-dt)).reshape(())
 
 
 @pytest.mark.parametrize("loss", OLD_LATENTS)
