@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.utils._python_dispatch import TorchDispatchMode
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
@@ -376,6 +377,19 @@ def gathered(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+class Gathers(TorchDispatchMode):
+    """Bytes of all-gathers, of this rank's outputs, while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.c10d._allgather_base_.default, torch.ops.c10d.allgather_.default):
+            self.num_bytes += args[0].nbytes if isinstance(args[0], Tensor) else sum(one.nbytes for one in args[0][0])
+        return func(*args, **(kwargs or {}))
 
 
 def full(value: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.harness import (
     LORA,
     NUM_STEPS,
     SIZE_PX,
     TEXT_WIDTH,
+    Gathers,
     assert_equal,
     begin,
     fragment,
@@ -231,19 +231,6 @@ def group_shares(path: Path, folder: Path) -> dict[str, Any]:
     return results
 
 
-class Gathered(TorchDispatchMode):
-    """Bytes that all-gathers of c10d return while the mode is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.c10d._allgather_base_.default:
-            self.num_bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
-
-
 def sharded(engine: Any) -> bool:
     """True if all parameters are shards."""
     return all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
@@ -256,7 +243,7 @@ def gathers(path: Path, folder: Path) -> dict[str, Any]:
 
     def count(name: str, share: float) -> None:
         memory.GATHERED_SHARE = share
-        with Gathered() as mode:
+        with Gathers() as mode:
             made = generate(assistant_of(engine), of_groups(("a cat", 2, 0), ("rain", 2, 1)))
         found[name] = mode.num_bytes, sharded(engine), [one.trajectory.record.latents for one in made]
 

@@ -11,8 +11,9 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
 
-from tests.engine.cases import CASES, REWARDS, Case, optimizer_state
+from tests.engine.cases import CASES, CLIP, REWARDS, Case, optimizer_state
 from tests.engine.harness import (
     LORA,
     all_picks,
@@ -90,6 +91,20 @@ def test_accumulate_says_what_it_trained_and_what_waits(tiny_qwen_image: Path, b
     assert second["num_held_samples"] == 0
     assert first["num_rows"] + second["num_rows"] == 18
     engine.abort()
+
+
+def test_groups_that_were_dropped_do_not_count(tiny_qwen_image: Path, batch: TensorDict):
+    """Fewer rows and samples come than were planned: the gradient is the mean over those that came."""
+    engine, other = (Case().make_engine(tiny_qwen_image) for _ in range(2))
+    groups, came = begin(engine, batch, REWARDS), [0, 1, 2, 6, 7, 8]
+    for uid in ("g2", "g0"):
+        engine.accumulate(fragment(groups, uid))
+    with stepped_gradients(engine) as found:
+        engine.commit()
+    of_others = tu.index_select_tensor_dict(batch, came)
+    with stepped_gradients(other) as expected:
+        train(other, with_advantages(of_others, [REWARDS[index] for index in came], "batch", CLIP))
+    assert_close(found, expected, 1e-5)
 
 
 def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(

@@ -5,7 +5,6 @@ by running out of memory in the middle of a forward or backward, where the other
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,6 @@ from torch import Tensor
 
 from tests.engine.harness import LORA, assert_close, gathered, gradients, make_batch, make_engine, on_two_ranks
 from tests.engine.test_tight_device import TightDevice
-from verl_digen.engine import planning
-from verl_digen.platforms import device_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -48,12 +45,9 @@ def in_the_backward(block: torch.nn.Module, args: Any, inputs: dict[str, Tensor]
 def tight(path: Path, capacity: float, options: dict[str, Any]) -> Iterator[tuple[Any, TightDevice]]:
     """An engine on a device of so many units of its weights, where a row takes half of one."""
     engine = make_engine(path, **options)
-    engine.forward = device = TightDevice(engine, capacity, lambda count, length: 0.5 * count)
-    platform = SimpleNamespace(device_module=device, synchronize=lambda: None)
+    device = TightDevice(engine, capacity, lambda count, length: 0.5 * count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_memory, "get_platform", lambda: platform)
-        for module in (device_memory, planning):
-            patch.setattr(module, "get_device_name", lambda: "pretend")
+        device.put_in(patch)
         yield engine, device
 
 
