@@ -25,7 +25,7 @@ from tests.engine.harness import (
     weights,
     with_advantages,
 )
-from tests.engine.serial import plain_lora, plain_transformer, serial_loss_and_gradient
+from tests.engine.serial import plain_module, plain_transformer, serial_loss_and_gradient
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.copies import AVERAGE
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -91,12 +91,8 @@ class Case:
     def serial(self, path: Path) -> tuple[float, dict[str, Tensor]]:
         """(loss, gradient) of the slow reference: all rewards known, one row at a time. One rank."""
         engine, batch = self.make_engine(path), self.make_batch(path)
-        if self.is_lora:
-            module: Any = plain_lora(path, engine.model_config.lora_config(), weights(engine))
-        else:
-            module = plain_transformer(path, weights(engine))
         return serial_loss_and_gradient(
-            module,
+            plain_module(engine, path, weights(engine)),
             path,
             with_advantages(batch, REWARDS, self.scale, self.clip),
             range(len(REWARDS)),

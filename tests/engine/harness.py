@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -214,9 +214,9 @@ def gradients(engine: DiffusersFSDPEngine, batch: TensorDict) -> tuple[dict[str,
         return found, with_numbers(engine.commit())
 
 
-def open_gradient(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
-    """The full gradient of each trainable parameter by checkpoint name, copied."""
-    found = {plain_name(name): parameter.grad for name, parameter in engine.module.named_parameters()}
+def full_gradient(module: nn.Module) -> dict[str, Tensor]:
+    """The whole gradient of each parameter that has one, by checkpoint name, copied."""
+    found = {plain_name(name): parameter.grad for name, parameter in module.named_parameters()}
     return {name: full(gradient).clone() for name, gradient in found.items() if gradient is not None}
 
 
@@ -226,7 +226,7 @@ def unstepped(engine: DiffusersFSDPEngine) -> Iterator[dict[str, Tensor]]:
     found: dict[str, Tensor] = {}
 
     def look() -> float:
-        found.update(open_gradient(engine))
+        found.update(full_gradient(engine.module))
         return 0.0
 
     with pytest.MonkeyPatch.context() as patch:
@@ -317,7 +317,7 @@ def begin(engine: DiffusersFSDPEngine, batch: TensorDict, rewards: list[float]) 
 def stepped_gradients(engine: DiffusersFSDPEngine) -> Iterator[dict[str, Tensor]]:
     """The full gradient of each trainable parameter, as an optimizer step in the context found it."""
     found: dict[str, Tensor] = {}
-    handle = engine.optimizer.register_step_pre_hook(lambda *unused: found.update(open_gradient(engine)))
+    handle = engine.optimizer.register_step_pre_hook(lambda *unused: found.update(full_gradient(engine.module)))
     try:
         yield found
     finally:

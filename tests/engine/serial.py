@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
-from verl_digen.engine.export import plain_name
+from tests.engine.harness import full_gradient
+from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import load_model
 
 ETA = 0.7
@@ -30,6 +31,13 @@ def plain_lora(path: Path, config: LoraConfig, adapter: dict[str, Tensor]) -> Pe
     module = get_peft_model(plain_transformer(path), config)
     set_peft_model_state_dict(module, adapter)
     return module
+
+
+def plain_module(engine: DiffusersFSDPEngine, path: Path, state: dict[str, Tensor]) -> nn.Module:
+    """The network that the engine trains, without FSDP, with these exported weights."""
+    if engine._is_lora:
+        return plain_lora(path, engine.model_config.lora_config(), state)
+    return plain_transformer(path, state)
 
 
 def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, step: int, true_cfg_scale: float):
@@ -94,9 +102,4 @@ def serial_loss_and_gradient(
                 loss = loss + kl_coef * kl[kl_kind]
             (loss.sum() / num_rows).backward()
             total += loss.sum().item() / num_rows
-    return total, gradient_of(module)
-
-
-def gradient_of(module: nn.Module) -> dict[str, Tensor]:
-    """The gradient that a backward left, by the checkpoint's names."""
-    return {plain_name(name): value.grad.clone() for name, value in module.named_parameters() if value.grad is not None}
+    return total, full_gradient(module)

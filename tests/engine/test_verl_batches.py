@@ -196,8 +196,7 @@ def test_a_missing_column_and_two_samplings_are_refused(tiny_qwen_image: Path, o
 
 
 # -- training -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("size", [None, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "size"), [*((case, 4) for case in CASES), ("flow_grpo", None)])
 def test_train_batch_is_a_logical_batch(tiny_qwen_image: Path, one_rank: None, case: str, size: int | None):
     expected = by_logical_batch(tiny_qwen_image, case)
     found = by_verl(tiny_qwen_image, case, micro_batch_size_per_gpu=size)
