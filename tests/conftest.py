@@ -15,6 +15,7 @@ from hydra.plugins.config_source import ConfigResult
 from tests.local_ray import local_ray
 from tests.tiny_models import build_tiny, build_tiny_qwen_image
 from verl_digen.algorithms.objectives import registry
+from verl_digen.models import kernels
 
 torch.set_num_threads(1)
 
@@ -35,6 +36,14 @@ def pytest_collection_finish() -> None:
 def own_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget objectives that a test registers."""
     monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+
+
+@pytest.fixture
+def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiled blocks are traced and differentiated ahead, and no machine code is made."""
+    monkeypatch.setattr(kernels, "COMPILER", "aot_eager")
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session", autouse=True)

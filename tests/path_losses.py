@@ -12,6 +12,14 @@ Row = Mapping[str, Any]
 """Inputs of one row without a batch dimension, fp64, and its `sample`."""
 
 
+def slow_loss(name: str, inputs: Mapping[str, Tensor], config: Any, rows: Sequence[int]) -> Tensor:
+    """[] loss of these rows of a batch's inputs [N, ...]."""
+    columns = {
+        key: column.double() if column.is_floating_point() else column.tolist() for key, column in inputs.items()
+    }
+    return LOSSES[name]([{key: column[row] for key, column in columns.items()} for row in rows], config)
+
+
 def clamped(value: float, low: float, high: float) -> float:
     return max(low, min(high, value))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiffusionNFT's loss against values of its published code, and against its formula one row at a time."""
+"""DiffusionNFT's loss against values of its published code; its formula is in test_forward_losses.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.forward_losses import slow_row
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import default_config, find_objective, policy_loss
@@ -16,16 +15,6 @@ from verl_digen.algorithms.objectives.diffusion_nft import optimality
 
 ORACLE = Path(__file__).parents[1] / "fixtures" / "oracles" / "loss_diffusion_nft.npz"
 CONFIG = default_config("diffusion_nft")
-
-
-def some_inputs(num_rows: int = 6) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    latents = ("clean", "noisy", "velocity", "old_velocity", "reference_velocity")
-    return {
-        **{name: torch.randn(num_rows, 3, 4, generator=generator) for name in latents},
-        "sigma": torch.linspace(1.0, 0.1, num_rows),
-        "advantage": torch.tensor([6.0, 1.5, 0.0, -0.3, -2.0, -7.0])[:num_rows],
-    }
 
 
 def test_loss_and_gradient_agree_with_diffusion_nft():
@@ -52,20 +41,6 @@ def test_loss_and_gradient_agree_with_diffusion_nft():
     )
     kl = oracle["beta1.0_kl_div_loss"].item()
     assert (weighed.loss - output.loss).item() == pytest.approx(kl, rel=1e-4)
-
-
-@pytest.mark.parametrize("beta", [0.1, 1.0, 1.7])
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-def test_loss_and_gradient_are_those_of_one_row_at_a_time(beta: float, kl_coef: float):
-    inputs, config = some_inputs(), replace(CONFIG, beta=beta, kl_coef=kl_coef)
-    velocity = inputs["velocity"].requires_grad_()
-    output = policy_loss("diffusion_nft", inputs, config)
-    (found,) = torch.autograd.grad(output.loss, velocity)
-    expected = torch.stack(
-        [slow_row({name: value[row] for name, value in inputs.items()}, config) for row in range(6)]
-    ).mean()
-    torch.testing.assert_close(output.loss.double(), expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(found, torch.autograd.grad(expected, velocity)[0], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

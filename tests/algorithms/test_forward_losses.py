@@ -123,6 +123,8 @@ def some_rows() -> dict[str, Tensor]:
         ("awm", {"power": 0.6, "clip_range": 0.01}),
         ("awm_off_policy", {"clip_range": 0.02}),
         ("awm_off_policy", {"kl_coef": 0.0, "ema_kl_coef": 0.0}),
+        ("diffusion_nft", {"beta": 0.1, "kl_coef": 0.0}),
+        ("diffusion_nft", {"beta": 1.7, "kl_coef": 0.3}),
         ("dgpo", {}),
         ("dgpo", {"beta": 3.0, "clip": 0.02}),
         ("dgpo", {"beta": 20.0, "clip": math.inf}),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.path_losses import slow_loss, step_weight
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.kl import KINDS, kl_loss
 from verl_digen.algorithms.metric import combine_tiles, numbers
@@ -44,7 +45,7 @@ def some_inputs(num_rows=12, seed=0):
         "velocity": torch.randn(num_rows, 3, 4, generator=generator),
         "reference_velocity": torch.randn(num_rows, 3, 4, generator=generator),
         "std": 0.1 + torch.rand(num_rows, generator=generator),
-        "sigma": torch.full((num_rows,), 0.5),
+        "sigma": torch.cat([torch.ones(1), torch.full((num_rows - 1,), 0.5)]),
         "sigma_next": 0.49 - 0.1 * torch.rand(num_rows, generator=generator),
         "sigma_max": torch.full((num_rows,), 0.9),
         "teacher_mean": torch.randn(num_rows, 3, 4, generator=generator),
@@ -59,15 +60,6 @@ def some_inputs(num_rows=12, seed=0):
         "group_weight": torch.rand(num_rows, generator=generator),
         "pair_margin": 1e-3 * torch.randn(num_rows, generator=generator),
     }
-
-
-def reference_row(log_prob, old, advantage, config):
-    """PPO's clip of one row, in fp64: loss, d loss / d log_prob."""
-    low, high = config.ratio_range
-    advantage = max(-config.advantage_clip, min(config.advantage_clip, advantage))
-    ratio = math.exp(log_prob - old)
-    free, clipped = -advantage * ratio, -advantage * max(low, min(high, ratio))
-    return max(free, clipped), free if free >= clipped else 0.0
 
 
 def gradient(output: LossOutput, tensor):
@@ -93,19 +85,35 @@ def test_loss_kl_and_gradient_agree_with_flow_grpo():
     torch.testing.assert_close(policy.metrics["ratio_deviation"].value, deviations.mean(), atol=2e-7, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo"])
 @pytest.mark.parametrize(
-    "config", [ClipConfig(), ClipConfig(clip_range=1e-3, clip_range_high=4e-3, advantage_clip=1.0)], ids=str
+    ("name", "settings"),
+    [
+        ("flow_grpo", {}),
+        ("flow_grpo", {"clip_range": 1e-3, "clip_range_high": 4e-3, "advantage_clip": 1.0}),
+        ("dance_grpo", {"clip_range": 1e-3, "advantage_clip": 1.0}),
+        ("grpo_guard", {"clip_range": 0.02}),
+        ("longcat", {"clip_range": 1e-3, "advantage_clip": 1.0}),
+    ],
+    ids=str,
 )
-def test_rows_agree_with_the_fp64_reference_in_loss_and_gradient(name, config):
-    inputs = some_inputs(40)
-    log_prob = inputs["log_prob"].requires_grad_()
-    output = policy_loss(name, inputs, config)
-    rows = [reference_row(*row, config) for row in zip(*(inputs[key].tolist() for key in POLICY_INPUTS), strict=True)]
-    assert output.loss.item() == pytest.approx(sum(row[0] for row in rows) / 40, rel=1e-6)
-    expected = torch.tensor([row[1] / 40 for row in rows])
-    torch.testing.assert_close(gradient(output, log_prob), expected, rtol=1e-5, atol=1e-8)
-    assert 0 < (expected == 0).sum() < 40
+def test_loss_and_gradient_are_those_of_the_formula(name, settings):
+    """The last row is padding, which lies at the end of a schedule."""
+    inputs, config = some_inputs(40), replace(default_config(name), **settings)
+    inputs["mean"] = inputs["old_mean"] + 0.1 * inputs["mean"]
+    inputs["sigma_next"][-1] = inputs["sigma"][-1]
+    leaves = [inputs[key].requires_grad_() for key in ("log_prob", "mean")]
+    output = policy_loss(name, inputs | {"mask": torch.arange(40) < 39}, config)
+    expected = slow_loss(name, inputs, config, range(39))
+    assert output.loss.item() == pytest.approx(expected.item(), rel=2e-6)
+    for found, wanted in zip(
+        *(torch.autograd.grad(loss, leaves, allow_unused=True) for loss in (output.loss, expected)), strict=True
+    ):
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
+    assert 0 < numbers(output.metrics)["clip_fraction"] < 1
+    if name == "longcat":
+        weights = [step_weight({key: column[row] for key, column in inputs.items()}) for row in range(39)]
+        assert output.metrics["step_weight"].value.item() == pytest.approx(sum(weights) / 39, rel=1e-5)
 
 
 def test_sides_of_the_ratio_are_counted_by_the_advantage_s_sign():
@@ -242,19 +250,19 @@ def test_kl_kinds_are_what_their_formulas_say():
     inputs = some_inputs(4)
     double = {name: tensor.double() for name, tensor in inputs.items()}
     of_means = (double["mean"] - double["reference_mean"]).square().flatten(1).mean(1)
+    exact = of_means / (2 * double["std"] ** 2)
+    weights = torch.tensor([step_weight({key: column[row] for key, column in double.items()}) for row in range(4)])
     expected = {
-        "flow_grpo": (of_means / (2 * double["noise_rate"] ** 2)).mean(),
-        "exact": (of_means / (2 * double["std"] ** 2)).mean(),
-        "velocity": (double["velocity"] - double["reference_velocity"]).square().mean(),
-        "longcat": (of_means / (2 * double["std"] ** 2) / (0.5 - double["sigma_next"])).mean(),  # sigma 0.5
+        "flow_grpo": of_means / (2 * double["noise_rate"] ** 2),
+        "exact": exact,
+        "velocity": (double["velocity"] - double["reference_velocity"]).square(),
+        "longcat": weights**2 * exact,
     }
     assert set(expected) == set(KINDS)
-    for kind, value in expected.items():
-        torch.testing.assert_close(kl_loss(kind, inputs).loss, value.float(), rtol=1e-6, atol=0)
-        assert (
-            kl_loss(kind, inputs | {"reference_mean": inputs["mean"], "reference_velocity": inputs["velocity"]}).loss
-            == 0
-        )
+    for kind, values in expected.items():
+        torch.testing.assert_close(kl_loss(kind, inputs).loss, values.mean().float(), rtol=1e-6, atol=0)
+        equal = {"reference_mean": inputs["mean"], "reference_velocity": inputs["velocity"]}
+        assert kl_loss(kind, inputs | equal).loss == 0
 
 
 def test_a_missing_input_is_an_error_naming_what_is_there():
@@ -380,33 +388,6 @@ def test_a_bad_setting_is_an_error_that_names_the_key(name, values, message):
 
 
 # -- losses that read the step's mean before the update -----------------------------------------------------
-def guard_row(inputs, row, c=2e-6, clip=5.0):
-    """GRPO-Guard of one row by its formula, in fp64: (loss, log-ratio)."""
-    get = {name: inputs[name][row].double() for name in inputs}
-    b = (get["mean"] - get["old_mean"]).square().mean() / (2 * get["std"] ** 2)
-    log_ratio = (get["log_prob"] - get["old_log_prob"] + b) * get["std"]
-    ratio, advantage = log_ratio.exp(), get["advantage"].clamp(-clip, clip)
-    per_row = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - c, 1 + c))
-    return per_row / (get["sigma"] - get["sigma_next"]), log_ratio
-
-
-def test_grpo_guard_is_its_formula_row_by_row():
-    inputs = some_inputs(20)
-    inputs["mean"] = inputs["old_mean"] + 1e-3 * inputs["mean"]
-    inputs["old_log_prob"] = inputs["log_prob"] + 1e-6 * inputs["reward"]  # some ratios within the clip
-    leaves = [inputs[name].requires_grad_() for name in ("log_prob", "mean")]
-    expected = torch.stack([guard_row(inputs, row)[0] for row in range(20)]).mean()
-    output = policy_loss("grpo_guard", inputs, default_config("grpo_guard"))
-    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for found, wanted in zip(
-        torch.autograd.grad(output.loss, leaves), torch.autograd.grad(expected, leaves), strict=True
-    ):
-        torch.testing.assert_close(found, wanted, rtol=2e-5, atol=1e-7)
-    log_ratios = torch.stack([guard_row(inputs, row)[1] for row in range(20)])
-    clipped = ((log_ratios.exp() - 1).abs() > 2e-6).double().mean().item()
-    assert 0 < clipped < 1 and output.metrics["clip_fraction"].value.item() == pytest.approx(clipped, abs=0.051)
-
-
 def test_flow_dppo_leaves_out_rows_that_would_move_on():
     """Rows: moved on up, back, moved on down, too close to count, exactly at the threshold."""
     std = torch.full((5,), 0.5)
@@ -428,28 +409,3 @@ def test_flow_dppo_leaves_out_rows_that_would_move_on():
     torch.testing.assert_close(found, torch.where(torch.tensor([0, 1, 0, 1, 0]).bool(), expected, 0.0))
     assert output.metrics["clip_fraction"].value.item() == pytest.approx(3 / 5)
     assert output.metrics["divergence_max"].value.item() == pytest.approx(at_threshold)
-
-
-def test_longcat_weighs_each_step_and_its_kl_with_the_square():
-    """Rows from sigma 1, where the schedule's second sigma stands in, to its end; one is padding."""
-    inputs = some_inputs(6)
-    sigma, following = torch.tensor([1.0, 0.9, 0.6, 0.3, 0.1, 1.0]), torch.tensor([0.9, 0.6, 0.3, 0.1, 0.02, 1.0])
-    inputs |= {"sigma": sigma, "sigma_next": following, "mask": torch.tensor([1.0, 1, 1, 1, 1, 0])}
-    inputs["old_log_prob"] = inputs["log_prob"] + 2e-3 * inputs["reward"]
-    steps = list(zip(sigma.tolist(), following.tolist(), strict=True))[:5]
-    k = [math.sqrt(start / (1 - (0.9 if start == 1 else start)) / (start - end)) for start, end in steps]
-    config = replace(default_config("longcat"), advantage_clip=1.0)
-    given = [inputs[key][:5].tolist() for key in POLICY_INPUTS]
-    rows = [reference_row(*row, config) for row in zip(*given, strict=True)]
-    log_prob = inputs["log_prob"].requires_grad_()
-    output = policy_loss("longcat", inputs, config)
-    assert output.loss.item() == pytest.approx(sum(w * row[0] for w, row in zip(k, rows, strict=True)) / 5, rel=1e-5)
-    expected = torch.tensor([*(w * row[1] / 5 for w, row in zip(k, rows, strict=True)), 0.0])
-    torch.testing.assert_close(gradient(output, log_prob), expected, rtol=1e-5, atol=1e-8)
-    assert 0 < (expected[:5] == 0).sum() < 5
-    assert output.metrics["step_weight"].value.item() == pytest.approx(sum(k) / 5, rel=1e-5)
-    kl = kl_loss("longcat", inputs)
-    alone = [
-        kl_loss("exact", {name: value[row : row + 1] for name, value in inputs.items()}).loss.item() for row in range(5)
-    ]
-    assert kl.loss.item() == pytest.approx(sum(w**2 * one for w, one in zip(k, alone, strict=True)) / 5, rel=1e-5)

@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Off-policy losses against slow references in plain Python, value and gradient; which policy a ratio is against."""
-
-import math
-import random
-from collections.abc import Callable
-from typing import Any
+"""Off-policy losses against their formulas row by row in fp64, value and gradient; which policy a ratio is against."""
 
 import pytest
 import torch
 
+from tests.path_losses import slow_loss
 from verl_digen.algorithms.objectives import (
     ClampedConfig,
     ClipConfig,
@@ -48,140 +44,46 @@ MORE_CONFIGS = [
 ]
 
 
-class Batch:
-    """Trajectories with float64 numbers that fp32 holds exactly; a ratio is some 30% off."""
+def some_inputs(seed: int) -> dict[str, torch.Tensor]:
+    """Rows of several trajectories; a ratio is some 30% off."""
+    generator = torch.Generator().manual_seed(seed)
 
-    def __init__(self, seed: int):
-        rng = random.Random(seed)
-        self.trajectory = [number for number, count in enumerate(STEPS) for _ in range(count)]
-        of_samples = [(fp32(rng.gauss(0, 1.5)), fp32(rng.gauss(0.3, 1))) for _ in STEPS]
-        self.advantage = [of_samples[number][0] for number in self.trajectory]
-        self.reward = [of_samples[number][1] for number in self.trajectory]
-        self.behaviour = [fp32(rng.gauss(-1, 0.5)) for _ in self.trajectory]
-        self.old = [fp32(value + rng.gauss(0, 0.2)) for value in self.behaviour]
-        self.log_prob = [fp32(value + rng.gauss(0, 0.3)) for value in self.behaviour]
+    def draw(mean: float, std: float, count: int = sum(STEPS)) -> torch.Tensor:
+        return mean + std * torch.randn(count, generator=generator)
 
-    def inputs(self) -> dict[str, torch.Tensor]:
-        log_prob, behaviour = torch.tensor(self.log_prob), torch.tensor(self.behaviour)
-        return {
-            "log_prob": log_prob.requires_grad_(),
-            "behaviour_log_prob": behaviour,
-            "old_log_prob": torch.tensor(self.old),
-            "advantage": torch.tensor(self.advantage),
-            "reward": torch.tensor(self.reward),
-            "trajectory_log_ratio": trajectory_log_ratios(log_prob.detach() - behaviour, torch.tensor(self.trajectory)),
-        }
+    sample = torch.arange(len(STEPS)).repeat_interleave(torch.tensor(STEPS))
+    behaviour = draw(-1.0, 0.5)
+    log_prob = behaviour + draw(0.0, 0.3)
+    return {
+        "log_prob": log_prob.requires_grad_(),
+        "behaviour_log_prob": behaviour,
+        "old_log_prob": behaviour + draw(0.0, 0.2),
+        "advantage": draw(0.0, 1.5, len(STEPS))[sample],
+        "reward": draw(0.3, 1.0, len(STEPS))[sample],
+        "trajectory_log_ratio": trajectory_log_ratios(log_prob.detach() - behaviour, sample),
+        "sample": sample,
+    }
 
 
-def fp32(value: float) -> float:
-    return torch.tensor(value, dtype=torch.float32).item()
-
-
-# -- slow references: one trained row at a time ---------------------------------------------------------------
-# `log_probs` is what the loss is differentiated by; `frozen` are the same numbers where the loss stops the gradient.
-Reference = Callable[[Batch, list[float], list[float], Any, int], float]
-
-
-def clamped(value: float, low: float, high: float) -> float:
-    return low if value < low else high if value > high else value
-
-
-def advantage(batch: Batch, config: Any, row: int) -> float:
-    return clamped(batch.advantage[row], -config.advantage_clip, config.advantage_clip)
-
-
-def tis(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
-    ratio = math.exp(frozen[row] - batch.behaviour[row])
-    return -clamped(ratio, config.low, config.high) * advantage(batch, config, row) * log_probs[row]
-
-
-def cispo(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
-    ratio, own = math.exp(frozen[row] - batch.behaviour[row]), advantage(batch, config, row)
-    low, high = 1 - config.low, 1 + config.high
-    if config.mask and ((own > 0 and ratio > high) or (own < 0 and ratio < low)):
-        return 0.0
-    return -clamped(ratio, low, high) * own * log_probs[row]
-
-
-def topr(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
-    weight = 1.0
-    if batch.reward[row] <= config.threshold:
-        weight = min(math.exp(frozen[row] - batch.behaviour[row]), 1.0)
-    return -weight * advantage(batch, config, row) * log_probs[row]
-
-
-def weighted_topr(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
-    is_positive = batch.reward[row] > config.threshold
-    weight = config.positive_weight if is_positive else config.negative_weight
-    return weight * topr(batch, log_probs, frozen, config, row)
-
-
-def clip(ratio: float, own: float, config: ClipConfig) -> float:
-    low, high = config.ratio_range
-    return max(-own * ratio, -own * clamped(ratio, low, high))
-
-
-def decoupled_ppo(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
-    weight = min(math.exp(batch.old[row] - batch.behaviour[row]), config.cap)
-    return weight * clip(math.exp(log_probs[row] - batch.old[row]), advantage(batch, config, row), config)
-
-
-def gspo(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
-    own = [other for other, number in enumerate(batch.trajectory) if number == batch.trajectory[row]]
-    mean = sum(log_probs[other] - batch.behaviour[other] for other in own) / len(own)
-    return clip(math.exp(mean), advantage(batch, config, row), config)
-
-
-def kimi(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
-    squared = (log_probs[row] - batch.behaviour[row]) ** 2
-    return -advantage(batch, config, row) * log_probs[row] + config.tau / 2 * squared
-
-
-def reinforce(batch: Batch, log_probs: list[float], frozen: list[float], config: Any, row: int) -> float:
-    return -advantage(batch, config, row) * log_probs[row]
-
-
-REFERENCES: dict[str, Reference] = {
-    function.__name__: function for function in (tis, cispo, topr, weighted_topr, decoupled_ppo, gspo, kimi, reinforce)
-}
-
-
-def reference_loss(name: str, batch: Batch, config: LossConfig, log_probs: list[float], keep: list[bool]) -> float:
-    rows = [row for row, kept in enumerate(keep) if kept]
-    return sum(REFERENCES[name](batch, log_probs, batch.log_prob, config, row) for row in rows) / len(rows)
-
-
-def reference_gradient(name: str, batch: Batch, config: LossConfig, keep: list[bool]) -> list[float]:
-    """By central differences in float64."""
-    found = []
-    for row in range(len(keep)):
-        up, down = list(batch.log_prob), list(batch.log_prob)
-        up[row] += 1e-6
-        down[row] -= 1e-6
-        difference = reference_loss(name, batch, config, up, keep) - reference_loss(name, batch, config, down, keep)
-        found.append(difference / 2e-6)
-    return found
-
-
-@pytest.mark.parametrize("mask", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("is_masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize(("name", "config"), MORE_CONFIGS, ids=str)
-def test_loss_and_gradient_are_those_of_the_slow_reference(name: str, config: LossConfig, mask: bool):
+def test_loss_and_gradient_are_those_of_the_formula(name: str, config: LossConfig, is_masked: bool):
     for seed in range(5):
-        batch = Batch(seed)
-        keep = [not (mask and number in (1, 3)) for number in batch.trajectory]  # whole trajectories are padding
-        inputs = batch.inputs()
-        output = policy_loss(name, inputs | {"mask": torch.tensor(keep)}, config)
-        assert output.loss.item() == pytest.approx(
-            reference_loss(name, batch, config, batch.log_prob, keep), rel=1e-5, abs=1e-6
-        )
-        (found,) = torch.autograd.grad(output.loss, inputs["log_prob"])
-        assert found.tolist() == pytest.approx(reference_gradient(name, batch, config, keep), rel=1e-4, abs=1e-6)
+        inputs = some_inputs(seed)
+        keep = torch.tensor([not (is_masked and number in (1, 3)) for number in inputs["sample"].tolist()])
+        output = policy_loss(name, inputs | {"mask": keep}, config)
+        expected = slow_loss(name, inputs, config, keep.nonzero().flatten().tolist())
+        assert output.loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+        (found,), (wanted,) = (torch.autograd.grad(loss, inputs["log_prob"]) for loss in (output.loss, expected))
+        assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_no_gradient_reaches_what_was_recorded(name: str):
     """decoupled_ppo apart, whose clip has the policy before the update in it: that the engine hands over detached."""
-    inputs = {key: value.detach().requires_grad_() for key, value in Batch(0).inputs().items()}
+    inputs = {
+        key: value.detach().requires_grad_() for key, value in some_inputs(0).items() if value.is_floating_point()
+    }
     constants = [
         key for key in find_objective(name).loss.inputs_for(CONFIGS[name]) if key in ("reward", "trajectory_log_ratio")
     ]
@@ -200,7 +102,7 @@ def test_trajectories_are_known_by_their_ids_wherever_their_rows_lie():
 
 # -- which policy the ratio is against ----------------------------------------------------------------------
 def test_losses_that_are_sound_on_old_samples_say_so():
-    assert {name for name in objective_names() if find_objective(name).loss.off_policy} >= {*REFERENCES}
+    assert {name for name in objective_names() if find_objective(name).loss.off_policy} >= {*CONFIGS}
     assert not find_objective("flow_grpo").loss.off_policy and not find_objective("dance_grpo").loss.off_policy
 
 
@@ -221,7 +123,7 @@ def test_losses_that_are_sound_on_old_samples_say_so():
         ],
         *[
             (name, setting, "unused", "unused")
-            for name in sorted({*REFERENCES} - {"decoupled_ppo"})
+            for name in sorted({*CONFIGS} - {"decoupled_ppo"})
             for setting in ("auto", "rollout")
         ],
         *[

@@ -13,7 +13,6 @@ import pyarrow.parquet
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
-from PIL import Image
 
 from verl_digen.data import dataset, splits, tables
 from verl_digen.data.prompts import Columns, default_source, read_prompts
@@ -57,67 +56,6 @@ def test_flow_grpos_folders_give_training_the_one_split_and_validation_the_other
     assert [prompt.text for prompt in val] == ['A sign "Stop"', "two cows"]
     assert [(prompt.data_source, prompt.ground_truth) for prompt in train] == [("ocr", "Go"), ("geneval", "a cow")]
     assert val[1].extra == GENEVAL and val[0].place == f"line 1 of '{ocr / 'test.txt'}'"
-
-
-CHAT = [{"role": "system", "content": "Draw."}, {"role": "user", "content": "a cow"}]
-PUBLISHED = {
-    # flow_grpo, and DanceGRPO, DiffusionNFT and UniRL, which took its files over
-    "ocr/train.txt": ('A sign "Go", wet\nNeon “Bar”\nchalk that reads "1 + 1"\n', 3, ("ground_truth", "Go")),
-    "pickscore/test.txt": ("a cow\n, trending on artstation\na cow\n", 3, ("data_source", "pickscore")),
-    "geneval/train_metadata.jsonl": ([{**GENEVAL, "prompt": "a cow"}] * 2, 2, ("extra", GENEVAL)),
-    "counting_edit/train.jsonl": (
-        [{"prompt": "add a cow", "image": "0.png", "class": "cow"}],
-        1,
-        ("extra", {"class": "cow"}),
-    ),
-    # evaluation sets as their authors published them
-    "PartiPrompts.tsv": (
-        'Prompt\tCategory\tChallenge\tNote\n"G" on a wall\tWorld\tBasic\t\na cow\tAnimals\tBasic\t\n',
-        2,
-        ("text", '"G" on a wall'),
-    ),
-    "drawbench.csv": ('Prompts,Category\nA red car.,Colors\n"A cow, a hen.",Counting\n', 2, ("text", "A red car.")),
-    "evaluation_metadata.jsonl": ([{"tag": "single", "include": [{"class": "cow", "count": 1}], "prompt": "a"}], 1, ()),
-    "benchmark_anime.json": ('["a girl", "a boy, smiling", "a cow"]', 3, ("text", "a girl")),
-    "color_val.txt": ("a green bench and a red car.\na cow\n", 2, ("text", "a green bench and a red car.")),
-    # verl-omni, miles and UniRL: verl's columns
-    "train.parquet": (
-        [
-            {
-                "data_source": "ocr",
-                "prompt": CHAT,
-                "negative_prompt": [{"role": "user", "content": "blurry"}],
-                "reward_model": {"style": "model", "ground_truth": "Go"},
-                "extra_info": {"index": 0},
-            }
-        ]
-        * 4,
-        4,
-        ("negative", "blurry"),
-    ),
-    "video.jsonl": ([{"prompt": "a cow runs", "negative_prompt": "still"}] * 2, 2, ("negative", "still")),
-}
-"""File -> content, number of rows, (attribute, value) of the first one. Small and made anew, in the published forms."""
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_prompt_sets_read_as_they_are(tmp_path, name):
-    content, num_rows, first = PUBLISHED[name]
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".parquet":
-        pa.parquet.write_table(pa.Table.from_pylist(content), path)
-    else:
-        path.write_text(content if isinstance(content, str) else "".join(json.dumps(row) + "\n" for row in content))
-    named = {"PartiPrompts": "Prompt", "drawbench": "Prompts"}
-    Image.new("RGB", (8, 8)).save(path.parent / "0.png")
-    rows = read_prompts(
-        str(path), TRAIN, Columns(prompt=named.get(path.stem, "prompt"), images="image" if "edit" in name else "images")
-    )
-    assert len(rows) == num_rows and all(row.text for row in rows)
-    if first:
-        assert getattr(rows[0], first[0]) == first[1]
-    assert len(rows[0].images) == ("edit" in name)
 
 
 @pytest.mark.parametrize(

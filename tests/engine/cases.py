@@ -5,25 +5,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from tests.engine.harness import (
     LORA,
+    assert_close,
+    assert_same_projection,
     begin,
     fragment,
     local_weights,
     make_batch,
     make_engine,
     perturb,
-    select,
     stepped_gradients,
     train,
     weights,
     with_advantages,
 )
-from tests.engine.serial import plain_lora, plain_transformer, serial_loss_and_gradient
+from tests.engine.serial import plain_module, plain_transformer, serial_loss_and_gradient
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.copies import AVERAGE
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -52,10 +54,6 @@ class Case:
     clip: float = CLIP
     kernels: dict[str, Any] = field(default_factory=dict)
 
-    def beside(self, metrics: dict[str, float]) -> float:
-        """Part of the loss that advantages do not scale."""
-        return KL * metrics["kl"] if self.kl else 0.0
-
     def make_engine(self, path: Path) -> DiffusersFSDPEngine:
         """Engine with other weights than the checkpoint's, so that the KL term and adapters are not zero."""
         digen: dict[str, Any] = {
@@ -80,36 +78,21 @@ class Case:
     def make_batch(self, path: Path) -> TensorDict:
         return make_batch(path, windows=WINDOWS, true_cfg_scale=self.true_cfg_scale)
 
-    def committed(
-        self, path: Path, order: tuple[tuple[str, ...], ...] | None = None
-    ) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """(gradient that the optimizer step found, metrics) of the case's fragments, or of others."""
+    def committed(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """(gradient that the optimizer step found, metrics) of the case's fragments."""
         engine, batch = self.make_engine(path), self.make_batch(path)
         groups = begin(engine, batch, REWARDS)
-        for uids in order or self.order:
+        for uids in self.order:
             engine.accumulate(fragment(groups, *uids))
         with stepped_gradients(engine) as found:
             outputs = engine.commit()
         return found, numbers(outputs["metrics"])
 
-    def without_dropped(self, path: Path) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Expected results where group g1 was dropped: one fragment of the others. One rank."""
-        engine, came = self.make_engine(path), [0, 1, 2, 6, 7, 8]
-        rewards = [REWARDS[index] for index in came]
-        batch = with_advantages(select(self.make_batch(path), came), rewards, self.scale, self.clip)
-        with stepped_gradients(engine) as found:
-            outputs = train(engine, batch)
-        return found, outputs[0]["metrics"]
-
     def serial(self, path: Path) -> tuple[float, dict[str, Tensor]]:
         """(loss, gradient) of the slow reference: all rewards known, one row at a time. One rank."""
         engine, batch = self.make_engine(path), self.make_batch(path)
-        if self.is_lora:
-            module: Any = plain_lora(path, engine.model_config.lora_config(), weights(engine))
-        else:
-            module = plain_transformer(path, weights(engine))
         return serial_loss_and_gradient(
-            module,
+            plain_module(engine, path, weights(engine)),
             path,
             with_advantages(batch, REWARDS, self.scale, self.clip),
             range(len(REWARDS)),
@@ -118,6 +101,16 @@ class Case:
             kl_kind=self.kl or "flow_grpo",
             true_cfg_scale=self.true_cfg_scale,
         )
+
+    def assert_serial(self, path: Path, gradient: dict[str, Tensor], metrics: dict[str, float]) -> None:
+        """The gradient and the metrics of all rows are those of the slow reference. One rank."""
+        loss, expected = self.serial(path)
+        assert_close(gradient, expected, 2e-5 if self.true_cfg_scale > 1 else 1e-5)
+        assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
+        assert metrics["num_rows"] == 18
+        assert_same_projection(metrics, expected)
+        beside = KL * metrics["kl"] if self.kl else 0.0
+        assert metrics["policy_loss"] + beside == pytest.approx(loss, rel=1e-4, abs=1e-6)
 
     def whole(self, path: Path) -> dict[str, float]:
         """Metrics of the same samples in one fragment. One rank."""

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.utils._python_dispatch import TorchDispatchMode
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
@@ -155,19 +156,20 @@ def _generated(
         records += [trajectory.record.columns() for trajectory in trajectories]
         uids += [uid] * group_size
         experts[uid] = experts_of(model, trajectories[0])  # a group's samples have the same sigmas
-    columns: dict[str, Any] = {}
-    for name in records[0]:
-        values = [record[name] for record in records]
-        is_ragged = len({value.shape for value in values}) > 1
-        columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if is_ragged else torch.stack(values)
+    columns = columns_of(records)
     columns["advantages"] = torch.randn(len(uids), generator=generator)
     columns["uid"] = uids
     return tu.get_tensordict(columns, {"conditions": conditions, "sampling": sampling, "experts": experts})
 
 
-def select(batch: TensorDict, indices: list[int]) -> TensorDict:
-    """These samples of `batch`, as verl picks them."""
-    return tu.index_select_tensor_dict(batch, indices)
+def columns_of(records: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
+    """The samples' records as a batch's columns: ragged where samples differ in length."""
+    columns: dict[str, Any] = {}
+    for name in records[0]:
+        values = [record[name] for record in records]
+        is_ragged = len({value.shape for value in values}) > 1
+        columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if is_ragged else torch.stack(values)
+    return columns
 
 
 @contextmanager
@@ -207,28 +209,37 @@ def add_all(engine: DiffusersFSDPEngine, batch: TensorDict) -> None:
 
 def gradients(engine: DiffusersFSDPEngine, batch: TensorDict) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(full gradient of each trainable parameter by checkpoint name, the engine's output) of one batch; no step."""
+    add_all(engine, batch)
+    with unstepped(engine) as found:
+        return found, with_numbers(engine.commit())
+
+
+def full_gradient(module: nn.Module) -> dict[str, Tensor]:
+    """The whole gradient of each parameter that has one, by checkpoint name, copied."""
+    found = {plain_name(name): parameter.grad for name, parameter in module.named_parameters()}
+    return {name: full(gradient).clone() for name, gradient in found.items() if gradient is not None}
+
+
+@contextmanager
+def unstepped(engine: DiffusersFSDPEngine) -> Iterator[dict[str, Tensor]]:
+    """Context in which a commit leaves out the optimizer step; yields the gradient that the step would have found."""
     found: dict[str, Tensor] = {}
 
     def look() -> float:
-        for name, parameter in engine.module.named_parameters():
-            if parameter.grad is not None:
-                found[plain_name(name)] = full(parameter.grad).clone()
+        found.update(full_gradient(engine.module))
         return 0.0
 
-    add_all(engine, batch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "optimizer_step", look)
         patch.setattr(engine, "lr_scheduler_step", lambda: 0.0)
-        return found, with_numbers(engine.commit())
+        yield found
 
 
 def log_probs(engine: DiffusersFSDPEngine, batch: TensorDict) -> list[Tensor]:
     """Log-probs of all recorded steps under the engine's weights, [K] of each sample."""
     samples = tuple(sample for group in samples_of(batch).values() for sample in group)
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, engine.evaluate([FragmentSpec("all", samples)], fetch_from(batch)))
     found: dict[str, dict[int, float]] = {sample.key: {} for sample in samples}
-    for part in parts:
+    for part in gathered(engine.evaluate([FragmentSpec("all", samples)], fetch_from(batch))):
         for key, steps in part.items():
             assert not found[key].keys() & steps.keys()  # a row is evaluated once
             found[key] |= steps
@@ -306,13 +317,7 @@ def begin(engine: DiffusersFSDPEngine, batch: TensorDict, rewards: list[float]) 
 def stepped_gradients(engine: DiffusersFSDPEngine) -> Iterator[dict[str, Tensor]]:
     """The full gradient of each trainable parameter, as an optimizer step in the context found it."""
     found: dict[str, Tensor] = {}
-
-    def look(*unused: Any) -> None:
-        for name, parameter in engine.module.named_parameters():
-            if parameter.grad is not None:
-                found[plain_name(name)] = full(parameter.grad).clone()
-
-    handle = engine.optimizer.register_step_pre_hook(look)
+    handle = engine.optimizer.register_step_pre_hook(lambda *unused: found.update(full_gradient(engine.module)))
     try:
         yield found
     finally:
@@ -367,6 +372,26 @@ def local_weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
     return {plain_name(name): shard.clone() for name, shard in local_shards(engine.module).items()}
 
 
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class Gathers(TorchDispatchMode):
+    """Bytes of all-gathers, of this rank's outputs, while the mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.c10d._allgather_base_.default, torch.ops.c10d.allgather_.default):
+            self.num_bytes += args[0].nbytes if isinstance(args[0], Tensor) else sum(one.nbytes for one in args[0][0])
+        return func(*args, **(kwargs or {}))
+
+
 def full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -400,6 +425,11 @@ def assert_same_projection(metrics: dict[str, Any], gradient: dict[str, Tensor])
     expected = sum(project(name, value).item() for name, value in gradient.items())
     assert abs(metrics["grad_projection"] - expected) <= 2e-5 * metrics["grad_norm"]
     assert abs(expected) > 1e-3 * metrics["grad_norm"]
+
+
+def are_equal(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> bool:
+    """True if names and values are equal, bit for bit."""
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from tests import forward_losses, path_losses
-from tests.engine.harness import EMPTY, NUM_STEPS, SAMPLING, local_weights, make_engine, perturb
+from tests.engine.harness import EMPTY, NUM_STEPS, SAMPLING, columns_of, local_weights, make_engine, perturb
 from tests.engine.slow_gradient import leaves, velocity
 from tests.engine.toy import LORA, TEXT_WIDTH, ToyNetwork, toy_weights
 from verl_digen.algorithms.advantages import group_advantages
@@ -203,12 +203,7 @@ def make_batch(folder: Path, points: str) -> TensorDict:
         records += [trajectory.record.columns() for trajectory in made]
         uids += [f"g{group}"] * GROUP_SIZE
         conditions[f"g{group}"] = condition, None
-    columns: dict[str, Any] = {"uid": uids}
-    for name in records[0]:
-        values = [record[name] for record in records]
-        is_ragged = len({value.shape for value in values}) > 1
-        columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged) if is_ragged else torch.stack(values)
-    return tu.get_tensordict(columns, {"conditions": conditions, "sampling": SAMPLING})
+    return tu.get_tensordict({"uid": uids, **columns_of(records)}, {"conditions": conditions, "sampling": SAMPLING})
 
 
 # -- engines ------------------------------------------------------------------------------------------------

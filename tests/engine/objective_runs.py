@@ -5,17 +5,26 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from peft import get_peft_model, set_peft_model_state_dict
 from tensordict import TensorDict
 from torch import Tensor, nn
 
 from tests.engine.cases import optimizer_state
-from tests.engine.harness import all_picks, begin, fetch_from, fragment, full, peek, read_samples, samples_of, weights
+from tests.engine.harness import (
+    all_picks,
+    are_equal,
+    begin,
+    fetch_from,
+    fragment,
+    gathered,
+    peek,
+    read_samples,
+    samples_of,
+    unstepped,
+    weights,
+)
 from tests.engine.objective_cases import (
     CASES,
     GROUP_SIZE,
@@ -96,21 +105,11 @@ class Seen:
 
 def commit(engine: DiffusersFSDPEngine, *, more: bool = False) -> Seen:
     """Close the batch; the optimizer step is left out."""
-    seen = Seen({}, {})
-
-    def look() -> float:
-        for name, parameter in engine.module.named_parameters():
-            if parameter.grad is not None:
-                seen.gradient[plain_name(name)] = full(parameter.grad).clone()
-        return 0.0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "optimizer_step", look)
-        patch.setattr(engine, "lr_scheduler_step", lambda: 0.0)
+    with unstepped(engine) as gradient:
         kept = dict(engine.copies)
-        seen.metrics = numbers(engine.commit(more=more)["metrics"])
+        metrics = numbers(engine.commit(more=more)["metrics"])
         engine.copies._weights.update(kept)
-    return seen
+    return Seen(gradient, metrics)
 
 
 def trained(engine: DiffusersFSDPEngine, batch: TensorDict, order: Order = WHOLE) -> Seen:
@@ -163,8 +162,7 @@ def assisted(engine: DiffusersFSDPEngine, batch: TensorDict, order: Order) -> tu
         engine.accumulate(fragment(groups, *uids))
         before = {key: value.clone() for key, value in peek(engine).items()}
         made = generate(engine)
-        after = peek(engine)
-        is_still &= before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
+        is_still &= are_equal(peek(engine), before)
     return is_still, commit(engine), made
 
 
@@ -228,10 +226,6 @@ def resume(case: ObjectiveCase, toy: Path, batch: TensorDict, folder: Path) -> R
     return Resumed(before, between, state_of(straight), state_of(resumed), metrics)
 
 
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 # -- two ranks ----------------------------------------------------------------------------------------------
 @dataclass
 class OnRanks:
@@ -255,8 +249,7 @@ def on_the_ranks(toy: Path, folder: Path) -> dict[str, OnRanks]:
         reshape(engine, *SHAPES[number % len(SHAPES)][:3])
         is_still, seen, _ = assisted(engine, batch, random_order(random.Random(number)))
         again = resume(case, toy, without_old(batch), folder / label) if case.decays else None
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (is_still, again is None or equal(again.resumed, again.straight)))
+        parts = gathered((is_still, again is None or are_equal(again.resumed, again.straight)))
         found[label] = OnRanks(seen, all(still for still, _ in parts), all(same for _, same in parts))
     return found
 

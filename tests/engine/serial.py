@@ -11,7 +11,8 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 
-from verl_digen.engine.export import plain_name
+from tests.engine.harness import full_gradient
+from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import load_model
 
 ETA = 0.7
@@ -30,6 +31,13 @@ def plain_lora(path: Path, config: LoraConfig, adapter: dict[str, Tensor]) -> Pe
     module = get_peft_model(plain_transformer(path), config)
     set_peft_model_state_dict(module, adapter)
     return module
+
+
+def plain_module(engine: DiffusersFSDPEngine, path: Path, state: dict[str, Tensor]) -> nn.Module:
+    """The network that the engine trains, without FSDP, with these exported weights."""
+    if engine._is_lora:
+        return plain_lora(path, engine.model_config.lora_config(), state)
+    return plain_transformer(path, state)
 
 
 def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, step: int, true_cfg_scale: float):
@@ -55,6 +63,12 @@ def flow_step(module: nn.Module, path: Path, batch: TensorDict, sample: int, ste
     return mean, s, dt, x_next, v
 
 
+def log_density(mean: Tensor, s: Tensor, dt: Tensor, x_next: Tensor) -> Tensor:
+    """log π of a recorded step, as `flow_step` returns it: the mean over the numbers of x'."""
+    std = s * torch.sqrt(-dt)
+    return (-((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)).mean()
+
+
 def serial_loss_and_gradient(
     module: nn.Module,
     path: Path,
@@ -73,9 +87,7 @@ def serial_loss_and_gradient(
     for sample in samples:
         for step in range(len(batch["positions"][sample])):
             mean, s, dt, x_next, v = flow_step(module, path, batch, sample, step, true_cfg_scale)
-            std = s * torch.sqrt(-dt)
-            density = -((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
-            log_prob = density.mean()
+            log_prob = log_density(mean, s, dt, x_next)
             ratio = torch.exp(log_prob - log_prob.detach())
             advantage = batch["advantages"][sample]
             loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - 1e-4, 1 + 1e-4))
@@ -84,15 +96,10 @@ def serial_loss_and_gradient(
                     reference_mean, *_, reference_v = flow_step(reference, path, batch, sample, step, true_cfg_scale)
                 kl = {
                     "flow_grpo": ((mean - reference_mean) ** 2).mean() / (2 * s.squeeze() ** 2),
-                    "exact": ((mean - reference_mean) ** 2).mean() / (2 * std.squeeze() ** 2),
+                    "exact": ((mean - reference_mean) ** 2).mean() / (2 * s.squeeze() ** 2 * -dt),
                     "velocity": ((v - reference_v) ** 2).mean(),
                 }
                 loss = loss + kl_coef * kl[kl_kind]
             (loss.sum() / num_rows).backward()
             total += loss.sum().item() / num_rows
-    return total, gradient_of(module)
-
-
-def gradient_of(module: nn.Module) -> dict[str, Tensor]:
-    """The gradient that a backward left, by the checkpoint's names."""
-    return {plain_name(name): value.grad.clone() for name, value in module.named_parameters() if value.grad is not None}
+    return total, full_gradient(module)

@@ -11,17 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.harness import (
     LORA,
     NUM_STEPS,
     SIZE_PX,
     TEXT_WIDTH,
+    Gathers,
+    assert_equal,
     begin,
     fragment,
+    gathered,
     make_batch,
     make_engine,
     on_two_ranks,
@@ -43,6 +44,11 @@ from verl_digen.types import Condition, Generation, Geometry, SampleRequest, Sam
 
 VERSION = 7
 MODELS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA}
+
+
+def sampler_of(engine: Any) -> Sampler:
+    """A sampler over the engine's module; run it while the engine assists."""
+    return Sampler(engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32)
 
 
 def requests(count: int, text: str = "a cat") -> list[SampleRequest]:
@@ -84,9 +90,7 @@ def by_sampler(engine: Any, count: int) -> Sequence[Any]:
 
 def sampled_alone(engine: Any, asked: Sequence[SampleRequest]) -> Sequence[Any]:
     """The trajectories of a sampler over the same module, one sample at a time."""
-    sampler = Sampler(
-        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
-    )
+    sampler = sampler_of(engine)
     conditions = of_prompts(asked)
     with engine.assisting():
         return [
@@ -120,14 +124,13 @@ def test_the_trainer_generates_what_a_replica_would_and_leaves_the_open_gradient
     engine.accumulate(fragment(groups, next(iter(groups))))
     before = peek(engine)
     found = assist(engine, count)
-    after = peek(engine)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert_equal(peek(engine), before)
     for generation, expected in zip(found, by_sampler(engine, count), strict=True):
         assert_same(generation, expected)
     engine.abort()
 
 
-def test_the_trainer_refuses_latents_that_are_not_finite(one_rank, tiny_qwen_image):
+def test_the_trainer_refuses_latents_and_pixels_that_are_not_finite(one_rank, tiny_qwen_image):
     assistant, asked = assistant_of(make_engine(tiny_qwen_image)), requests(2)
     conditions = of_prompts(asked)
     for positive, _ in conditions.values():
@@ -135,10 +138,6 @@ def test_the_trainer_refuses_latents_that_are_not_finite(one_rank, tiny_qwen_ima
         positive["embeds"].fill_(torch.inf)
     with pytest.raises(ValueError, match=f"sample 0 of group p3 must have finite latents .* version {VERSION}"):
         assistant.assist(asked, conditions, version=VERSION)
-
-
-def test_the_trainer_refuses_pixels_that_are_not_finite(one_rank, tiny_qwen_image):
-    assistant, asked = assistant_of(make_engine(tiny_qwen_image)), requests(2)
     (vae,) = assistant.decoder.modules
     next(vae.decoder.parameters()).data.fill_(torch.nan)
     with pytest.raises(ValueError, match="sample 0 of group p3 must have finite pixels, got NaN"):
@@ -185,9 +184,7 @@ def test_the_trainers_videos_have_the_sound_of_their_latents(one_rank, tiny_ltx2
     pair = [{name: torch.randn(6, TEXT_WIDTH) for name in ("embeds", "audio")} for _ in range(2)]
     conditions = {asked[0].condition_key: (pair[0], pair[1])}
     found = assistant_of(engine).assist(asked, conditions, version=VERSION)
-    sampler = Sampler(
-        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
-    )
+    sampler = sampler_of(engine)
     with engine.assisting():
         _, latents = sampler.sample(asked, pair[:1] * 3, pair[1:] * 3, version=VERSION)
     expected = engine.model.load_audio_decoder(torch.float32, torch.device("cpu"))(latents, sampling.geometry)
@@ -230,23 +227,8 @@ def group_shares(path: Path, folder: Path) -> dict[str, Any]:
             else one
             for one in of_groups(*parts)
         ]
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, generate(assistant_of(engine), asked))
-        results[name] = gathered, sampled_alone(engine, asked)
+        results[name] = gathered(generate(assistant_of(engine), asked)), sampled_alone(engine, asked)
     return results
-
-
-class Gathered(TorchDispatchMode):
-    """Bytes that all-gathers of c10d return while the mode is on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.c10d._allgather_base_.default:
-            self.num_bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
 
 
 def sharded(engine: Any) -> bool:
@@ -261,7 +243,7 @@ def gathers(path: Path, folder: Path) -> dict[str, Any]:
 
     def count(name: str, share: float) -> None:
         memory.GATHERED_SHARE = share
-        with Gathered() as mode:
+        with Gathers() as mode:
             made = generate(assistant_of(engine), of_groups(("a cat", 2, 0), ("rain", 2, 1)))
         found[name] = mode.num_bytes, sharded(engine), [one.trajectory.record.latents for one in made]
 
@@ -269,9 +251,7 @@ def gathers(path: Path, folder: Path) -> dict[str, Any]:
     count("kept", share)
     count("dropped", 0.0)
     memory.GATHERED_SHARE = share
-    sampler = Sampler(
-        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
-    )
+    sampler = sampler_of(engine)
     with suppress(ZeroDivisionError), engine.assisting():
         sampler.sample(requests(1), [condition(4)], [condition(2)], version=VERSION)
         found["inside"] = sharded(engine)
@@ -307,18 +287,15 @@ def draws(path: Path, folder: Path) -> Any:
     generator._encoders.prompts._encode = PromptEncoder(refuse, ())
     groups = of_groups(("a cat", 2, 0), ("no", 1, 0), ("two dogs", 3, 1))
     asked = [replace(one, wants_condition=False) for one in groups]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, generator.draw(asked, (), VERSION))
-    sampler = Sampler(
-        engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32
-    )
+    answers = gathered(generator.draw(asked, (), VERSION))
+    sampler = sampler_of(engine)
     alone = {}
-    for place, one in enumerate(asked):
+    for number, one in enumerate(asked):
         if one.uid != "no":
             positive, negative = ([each] for each in encode(list(one.branches)))
             with engine.assisting():
-                alone[place] = sampler.sample([one], positive, negative, version=VERSION)[0][0]
-    return gathered, alone
+                alone[number] = sampler.sample([one], positive, negative, version=VERSION)[0][0]
+    return answers, alone
 
 
 @pytest.mark.slow
@@ -336,19 +313,15 @@ def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -
     return on_two_ranks([group_shares, gathers, draws], tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
 
 
-def place(one: Any) -> tuple[str, int]:
-    return one.uid, one.sample_index
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", GROUPS)
 def test_ranks_generate_samples_of_several_groups_as_a_replica_would(two_ranks, case):
     by_rank, expected = two_ranks["group_shares"][case]
-    found = {place(sample.trajectory): sample for part in by_rank for sample in part}
+    found = {(one.trajectory.uid, one.trajectory.sample_index): one for part in by_rank for one in part}
     assert abs(len(by_rank[0]) - len(by_rank[1])) <= 1
     assert len(found) == sum(map(len, by_rank)) == len(expected), "each sample once"
     for trajectory in expected:
-        generation = found[place(trajectory)]
+        generation = found[trajectory.uid, trajectory.sample_index]
         trajectory_of = generation.trajectory
         torch.testing.assert_close(trajectory_of.record.latents, trajectory.record.latents, atol=1e-5, rtol=0)
         torch.testing.assert_close(trajectory_of.record.log_probs, trajectory.record.log_probs, atol=1e-5, rtol=0)

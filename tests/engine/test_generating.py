@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.engine.harness import LORA, make_engine, perturb
 from tests.pretend.process import on_pretend
+from tests.rollout.test_encoders import note_turns
 from tests.rollout.test_server import GUIDED, SAMPLING, generate, make_requests, make_server
 from tests.sampling.runs import assert_bitwise
 from verl_digen.engine.copies import AVERAGE, CURRENT
@@ -232,34 +233,25 @@ def in_turns(path: str, folder: str, options: dict[str, Any]) -> list[str]:
     torch.distributed.init_process_group(
         "cpu:gloo,pretend:gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
     )
-    ran: list[str] = []
     asked = make_requests(GUIDED)[:4]
 
-    def sample(encoders: str) -> list[Any]:
-        ran.clear()
+    def sample(encoders: str) -> tuple[list[Any], list[str]]:
         engine = engine_of(Path(path), digen={"rollout": {"encoders": encoders}}, **options)
         rank = Rank(engine)
         generator = rank.generator
         networks = {"encode": generator._encoders.encode.modules, "denoise": (engine.module,)}
         decoders = generator._decoders._modules
-
-        def note(kind: str, other: str) -> None:
-            assert held(networks[kind])
-            assert encoders == "device" or not held(networks[other])
-            ran.extend([kind] if ran[-1:] != [kind] else [])
-
-        for kind, other in (("encode", "denoise"), ("denoise", "encode")):
-            for module in networks[kind]:
-                module.register_forward_pre_hook(lambda *args, kind=kind, other=other: note(kind, other))
+        ran = note_turns(networks, held, on_host=encoders == "host")
         server = server_of(rank, max_batch_size=2)
         found = asyncio.run(drawn(server, asked))
         asyncio.run(server.sleep())
         assert rank.rests == 1 and not held(decoders) and not held(networks["encode"]) and held(networks["denoise"])
         generator.renew()
         assert held(decoders) and bool(held(networks["encode"])) == (encoders == "device")
-        return found
+        return found, ran
 
-    for one, other in zip(sample("device"), sample("host"), strict=True):
+    (on_device, _), (on_host, ran) = sample("device"), sample("host")
+    for one, other in zip(on_device, on_host, strict=True):
         assert_bitwise(one.trajectory, other.trajectory)
         assert torch.equal(one.pixels, other.pixels)
     return ran

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.engine.harness import process_group
+from tests.engine.harness import are_equal, full_gradient, process_group
 from verl_digen.algorithms.projection import project
 from verl_digen.engine import gradients
 from verl_digen.engine.gathered import recover
@@ -36,18 +36,6 @@ def backward(module: nn.Module, seed: int, last: bool) -> None:
         module(rows).float().square().sum().backward()
 
 
-def sharded(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.full_tensor().clone()
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-
-
 @pytest.fixture(params=["fp32", "bf16 reduced in fp32"])
 def policy(request: pytest.FixtureRequest) -> dict[str, torch.dtype]:
     return {} if request.param == "fp32" else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -58,15 +46,15 @@ def test_pending_gradient_is_reduced_without_a_backward(group: None, policy: dic
     for seed in range(3):
         backward(module, seed, last=False)
         backward(other, seed, last=seed == 2)
-    assert sharded(module) == {}
+    assert full_gradient(module) == {}
     place = "accumulated" if policy else "unsharded"
     assert {key[1] for key in gradients.take(module)} == {place}  # and now it is gone
     for seed in range(3):
         backward(module, seed, last=False)
     gradients.reduce_pending(module)
-    assert len(sharded(module)) == 5 and equal(sharded(module), sharded(other))
+    assert len(full_gradient(module)) == 5 and are_equal(full_gradient(module), full_gradient(other))
     gradients.reduce_pending(module)  # nothing is pending: nothing happens
-    assert equal(sharded(module), sharded(other))
+    assert are_equal(full_gradient(module), full_gradient(other))
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -80,19 +68,19 @@ def test_gradient_moved_aside_and_back_is_the_same(group: None, policy: dict, la
             backward(module, seed + 10, last)
             module(torch.zeros(1, 3))
     gradients.reduce_pending(module), gradients.reduce_pending(other)
-    assert equal(sharded(module), sharded(other))
+    assert are_equal(full_gradient(module), full_gradient(other))
     gradients.put(module, aside), gradients.drop(other)
     gradients.reduce_pending(module)
     for seed in range(2):
         backward(other, seed + 10, last)
     gradients.reduce_pending(other)
-    assert equal(sharded(module), sharded(other))
+    assert are_equal(full_gradient(module), full_gradient(other))
 
 
 def test_gradients_in_different_places_are_added(group: None, policy: dict):
     module = make_module(**policy)
     backward(module, 0, last=True)
-    first = sharded(module)
+    first = full_gradient(module)
     gradients.drop(module)
     backward(module, 1, last=False)
     pending = gradients.take(module)
@@ -104,8 +92,8 @@ def test_gradients_in_different_places_are_added(group: None, policy: dict):
     gradients.reduce_pending(module)
     backward_of_one = make_module(**policy)
     backward(backward_of_one, 1, last=True)
-    second = sharded(backward_of_one)
-    for name, value in sharded(module).items():
+    second = full_gradient(backward_of_one)
+    for name, value in full_gradient(module).items():
         torch.testing.assert_close(value, (first[name] + second[name]) / 2, rtol=1e-6, atol=1e-6)
 
 
@@ -124,7 +112,7 @@ def test_drop_leaves_nothing_of_any_place(group: None, policy: dict):
     backward(module, 1, last=False)
     gradients.drop(module)
     gradients.reduce_pending(module)
-    assert gradients.take(module) == {} and sharded(module) == {}
+    assert gradients.take(module) == {} and full_gradient(module) == {}
 
 
 def test_module_recovers_from_an_exception_half_way_and_keeps_its_gradient(group: None):
@@ -145,7 +133,7 @@ def test_module_recovers_from_an_exception_half_way_and_keeps_its_gradient(group
     recover(module)
     gradients.put(module, held)
     backward(module, 2, last=True), backward(other, 2, last=True)
-    assert equal(sharded(module), sharded(other))
+    assert are_equal(full_gradient(module), full_gradient(other))
 
 
 def test_size_of_an_unreduced_gradient_counts_what_trains(group: None, policy: dict):
@@ -159,8 +147,8 @@ def test_the_projection_of_a_reversed_gradient_is_the_opposite_and_a_permuted_on
     module = make_module()
     backward(module, 0, last=True)
     found = gradients.projection(module).item()
-    norm = torch.cat([value.reshape(-1) for value in sharded(module).values()]).norm().item()
-    assert found == pytest.approx(sum(project(*named).item() for named in sharded(module).items()), rel=1e-5)
+    norm = torch.cat([value.reshape(-1) for value in full_gradient(module).values()]).norm().item()
+    assert found == pytest.approx(sum(project(*named).item() for named in full_gradient(module).items()), rel=1e-5)
     assert abs(found) > 1e-2 * norm
     whole = gradients.take(module)
     gradients.scale_(whole, -1.0)

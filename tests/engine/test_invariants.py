@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tests.engine.harness import (
+    are_equal,
     assert_close,
     assert_equal,
     fetch_from,
@@ -44,7 +45,6 @@ from tests.engine.objective_runs import (
     Resumed,
     assisted,
     by_mini_batches,
-    equal,
     generate_as_replica,
     on_the_ranks,
     policies_of,
@@ -198,7 +198,7 @@ def test_a_trainer_that_assists_leaves_the_gradient_and_generates_what_a_replica
     reshape(one.engine, *SHAPES[0][:3])
     without = trained(one.engine, one.batch, SHAPES[0][3])
     is_still, seen, made = assisted(one.engine, one.batch, SHAPES[0][3])
-    assert is_still and equal(seen.gradient, without.gradient) and seen.metrics == without.metrics
+    assert is_still and are_equal(seen.gradient, without.gradient) and seen.metrics == without.metrics
     policy = one.policies[one.engine.objective.behaviour]
     assert_equal({name.replace(".default", ""): value for name, value in policy.items()}, sent_by(one.engine))
     for found, sent in zip(made, generate_as_replica(one.engine), strict=True):
@@ -252,8 +252,8 @@ def test_samples_of_an_earlier_version_train_as_far_as_the_objective_says(
 @pytest.mark.parametrize("label", LABELS)
 def test_a_resumed_run_continues_bitwise_with_all_policies(resumed: Callable[[str], Resumed], label: str):
     run = resumed(label)
-    assert equal(run.resumed, run.straight)
-    assert not equal(run.between["current"], run.before["current"])
+    assert are_equal(run.resumed, run.straight)
+    assert not are_equal(run.between["current"], run.before["current"])
     if OLD in find_objective(case_of(label).name).loss.columns:  # the batch's first optimizer step is its only one
         assert run.metrics["ratio_deviation_max"] == run.metrics["ratio_deviation_min"] == 0.0
 

@@ -2,7 +2,6 @@
 """Compiled blocks under FSDP2, with adapters, recomputation, offload, and copies that are swapped in; exports and
 checkpoints."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from tests.engine.harness import (
     weights,
 )
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.models import kernels
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("without_a_compiler")]
 
 RECOMPUTES = {"enable_gradient_checkpointing": True}
 COMPILED = {"compile": True}
@@ -34,13 +32,6 @@ COMPILED_CASES = {
     ),
 }
 """Full weights with a frozen copy swapped in, an adapter that is left out, and guidance."""
-
-
-@pytest.fixture(autouse=True)
-def compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernels, "COMPILER", "aot_eager")
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", COMPILED_CASES)

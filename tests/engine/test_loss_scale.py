@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 
 from tests.engine.harness import (
     assert_equal,
     assert_same_projection,
+    gathered,
     gradients,
     local_weights,
     make_batch,
@@ -207,10 +207,8 @@ def overflow_on_one_rank(path: Path, folder: Path) -> list[Any]:
     same = all(torch.equal(shard, before[name]) for name, shard in local_weights(engine).items())
     halved = scale_of(engine).value
     later = train(engine, batch)[0]["metrics"]
-    facts = (same, skipped, halved, later["num_skipped_updates"], later["loss_scale"], engine.state.num_updates)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, facts)
-    return found
+    numbers = (later["num_skipped_updates"], later["loss_scale"], engine.state.num_updates)
+    return gathered((same, skipped, halved, *numbers))
 
 
 def gradient_on_two_ranks(path: Path, folder: Path) -> Any:

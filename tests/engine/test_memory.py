@@ -48,27 +48,22 @@ def test_a_device_on_which_rows_cost_nothing_does_not_divide_by_zero():
     assert memory.measure_tiles(lambda rows: 10, 100, kept_bytes=int).rows(0) == 1 + 80
 
 
-def test_what_one_rank_cannot_rehearse_none_does():
-    """Two ranks: this one has room for 31 rows, the other for one, and then for less."""
-    device = Device(10, 2)
-    full = [[1], [-13, 10, 3]]
+def beside(device: Device, *theirs: list[int]) -> memory.TileMemory:
+    """Measurement of a rank that has room for 31 rows, and of another one, which tells these values."""
+    told = iter(theirs)
 
     def most(values: Sequence[int]) -> list[int]:
-        return [max(pair) for pair in zip(values, full.pop(0), strict=True)]
+        return [max(pair) for pair in zip(values, next(told), strict=True)]
 
-    found = memory.measure_tiles(device.peak_bytes, 80, kept_bytes=device.kept_bytes, most=most)
+    return memory.measure_tiles(device.peak_bytes, 80, kept_bytes=device.kept_bytes, most=most)
+
+
+def test_what_one_rank_cannot_rehearse_none_does_and_the_fullest_one_decides():
+    device = Device(10, 2)
+    found = beside(device, [1], [-13, 10, 3])  # room for one row, and then for less
     assert device.tiles == [1, 1]
     assert found == memory.TileMemory(room=13, base=10, row=3) and found.rows(0) == 1
-
-
-def test_the_fullest_rank_decides():
-    device, other = Device(10, 2), memory.TileMemory(room=50, base=5, row=4)
-    theirs = [[0], [-other.room, other.base, other.row]]
-
-    def most(values: Sequence[int]) -> list[int]:
-        return [max(pair) for pair in zip(values, theirs.pop(0), strict=True)]
-
-    found = memory.measure_tiles(device.peak_bytes, 80, kept_bytes=device.kept_bytes, most=most)
+    found = beside(Device(10, 2), [0], [-50, 5, 4])
     assert found == memory.TileMemory(room=50, base=10, row=4) and found.rows(0) == 10
 
 

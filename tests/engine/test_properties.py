@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
 from tests.engine.cases import optimizer_state
-from tests.engine.harness import SIZE_PX, make_engine, process_group
+from tests.engine.harness import SIZE_PX, are_equal, make_engine, peek, process_group
 from tests.engine.random_batches import FLAVOURS, FLAVOURS_ON, Accident, RandomBatch, draw
 from tests.engine.slow_gradient import SIGMAS, expected
 from tests.engine.toy import LATENTS, TEXT_WIDTH, build_toy, register_toy
@@ -186,7 +186,10 @@ def attempt(
     engine.begin(batch.num_samples, batch.num_rows, fetched)
     for call in batch.calls:
         if call.fragment is None:
+            held = {key: value.clone() for key, value in peek(engine).items()}
             assist(engine, fails=call.kind == "failing assist")
+            if not are_equal(peek(engine), held):
+                problems.append(f"{call.kind} changed the open gradient")
         elif call.kind == "train":
             engine.accumulate(call.fragment)
         elif not is_refused(lambda fragment=call.fragment: engine.accumulate(fragment)):

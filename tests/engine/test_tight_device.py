@@ -74,6 +74,13 @@ class TightDevice(PolicyForward):
         self.tiles.append((len(rows), tokens(rows)))
         return super().__call__(rows)
 
+    def put_in(self, patch: pytest.MonkeyPatch) -> None:
+        """Make it the engine's device."""
+        self.engine.forward = self
+        patch.setattr(device_memory, "get_platform", lambda: SimpleNamespace(device_module=self, synchronize=bool))
+        for module in (device_memory, planning):
+            patch.setattr(module, "get_device_name", lambda: "pretend")
+
     def sizes(self, num_tokens: int | None = None) -> set[int]:
         """Rows of the tiles, measured or trained, with prompts of so many tokens at most."""
         return {count for count, length in self.tiles if num_tokens in (None, length)}
@@ -110,11 +117,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tiny_qwen_image: Path) -> Callable[
         path: Path = tiny_qwen_image,
     ) -> tuple[Any, TightDevice]:
         engine = make_engine(path, digen={"advantage": {"scale": "group"}, "tsp": tsp or {}})
-        engine.forward = device = TightDevice(engine, capacity, row)
-        platform = SimpleNamespace(device_module=device, synchronize=lambda: None)
-        monkeypatch.setattr(device_memory, "get_platform", lambda: platform)
-        for module in (device_memory, planning):
-            monkeypatch.setattr(module, "get_device_name", lambda: "pretend")
+        device = TightDevice(engine, capacity, row)
+        device.put_in(monkeypatch)
         return engine, device
 
     return make

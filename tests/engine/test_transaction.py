@@ -11,14 +11,14 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.tensor import DTensor
+from verl.utils import tensordict_utils as tu
 
-from tests.engine.cases import CASES, REWARDS, Case, optimizer_state
+from tests.engine.cases import CASES, CLIP, REWARDS, Case, optimizer_state
 from tests.engine.harness import (
     LORA,
     all_picks,
     assert_close,
     assert_equal,
-    assert_same_projection,
     begin,
     described,
     fetch_from,
@@ -27,7 +27,6 @@ from tests.engine.harness import (
     make_engine,
     peek,
     samples_of,
-    select,
     stepped_gradients,
     train,
     weights,
@@ -56,14 +55,7 @@ def batch(tiny_qwen_image: Path) -> TensorDict:
 # -- the gradient -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", CASES)
 def test_committed_gradient_is_that_of_the_serial_loop(tiny_qwen_image: Path, name: str):
-    case = CASES[name]
-    found, metrics = case.committed(tiny_qwen_image)
-    loss, expected = case.serial(tiny_qwen_image)
-    assert_close(found, expected, 2e-5 if case.true_cfg_scale > 1 else 1e-5)
-    assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
-    assert metrics["num_rows"] == 18
-    assert_same_projection(metrics, expected)
-    assert metrics["policy_loss"] + case.beside(metrics) == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    CASES[name].assert_serial(tiny_qwen_image, *CASES[name].committed(tiny_qwen_image))
 
 
 def test_distillation_alone_waits_for_no_rewards(tiny_qwen_image: Path, batch: TensorDict):
@@ -101,32 +93,17 @@ def test_accumulate_says_what_it_trained_and_what_waits(tiny_qwen_image: Path, b
     engine.abort()
 
 
-@pytest.mark.parametrize("name", ["batch_scale", "lora_kl_by_tile"])
-def test_groups_that_were_dropped_do_not_count(tiny_qwen_image: Path, name: str):
+def test_groups_that_were_dropped_do_not_count(tiny_qwen_image: Path, batch: TensorDict):
     """Fewer rows and samples come than were planned: the gradient is the mean over those that came."""
-    case = CASES[name]
-    found, metrics = case.committed(tiny_qwen_image, order=(("g2",), ("g0",)))
-    gradient, expected = case.without_dropped(tiny_qwen_image)
-    assert metrics["num_rows"] == 15
-    assert_close(found, gradient, 1e-5)
-    for name in ("policy_loss", "grad_norm", *(["kl"] if case.kl else [])):
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7)
-
-
-def test_a_sample_without_rows_counts_for_advantages_alone(tiny_qwen_image: Path, batch: TensorDict):
-    case = Case(scale="group")
-    engine = case.make_engine(tiny_qwen_image)
-    groups = samples_of(batch, REWARDS)
-    kept = [sample for sample in groups["g0"] if sample.key != "1"]
-    left_out = described("1", "g0", REWARDS[1], 0)
-    engine.begin(3, 6, fetch_from(batch))
-    engine.accumulate(FragmentSpec("best and worst", (*kept, left_out)))
+    engine, other = (Case().make_engine(tiny_qwen_image) for _ in range(2))
+    groups, came = begin(engine, batch, REWARDS), [0, 1, 2, 6, 7, 8]
+    for uid in ("g2", "g0"):
+        engine.accumulate(fragment(groups, uid))
     with stepped_gradients(engine) as found:
-        assert numbers(engine.commit()["metrics"])["num_rows"] == 6
-    whole = with_advantages(batch, REWARDS, "group", case.clip)
-    other = case.make_engine(tiny_qwen_image)
+        engine.commit()
+    of_others = tu.index_select_tensor_dict(batch, came)
     with stepped_gradients(other) as expected:
-        train(other, select(whole, [0, 2]))
+        train(other, with_advantages(of_others, [REWARDS[index] for index in came], "batch", CLIP))
     assert_close(found, expected, 1e-5)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from verl.utils import tensordict_utils as tu
 
 from tests.engine.harness import (
     LORA,
@@ -20,7 +21,6 @@ from tests.engine.harness import (
     make_batch,
     make_engine,
     on_two_ranks,
-    select,
     train,
     weights,
 )
@@ -38,7 +38,7 @@ def ratio_to_evaluated_log_probs(path: Path, folder: Path) -> Any:
     engine = make_engine(path, digen={"tsp": {"samples_per_tile": 2, "steps_per_tile": 1}})
     metrics = []
     for seed in range(6):
-        batch = select(make_batch(path, windows=((1,), (2,)), seed=seed), [0, 1, 2, 3, 4])
+        batch = tu.index_select_tensor_dict(make_batch(path, windows=((1,), (2,)), seed=seed), [0, 1, 2, 3, 4])
         batch["old_log_probs"] = torch.stack(log_probs(engine, batch))
         metrics.append(gradients(engine, batch)[1]["metrics"])
     return metrics

@@ -5,23 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from tests.engine.cases import CASES, REWARDS, Case, optimizer_state
+from tests.engine.cases import CASES, REWARDS, Case
 from tests.engine.harness import (
     LORA,
-    assert_close,
-    assert_same_projection,
-    begin,
     described,
     fetch_from,
     fragment,
-    generate,
+    gathered,
     make_batch,
     make_engine,
     on_two_ranks,
-    peek,
     perturb,
     samples_of,
     stepped_gradients,
@@ -42,13 +36,6 @@ def committed(path: Path, folder: Path) -> dict[str, Any]:
     return {name: CASES[name].committed(path) for name in SHARED}
 
 
-def gathered(value: Any) -> list[Any]:
-    """The values of all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def fetched_keys(path: Path, folder: Path) -> Any:
     """Keys that each rank fetches of a fragment of 6 + 3 rows, and of one with a single row."""
     engine = make_engine(path, digen={"advantage": {"scale": "group"}})
@@ -66,44 +53,6 @@ def fetched_keys(path: Path, folder: Path) -> Any:
     engine.accumulate(FragmentSpec("one row", (described("0", "x", 1.0, 1),)))
     metrics = numbers(engine.commit()["metrics"])
     return gathered(fetched), metrics
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    """True if bitwise equal on every rank."""
-    here = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-    return all(gathered(here))
-
-
-def assisted(path: Path, folder: Path) -> dict[str, bool]:
-    """By model, resharding and reduction: True if generation in between left the open gradient bitwise the same."""
-    results = {}
-    for model, reshards, reduce in (
-        ({}, True, "batch"),
-        ({}, False, "tile"),
-        (LORA, True, "tile"),
-        (LORA, False, "batch"),
-    ):
-        options = {
-            "digen": {"tsp": {"reduce": reduce}, "kl": {"coef": 0.3}},
-            "model": model,
-            "fsdp": {"reshard_after_forward": reshards},
-        }
-        engine, other = make_engine(path, **options), make_engine(path, **options)
-        batch = Case().make_batch(path)
-        held_still = True
-        for helper in (engine, other):
-            groups = begin(helper, batch, REWARDS)
-            for uid in ("g1", "g2", "g0"):
-                helper.accumulate(fragment(groups, uid))
-                if helper is engine:
-                    held = {str(key): piece.clone() for key, piece in peek(helper).items()}
-                    generate(helper)
-                    held_still &= same({str(key): piece for key, piece in peek(helper).items()}, held)
-            helper.commit()
-        results[f"{'lora' if model else 'full'} {reshards} {reduce}"] = held_still and same(
-            optimizer_state(engine), optimizer_state(other)
-        )
-    return results
 
 
 # -- sizes of the gradient's entries -------------------------------------------------------------------------
@@ -127,7 +76,7 @@ def sizes(path: Path, folder: Path) -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    scenarios = [committed, fetched_keys, assisted, sizes]
+    scenarios = [committed, fetched_keys, sizes]
     return on_two_ranks(scenarios, tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
 
 
@@ -135,13 +84,7 @@ def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_committed_gradient_is_that_of_the_serial_loop(
     two_ranks: dict, one_rank: None, tiny_qwen_image: Path, name: str
 ):
-    found, metrics = two_ranks["committed"][name]
-    loss, expected = CASES[name].serial(tiny_qwen_image)
-    assert_close(found, expected, 2e-5 if CASES[name].true_cfg_scale > 1 else 1e-5)
-    assert metrics["ratio_deviation_max"] == metrics["ratio_deviation_min"] == 0.0
-    assert metrics["num_rows"] == 18
-    assert_same_projection(metrics, expected)
-    assert metrics["policy_loss"] + CASES[name].beside(metrics) == pytest.approx(loss, rel=1e-4, abs=1e-6)
+    CASES[name].assert_serial(tiny_qwen_image, *two_ranks["committed"][name])
 
 
 def test_each_rank_fetches_the_samples_of_its_rows_alone(two_ranks: dict):
@@ -150,10 +93,6 @@ def test_each_rank_fetches_the_samples_of_its_rows_alone(two_ranks: dict):
     assert keys == [[["6", "7", "8"], ["0"]], [["8", "3", "4", "5"], ["0"]]]
     assert metrics["num_rows"] == 10
     assert metrics["num_pad_rows"] == 1  # of the rank without a row
-
-
-def test_assisting_lets_the_open_batch_alone(two_ranks: dict):
-    assert len(two_ranks["assisted"]) == 4 and all(two_ranks["assisted"].values()), two_ranks["assisted"]
 
 
 def test_sizes_are_weighted_by_elements():

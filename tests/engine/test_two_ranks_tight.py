@@ -5,7 +5,6 @@ by running out of memory in the middle of a forward or backward, where the other
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.engine.harness import LORA, assert_close, gradients, make_batch, make_engine, on_two_ranks
+from tests.engine.harness import LORA, assert_close, gathered, gradients, make_batch, make_engine, on_two_ranks
 from tests.engine.test_tight_device import TightDevice
-from verl_digen.engine import planning
-from verl_digen.platforms import device_memory
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -48,26 +45,17 @@ def in_the_backward(block: torch.nn.Module, args: Any, inputs: dict[str, Tensor]
 def tight(path: Path, capacity: float, options: dict[str, Any]) -> Iterator[tuple[Any, TightDevice]]:
     """An engine on a device of so many units of its weights, where a row takes half of one."""
     engine = make_engine(path, **options)
-    engine.forward = device = TightDevice(engine, capacity, lambda count, length: 0.5 * count)
-    platform = SimpleNamespace(device_module=device, synchronize=lambda: None)
+    device = TightDevice(engine, capacity, lambda count, length: 0.5 * count)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_memory, "get_platform", lambda: platform)
-        for module in (device_memory, planning):
-            patch.setattr(module, "get_device_name", lambda: "pretend")
+        device.put_in(patch)
         yield engine, device
-
-
-def sizes_of_all(device: TightDevice) -> list[set[int]]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, device.sizes())
-    return found
 
 
 def less_memory(path: Path, folder: Path) -> Any:
     """Tight ranks measure it, without running out."""
     with tight(path, 20 if dist.get_rank() != TIGHT_RANK else 6, {}) as (engine, device):
         found, _ = gradients(engine, make_batch(path))
-        return found, sizes_of_all(device)
+        return found, gathered(device.sizes())
 
 
 def out_of_memory(path: Path, folder: Path) -> Any:
@@ -79,7 +67,7 @@ def out_of_memory(path: Path, folder: Path) -> Any:
                 if dist.get_rank() == TIGHT_RANK:
                     _watch(engine.module, place)
                 found, _ = gradients(engine, make_batch(path))
-                results[name, place.__name__] = found, sizes_of_all(device)
+                results[name, place.__name__] = found, gathered(device.sizes())
     return results
 
 

@@ -20,6 +20,7 @@ from tests.engine.harness import (
     assert_equal,
     described,
     fetch_from,
+    full_gradient,
     make_batch,
     make_engine,
     perturb,
@@ -29,7 +30,7 @@ from tests.engine.harness import (
     with_advantages,
 )
 from tests.engine.harness import SAMPLING as FITTING
-from tests.engine.serial import flow_step, gradient_of, plain_lora, plain_transformer
+from tests.engine.serial import flow_step, log_density, plain_module
 from tests.tags import SAMPLING as TAG_SAMPLING
 from tests.tags import make_tag
 from tests.trainer.direct import Direct, as_it_is
@@ -167,18 +168,9 @@ def test_a_loss_that_reads_the_old_mean_gets_it_from_the_weights_before_the_upda
         metrics, rank = update(engine, batch, num_epochs=2)
     assert (rank.num_kept, len(rank.evaluated)) == (1, 0)
     assert metrics["ratio_deviation_max"] > 0.0 and "old" not in engine.copies
-    module, before = (module_of(engine, tiny_qwen_image, state) for state in (moved[1], old))
+    module, before = (plain_module(engine, tiny_qwen_image, state) for state in (moved[1], old))
     expected = serial_with_old_mean(module, before, tiny_qwen_image, batch, loss)
     assert_close(found, expected, 1e-4)
-
-
-def module_of(engine: DiffusersFSDPEngine, path: Path, state: dict[str, torch.Tensor]) -> Any:
-    """The plain module with these exported weights."""
-    return (
-        plain_lora(path, engine.model_config.lora_config(), state)
-        if engine._is_lora
-        else plain_transformer(path, state)
-    )
 
 
 def serial_with_old_mean(module: Any, before: Any, path: Path, batch: TensorDict, loss: str) -> dict[str, torch.Tensor]:
@@ -199,7 +191,7 @@ def serial_with_old_mean(module: Any, before: Any, path: Path, batch: TensorDict
                 columns.setdefault(name, []).append(value)
     inputs = {name: torch.stack(values) for name, values in columns.items()}
     policy_loss(loss, inputs, default_config(loss)).loss.backward()
-    return gradient_of(module)
+    return full_gradient(module)
 
 
 def flow_row(
@@ -207,9 +199,7 @@ def flow_row(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(log-prob [], mean of x' [...], std []) of one recorded step."""
     mean, s, dt, x_next, _ = flow_step(module, path, batch, sample, step, 1.0)
-    std = s * torch.sqrt(-dt)
-    log_prob = (-((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)).mean()
-    return log_prob, mean[0], std.reshape(())
+    return log_density(mean, s, dt, x_next), mean[0], (s * torch.sqrt(-dt)).reshape(())
 
 
 @pytest.mark.parametrize("loss", OLD_LATENTS)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.harness import (
     LORA,
+    Gathers,
     assert_equal,
     generate,
     gradients,
@@ -49,20 +49,6 @@ FSDP: dict[str, dict[str, Any]] = {
     "bf16": BF16,
     "offloaded": {"param_offload": True, "optimizer_offload": True},
 }
-
-
-class Gathers(TorchDispatchMode):
-    """Bytes of all-gathers, of this rank's outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes, self.num_calls = 0, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.c10d._allgather_base_.default, torch.ops.c10d.allgather_.default):
-            self.num_bytes += args[0].nbytes if isinstance(args[0], Tensor) else sum(one.nbytes for one in args[0][0])
-            self.num_calls += 1
-        return func(*args, **(kwargs or {}))
 
 
 def engine_with(path: Path, whole: bool | str, **options: Any) -> DiffusersFSDPEngine:

@@ -18,17 +18,25 @@ from verl.single_controller.base.decorator import MAGIC_ATTR, Dispatch
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
+from tests.engine.cases import REWARDS, Case
 from tests.engine.harness import (
     all_picks,
     assert_equal,
     digen_section,
+    fragment,
     log_probs,
     make_batch,
+    make_engine,
+    num_rows_of,
     perturb,
     read_samples,
+    samples_of,
     train,
     weights,
+    with_advantages,
 )
+from verl_digen.algorithms.metric import from_plain, numbers
+from verl_digen.engine import worker as worker_module
 from verl_digen.engine.row_batch import pack_rows
 from verl_digen.engine.rows import make_rows
 from verl_digen.engine.worker import DiffusionWorker
@@ -89,17 +97,15 @@ def batch(tiny_qwen_image: Path) -> TensorDict:
     return make_batch(tiny_qwen_image, group_size=GROUP_SIZE)
 
 
-def test_init_starts_gloo_and_shares_the_cores(environment: None, tiny_qwen_image: Path):
-    worker = make_worker(tiny_qwen_image)
+def test_init_starts_gloo_and_shares_the_cores_and_the_average_is_exported_while_asked_for(
+    environment: None, tiny_qwen_image: Path, batch: TensorDict
+):
+    worker = make_worker(tiny_qwen_image, ema={"enable": True, "every_steps": 100})
     assert dist.get_backend() == "gloo"
     group = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert group.options._timeout == timedelta(seconds=777)
     assert torch.get_num_threads() == 1  # of a thousand ranks on this machine
     assert worker.engine.wire_dtype == torch.float32  # rollout.dtype
-
-
-def test_average_is_exported_while_asked_for(environment: None, tiny_qwen_image: Path, batch: TensorDict):
-    worker = make_worker(tiny_qwen_image, ema={"enable": True, "every_steps": 100})
     start = weights(worker.engine)
     worker.engine.optimizer.param_groups[0]["lr"] = 1e-3
     train(worker.engine, batch)
@@ -109,6 +115,33 @@ def test_average_is_exported_while_asked_for(environment: None, tiny_qwen_image:
     worker.export_policy("current")
     assert_equal(weights(worker.engine), trained)
     assert any(not torch.equal(value, start[name]) for name, value in trained.items())
+
+
+def test_fragments_are_one_update_on_the_whole_batch(
+    environment: None, tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Samples come from the batch; `tests/store` has TransferQueue."""
+    batch = Case().make_batch(tiny_qwen_image)
+    monkeypatch.setattr(worker_module, "fetch_samples", lambda points, partition, samples: read_samples(batch, samples))
+    worker, engine = make_worker(tiny_qwen_image), make_engine(tiny_qwen_image, optim={"lr_warmup_steps": 4})
+    groups = samples_of(batch, REWARDS)
+    for _ in range(2):
+        worker.begin(len(REWARDS), num_rows_of(groups), "train")
+        counts = worker.accumulate(fragment(groups, "g0", "g1", "g2"))
+        metrics = numbers(from_plain(worker.commit()))
+        train(engine, with_advantages(batch, REWARDS, "batch", 5.0))
+    assert counts["num_rows"] == 18 and counts["accumulate_s"] > 0
+    assert metrics["lr"] == pytest.approx(1e-3 * 2 / 4)
+    assert metrics["num_rows"] == 18 and metrics["ratio_deviation_max"] == 0.0 and metrics["num_fragments"] == 1
+    assert {"loss", "grad_norm", "policy_loss", "num_skipped_updates", "perf/max_memory_allocated_gb"} <= metrics.keys()
+    assert all(isinstance(value, float | int) for value in metrics.values())
+    assert_equal(weights(worker.engine), weights(engine))
+
+
+@pytest.mark.parametrize("name", ["begin", "accumulate", "assist", "commit", "abort"])
+def test_every_rank_gets_the_same_call_and_none_blocks_the_driver(name: str):
+    attributes = getattr(getattr(DiffusionWorker, name), MAGIC_ATTR)
+    assert (attributes["dispatch_mode"], attributes["blocking"]) == (Dispatch.ONE_TO_ALL, False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_init_model_is_passed_to_every_rank_as_verls_is_after_the_port():

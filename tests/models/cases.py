@@ -2,6 +2,8 @@
 """The tiny checkpoints of all architectures, and the equivalent calls of their diffusers pipelines."""
 
 import inspect
+import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from tests.texts import TextEncoder
+from tests.tiny_models import build_tiny
 from verl_digen.checkup.selftest import final_latents, images_read_at, load_pipeline, pictures_of, size_of
 from verl_digen.config import SamplingConfig
 from verl_digen.inputs import SourceImage, source_image
@@ -146,6 +149,13 @@ CASES = (
 )
 
 
+def changed(checkpoint: Path, folder: Path, file: str, change: dict[str, Any]) -> Path:
+    """A copy of the checkpoint in `folder`, without weights, whose JSON file has these values."""
+    copy = Path(shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns("*.safetensors")))
+    (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | change))
+    return copy
+
+
 class Loaded:
     """Checkpoint of a case; each part is loaded at its first use."""
 
@@ -157,6 +167,12 @@ class Loaded:
         """Images of every prompt."""
         if case.has_images:
             self.images = (draw_image(path.parent / "source.png", case.source_px),)
+
+    @classmethod
+    def tiny(cls, name: str, folder: Path) -> "Loaded":
+        """The case of this name, whose checkpoint is built in `folder`."""
+        (case,) = (case for case in CASES if case.name == name)
+        return cls(case, build_tiny(name, folder))
 
     @cached_property
     def transformer(self) -> nn.Module:

@@ -14,8 +14,8 @@ from verl_digen.models.base import DiffusionModel
 @pytest.fixture(scope="session", params=CASES, ids=[case.name for case in CASES])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Every architecture's tiny checkpoint in turn; read only."""
-    case = request.param
-    return Loaded(case, build_tiny(case.name, tmp_path_factory.mktemp(case.name) / "checkpoint"))
+    name = request.param.name
+    return Loaded.tiny(name, tmp_path_factory.mktemp(name) / "checkpoint")
 
 
 # -- a model of edits: NAME, PIPELINE and IMAGES of the test's module ------------------------------------------------

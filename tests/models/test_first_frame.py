@@ -2,7 +2,6 @@
 """Wan2.2 TI2V-5B: a given first frame, in a checkpoint that makes video from text alone, too."""
 
 import asyncio
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,57 +11,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.models.cases import CPU, NEGATIVE, draw_image
+from tests.models import edit_samples
+from tests.models.cases import CPU, NEGATIVE, changed
+from tests.models.edit_samples import NUM_STEPS, SEED, TEXT
 from tests.rollout.test_server import make_server
 from tests.tiny_models import build_tiny
 from tests.training_rows import rows_of
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.checkup.selftest import load_pipeline
-from verl_digen.config import DigenConfig
-from verl_digen.config.sampling import SamplingConfig
 from verl_digen.inputs import PromptInputs, SourceImage
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.wan_first_frame import WanFirstFrame
-from verl_digen.sampling.requests import inputs_of, sample_request
+from verl_digen.sampling.requests import inputs_of
 from verl_digen.sampling.sampler import Sampler, score_rows
-from verl_digen.types import PathRecord, PromptRow, SampleRequest
+from verl_digen.types import PathRecord, SampleRequest
 
-TEXT, SEED, NUM_STEPS = "it moves to the right", 7, 3
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny("wan2.2_ti2v_5b", tmp_path_factory.mktemp("ti2v") / "m")
-
-
-@pytest.fixture(scope="module")
-def model(path: Path) -> DiffusionModel:
-    return load_model(path)
-
-
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> SourceImage:
-    return draw_image(tmp_path_factory.mktemp("image") / "image.png", (100, 60))
+NAME, IMAGES = "wan2.2_ti2v_5b", ((100, 60),)
 
 
 def request_of(model: DiffusionModel, images: tuple[SourceImage, ...], *, scale: float = 1.0) -> SampleRequest:
     """A video of 9 frames, of the image's shape if there is one."""
-    config = SamplingConfig(
-        height_px=64,
-        width_px=64,
-        num_frames=9,
-        size_from_image=True,
-        image_sizes="wan_ti2v",
-        val_num_steps=NUM_STEPS,
-        val_true_cfg_scale=scale,
-        negative_prompt=NEGATIVE,
-        val_solver=SCHEDULERS[model.scheduler],
-    )
-    row = PromptRow(TEXT, "", None, uid="p", images=tuple(one.reference for one in images))
-    return sample_request(DigenConfig(sampling=config), row, 0, step=0, validate=True)
+    size = {"height_px": 64, "width_px": 64, "num_frames": 9, "size_from_image": True}
+    guidance = {"val_true_cfg_scale": scale, "negative_prompt": NEGATIVE}
+    return edit_samples.request_of(model, images, **size, **guidance, val_solver=SCHEDULERS[model.scheduler])
 
 
 def sample(model: DiffusionModel, network: nn.Module, encode: Any, request: SampleRequest) -> tuple[Any, Tensor, Any]:
@@ -76,10 +49,15 @@ def sample(model: DiffusionModel, network: nn.Module, encode: Any, request: Samp
 @pytest.mark.parametrize("scale", [1.0, 2.0])
 @pytest.mark.parametrize("is_given", [True, False], ids=["image", "text"])
 def test_one_checkpoint_makes_both_kinds_of_videos_as_both_pipelines_do(
-    model: DiffusionModel, network: nn.Module, encode: Any, image: SourceImage, is_given: bool, scale: float
+    model: DiffusionModel,
+    network: nn.Module,
+    encode: Any,
+    images: tuple[SourceImage, ...],
+    is_given: bool,
+    scale: float,
 ) -> None:
     """Latents after the last step, with the first frame, and pixels."""
-    request = request_of(model, (image,) if is_given else (), scale=scale)
+    request = request_of(model, images if is_given else (), scale=scale)
     geometry = request.sampling.geometry
     assert (geometry.height_px, geometry.width_px) == ((32, 64) if is_given else (64, 64))
     _, latents, conditions = sample(model, network, encode, request)
@@ -87,16 +65,15 @@ def test_one_checkpoint_makes_both_kinds_of_videos_as_both_pipelines_do(
     assert latents.shape[1:] == shape and shape[1] == (2 if is_given else 3)
     pipeline: Any = load_pipeline(model, geometry, torch.float32)
     assert type(pipeline).__name__ == ("WanImageToVideoPipeline" if is_given else "WanPipeline")
-    start = noise(SEED, "p", 0, INITIAL_LATENTS, shape)[None]
     given: dict[str, Any] = {
-        "image": image.read() if is_given else None,
+        "image": images[0].read() if is_given else None,
         "height": geometry.height_px,
         "width": geometry.width_px,
         "num_frames": 9,
         "num_inference_steps": NUM_STEPS,
         "guidance_scale": scale,
         "negative_prompt": NEGATIVE,
-        "latents": model.pipeline_start(start, geometry),
+        "latents": edit_samples.start_of(model, geometry),
     }
     given = given if is_given else {name: value for name, value in given.items() if name != "image"}
     whole = model.completed(latents, conditions)
@@ -109,10 +86,10 @@ def test_one_checkpoint_makes_both_kinds_of_videos_as_both_pipelines_do(
 
 
 def test_log_probs_are_of_the_frames_that_are_made(
-    model: DiffusionModel, network: nn.Module, encode: Any, image: SourceImage
+    model: DiffusionModel, network: nn.Module, encode: Any, images: tuple[SourceImage, ...]
 ) -> None:
     """Compare with a slow way: the network over the whole video, a Gaussian step of all of it, and a mask."""
-    plain = request_of(model, (image,))
+    plain = request_of(model, images)
     request = replace(
         plain, window=Window((0, 1), (0, 1)), sampling=replace(plain.sampling, solver="euler", noise_level=0.7)
     )
@@ -146,9 +123,9 @@ def test_log_probs_are_of_the_frames_that_are_made(
     assert velocity.shape[1:] == model.latent_shape(geometry)
 
 
-def test_a_replica_answers_with_the_whole_video(path: Path, model: DiffusionModel, image: SourceImage) -> None:
-    request = replace(request_of(model, (image,)), wants_condition=True, wants_latents=True)
-    made = asyncio.run(make_server(path).generate("id", [], {"request": request}))
+def test_a_replica_answers_with_the_whole_video(model: DiffusionModel, images: tuple[SourceImage, ...]) -> None:
+    request = replace(request_of(model, images), wants_condition=True, wants_latents=True)
+    made = asyncio.run(make_server(Path(model.path)).generate("id", [], {"request": request}))
     assert made.pixels.shape == (9, 32, 64, 3)
     given = made.condition["source"]
     torch.testing.assert_close(made.latents.final[:, :1], given.to(made.latents.final.dtype))
@@ -157,12 +134,12 @@ def test_a_replica_answers_with_the_whole_video(path: Path, model: DiffusionMode
 
 
 def test_what_does_not_belong_together_is_an_error(
-    model: DiffusionModel, network: nn.Module, encode: Any, image: SourceImage
+    model: DiffusionModel, network: nn.Module, encode: Any, images: tuple[SourceImage, ...]
 ) -> None:
-    request = request_of(model, (image,))
+    request = request_of(model, images)
     geometry = request.sampling.geometry
     latents = torch.randn(1, *model.latent_shape(geometry))
-    other = encode([inputs_of(TEXT, (image,), replace(geometry, width_px=96), 64)])
+    other = encode([inputs_of(TEXT, images, replace(geometry, width_px=96), 64)])
     text = encode([PromptInputs(TEXT)])
     whole = encode([request.inputs])
 
@@ -187,14 +164,14 @@ def test_what_does_not_belong_together_is_an_error(
         model.sequence_size = 1
 
 
-def test_the_index_says_which_model_file_reads_a_checkpoint(tmp_path: Path, path: Path) -> None:
+def test_the_index_says_which_model_file_reads_a_checkpoint(tmp_path: Path, model: DiffusionModel) -> None:
     """A flag of the index, in either pipeline; with `WanImageToVideoPipeline` every prompt has an image."""
-    assert load_model(path).spec.num_images == (0, 1)
+    assert model.spec.num_images == (0, 1)
     saved = load_model(build_tiny("wan2.2_ti2v_5b_i2v", tmp_path / "i2v"))
     assert type(saved) is WanFirstFrame and saved.spec.num_images == (1, 1)
     plain = build_tiny("wan2.1", tmp_path / "wan2.1")
     assert type(load_model(plain)).__name__ == "Wan"
-    other = build_tiny("wan2.1_i2v", tmp_path / "wan2.1_i2v") / "model_index.json"
-    other.write_text(json.dumps(json.loads(other.read_text()) | {"expand_timesteps": True}))
+    plain = build_tiny("wan2.1_i2v", tmp_path / "wan2.1_i2v")
+    other = changed(plain, tmp_path / "other", "model_index.json", {"expand_timesteps": True})
     with pytest.raises(ValueError, match=r"must hold a Wan that reads latents .* got one with 12 channels for 4"):
-        load_model(other.parent)
+        load_model(other)

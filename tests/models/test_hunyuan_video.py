@@ -7,8 +7,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
 
-from tests.models.cases import CASES, PROMPTS, Loaded, record_inputs
-from tests.tiny_models import build_tiny
+from tests.models.cases import PROMPTS, Loaded, record_inputs
 from verl_digen.types import Geometry
 
 CLIP = Geometry(32, 32, 5)
@@ -16,8 +15,7 @@ CLIP = Geometry(32, 32, 5)
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    (case,) = (case for case in CASES if case.name == "hunyuan_video")
-    return Loaded(case, build_tiny(case.name, tmp_path_factory.mktemp(case.name) / "m"))
+    return Loaded.tiny("hunyuan_video", tmp_path_factory.mktemp("hunyuan_video") / "m")
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

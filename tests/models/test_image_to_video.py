@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image to video: sizes from images, what conditions depend on, checkpoints for other uses."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,65 +9,39 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.cases import CASES, Loaded, draw_image
+from tests.models import edit_samples
+from tests.models.cases import Loaded, changed
+from tests.models.edit_samples import NUM_STEPS, TEXT
 from tests.tiny_models import build_tiny
-from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
-from verl_digen.config import DigenConfig
-from verl_digen.config.sampling import SamplingConfig
 from verl_digen.inputs import PromptInputs, SourceImage
 from verl_digen.models import load_model
-from verl_digen.sampling.requests import sample_request
-from verl_digen.sampling.sampler import Sampler
-from verl_digen.types import Condition, PromptRow, SampleRequest
+from verl_digen.types import Condition, SampleRequest
 
+IMAGES = ((50, 70),) * 2
+VIDEO = {"height_px": 64, "width_px": 64, "num_frames": 5, "size_from_image": True}
 NAMES = ("wan2.1_i2v", "wan2.2_i2v_a14b", "hunyuan_video15_i2v")
-TEXT, SEED, NUM_STEPS = "it moves to the right", 7, 3
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    return load(request.param, tmp_path_factory)
+    return Loaded.tiny(request.param, tmp_path_factory.mktemp(request.param) / "m")
 
 
-def load(name: str, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    (case,) = (case for case in CASES if case.name == name)
-    return Loaded(case, build_tiny(name, tmp_path_factory.mktemp(name) / "m"))
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[SourceImage, ...]:
-    """A tall one, and another of its size."""
-    folder = tmp_path_factory.mktemp("images")
-    return tuple(draw_image(folder / f"{number}.png", (50, 70), number) for number in range(2))
-
-
-def request_of(loaded: Loaded, image: SourceImage, **sampling: Any) -> SampleRequest:
-    config = SamplingConfig(
-        height_px=64,
-        width_px=64,
-        num_frames=5,
-        size_from_image=True,
-        image_sizes=loaded.model.spec.image_sizes,
-        val_num_steps=NUM_STEPS,
-        val_solver=SCHEDULERS[loaded.model.scheduler],
-        **sampling,
-    )
-    row = PromptRow(TEXT, "", None, uid="p", images=(image.reference,))
-    return sample_request(DigenConfig(sampling=config), row, 0, step=0, validate=True)
+def request_of(loaded: Loaded, image: SourceImage) -> SampleRequest:
+    return edit_samples.request_of(loaded.model, (image,), **VIDEO, val_solver=SCHEDULERS[loaded.model.scheduler])
 
 
 def test_a_video_of_the_images_shape_is_the_pipelines(loaded: Loaded, images: tuple[SourceImage, ...]) -> None:
     model, request = loaded.model, request_of(loaded, images[0])
     geometry = request.sampling.geometry
     assert geometry.height_px > geometry.width_px and geometry.sources == ((geometry.height_px, geometry.width_px),)
-    sampler = Sampler(model, loaded.transformer, run_seed=SEED, device="cpu", latents_dtype=torch.float32)
-    _, latents = sampler.sample([request], loaded.encoder([request.inputs]), None, version=0)
+    latents = edit_samples.sample(model, loaded.transformer, loaded.encoder, request)
     given: dict[str, Any] = {"height": geometry.height_px, "width": geometry.width_px, "guidance_scale": 1.0}
     if loaded.case.name == "hunyuan_video15_i2v":  # its size is its own
         loaded.pipeline.target_size, given = 64, {}
         loaded.pipeline.guider = loaded.pipeline.guider.new(guidance_scale=1.0)
-    start = noise(SEED, "p", 0, INITIAL_LATENTS, model.latent_shape(geometry))[None]
+    start = edit_samples.start_of(model, geometry)
     steps = {"num_inference_steps": NUM_STEPS, "output_type": "latent", "num_frames": 5, "latents": start}
     made = loaded.pipeline(images[0].read(), TEXT, **steps, **given)[0]
     torch.testing.assert_close(latents, made, atol=1e-5, rtol=0)
@@ -131,14 +104,9 @@ def test_an_image_at_another_size_than_the_requests_is_an_error(
         loaded.encoder([PromptInputs(TEXT, images[:1])])
 
 
-@pytest.mark.parametrize(
-    ("file", "change"),
-    [("transformer/config.json", {"pos_embed_seq_len": 514}), ("transformer/config.json", {"in_channels": 4})],
-)
-def test_a_wan_for_text_or_that_reads_a_last_frame_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, file: str, change: dict[str, Any]
-) -> None:
+def test_a_wan_for_text_or_that_reads_a_last_frame_is_refused(tmp_path: Path) -> None:
     path = build_tiny("wan2.1_i2v", tmp_path / "m")
-    (path / file).write_text(json.dumps(json.loads((path / file).read_text()) | change))
-    with pytest.raises(ValueError, match=r"must hold a Wan that continues one image .*; choose another, such as"):
-        load_model(path)
+    for name, value in (("pos_embed_seq_len", 514), ("in_channels", 4)):
+        other = changed(path, tmp_path / name, "transformer/config.json", {name: value})
+        with pytest.raises(ValueError, match=r"must hold a Wan that continues one image .*; choose another, such as"):
+            load_model(other)

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from tests.grid import in_grid
 from tests.models.cases import CASES, PROMPTS, Loaded
-from tests.tiny_models import build_tiny
 from verl_digen.models import kernels
 from verl_digen.models.experts import networks_of
 from verl_digen.models.kernels import block_classes, compute_exactly, set_kernels
@@ -145,8 +144,7 @@ OTHERS = ("hunyuan_video", "qwen_image", "sd3", "wan2.2_a14b", "z_image")
 def compiled(case: str, compiler: str, folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare a network with compiled blocks with an uncompiled one, for tiles of three shapes."""
     monkeypatch.setattr(kernels, "COMPILER", compiler)
-    (of_case,) = (each for each in CASES if each.name == case)
-    loaded = Loaded(of_case, build_tiny(case, folder))
+    loaded = Loaded.tiny(case, folder)
     plain: Any = loaded.model.load_transformer(torch.float32)
     network: Any = loaded.model.load_transformer(torch.float32)
     names = list(network.state_dict())
@@ -180,9 +178,8 @@ def test_compiled_blocks_compute_the_same_with_inductor(tmp_path: Any, monkeypat
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["sd3", *in_grid(case.name for case in CASES if case.name != "sd3")])
 def test_a_compiled_network_has_the_same_velocity_in_sampling_and_in_training(case: str, tmp_path: Any):
-    (of_case,) = (each for each in CASES if each.name == case)
-    loaded = Loaded(of_case, build_tiny(case, tmp_path / "m"))
-    model, geometry, (row, *_) = loaded.model, of_case.sizes[0], loaded.encode(PROMPTS[:1])
+    loaded = Loaded.tiny(case, tmp_path / "m")
+    model, geometry, (row, *_) = loaded.model, loaded.case.sizes[0], loaded.encode(PROMPTS[:1])
     network: Any = model.load_transformer(torch.bfloat16)
     set_kernels(model, network, side="trainer", attention="native", compiles=True)
     start = torch.randn(3, *model.latent_shape(geometry), generator=torch.Generator().manual_seed(0))

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.engine.harness import digen_section
-from tests.models.cases import CASES, Loaded, record_inputs
-from tests.tiny_models import build_tiny
+from tests.models.cases import Loaded, record_inputs
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.lora_file import check_lora_file
@@ -85,9 +84,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
     made: dict[str, Loaded] = {}
 
     def get(name: str) -> Loaded:
-        case = next(case for case in CASES if case.name == name)
         folder = tmp_path_factory.mktemp("lora") / "c"
-        return made.get(name) or made.setdefault(name, Loaded(case, build_tiny(name, folder)))
+        return made.get(name) or made.setdefault(name, Loaded.tiny(name, folder))
 
     return get
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LTX-2: two parts in one tensor of latents, and its sound."""
 
-import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.models.cases import CASES, CPU, Loaded
+from tests.models.cases import CPU, Loaded, changed
 from tests.models.test_parity import draw, initial, requests, sample
-from tests.tiny_models import build_tiny
 from verl_digen.algorithms.sde import latent_mean
 from verl_digen.models import load_model
 from verl_digen.models.loaded import SILENT
@@ -26,8 +23,7 @@ PARITY = 1e-5
 
 @pytest.fixture(scope="module")
 def ltx2(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    (case,) = (case for case in CASES if case.name == "ltx2")
-    return Loaded(case, build_tiny(case.name, tmp_path_factory.mktemp(case.name) / "m"))
+    return Loaded.tiny("ltx2", tmp_path_factory.mktemp("ltx2") / "m")
 
 
 def model_of(ltx2: Loaded) -> LTX2:
@@ -117,9 +113,7 @@ def test_one_log_prob_is_the_mean_over_the_elements_of_both_parts(ltx2: Loaded) 
 def test_a_checkpoint_of_another_kind_is_refused(
     ltx2: Loaded, tmp_path: Path, folder: str, key: str, value: Any
 ) -> None:
-    configs = shutil.copytree(ltx2.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
-    file = configs / folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    configs = changed(ltx2.path, tmp_path / "m", f"{folder}/config.json", {key: value})
     with pytest.raises(ValueError, match=rf"model\.path must hold a {folder} with {key}=.* for LTX-2, .* got {value}"):
         load_model(configs)
 

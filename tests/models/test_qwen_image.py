@@ -4,7 +4,6 @@
 import copy
 import functools
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCaus
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor, nn
 
+from tests.models.cases import changed
 from tests.texts import of_texts
 from verl_digen.models import MODELS, load_model
 from verl_digen.models.qwen_image import QwenImage, conv_one_frame
@@ -51,10 +51,6 @@ def conditions(model: QwenImage) -> list[Condition]:
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
 
 
 # -- loading ----------------------------------------------------------------------------------------------
@@ -96,10 +92,8 @@ def test_an_index_that_names_no_pipeline_is_an_error(tmp_path: Path, name: objec
 def test_a_checkpoint_for_another_task_is_an_error(
     tiny_qwen_image: Path, tmp_path: Path, file: str, change: dict, message: str
 ) -> None:
-    copy = shutil.copytree(tiny_qwen_image, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
-    (copy / file).write_text(json.dumps(json.loads((copy / file).read_text()) | change))
     with pytest.raises(ValueError, match=message):
-        load_model(copy)
+        load_model(changed(tiny_qwen_image, tmp_path / "m", file, change))
 
 
 # -- text -------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 """Features of Wan only: two experts, whole-numbered timesteps, cleaned prompts."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 from torch import Tensor
 
-from tests.models.cases import CPU
+from tests.models.cases import CPU, changed
 from tests.texts import of_texts
 from tests.tiny_models import build_tiny
 from verl_digen.engine.recompute import Recomputation
@@ -84,9 +83,8 @@ def test_timesteps_are_the_schedulers_whole_numbers(
     one_expert: DiffusionModel, tmp_path: Path, flow_shift: float
 ) -> None:
     """Timesteps are recovered from the sigma in fp32, for every number of steps up to 60."""
-    configs = shutil.copytree(one_expert.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
-    file = configs / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"flow_shift": flow_shift}))
+    file = "scheduler/scheduler_config.json"
+    configs = changed(one_expert.path, tmp_path / "m", file, {"flow_shift": flow_shift})
     model: Any = load_model(configs)
     scheduler: Any = UniPCMultistepScheduler.from_pretrained(configs / "scheduler")
     for num_steps in range(1, 61):
@@ -98,11 +96,9 @@ def test_timesteps_are_the_schedulers_whole_numbers(
 
 def test_an_euler_schedule_has_fractional_timesteps(one_expert: DiffusionModel, tmp_path: Path) -> None:
     """Wan2.1's second published scheduler."""
-    configs = shutil.copytree(one_expert.path, tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors"))
     name = "FlowMatchEulerDiscreteScheduler"
+    configs = changed(one_expert.path, tmp_path / "m", "model_index.json", {"scheduler": ["diffusers", name]})
     (configs / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": name, "shift": 3.0}))
-    index = json.loads((configs / "model_index.json").read_text())
-    (configs / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", name]}))
     model: Any = load_model(configs)
     sigmas = model.sigmas(7, CLIP)
     assert sigmas[0] == 1.0 and sigmas[-1] == 0.0

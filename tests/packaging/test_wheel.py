@@ -40,6 +40,7 @@ OF_SDIST = {
     *("patches", "recipes", "verl_digen", "verl_digen.egg-info"),
 }
 """Names at the top of an sdist."""
+MADE_BY_A_BUILD = {"PKG-INFO", "setup.cfg", "verl_digen.egg-info"}
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@
 import pytest
 
 from tests.models.cases import CASES, Loaded
-from tests.tiny_models import build_tiny
 
 VARIANTS = (
     "flux_kontext",
@@ -27,5 +26,5 @@ VARIANTS = (
 )
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     """Every architecture's tiny checkpoint in turn; read only."""
-    case = request.param
-    return Loaded(case, build_tiny(case.name, tmp_path_factory.mktemp(case.name) / "checkpoint"))
+    name = request.param.name
+    return Loaded.tiny(name, tmp_path_factory.mktemp(name) / "checkpoint")

@@ -86,14 +86,15 @@ def play(client: Client, folder: Path) -> list[Episode]:
 def test_a_step_moves_and_computes_what_real_episodes_do(tmp_path):
     checkpoint = build_tiny("qwen_image_edit_plus", tmp_path / "checkpoint")
     words = [*WORDS, f"actor_rollout_ref.model.path={checkpoint}"]
-    client = Client(checkpoint, command.make_plan(words).run.settings.digen)
+    settings = command.make_plan(words).run.settings
+    client = Client(checkpoint, settings.digen)
     episodes = play(client, tmp_path)
     records = [episode.generation.trajectory.record for episode in episodes]
     conditions = {key: pair for episode in episodes for key, pair in episode.conditions.items()}
     embeds = [positive["embeds"] for positive, _ in conditions.values()]
     longest = max(len(one) for one in embeds)
 
-    model, settings = load_model(checkpoint), command.make_plan(words).run.settings
+    model = load_model(checkpoint)
     of_images = model.num_image_text_tokens(turn_geometry(settings.digen.sampling, model, settings.episodes))
     plan = command.make_plan([*words, f"prompt_tokens={longest - of_images}"])
     assert plan.run.num_trained_rows == sum(len(record.sigmas) for record in records) > NUM_PROMPTS * NUM_TURNS

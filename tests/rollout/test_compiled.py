@@ -2,7 +2,6 @@
 """A `diffusers` replica with compiled blocks: its forwards read the weights of every update, also after a sleep."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,22 +14,14 @@ from tests.rollout.test_server import ask, begin_and_send, make_server
 from tests.sampling.runs import close, path_of
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
-from verl_digen.models import kernels
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Generation, SampleRequest, Sampling
 from verl_digen.weights.receiver import tensors_of_update
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("without_a_compiler")]
 
 CASE = CASES["wan2.1"]
 ANSWER_S = 300.0
-
-
-@pytest.fixture(autouse=True)
-def compiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernels, "COMPILER", "aot_eager")
-    yield
-    torch._dynamo.reset()
 
 
 async def generate(server: DiffusersServer) -> list[Generation]:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +30,21 @@ def held(modules) -> int:
     return sum(each.untyped_storage().nbytes() for module in modules for each in module.state_dict().values())
 
 
+def note_turns(networks: dict[str, Any], held: Callable[[Any], int], *, on_host: bool) -> list[str]:
+    """The networks ("encode" and "denoise") that run from now on, in turn; with encoders on the host the one that does
+    not run is not on the device."""
+    ran: list[str] = []
+
+    def note(kind: str, other: str) -> None:
+        assert held(networks[kind]) and not (on_host and held(networks[other]))
+        ran.extend([kind] if ran[-1:] != [kind] else [])
+
+    for kind, other in (("encode", "denoise"), ("denoise", "encode")):
+        for module in networks[kind]:
+            module.register_forward_pre_hook(lambda *args, kind=kind, other=other: note(kind, other))
+    return ran
+
+
 async def generate(server: DiffusersServer, asked: list[SampleRequest], text: str) -> list[Generation]:
     requests = [replace(one, inputs=PromptInputs(f"{one.uid} {text}")) for one in asked]
     return await asyncio.gather(*[server.generate("", [], {"request": one}) for one in requests])
@@ -35,17 +52,9 @@ async def generate(server: DiffusersServer, asked: list[SampleRequest], text: st
 
 async def serve(name: str, path: Path, encoders: str) -> tuple[list[Generation], list[str]]:
     """Samples of two weight versions, with other prompts, and the networks that ran, in turn."""
-    server, ran, asked = make_server(path, max_batch_size=2, encoders=encoders), [], requests_of(name)
+    server, asked = make_server(path, max_batch_size=2, encoders=encoders), requests_of(name)
     networks = {"encode": server._encoders.encode.modules, "denoise": (server._weights.module,)}
-
-    def note(kind: str, other: str) -> None:
-        if encoders == "host":
-            assert held(networks[kind]) and not held(networks[other])
-        ran.extend([kind] if ran[-1:] != [kind] else [])
-
-    for kind, other in (("encode", "denoise"), ("denoise", "encode")):
-        for module in networks[kind]:
-            module.register_forward_pre_hook(lambda *args, kind=kind, other=other: note(kind, other))
+    ran = note_turns(networks, held, on_host=encoders == "host")
     answers = await generate(server, asked, "green circle")
     await update(server, {name: tensor.cpu() for name, tensor in weights_of(server, 0.5).items()}, 1, max_bucket_mb=16)
     answers += await generate(server, asked, "blue box")

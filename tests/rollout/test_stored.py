@@ -13,8 +13,6 @@ from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.rollout.stored import StoredConditions
 
-CPU = torch.device("cpu")
-
 
 def test_a_replica_without_encoders_makes_the_same_samples(tiny_qwen_image, tmp_path):
     requests = make_requests(GUIDED)[:4]

@@ -3,7 +3,6 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +17,6 @@ from verl_digen.sampling import fp8
 from verl_digen.sampling.fp8 import LARGEST, Fp8Layers, require_fp8
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 NUM_STEPS = 8
 EIGHT = Sampling(Geometry(64, 64), NUM_STEPS, 1.0, "flow", 0.7, outside=Outside(fp8=True))
