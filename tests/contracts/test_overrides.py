@@ -55,7 +55,7 @@ OVERRIDDEN = {
     "compute_rm_score",
     "rollout.adapter:DiffusersServerAdapter": "resume release update_weights",
     "rollout.adapter:NoWeightsSent": "resume release update_weights",
-    "rollout.placed:PlacedReplica": "get_ray_class_with_init_args",
+    "rollout.birth:PlacedReplica": "get_ray_class_with_init_args",
     "rollout.replica:DiffusersReplica": "launch_servers",
     "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin step "
     "on_validate_begin _compute_metrics _validate _save_checkpoint",

@@ -35,7 +35,7 @@ def save_run(
     step_dir = folder / f"global_step_{step}"
     engine.save_checkpoint(str(step_dir / "actor"))
     if dist.get_rank() == 0:
-        save_driver_state(step_dir, DriverState(2), {}, [])
+        save_driver_state(step_dir, DriverState(2, ""), {}, [])
         save_run_description(step_dir, OmegaConf.create(run_config(path, model, **digen)))
         publish(folder, step)
 

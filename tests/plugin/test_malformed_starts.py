@@ -446,7 +446,7 @@ def test_a_folder_that_cannot_be_written_is_told(start, runnable, tmp_path):
 
 def test_a_checkpoint_to_resume_from_is_accepted(start, runnable, tmp_path):
     (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
-    (tmp_path / "global_step_3" / "digen.json").write_text('{"num_prompts_drawn": 0}')
+    (tmp_path / "global_step_3" / "digen.json").write_text('{"num_prompts_drawn": 0, "drawn_from": ""}')
     resumed = f"trainer.resume_from_path={tmp_path}/global_step_3"
     assert said_of(start, *runnable, "trainer.resume_mode=resume_path", resumed) is None
 

@@ -68,13 +68,13 @@ def test_a_run_that_stopped_says_after_which_checkpoint_it_can_go_on(tmp_path):
 def test_prompts_are_saved_as_json_and_a_value_that_json_does_not_give_back_is_refused(tmp_path):
     extra = {"boxes": np.array([[1.5, 2.0]]), "tags": ("a", "b"), "is_easy": True}
     row = replace(PROMPT, index=np.int64(7), extra=extra, place="line 8 of 'a.jsonl'")
-    save_driver_state(tmp_path, DriverState(1), {}, [row])
+    save_driver_state(tmp_path, DriverState(1, ""), {}, [row])
     (found,) = load_open_prompts(tmp_path)
     assert found == replace(PROMPT, index=7, extra={"boxes": [[1.5, 2.0]], "tags": ["a", "b"], "is_easy": True})
     assert found.place == row.place
     for value in (object(), {1: "a"}):
         with pytest.raises(ValueError, match=r"data.train_files: line 8 of 'a.jsonl' must hold texts.* of type "):
-            save_driver_state(tmp_path, DriverState(1), {}, [replace(row, extra={"x": value})])
+            save_driver_state(tmp_path, DriverState(1, ""), {}, [replace(row, extra={"x": value})])
 
 
 class Resumed(ColocatedTrainer):

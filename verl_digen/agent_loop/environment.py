@@ -21,7 +21,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from verl_digen.agent_loop.episode import Episode, PlayedTurn
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
-from verl_digen.algorithms.noise import keyed_seed
+from verl_digen.algorithms.seeds import keyed_seed
 from verl_digen.data.rows import loop_row
 from verl_digen.environments.base import PREVIOUS, Instruction
 from verl_digen.environments.open_episode import EpisodeDiverged, EpisodeFailed, OpenEpisode

@@ -24,7 +24,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.noise import keyed_seed, sample_seed, step_noise
+from verl_digen.algorithms.noise import sample_seed, step_noise
+from verl_digen.algorithms.seeds import keyed_seed
 from verl_digen.require import In, OneOf, check_fields, require
 
 KINDS = ("steps", "strata", "logit_normal")

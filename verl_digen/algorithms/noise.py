@@ -7,19 +7,13 @@
   coincide. Within a group (say 16 samples, 10 steps) the chance of one is 3e-6; elsewhere it does no harm.
 """
 
-import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-
-def keyed_seed(*key: str | int) -> int:
-    """A seed in [0, 2**63): the same for a key on every machine, unrelated for different keys (blake2b)."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
+from verl_digen.algorithms.seeds import keyed_seed
 
 INITIAL_LATENTS = -1
 """The `step` of the initial latents."""

@@ -14,7 +14,7 @@ import random
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_digen.algorithms.noise import keyed_seed
+from verl_digen.algorithms.seeds import keyed_seed
 from verl_digen.require import In, OneOf, check_fields
 
 KINDS = ("all", "consecutive", "fraction")
