@@ -154,6 +154,8 @@ def test_verl_calls_the_hooks_of_a_step_that_we_replace():
 # -- verl in memory: its modules and classes hold no function and no class of ours ---------------------------
 def replaced():
     """Attributes of the loaded modules of verl, and of their classes, that are functions or classes of ours."""
+    import inspect  # tests/e2e/test_facade.py runs the source of this function in a program of its own
+    import sys
 
     def is_ours(value):
         inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
