@@ -6,6 +6,7 @@ An actor that needs PyTorch and verl is ready after 2 s of a core in place of 6.
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,9 @@ def local_ray(*, forks: bool = True, **options: Any) -> Iterator[None]:
         Exception: Ray's processes did not start in `NUM_STARTS` times 30 s.
     """
     python = str(shared_server().python) if forks else sys.executable
+    if ray.is_initialized():  # Ray connects by itself where code calls it, such as `ray.kill` on a stand-in
+        warnings.warn("an earlier test of this process left a connection to Ray", stacklevel=2)
+        ray.shutdown()
     _start(NUM_STARTS, python, options)
     try:
         yield

@@ -89,7 +89,7 @@ def test_three_steps_leave_the_weights_of_the_colocated_trainer(three_steps, sep
 
 
 def test_training_begins_before_the_last_group_is_generated(separate):
-    """In some step: on busy cores the ranks may come late. The planner's tests have every step, on a virtual clock."""
+    # in some step: on busy cores the ranks may come late; the planner's tests have every step, on a virtual clock
     assert read_timeline(separate.run_dir / "timeline.jsonl").steps == [1, 2, 3]
     assert any(row["perf/overlap_s"] > 0 for row in steps_of(separate))
     for row in steps_of(separate):
