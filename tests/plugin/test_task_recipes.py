@@ -94,7 +94,8 @@ def test_the_trainer_names_the_files_of_each_split_before_verl_makes_the_data_se
     monkeypatch.setattr(PPOTrainerSync, "__init__", stop)
     trainers: tuple[Any, ...] = (ColocatedTrainer, DisaggregatedTrainer)
     for trainer in trainers:
-        config = start(*run_of("geneval", folder, tiny_sd3))
+        # not the ranks, whose server would start in Ray
+        config = start(*run_of("geneval", folder, tiny_sd3), "actor_rollout_ref.rollout.name=diffusers")
         with pytest.raises(Made):
             trainer(config)
         given = (config.data.train_files, config.data.val_files)
