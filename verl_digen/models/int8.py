@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from verl_digen.models.experts import networks_of
-from verl_digen.models.kernels import block_classes
+from verl_digen.models.kernels import repeated_linears
 
 LARGEST = 127
 SMALLEST = 1e-12
@@ -28,12 +27,8 @@ SMALLEST = 1e-12
 
 def store_int8(module: nn.Module) -> None:
     """Turn the linear layers of all networks of `module`, on any device, into `Int8Linear`, one after the other."""
-    for network in networks_of(module):
-        classes = block_classes(network)
-        for block in (one for one in network.modules() if type(one).__name__ in classes):
-            for layer in block.modules():
-                if type(layer) is nn.Linear:
-                    _store(layer)
+    for layer in repeated_linears(module):
+        _store(layer)
 
 
 def _store(layer: nn.Linear) -> None:

@@ -89,6 +89,16 @@ def block_classes(network: Any) -> frozenset[str]:
     return frozenset(getattr(network, "_repeated_blocks", None) or network._no_split_modules)
 
 
+def repeated_linears(module: nn.Module) -> list[nn.Linear]:
+    """Linear layers of the blocks that repeat, in all networks of `module`, each once."""
+    found: dict[int, nn.Linear] = {}
+    for network in networks_of(module):
+        names = block_classes(network)
+        for block in (one for one in network.modules() if type(one).__name__ in names):
+            found |= {id(layer): layer for layer in block.modules() if type(layer) is nn.Linear}
+    return list(found.values())
+
+
 def _compile_blocks(network: nn.Module) -> int:
     """Compile the forward of each repeated block -> their number."""
     from torch._dynamo import config as dynamo

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import ScalingType, scaled_mm
 
 from verl_digen.errors import describe
-from verl_digen.models.experts import networks_of
-from verl_digen.models.kernels import block_classes
+from verl_digen.models.kernels import repeated_linears
 from verl_digen.require import require
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,11 @@ class Fp8Layers:
     """
 
     def __init__(self, network: nn.Module):
-        self._layers = _layers_of(network)
+        self._layers = [
+            layer
+            for layer in repeated_linears(network)
+            if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
+        ]
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -112,20 +115,6 @@ def require_fp8(layers: Fp8Layers, device: torch.device) -> None:
         layers.num_layers,
         layers.num_bytes / 1e9,
     )
-
-
-def _layers_of(network: nn.Module) -> list[nn.Linear]:
-    """Linear layers of the repeated blocks, each once."""
-    found: dict[int, nn.Linear] = {}
-    for each in networks_of(network):
-        names = block_classes(each)
-        for block in each.modules():
-            if type(block).__name__ not in names:
-                continue
-            for layer in block.modules():
-                if type(layer) is nn.Linear and layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0:
-                    found[id(layer)] = layer
-    return list(found.values())
 
 
 def _forward(layer: nn.Linear, weight: Tensor, scale: Tensor) -> Callable[[Tensor], Tensor]:
