@@ -38,6 +38,7 @@ SETTINGS = Settings(
     rollout_name="diffusers",
     tensor_parallel=1,
     frees_replica=True,
+    exports=False,
     is_accelerated=False,
     shares_host_copies=False,
     dtypes=Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),

@@ -440,7 +440,8 @@ def _step(run: Run) -> Items:
 
 
 def _checkpoint(run: Run) -> int:
-    """Bytes of a checkpoint: trained weights, optimizer, copies that follow."""
+    """Bytes of a checkpoint: trained weights, optimizer, copies that follow, and the export if configured."""
     counts, settings = run.measured.counts, run.settings
     num_copies = int(settings.digen.ema.enable) + len(policies_that_follow(settings.digen))
-    return (3 + num_copies) * counts.trained_bytes  # weights and two moments; a frozen base is not saved
+    exported = (counts.trained_bytes if settings.is_lora else counts.param_bytes) if settings.exports else 0
+    return (3 + num_copies) * counts.trained_bytes + exported  # weights and two moments; a frozen base is not saved

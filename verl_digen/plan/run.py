@@ -90,6 +90,8 @@ class Settings:
     tensor_parallel: int
     frees_replica: bool
     """True if a replica frees device memory while the trainer uses the same device."""
+    exports: bool
+    """True if checkpoints also hold an export for other tools."""
     is_accelerated: bool
     """False on a CPU, where nothing is page-locked and no process needs memory of a device for itself."""
     shares_host_copies: bool
@@ -273,6 +275,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         rollout_name=rollout.name,
         tensor_parallel=size,
         frees_replica=not split and rollout.free_cache_engine,
+        exports="hf_model" in actor.checkpoint.save_contents,
         is_accelerated=config.trainer.device != "cpu",
         shares_host_copies=config.trainer.device in SHARING,
         dtypes=_dtypes(fsdp, rollout, digen),
