@@ -13,77 +13,77 @@ from verl_digen.errors import DeadlineMissed
 from verl_digen.processes.calls import CallsUnderWay
 from verl_digen.processes.deadlines import Bound, Deadlines, DeadlinesConfig
 
-DEADLINES = Deadlines(DeadlinesConfig(no_progress_s=3000.0))
+DEADLINES = Deadlines(DeadlinesConfig(no_progress_s=3000.0, answer_s=5.0))
 
 
-class Book:
-    """Calls, and their ends."""
-
-    def __init__(self):
-        self.calls = CallsUnderWay(DEADLINES)
-        self.ended, self.overdue = [], []
-
-    def start(self, name, takes_s, bound_s):
-        self.calls.start(
-            asyncio.sleep(takes_s),
-            what=name,
-            bound=Bound(bound_s, "digen.deadlines.train_s"),
-            on_ended=lambda task, took_s: self.ended.append((name, round(took_s, 3))),
-            on_overdue=lambda error: self.overdue.append((name, str(error))),
-        )
+def call(calls, takes_s, bound_s, what="a"):
+    return calls.call(asyncio.sleep(takes_s, "slept"), what=what, bound=Bound(bound_s, "digen.deadlines.train_s"))
 
 
-def test_a_call_that_ends_in_time_is_handled_with_the_seconds_it_took():
+def in_virtual_time(scenario):
+    """Run `scenario(calls)` -> (what it returns or raises, seconds it took, tasks that it left)."""
+
     async def run():
-        book = Book()
-        book.start("a", 5.0, 10.0)
-        assert await book.calls.next_events() and not len(book.calls)
-        return book
+        calls = CallsUnderWay(DEADLINES)
+        try:
+            outcome = await scenario(calls)
+        except Exception as error:
+            outcome = error
+        took_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.01)
+        return outcome, pytest.approx(took_s, abs=0.01), len(asyncio.all_tasks()) - 1
 
-    book = run_in_virtual_time(run())
-    assert book.ended == [("a", 5.0)] and book.overdue == []
+    return run_in_virtual_time(run())
+
+
+def test_a_call_that_ends_in_time_has_a_result_and_the_seconds_it_took():
+    async def scenario(calls):
+        return await call(calls, 5.0, 10.0)
+
+    assert in_virtual_time(scenario) == (("slept", 5.0), 5.0, 0)
 
 
 def test_an_overdue_call_is_cancelled_and_named_within_its_bound_while_others_go_on():
-    async def run():
-        book = Book()
-        book.start("slow", 500.0, 600.0)
-        book.start("hangs", 1e9, 20.0)
-        began_s = asyncio.get_running_loop().time()
-        assert await book.calls.next_events()
-        assert asyncio.get_running_loop().time() - began_s == pytest.approx(20.0, abs=0.01)
-        assert len(book.calls) == 1
-        assert await book.calls.next_events()
-        await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1, "the overdue one was cancelled"
-        return book
+    async def scenario(calls):
+        ended = []
 
-    book = run_in_virtual_time(run())
-    assert book.ended == [("slow", 500.0)]
-    ((name, message),) = book.overdue
-    assert name == "hangs" and "for 20 s" in message and "raise digen.deadlines.train_s" in message
+        async def slow():
+            ended.append(await call(calls, 500.0, 600.0))
+
+        calls.spawn(slow())
+        with pytest.raises(DeadlineMissed, match=r"hangs .*for 20 s.* raise digen\.deadlines\.train_s"):
+            await call(calls, 1e9, 20.0, "hangs")
+        assert asyncio.get_running_loop().time() == pytest.approx(20.0, abs=0.01) and len(calls) == 1
+        await calls.changed()
+        return ended
+
+    assert in_virtual_time(scenario) == ([("slept", 500.0)], 500.0, 0)
 
 
-def test_calls_that_end_together_are_handled_in_the_order_of_their_start():
-    async def run():
-        book = Book()
-        for name in "abcdefgh":
-            book.start(name, 1.0, 10.0)
-        await book.calls.next_events()
-        return [name for name, _ in book.ended]
+def test_a_call_is_cancelled_with_the_task_that_waits_for_it():
+    async def scenario(calls):
+        waiting = asyncio.ensure_future(call(calls, 1e9, 1e9))
+        await asyncio.sleep(1.0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        return calls.describe()
 
-    assert run_in_virtual_time(run()) == list("abcdefgh")
+    assert in_virtual_time(scenario) == ("every call under way ()", 1.0, 0)
 
 
 def test_a_long_wait_is_reported_again_and_again_and_then_ends_the_run(caplog):
-    async def run():
-        book = Book()
-        book.start("a", 1e9, 1e6)
-        book.start("b", 1e9, 1e6)
-        await book.calls.next_events()
+    async def scenario(calls):
+        calls.spawn(call(calls, 1e9, 1e6, "b"))
+        try:
+            await calls.run(call(calls, 1e9, 1e6))
+        finally:
+            calls.end()
 
-    with caplog.at_level(logging.WARNING), pytest.raises(DeadlineMissed, match=r"a for 3000.* b for .*no_progress_s"):
-        run_in_virtual_time(run())
+    with caplog.at_level(logging.WARNING):
+        error, took_s, num_left = in_virtual_time(scenario)
+    with pytest.raises(DeadlineMissed, match=r"b for 3000.* a for .*no_progress_s"):
+        raise error
+    assert (took_s, num_left) == (3000.0, 0)
     reports = [record.getMessage() for record in caplog.records if "nothing happened" in record.getMessage()]
     assert [text.split(" s;")[0] for text in reports] == [
         f"nothing happened for {s}" for s in (100, 200, 400, 800, 1600)
@@ -91,13 +91,68 @@ def test_a_long_wait_is_reported_again_and_again_and_then_ends_the_run(caplog):
     assert all("a for" in text and "b for" in text for text in reports)
 
 
-def test_a_timeout_of_the_caller_is_no_event():
-    async def run():
-        book = Book()
-        book.start("a", 50.0, 60.0)
-        return [await book.calls.next_events(10.0), await book.calls.next_events(100.0)]
+def test_every_event_gives_a_run_its_full_patience_again():
+    async def scenario(calls):
+        async def event():
+            await asyncio.sleep(2000.0)
+            calls.notify()
 
-    assert run_in_virtual_time(run()) == [False, True]
+        calls.spawn(event())
+        return await calls.run(call(calls, 4500.0, 1e6))
+
+    assert in_virtual_time(scenario) == (("slept", 4500.0), 4500.0, 0)
+
+
+def test_a_timeout_of_the_caller_is_no_event():
+    async def scenario(calls):
+        calls.spawn(call(calls, 50.0, 60.0))
+        return [await calls.changed(10.0), await calls.changed(100.0)]
+
+    assert in_virtual_time(scenario) == ([False, True], 50.0, 0)
+
+
+async def fail_after(seconds):
+    await asyncio.sleep(seconds)
+    raise RuntimeError("boom")
+
+
+def test_a_run_ends_with_the_first_task_that_fails():
+    async def scenario(calls):
+        calls.spawn(fail_after(5.0))
+        await calls.run(call(calls, 1e3, 1e4))
+
+    error, took_s, num_left = in_virtual_time(scenario)
+    assert (str(error), took_s, num_left) == ("boom", 5.0, 0)
+
+
+def test_what_fails_between_two_runs_ends_the_next_before_it_begins():
+    begun = []
+
+    async def work():
+        begun.append(True)
+
+    async def scenario(calls):
+        calls.spawn(fail_after(5.0))
+        await asyncio.sleep(10.0)
+        with pytest.raises(RuntimeError, match="boom"):
+            calls.check()
+        await calls.run(work())
+
+    error, took_s, _ = in_virtual_time(scenario)
+    assert (str(error), took_s, begun) == ("boom", 10.0, [])
+
+
+def test_an_overdue_notification_ends_the_run_unless_it_may_be_late(caplog):
+    async def scenario(calls):
+        calls.tell(asyncio.sleep(1e9), "the first", may_be_late=True)
+        await asyncio.sleep(10.0)
+        calls.check()
+        calls.tell(asyncio.sleep(1e9), "the second")
+        await calls.run(call(calls, 1e3, 1e4))
+
+    error, took_s, _ = in_virtual_time(scenario)
+    assert isinstance(error, DeadlineMissed) and "the second" in str(error) and took_s == 15.0
+    assert "the first" in caplog.text
 
 
 class CountedBound:
@@ -117,49 +172,15 @@ class CountedBound:
 def test_an_event_does_not_go_through_the_calls_in_flight():
     bound = CountedBound()
 
-    async def run():
-        book = Book()
+    async def scenario(calls):
         for _ in range(500):
-            book.calls.start(asyncio.sleep(1e5), what="long", bound=bound, on_ended=None)
+            calls.spawn(calls.call(asyncio.sleep(1e5), what="long", bound=bound))
         for _ in range(20):
-            book.start("short", 1.0, 1e6)
-            assert await book.calls.next_events()
-        return len(book.ended)
+            await calls.run(call(calls, 1.0, 1e6))
+        calls.end()
 
-    assert run_in_virtual_time(run()) == 20
-    assert bound.num_reads <= 2 * 500, "at the start of each"
-
-
-def test_the_earliest_deadline_counts_whichever_call_was_started_last():
-    async def run():
-        book = Book()
-        book.start("hangs", 1e9, 20.0)
-        book.start("ends", 5.0, 10.0)
-        book.start("slow", 500.0, 600.0)
-        times_s = []
-        for _ in range(3):
-            assert await book.calls.next_events()
-            times_s.append(round(asyncio.get_running_loop().time(), 1))
-        return times_s[1] - times_s[0], times_s[2] - times_s[0], [name for name, _ in (*book.ended, *book.overdue)]
-
-    assert run_in_virtual_time(run()) == (15.0, 495.0, ["ends", "slow", "hangs"])
-
-
-def test_calls_that_end_together_are_kept_when_the_handler_of_one_raises():
-    async def run():
-        book = Book()
-
-        def fail(task, took_s):
-            raise RuntimeError("boom")
-
-        book.calls.start(asyncio.sleep(1.0), what="bad", bound=Bound(10.0, "k"), on_ended=fail)
-        book.start("good", 1.0, 10.0)
-        with pytest.raises(RuntimeError, match="boom"):
-            await book.calls.next_events()
-        assert await book.calls.next_events()
-        return book.ended
-
-    assert run_in_virtual_time(run()) == [("good", 1.0)]
+    in_virtual_time(scenario)
+    assert bound.num_reads <= 500, "at the start of each"
 
 
 def test_a_call_that_is_in_flight_when_its_loop_is_closed_is_dropped_in_silence(monkeypatch):
@@ -167,9 +188,9 @@ def test_a_call_that_is_in_flight_when_its_loop_is_closed_is_dropped_in_silence(
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
 
     async def begin():
-        book = Book()
-        book.start("a", 1e9, 1e9)
-        waiting = asyncio.ensure_future(book.calls.next_events())
+        calls = CallsUnderWay(DEADLINES)
+        calls.spawn(call(calls, 1e9, 1e9))
+        waiting = asyncio.ensure_future(calls.run(call(calls, 1e9, 1e9)))
         await asyncio.sleep(0.01)
         return waiting
 

@@ -3,7 +3,6 @@
 
 import asyncio
 import itertools
-from collections import Counter
 
 from tests.schedulers.flat import make_rules
 from tests.tags import make_tag
@@ -97,9 +96,6 @@ class Pools:
             index: make_tag(float(index), version=chunk.version, condition_key=self.condition_key(chunk))
             for index in self.done[chunk.id]
         }
-        self.num_scored = getattr(self, "num_scored", Counter()) + Counter({chunk.uid: len(tags)})
-        if self.num_scored[chunk.uid] == GROUP_SIZE:
-            self.calls.append(("scored whole", chunk.uid))
         return ScoredChunk(tags, {})
 
     async def begin(self):

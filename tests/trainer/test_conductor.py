@@ -13,6 +13,7 @@ from verl_digen.agent_loop.chunks import GeneratedChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Lane
 from verl_digen.processes.deadlines import DeadlinesConfig
+from verl_digen.schedulers.types import Assist, Commit, Train, Wait
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.lanes import Joining
 from verl_digen.trainer.published import PublishedSamples
@@ -83,15 +84,18 @@ def test_an_assist_of_several_groups_is_one_call_and_each_group_fails_by_itself(
 
 def test_a_ready_fragment_goes_before_an_assist():
     pools = Pools()
-    run(make_conductor(pools, num_prompts=6, assist="always", assist_chunk_size=1))
-    scored_whole: set[str] = set()
-    for call in pools.calls:
-        if call[0] == "accumulate":
-            scored_whole -= set(call[1])
-        elif call[0] == "scored whole":
-            scored_whole.add(call[1])
-        elif call[0] == "assist":
-            assert not scored_whole
+    conductor = make_conductor(pools, num_prompts=6, assist="always", assist_chunk_size=1)
+    decide, num_ready, decided = conductor.planner.next_for_trainer, [], []
+
+    def watched(now_s):
+        num_ready.append(len(conductor.planner._book.batches[0].ready))
+        decided.append(decide(now_s))
+        return decided[-1]
+
+    conductor.planner.next_for_trainer = watched
+    run(conductor)
+    assert {type(one) for one, ready in zip(decided, num_ready, strict=True) if ready} == {Train}
+    assert {type(one) for one, ready in zip(decided, num_ready, strict=True) if not ready} == {Assist, Wait, Commit}
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in flight, each with a deadline: who waits for whom, since when, and until when.
 
-- `start` begins a call with two callbacks, one for its end and one for its timeout. An overdue call is cancelled and
-  forgotten: exactly one of the two callbacks runs.
-- `next_events` waits until a call ends or is overdue, and handles every such call.
-- After a long time without any event the log lists every call in flight; after a longer one the run ends.
+- `call` awaits something within a bound; an overdue one is cancelled.
+- `spawn` begins a task that makes calls; `run` awaits the one that all of them serve, and fails with the first that
+  fails.
+- After a long time without any event the log lists every call in flight; after a longer one `run` fails.
 
 All waiting goes through asyncio, and so does time (`loop.time`).
 
 Invariants (tests/processes/test_calls.py)
-- `next_events` returns within the smallest bound of the calls in flight.
-- Calls that end at the same time are handled in the order in which they were started.
-- An event takes as long with 1,000 calls in flight as with one: nothing goes through them but when a deadline passes.
+- `call` returns or raises within its bound, and `run` as soon as a task fails.
+- An event takes as long with 1,000 calls in flight as with one: nothing goes through them but for a message.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_digen.errors import DeadlineMissed
 from verl_digen.processes.deadlines import Bound, Deadlines, DeadlinesConfig
@@ -31,10 +29,7 @@ logger = logging.getLogger(__name__)
 CLOCK_MARGIN_S = 1e-3
 """Seconds by which a timer may fire early."""
 
-OnEnded = Callable[[asyncio.Task[Any], float], None]
-"""(the ended task, seconds that it took)."""
-
-OnOverdue = Callable[[DeadlineMissed], None]
+Result = TypeVar("Result")
 
 
 class Patience:
@@ -79,7 +74,7 @@ class Patience:
             self._report_in_s *= 2
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Call:
     """A call in flight."""
 
@@ -87,145 +82,152 @@ class Call:
     """A noun phrase that says who was asked for what."""
     since_s: float
     bound: Bound
-    on_ended: OnEnded
-    on_overdue: OnOverdue | None
-    number: int
-    """Calls are numbered in the order of their start."""
-
-    @property
-    def deadline_s(self) -> float:
-        return self.since_s + self.bound.seconds
 
 
 class CallsUnderWay:
-    """Args:
-    deadlines: when to report, and when to time out.
+    """Tasks in flight, each a coroutine that makes bounded calls, and one that all of them serve.
+
+    Args:
+        deadlines: when to report, and when to time out.
 
     Example:
         calls = CallsUnderWay(deadlines)
-        calls.start(trainer.commit(), what="the optimizer step", bound=bound, on_ended=on_committed)
-        await calls.next_events()       # True; on_committed was called, or DeadlineMissed is raised
+
+        async def way_of(chunk):
+            answer, took_s = await calls.call(replica.generate(chunk), what="a chunk", bound=bound)
+            ...
+            calls.notify()                          # `changed` returns
+
+        calls.spawn(way_of(chunk))                  # what it raises ends `run`
+        outcome = await calls.run(train_batch())    # which waits with `await calls.changed()`
     """
 
     def __init__(self, deadlines: Deadlines):
         self._deadlines = deadlines
-        self._calls: dict[asyncio.Task[Any], Call] = {}
-        self._ended: list[asyncio.Task[Any]] = []
-        """Calls that ended and are not handled yet."""
-        self._earliest_s = inf
-        """No call in flight has an earlier deadline; it may be that of one that ended."""
-        self._num_started = 0
-        self._waiter: asyncio.Future[None] | None = None
-        """Set while `next_events` waits."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._calls: dict[Call, None] = {}
+        """In the order of their start."""
+        self._failure: BaseException | None = None
+        """What a spawned task raised first."""
+        self._main: asyncio.Task[Any] | None = None
+        """The task of `run`, while it runs."""
+        self._patience: Patience | None = None
+        self._event = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._calls)
+        """Number of spawned tasks that have not ended."""
+        return len(self._tasks)
 
-    def start(
-        self,
-        work: Awaitable[Any],
-        *,
-        what: str,
-        bound: Bound,
-        on_ended: OnEnded,
-        on_overdue: OnOverdue | None = None,
-    ) -> None:
-        """Begin `work`; `next_events` calls one of `on_ended` and `on_overdue`, or raises where there is no latter."""
-        task = asyncio.ensure_future(self._run(work))
-        if isinstance(work, Coroutine):  # a task that is cancelled before it starts does not await it
-            task.add_done_callback(lambda _: work.close())
-        self._num_started += 1
-        call = Call(what, _now_s(), bound, on_ended, on_overdue, self._num_started)
-        self._calls[task] = call
-        self._earliest_s = min(self._earliest_s, call.deadline_s)
-
-    async def _run(self, work: Awaitable[Any]) -> Any:
-        """Await `work`, and note its end in the same pass of the loop, as a callback of the task would not."""
-        task = asyncio.current_task()
-        assert task is not None
-        try:
-            return await work
-        finally:
-            # not if it was overdue, or is dropped after its loop was closed
-            if task in self._calls and not task.get_loop().is_closed():
-                self._ended.append(task)
-                self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def tell(self, work: Awaitable[None], what: str, on_overdue: OnOverdue | None = None) -> None:
-        """Begin a notification: a call whose result is not used, bounded like an answer."""
-        bound = self._deadlines.bound("answer", what)
-        self.start(work, what=what, bound=bound, on_ended=lambda task, took_s: task.result(), on_overdue=on_overdue)
-
-    async def next_events(self, timeout_s: float | None = None) -> bool:
-        """Wait until calls end or are overdue, at most for `timeout_s`, and handle them. Returns False at the timeout.
+    async def call(self, work: Awaitable[Result], *, what: str, bound: Bound) -> tuple[Result, float]:
+        """Await `work` -> (its result, seconds that it took).
 
         Raises:
-            DeadlineMissed: nothing happened for `digen.deadlines.no_progress_s`. Any exception of the handlers.
+            DeadlineMissed: it was overdue, and is cancelled. Any exception of `work`.
         """
-        patience = Patience(self._deadlines.config, _now_s)
-        ask_again_s = inf if timeout_s is None else _now_s() + timeout_s
-        while True:
-            await self._wait_s(min(ask_again_s, patience.next_s, self._earliest_s) - _now_s())
-            now_s = _now_s() + CLOCK_MARGIN_S
-            has_ended = self._handle_ended()
-            if self._give_up(now_s) or has_ended:
-                return True
-            if now_s >= ask_again_s:
-                return False
-            patience.check(0, self.describe)
+        call, task = Call(what, _now_s(), bound), asyncio.ensure_future(work)
+        self._calls[call] = None
+        try:
+            await asyncio.wait([task], timeout=bound.seconds)
+            took_s = _now_s() - call.since_s
+            if task.done():
+                return task.result(), took_s
+            task.cancel()
+            logger.error("overdue: %s; of %s", what, self.describe())
+            raise DeadlineMissed(what, took_s, bound.key)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            del self._calls[call]
 
-    async def _wait_s(self, seconds: float) -> None:
-        """Wait until a call has ended, at most for `seconds`."""
-        if not self._ended:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(max(0.0, seconds), self._wake)
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Begin a task. What it raises is raised by `run`, whose own task is cancelled, or by `check`."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_ended)
+
+    def _on_ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            if self._main is not None:
+                self._main.cancel()
+        self.notify()
+
+    def tell(self, work: Awaitable[None], what: str, *, may_be_late: bool = False) -> None:
+        """Begin a notification: a call whose result is not used, bounded like an answer.
+
+        Args:
+            may_be_late: True logs an overdue one, and does not fail.
+        """
+
+        async def bounded() -> None:
             try:
-                await self._waiter
-            finally:
-                timer.cancel()
-                self._waiter = None
-        await asyncio.sleep(0)  # one pass of the loop: calls that ended meanwhile are handled with it
+                await self.call(work, what=what, bound=self._deadlines.bound("answer", what))
+            except DeadlineMissed as error:
+                if not may_be_late:
+                    raise
+                logger.warning("%s", error)
 
-    def _handle_ended(self) -> bool:
-        """Handle the calls that have ended, in the order in which they were started. Returns False if there is none."""
-        if not self._ended:
+        self.spawn(bounded())
+
+    def notify(self) -> None:
+        """Wake all who wait in `changed`."""
+        if self._patience is not None:
+            self._patience.restart()
+        self._event.set()
+        self._event.clear()
+
+    async def changed(self, timeout_s: float | None = None) -> bool:
+        """Wait for the next `notify`, at most for `timeout_s`. Returns False at the timeout."""
+        try:
+            await asyncio.wait_for(self._event.wait(), timeout_s)
+        except asyncio.TimeoutError:
             return False
-        self._ended.sort(key=lambda task: self._calls[task].number)
-        while self._ended:  # a handler may raise: the others are left
-            task = self._ended.pop(0)
-            call = self._calls.pop(task)
-            call.on_ended(task, _now_s() - call.since_s)
+        await asyncio.sleep(0)  # what happens in the same pass of the loop counts as one event
         return True
 
-    def _give_up(self, now_s: float) -> bool:
-        """Cancel the overdue calls. Returns False if there is none. O(calls in flight) once a deadline has passed."""
-        if now_s < self._earliest_s:
-            return False
-        overdue = [task for task, call in self._calls.items() if not task.done() and call.deadline_s <= now_s]
-        if overdue:
-            logger.error("overdue: %d of %s", len(overdue), self.describe())
-        for task in overdue:
-            call = self._calls.pop(task, None)
-            if call is not None:  # None: forgotten by the handler of another call
-                task.cancel()
-                error = DeadlineMissed(call.what, _now_s() - call.since_s, call.bound.key)
-                if call.on_overdue is None:
-                    raise error
-                call.on_overdue(error)
-        self._earliest_s = min((call.deadline_s for call in self._calls.values()), default=inf)
-        return bool(overdue)
+    async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Await `work`, which fails with the first task that fails.
+
+        Raises:
+            DeadlineMissed: nothing happened for `digen.deadlines.no_progress_s`. What a spawned task raised, now or
+                since the last `run`. Any exception of `work`.
+        """
+        self._main = main = asyncio.ensure_future(work)
+        self._patience = Patience(self._deadlines.config, _now_s)
+        try:
+            if self._failure is not None:
+                main.cancel()
+            while not main.done():
+                await asyncio.wait([main], timeout=self._patience.next_s - _now_s())
+                if not main.done():
+                    self._patience.check(0, self.describe)
+        except (asyncio.CancelledError, DeadlineMissed):
+            main.cancel()
+            raise
+        finally:
+            self._main = self._patience = None
+        if main.cancelled():
+            self.check()
+        return main.result()
+
+    def check(self) -> None:
+        """Raise what a spawned task has raised, if one has."""
+        if self._failure is not None:
+            raise self._failure
+
+    def end(self) -> None:
+        """Cancel all tasks."""
+        for task in self._tasks:
+            task.cancel()
 
     def describe(self) -> str:
         """List every call with its elapsed time and its bound."""
         now_s = _now_s()
         calls = "; ".join(
             f"{call.what} for {now_s - call.since_s:.1f} s of at most {call.bound.seconds:.1f} s ({call.bound.key})"
-            for call in self._calls.values()
+            for call in self._calls
         )
         return f"every call under way ({calls})"
 
@@ -249,14 +251,6 @@ async def to_the_end(work: Awaitable[None], seconds: float, what: str) -> None:
     except asyncio.CancelledError:
         await running
         raise
-
-
-async def cancel(task: asyncio.Task[None]) -> None:
-    """Cancel a task and wait for its end; an exception that it raised is raised."""
-    task.cancel()
-    await asyncio.wait([task])  # unlike `await task`, ends with CancelledError only if the caller is cancelled
-    if not task.cancelled():
-        task.result()
 
 
 def tell(callers: Iterable[asyncio.Future[Any]], outcomes: Sequence[Any]) -> None:

@@ -12,18 +12,17 @@
 The conductor decides nothing: which chunk goes where, when a fragment is ready, whether the trainer assists and when
 the batch is complete is decided by `verl_digen.schedulers`, which simulates with the same code.
 
-It never polls: every event is a task. A free trainer asks the planner after every event, and between two events at
-most once more, at the moment that the planner named. If that moment passes too (a slot is slower than predicted), the
-trainer waits for the next event.
-
     run_batch ... publish ... run_batch ... publish       the caller moves weights, then saves, validates and logs
-              ^^^         ^^^ keep_feeding                slots keep working; after `publish` the next batch has begun
+              ^^^         ^^^                             slots keep working; after `publish` the next batch has begun
 
-| who waits | for whom | bound |
-| --- | --- | --- |
-| conductor | the next event | one chunk per slot, its scores, one call of the trainer; each has a deadline |
-| trainer | a ready fragment | the batch |
-| slot | the conductor, between two chunks | one round trip |
+Three coroutines do the work; whichever has changed the planner's state calls `_go_on`, which gives free slots their next
+chunk and wakes the trainer. Nothing polls.
+
+| coroutine | consumes | waits for | unblocked by |
+| --- | --- | --- | --- |
+| `_train_batch`, one | ready fragments | any event, at a bubble also for the moment that the planner named | `_go_on` |
+| `_way_of_chunk`, one per busy slot | a chunk | its slot, then its rewards | the agent loop worker, or a deadline |
+| `ReplicaSlots._load`, one per loading replica | new weights | the replica | the replica, or a deadline |
 
 Failures and their effect on the step:
 
@@ -49,17 +48,16 @@ Invariants (tests/trainer/test_conductor.py)
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk, described
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Kind, Lane, Recorder
-from verl_digen.observe.timeline.recorder import OpenInterval
-from verl_digen.processes.calls import CallsUnderWay, cancel, to_the_end
-from verl_digen.processes.deadlines import Deadlines
+from verl_digen.processes.calls import CallsUnderWay, to_the_end
+from verl_digen.processes.deadlines import CallKind, Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import (
     TRAINER,
@@ -71,6 +69,7 @@ from verl_digen.schedulers.types import (
     Generate,
     LoadWeights,
     Train,
+    TrainerDecision,
     Wait,
 )
 from verl_digen.store.keys import SampleName
@@ -86,6 +85,15 @@ RECONSIDER_MARGIN_S = 0.01
 
 REWARD = "rewards"
 """Callee name of the reward workers in `Deadlines`; other callees are a slot's id or TRAINER."""
+
+
+@dataclass
+class OpenBatch:
+    """The trainer's side of the batch that it has open."""
+
+    trained: set[str] = field(default_factory=set)
+    """uids of the groups whose gradient is added."""
+    slowest_decision_s: float = 0.0
 
 
 class Conductor:
@@ -116,54 +124,48 @@ class Conductor:
         self._calls = CallsUnderWay(deadlines)
         self._idle = IdleLanes(recorder)
         self._slots = ReplicaSlots(
-            planner, generator, self._calls, deadlines, recorder, self._idle, slots_of=slots_of, lanes=lanes.slots
+            planner,
+            generator,
+            self._calls,
+            deadlines,
+            recorder,
+            self._idle,
+            slots_of=slots_of,
+            lanes=lanes.slots,
+            go_on=self._go_on,
         )
         self._chunks: dict[int, Chunk] = {}
         """Chunks in generation or in scoring, by id."""
         self._withdrawn: set[int] = set()
         """Ids of those of them that were cancelled."""
-        self._is_open = False
-        """True while the trainer has a logical batch open."""
-        self._trainer_is_free = False
-        self._outcome: BatchOutcome | None = None
-        """Outcome of the current batch, once it is committed."""
-        self._trained: set[str] = set()
+        self._open: OpenBatch | None = None
         self._published: dict[int, PublishedSamples] = {}
         """Batch -> its published samples."""
-        self._slowest_decision_s = 0.0
-        self._feeding: asyncio.Task[None] | None = None
+        self._may_draw = False
+        """Whether prompts may be drawn now."""
+        self._may_begin = True
+        """Whether groups may be begun now."""
 
     # -- public methods -----------------------------------------------------------------------------------
     async def run_batch(self) -> BatchOutcome | None:
-        """Generate, score and train one logical batch, up to its commit. Slots are fed until the next call.
+        """Generate, score and train one logical batch, up to its commit. Slots go on with the next one meanwhile.
 
         Returns None if no slot is left; the batch stays open: `publish` to slots that join and call again, or `abort`.
-
-        Raises:
-            RunStopped: every group of it was dropped. Any exception of the pools; the open gradient is discarded.
+        Prompts are drawn only while this runs, and in `publish`. If this raises, the open gradient is discarded.
         """
-        await self._stop_feeding()
-        if not self._is_open:  # else it waited for a replica
-            self._outcome, self._trained, self._slowest_decision_s = None, set(), 0.0
-            what, bound = f"step {self._step}: opening a batch in the trainer", self.deadlines.bound("train", TRAINER)
-            self._calls.start(self.trainer.begin(), what=what, bound=bound, on_ended=self._on_begun)
-        may_ask_again = True
+        self._may_begin = self._may_draw = True
         try:
-            while self._outcome is None:
-                self._feed()
-                wait_s = self._engage_trainer() if self._trainer_is_free else None
-                if not self._calls and not any(map(self.planner.has_slot, self._slots.slots_of)):
-                    return None
-                may_ask_again = await self._next_events(wait_s if may_ask_again else None)
+            return await self._calls.run(self._train_batch())
         except BaseException:
+            self._calls.end()
             await self.abort()
             raise
-        self._feeding = asyncio.ensure_future(self._keep_feeding())
-        return self._outcome
+        finally:
+            self._may_draw = False
 
     async def abort(self) -> None:
         """Discard the open gradient, if there is one."""
-        if self._is_open:
+        if self._open is not None:
             await to_the_end(self.trainer.abort(), self.deadlines.config.answer_s, "`abort` of the trainer's ranks")
 
     async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
@@ -174,36 +176,25 @@ class Conductor:
             lost_slots: slots of replicas that died, now or before.
             joining: restarted replicas, and living replicas whose slots had been given up.
         """
-        await self._stop_feeding()
+        self._calls.check()
         for slot in lost_slots:
             self._slots.lose(slot)
         self.planner.on_published(version)
         for replica in joining:
             self._slots.join(replica, version)
-        self._feed()
-        self._feeding = asyncio.ensure_future(self._keep_feeding())
+        self._may_draw = True
+        self._go_on()
+        self._may_draw = False
 
     async def drain(self) -> None:
         """Wait until no chunk is in flight and every slot has the newest weights; `run_batch` resumes feeding."""
-        await self._stop_feeding()
-        self._feed(draws=False, begins=False)
+        self._may_begin = False
+        self._go_on()
+        await self._calls.run(self._all_ended())
+
+    async def _all_ended(self) -> None:
         while self._calls:
-            await self._next_events(None)
-            self._feed(draws=False, begins=False)
-
-    async def _keep_feeding(self) -> None:
-        """Handle events and feed slots between two batches, until cancelled."""
-        while True:
-            self._feed(draws=False)
-            if not self._calls:
-                return
-            await self._next_events(None)
-
-    async def _stop_feeding(self) -> None:
-        """Cancel `_keep_feeding`; an exception that it raised is raised here."""
-        feeding, self._feeding = self._feeding, None
-        if feeding is not None:
-            await cancel(feeding)
+            await self._calls.changed()
 
     # -- deciding -----------------------------------------------------------------------------------------
     @property
@@ -211,128 +202,176 @@ class Conductor:
         """Number of the current optimizer step; the first is 1."""
         return self.planner.batch + 1
 
-    def _feed(self, *, draws: bool = True, begins: bool = True) -> None:
-        """Give prompts to the planner, chunks and new weights to free slots, cancel chunks that are no longer wanted.
+    def _go_on(self) -> None:
+        """After an event: feed the slots, then wake the trainer."""
+        self._feed()
+        self._calls.notify()
 
-        Args:
-            draws: whether prompts may be drawn now. begins: whether groups may be begun now.
-        """
-        for batch, count in self.planner.prompts_wanted().items() if draws else ():
+    def _feed(self) -> None:
+        """Give prompts to the planner, chunks and new weights to free slots, cancel chunks that are no longer wanted."""
+        for batch, count in self.planner.prompts_wanted().items() if self._may_draw else ():
             self.planner.on_prompts(batch, self.draw_prompts(batch, count))
-        for decision in self.planner.assign(self.recorder.now_s(), begins=begins):
+        for decision in self.planner.assign(self.recorder.now_s(), begins=self._may_begin):
             if isinstance(decision, LoadWeights):
                 self._slots.unload(decision.slot)
             else:
-                self._start_chunk(decision)
+                self._chunks[decision.chunk.id] = decision.chunk
+                self._calls.spawn(self._way_of_chunk(decision))
         for chunk_id in sorted(self._chunks.keys() & self.planner.take_cancelled()):
             self._withdrawn.add(chunk_id)
-            cancelling = self.generator.cancel(self._chunks[chunk_id])
             # a hung replica is detected by the bound of its chunk
-            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", on_overdue=partial(logger.warning, "%s"))
+            cancelling = self.generator.cancel(self._chunks[chunk_id])
+            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", may_be_late=True)
 
-    def _engage_trainer(self) -> float | None:
-        """Have the free trainer do what the planner says -> seconds until it asks again; None: at the next event."""
+    # -- the trainer --------------------------------------------------------------------------------------
+    async def _train_batch(self) -> BatchOutcome | None:
+        """Train what is ready, assist where it pays, and commit when the batch is whole; None if no slot is left.
+
+        A free trainer asks the planner after every event, and between two events at most once more, at the moment that
+        the planner named. If that moment passes too (a slot is slower than predicted), it waits for the next event.
+        """
+        self._go_on()
+        if self._open is None:  # else it waited for a replica
+            what, bound = f"step {self._step}: opening a batch in the trainer", self.deadlines.bound("train", TRAINER)
+            await self._calls.call(self.trainer.begin(), what=what, bound=bound)
+            self._open = OpenBatch()
+        may_ask_again = True
+        while True:
+            self._feed()
+            decision = self._decide(self._open)
+            if isinstance(decision, Wait):
+                if not self._calls:
+                    if not any(map(self.planner.has_slot, self._slots.slots_of)):
+                        return None
+                    why = f"the prompts ran out. The last failure was: {self.last_failure or 'none'}"
+                    raise RunStopped(f"step {self._step}: nothing is under way and the batch is not whole: {why}")
+                self._idle.wait(self.lanes.trainer, decision.reason, self._step)
+                may_ask_again = await self._calls.changed(_until(decision) if may_ask_again else None)
+                continue
+            self._idle.stop(self.lanes.trainer)
+            if isinstance(decision, Commit):
+                return await self._commit(self._open, decision.report)
+            if isinstance(decision, Train):
+                await self._train(self._open, decision.fragment)
+            else:
+                await self._assist(decision)
+            may_ask_again = True
+
+    def _decide(self, batch: OpenBatch) -> TrainerDecision:
         now_s = self.recorder.now_s()
         decision = self.planner.next_for_trainer(now_s)
-        self._slowest_decision_s = max(self._slowest_decision_s, self.recorder.now_s() - now_s)
-        if isinstance(decision, Wait):
-            self._idle.wait(self.lanes.trainer, decision.reason, self._step)
-            wait_s = decision.predicted_wait_s
-            return None if wait_s is None or wait_s == float("inf") else wait_s + RECONSIDER_MARGIN_S
-        self._idle.stop(self.lanes.trainer)
-        self._trainer_is_free = False
-        if isinstance(decision, Commit):
-            self._start_commit(decision.report)
-        elif isinstance(decision, Train):
-            self._start_training(decision.fragment)
-        else:
-            self._start_assist(decision)
-        return None
+        batch.slowest_decision_s = max(batch.slowest_decision_s, self.recorder.now_s() - now_s)
+        return decision
 
-    # -- slots --------------------------------------------------------------------------------------------
-    def _start_chunk(self, decision: Generate) -> None:
+    async def _train(self, batch: OpenBatch, fragment: Fragment) -> None:
+        """Add the gradient of a fragment."""
+        groups = self._published[fragment.batch].of_fragment(fragment)
+        with self.recorder.interval(
+            "train",
+            self.lanes.trainer,
+            step=fragment.batch + 1,
+            version=fragment.batch,
+            fragment_id=fragment.id,
+            group_ids=fragment.uids,
+            num_samples=sum(map(len, groups.values())),
+        ):
+            what = f"training fragment {fragment.id} ({len(groups)} groups) on the trainer"
+            await self._of_trainer("train", self.trainer.accumulate(fragment, groups), what, size=len(groups))
+        self.planner.on_trained(fragment.id, self.recorder.now_s())
+        batch.trained.update(fragment.uids)
+
+    async def _assist(self, decision: Assist) -> None:
+        """Have the trainer generate chunks; they are scored while it goes on."""
+        chunks, size = decision.chunks, self.planner.rules.assist_rounds(decision.num_samples)
+        # the prompts' conditions are published for it, even if none of the samples ever is
+        condition_keys = [self.generator.condition_key(chunk) for chunk in chunks]
+        self._published.setdefault(chunks[0].batch, PublishedSamples()).condition_keys.update(condition_keys)
+        self._chunks |= {chunk.id: chunk for chunk in chunks}
+        with self.recorder.interval("assist", self.lanes.trainer, **_facts(chunks)) as detail:
+            detail["reason"] = decision.reason
+            if decision.predicted_gain_s is not None:
+                detail["predicted_gain_s"] = decision.predicted_gain_s
+            what = f"{described(*chunks)} on the trainer"
+            answers = await self._of_trainer("assist", self.generator.assist(chunks), what, size=size)
+        for chunk, generated, key in zip(chunks, answers, condition_keys, strict=True):
+            self._on_generated(chunk, generated)
+            self._calls.spawn(self._score(chunk, generated, key))
+
+    async def _commit(self, batch: OpenBatch, report: BatchReport) -> BatchOutcome:
+        """Take the optimizer step."""
+        if report.num_groups == 0:
+            raise RunStopped(
+                f"step {report.batch + 1}: every group was dropped ({dict(report.dropped)}); the last failure was: "
+                f"{self.last_failure or 'none, all rewards of each group were equal'}"
+            )
+        with self.recorder.interval("commit", self.lanes.trainer, step=self._step, version=report.batch):
+            metrics = await self._of_trainer("commit", self.trainer.commit(), "the optimizer step of the trainer")
+        self._open = None
+        self.planner.on_committed(report.batch)
+        published = self._published.pop(report.batch)
+        return published.outcome(report, metrics, batch.trained, batch.slowest_decision_s)
+
+    async def _of_trainer(self, kind: CallKind, work: Awaitable[Any], what: str, *, size: int = 1) -> Any:
+        """Answer of the trainer to a call of `size` items."""
+        bound = self.deadlines.bound(kind, TRAINER, size=size)
+        answer, took_s = await self._calls.call(work, what=f"step {self._step}: {what}", bound=bound)
+        self.deadlines.observe(kind, TRAINER, size=size, seconds=took_s)
+        return answer
+
+    # -- chunks -------------------------------------------------------------------------------------------
+    async def _way_of_chunk(self, decision: Generate) -> None:
+        """Have a slot generate a chunk, which frees the slot, and have it scored and published."""
         slot, chunk = decision
         condition_key = self.generator.condition_key(chunk)
-        lane = self._slots.lanes[slot]
+        lane, size = self._slots.lanes[slot], len(chunk.samples)
         self._idle.stop(lane)
-        opened = self._begin_chunks("generate", lane, [chunk])
-
-        def on_generated(task: asyncio.Task[GeneratedChunk], took_s: float) -> None:
-            self.recorder.end(opened)
-            generated = task.result()
-            if generated.is_slot_lost:
-                self._forget(chunk)
-                self._slots.lose(slot)
-                return
-            if self.planner.has_slot(slot):  # else lost while it generated
-                reason = "staleness_bound" if self.planner.rules.staleness.max_versions else "no_chunk_left"
-                self._idle.wait(lane, reason, self._step)
-            if chunk.id not in self._withdrawn:
-                self.deadlines.observe("generate", slot, size=len(chunk.samples), seconds=took_s)
-            self._on_generated(chunk, generated, condition_key)
-
-        def on_overdue(error: DeadlineMissed) -> None:
-            self.recorder.end(opened)
+        try:
+            with self.recorder.interval("generate", lane, **_facts([chunk])):
+                bound = self.deadlines.bound("generate", slot, size=size)
+                what = f"{described(chunk)} on slot {slot}"
+                generated, took_s = await self._calls.call(self.generator.generate(slot, chunk), what=what, bound=bound)
+        except DeadlineMissed as error:
             self._forget(chunk)
             self._slots.give_up(slot, error)
             self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
-
-        self._calls.start(
-            self.generator.generate(slot, chunk),
-            what=f"{described(chunk)} on slot {slot}",
-            bound=self.deadlines.bound("generate", slot, size=len(chunk.samples)),
-            on_ended=on_generated,
-            on_overdue=on_overdue,
-        )
-
-    def _begin_chunks(self, kind: Kind, lane: Lane, chunks: Sequence[Chunk]) -> OpenInterval:
-        """Begin the interval of one call's chunks; it has the first one's number."""
-        self._chunks |= {chunk.id: chunk for chunk in chunks}
-        return self.recorder.begin(
-            kind,
-            lane,
-            step=chunks[0].batch + 1,
-            version=chunks[0].version,
-            chunk_id=chunks[0].id,
-            group_ids=tuple(chunk.uid for chunk in chunks),
-            num_samples=sum(len(chunk.samples) for chunk in chunks),
-        )
-
-    def _on_generated(self, chunk: Chunk, generated: GeneratedChunk, condition_key: str) -> None:
-        """Start collecting the samples of a generated chunk, to be scored and published; its generator is free."""
-        self.planner.on_generated(chunk.id, self.recorder.now_s())
-        if generated.failures:
-            self._on_failed(chunk, generated.failures)
-        opened = self.recorder.begin(
-            "score",
-            self.lanes.reward,
-            step=chunk.batch + 1,
-            group_ids=(chunk.uid,),
-            num_samples=len(chunk.samples) - len(generated.failures),
-        )
-
-        def on_scored(task: asyncio.Task[ScoredChunk], took_s: float) -> None:
-            self.recorder.end(opened)
-            scored = task.result()
-            self.deadlines.observe("score", REWARD, size=len(chunk.samples), seconds=took_s)
-            self._on_scored(chunk, scored)
+            return self._go_on()
+        if generated.is_slot_lost:
             self._forget(chunk)
+            self._slots.lose(slot)
+            return self._go_on()
+        if self.planner.has_slot(slot):  # else lost while it generated
+            reason = "staleness_bound" if self.planner.rules.staleness.max_versions else "no_chunk_left"
+            self._idle.wait(lane, reason, self._step)
+        if chunk.id not in self._withdrawn:
+            self.deadlines.observe("generate", slot, size=size, seconds=took_s)
+        self._on_generated(chunk, generated)
+        self._go_on()
+        await self._score(chunk, generated, condition_key)
 
-        def on_overdue(error: DeadlineMissed) -> None:
-            self.recorder.end(opened)
+    def _on_generated(self, chunk: Chunk, generated: GeneratedChunk) -> None:
+        self.planner.on_generated(chunk.id, self.recorder.now_s())
+        self._on_failed(chunk, generated.failures)
+
+    async def _score(self, chunk: Chunk, generated: GeneratedChunk, condition_key: str) -> None:
+        """Wait until the samples of a generated chunk are scored and published."""
+        size = len(chunk.samples)
+        num_left = size - len(generated.failures)
+        facts = {"step": chunk.batch + 1, "group_ids": (chunk.uid,), "num_samples": num_left}
+        try:
+            with self.recorder.interval("score", self.lanes.reward, **facts):
+                bound = self.deadlines.bound("score", REWARD, size=size)
+                what = f"scoring {described(chunk)}"
+                scored, took_s = await self._calls.call(self.generator.collect(chunk), what=what, bound=bound)
+        except DeadlineMissed as error:
             names = [SampleName(chunk.uid, index, chunk.version) for index in chunk.samples]
             self._published_with(chunk).doubt(names, condition_key)
             self._on_failed(chunk, dict.fromkeys(chunk.samples, str(error)))
-            self._forget(chunk)
             self._calls.tell(self.generator.discard(chunk), f"discarding chunk {chunk.id}")
-
-        self._calls.start(
-            self.generator.collect(chunk),
-            what=f"scoring {described(chunk)}",
-            bound=self.deadlines.bound("score", REWARD, size=len(chunk.samples)),
-            on_ended=on_scored,
-            on_overdue=on_overdue,
-        )
+        else:
+            self.deadlines.observe("score", REWARD, size=size, seconds=took_s)
+            self._on_scored(chunk, scored)
+        self._forget(chunk)
+        self._go_on()
 
     def _forget(self, chunk: Chunk) -> None:
         del self._chunks[chunk.id]
@@ -343,8 +382,7 @@ class Conductor:
         return self._published.setdefault(max(chunk.batch, self.planner.batch), PublishedSamples())
 
     def _on_scored(self, chunk: Chunk, scored: ScoredChunk) -> None:
-        if scored.failures:
-            self._on_failed(chunk, scored.failures)
+        self._on_failed(chunk, scored.failures)
         published = self._published_with(chunk)
         for index, tag in scored.tags.items():
             name = SampleName.of(chunk.uid, index, tag)
@@ -353,97 +391,25 @@ class Conductor:
             published.add(name, tag, is_wanted=index in used)
 
     def _on_failed(self, chunk: Chunk, failures: Mapping[int, str]) -> None:
-        if chunk.id in self._withdrawn:
+        if not failures or chunk.id in self._withdrawn:
             return
         self.last_failure = next(iter(failures.values()))
         logger.warning("%d samples of group %s failed: %s", len(failures), chunk.uid, self.last_failure)
         self.planner.on_failed(chunk.id, list(failures))
 
-    # -- the trainer --------------------------------------------------------------------------------------
-    def _on_begun(self, task: asyncio.Task[None], took_s: float) -> None:
-        task.result()
-        self._is_open = self._trainer_is_free = True
 
-    def _start_training(self, fragment: Fragment) -> None:
-        groups = self._published[fragment.batch].of_fragment(fragment)
-        opened = self.recorder.begin(
-            "train",
-            self.lanes.trainer,
-            step=fragment.batch + 1,
-            version=fragment.batch,
-            fragment_id=fragment.id,
-            group_ids=fragment.uids,
-            num_samples=sum(map(len, groups.values())),
-        )
+def _until(wait: Wait) -> float | None:
+    """Seconds until the trainer asks again; None: not before the next event."""
+    wait_s = wait.predicted_wait_s
+    return None if wait_s is None or wait_s == float("inf") else wait_s + RECONSIDER_MARGIN_S
 
-        def on_trained(task: asyncio.Task[None], took_s: float) -> None:
-            self.recorder.end(opened)
-            task.result()
-            self.deadlines.observe("train", TRAINER, size=len(groups), seconds=took_s)
-            self.planner.on_trained(fragment.id, self.recorder.now_s())
-            self._trained.update(fragment.uids)
-            self._trainer_is_free = True
 
-        self._calls.start(
-            self.trainer.accumulate(fragment, groups),
-            what=f"step {self._step}: training fragment {fragment.id} ({len(groups)} groups) on the trainer",
-            bound=self.deadlines.bound("train", TRAINER, size=len(groups)),
-            on_ended=on_trained,
-        )
-
-    def _start_assist(self, decision: Assist) -> None:
-        chunks, size = decision.chunks, self.planner.rules.assist_rounds(decision.num_samples)
-        # the prompts' conditions are published for it, even if none of the samples ever is
-        condition_keys = [self.generator.condition_key(chunk) for chunk in chunks]
-        self._published.setdefault(chunks[0].batch, PublishedSamples()).condition_keys.update(condition_keys)
-        opened = self._begin_chunks("assist", self.lanes.trainer, chunks)
-        opened.detail["reason"] = decision.reason
-        if decision.predicted_gain_s is not None:
-            opened.detail["predicted_gain_s"] = decision.predicted_gain_s
-
-        def on_assisted(task: asyncio.Task[Sequence[GeneratedChunk]], took_s: float) -> None:
-            self.recorder.end(opened)
-            answers = task.result()
-            self.deadlines.observe("assist", TRAINER, size=size, seconds=took_s)
-            self._trainer_is_free = True
-            for chunk, generated, key in zip(chunks, answers, condition_keys, strict=True):
-                self._on_generated(chunk, generated, key)
-
-        self._calls.start(
-            self.generator.assist(chunks),
-            what=f"step {self._step}: {described(*chunks)} on the trainer",
-            bound=self.deadlines.bound("assist", TRAINER, size=size),
-            on_ended=on_assisted,
-        )
-
-    def _start_commit(self, report: BatchReport) -> None:
-        if report.num_groups == 0:
-            raise RunStopped(
-                f"step {report.batch + 1}: every group was dropped ({dict(report.dropped)}); the last failure was: "
-                f"{self.last_failure or 'none, all rewards of each group were equal'}"
-            )
-        opened = self.recorder.begin("commit", self.lanes.trainer, step=self._step, version=report.batch)
-
-        def on_committed(task: asyncio.Task[dict[str, float]], took_s: float) -> None:
-            self.recorder.end(opened)
-            metrics = task.result()
-            self.deadlines.observe("commit", TRAINER, seconds=took_s)
-            self._is_open = False
-            self.planner.on_committed(report.batch)
-            published = self._published.pop(report.batch)
-            self._outcome = published.outcome(report, metrics, self._trained, self._slowest_decision_s)
-
-        self._calls.start(
-            self.trainer.commit(),
-            what=f"step {self._step}: the optimizer step of the trainer",
-            bound=self.deadlines.bound("commit", TRAINER),
-            on_ended=on_committed,
-        )
-
-    # -- events -------------------------------------------------------------------------------------------
-    async def _next_events(self, timeout_s: float | None) -> bool:
-        """Wait until something has ended, or for `timeout_s`; handle all that has. Returns False at the timeout."""
-        if not self._calls:
-            why = f"the prompts ran out. The last failure was: {self.last_failure or 'none'}"
-            raise RunStopped(f"step {self._step}: nothing is under way and the batch is not whole: {why}")
-        return await self._calls.next_events(timeout_s)
+def _facts(chunks: Sequence[Chunk]) -> Any:
+    """What the interval of one call's chunks says; it has the first one's number."""
+    return {
+        "step": chunks[0].batch + 1,
+        "version": chunks[0].version,
+        "chunk_id": chunks[0].id,
+        "group_ids": tuple(chunk.uid for chunk in chunks),
+        "num_samples": sum(len(chunk.samples) for chunk in chunks),
+    }

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from verl_digen.errors import DeadlineMissed
 from verl_digen.observe.timeline import Lane, Recorder
@@ -22,6 +21,7 @@ class ReplicaSlots:
     """Args:
     slots_of: slot -> all slots of its replica.
     lanes: slot -> lane of its replica.
+    go_on: called after a change of the plan that no caller knows of.
     """
 
     def __init__(
@@ -35,9 +35,10 @@ class ReplicaSlots:
         *,
         slots_of: Mapping[str, Sequence[str]],
         lanes: Mapping[str, Lane],
+        go_on: Callable[[], None],
     ):
         self._planner, self._generator, self._calls, self._deadlines = planner, generator, calls, deadlines
-        self._recorder, self._idle = recorder, idle
+        self._recorder, self._idle, self._go_on = recorder, idle, go_on
         self.slots_of, self.lanes = dict(slots_of), dict(lanes)
         self._unloaded: set[str] = set()
         """Slots that wait for the other slots of their replica before it loads new weights."""
@@ -55,35 +56,30 @@ class ReplicaSlots:
         """Mark the slot ready for new weights; its replica loads them when all of its slots are ready."""
         self._unloaded.add(slot)
         slots = [other for other in self.slots_of[slot] if self._planner.has_slot(other)]
-        if not self._unloaded.issuperset(slots):
-            return
-        self._unloaded.difference_update(slots)
+        if self._unloaded.issuperset(slots):
+            self._unloaded.difference_update(slots)
+            self._calls.spawn(self._load(slots))
+
+    async def _load(self, slots: Sequence[str]) -> None:
+        """Have the replica of these slots load the newest weights."""
+        slot, newest = slots[0], self._planner.published
         lane = self.lanes[slot]
         self._idle.stop(lane)
-        opened = self._recorder.begin("publish", lane, step=self._planner.published, version=self._planner.published)
-
-        def on_loaded(task: asyncio.Task[int | None], took_s: float) -> None:
-            self._recorder.end(opened)
-            version = task.result()
+        try:
+            with self._recorder.interval("publish", lane, step=newest, version=newest):
+                what, bound = f"loading version {newest} on slot {slot}", self._deadlines.bound("load", slot)
+                version, took_s = await self._calls.call(self._generator.load(slots), what=what, bound=bound)
+        except DeadlineMissed as error:
+            self.give_up(slot, error)
+        else:
             if version is None:
                 self.lose(slot)
-                return
-            self._deadlines.observe("load", slots[0], seconds=took_s)
-            for loaded in slots:
-                if self._planner.has_slot(loaded):  # else reported lost while it loaded
-                    self._planner.on_loaded(loaded, version)
-
-        def on_overdue(error: DeadlineMissed) -> None:
-            self._recorder.end(opened)
-            self.give_up(slot, error)
-
-        self._calls.start(
-            self._generator.load(slots),
-            what=f"loading version {self._planner.published} on slot {slot}",
-            bound=self._deadlines.bound("load", slots[0]),
-            on_ended=on_loaded,
-            on_overdue=on_overdue,
-        )
+            else:
+                self._deadlines.observe("load", slot, seconds=took_s)
+                for loaded in slots:
+                    if self._planner.has_slot(loaded):  # else reported lost while it loaded
+                        self._planner.on_loaded(loaded, version)
+        self._go_on()
 
     def give_up(self, slot: str, error: DeadlineMissed) -> None:
         """Drop a hung replica and kill its processes."""
