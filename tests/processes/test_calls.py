@@ -135,7 +135,7 @@ def test_what_fails_between_two_runs_ends_the_next_before_it_begins():
         calls.spawn(fail_after(5.0))
         await asyncio.sleep(10.0)
         with pytest.raises(RuntimeError, match="boom"):
-            calls.check()
+            calls.raise_failure()
         await calls.run(work())
 
     error, took_s, _ = in_virtual_time(scenario)
@@ -146,7 +146,7 @@ def test_an_overdue_notification_ends_the_run_unless_it_may_be_late(caplog):
     async def scenario(calls):
         calls.tell(asyncio.sleep(1e9), "the first", may_be_late=True)
         await asyncio.sleep(10.0)
-        calls.check()
+        calls.raise_failure()
         calls.tell(asyncio.sleep(1e9), "the second")
         await calls.run(call(calls, 1e3, 1e4))
 

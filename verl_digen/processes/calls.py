@@ -106,9 +106,9 @@ class CallsUnderWay:
         self._deadlines = deadlines
         self._tasks: set[asyncio.Task[None]] = set()
         self._calls: dict[Call, None] = {}
-        """In the order of their start."""
+        """Calls in the order of their start."""
         self._failure: BaseException | None = None
-        """What a spawned task raised first."""
+        """The first exception of a spawned task."""
         self._main: asyncio.Task[Any] | None = None
         """The task of `run`, while it runs."""
         self._patience: Patience | None = None
@@ -141,7 +141,7 @@ class CallsUnderWay:
             del self._calls[call]
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Begin a task. What it raises is raised by `run`, whose own task is cancelled, or by `check`."""
+        """Begin a task. What it raises is raised by `run`, whose own task is cancelled, or by `raise_failure`."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_ended)
@@ -209,11 +209,11 @@ class CallsUnderWay:
         finally:
             self._main = self._patience = None
         if main.cancelled():
-            self.check()
+            self.raise_failure()
         return main.result()
 
-    def check(self) -> None:
-        """Raise what a spawned task has raised, if one has."""
+    def raise_failure(self) -> None:
+        """Raise the exception of a spawned task, if one has failed."""
         if self._failure is not None:
             raise self._failure
 

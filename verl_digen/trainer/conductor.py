@@ -15,7 +15,7 @@ the batch is complete is decided by `verl_digen.schedulers`, which simulates wit
     run_batch ... publish ... run_batch ... publish       the caller moves weights, then saves, validates and logs
               ^^^         ^^^                             slots keep working; after `publish` the next batch has begun
 
-Three coroutines do the work; whichever has changed the planner's state calls `_go_on`, which gives free slots their next
+Three coroutines do the work. Whichever changes the planner's state calls `_go_on`, which gives free slots their next
 chunk and wakes the trainer. Nothing polls.
 
 | coroutine | consumes | waits for | unblocked by |
@@ -55,7 +55,7 @@ from typing import Any
 
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk, described
 from verl_digen.errors import DeadlineMissed, RunStopped
-from verl_digen.observe.timeline import Kind, Lane, Recorder
+from verl_digen.observe.timeline import Recorder
 from verl_digen.processes.calls import CallsUnderWay, to_the_end
 from verl_digen.processes.deadlines import CallKind, Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
@@ -142,9 +142,9 @@ class Conductor:
         self._published: dict[int, PublishedSamples] = {}
         """Batch -> its published samples."""
         self._may_draw = False
-        """Whether prompts may be drawn now."""
+        """True while prompts may be drawn."""
         self._may_begin = True
-        """Whether groups may be begun now."""
+        """True while groups may be begun."""
 
     # -- public methods -----------------------------------------------------------------------------------
     async def run_batch(self) -> BatchOutcome | None:
@@ -176,7 +176,7 @@ class Conductor:
             lost_slots: slots of replicas that died, now or before.
             joining: restarted replicas, and living replicas whose slots had been given up.
         """
-        self._calls.check()
+        self._calls.raise_failure()
         for slot in lost_slots:
             self._slots.lose(slot)
         self.planner.on_published(version)
@@ -208,7 +208,7 @@ class Conductor:
         self._calls.notify()
 
     def _feed(self) -> None:
-        """Give prompts to the planner, chunks and new weights to free slots, cancel chunks that are no longer wanted."""
+        """Draw prompts, give chunks and new weights to free slots, cancel chunks that are no longer wanted."""
         for batch, count in self.planner.prompts_wanted().items() if self._may_draw else ():
             self.planner.on_prompts(batch, self.draw_prompts(batch, count))
         for decision in self.planner.assign(self.recorder.now_s(), begins=self._may_begin):
@@ -405,7 +405,7 @@ def _until(wait: Wait) -> float | None:
 
 
 def _facts(chunks: Sequence[Chunk]) -> Any:
-    """What the interval of one call's chunks says; it has the first one's number."""
+    """Facts of the interval of one call's chunks; it has the first one's number."""
     return {
         "step": chunks[0].batch + 1,
         "version": chunks[0].version,
