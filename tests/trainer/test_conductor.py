@@ -9,7 +9,7 @@ import pytest
 from tests.chaos.loop import run_in_virtual_time
 from tests.tags import make_tag
 from tests.trainer.conducted import GROUP_SIZE, Pools, make_conductor, run
-from verl_digen.agent_loop.chunks import GeneratedChunk
+from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Lane
 from verl_digen.processes.deadlines import DeadlinesConfig
@@ -142,23 +142,134 @@ def test_generation_of_the_next_batch_goes_on_while_the_caller_does_something_el
     assert before < after <= 2 * 4 * GROUP_SIZE, "all of the next batch, and nothing beyond it"
 
 
-def test_a_drained_generator_does_nothing_and_has_the_newest_weights():
-    pools = Pools()
-    conductor = make_conductor(pools, num_prompts=4, max_versions=2)
+class Gated(Pools):
+    """The calls of `gated` methods wait for `gate`."""
 
-    async def run_and_drain():
+    def __init__(self, *gated, **kwargs):
+        super().__init__(**kwargs)
+        self.gate = asyncio.Event()
+        for method in gated:
+            setattr(self, method, self._behind_the_gate(getattr(self, method)))
+
+    def _behind_the_gate(self, method):
+        async def waits(*args):
+            await self.gate.wait()
+            return await method(*args)
+
+        return waits
+
+    def generated_chunks(self):
+        return [call[2:] for call in self.calls if call[0] == "generate"]
+
+
+async def spin():
+    """Let everything happen that can happen without time passing."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+def batch_behind_a_gate(pools, **rules):
+    """Run a batch whose gate opens when nothing else goes on -> (chunks begun before that, afterwards)."""
+
+    async def batch():
+        running = asyncio.ensure_future(make_conductor(pools, slots=("s0",), **rules).run_batch())
+        await spin()
+        begun = pools.generated_chunks()
+        pools.gate.set()
+        await running
+        return begun, pools.generated_chunks()
+
+    return asyncio.run(asyncio.wait_for(batch(), 60))
+
+
+def test_a_free_slot_gets_its_next_chunk_while_the_last_one_is_scored():
+    begun, all_chunks = batch_behind_a_gate(Gated("collect"), chunk_size=1)
+    assert begun == all_chunks and len(begun) == 3 * GROUP_SIZE
+
+
+def test_a_sample_that_could_not_be_scored_is_generated_again_while_the_trainer_trains():
+    class FailsOnce(Gated):
+        async def collect(self, chunk):
+            scored = await super().collect(chunk)
+            if chunk.uid == "p002" and len(self.generated_chunks()) == 3:
+                return ScoredChunk({}, dict.fromkeys(chunk.samples, "no luck"))
+            return scored
+
+    begun, all_chunks = batch_behind_a_gate(
+        FailsOnce("accumulate"), chunk_size=GROUP_SIZE, max_sample_refills=GROUP_SIZE
+    )
+    assert begun == all_chunks and [uid for uid, _ in begun] == ["p000", "p001", "p002", "p002"]
+
+
+def drawn_prompts(conductor):
+    """The batches that prompts are drawn for from now on."""
+    draw, drawn = conductor.draw_prompts, []
+    conductor.draw_prompts = lambda batch, count: drawn.append(batch) or draw(batch, count)
+    return drawn
+
+
+@pytest.mark.parametrize("max_versions", [0, 1])
+def test_the_next_batch_begins_with_its_weights_and_prompts_are_drawn_only_while_the_caller_waits(max_versions):
+    async def batches():
+        pools = Pools()
+        conductor = make_conductor(pools, max_versions=max_versions)
+        drawn = drawn_prompts(conductor)
+        await conductor.run_batch()
+        await spin()
+        assert drawn == list(range(1 + max_versions))
+        pools.staged = 1
+        await conductor.publish(1)
+        assert drawn == list(range(2 + max_versions))
+        await spin()
+        return len(pools.generated)
+
+    assert asyncio.run(batches()) > 3 * GROUP_SIZE, "before the next `run_batch`"
+
+
+def test_a_drained_generator_begins_no_group():
+    async def batches():
+        pools = Pools()
+        conductor = make_conductor(pools)
         await conductor.run_batch()
         pools.staged = 1
         await conductor.publish(1)
         await conductor.drain()
-        num_calls = len(pools.calls)
-        for _ in range(200):
-            await asyncio.sleep(0)
-        assert len(pools.calls) == num_calls
+        await spin()
+        return len(pools.generated), set(pools.slot_versions.values())
+
+    assert asyncio.run(batches()) == (3 * GROUP_SIZE, {1})
+
+
+def test_nothing_is_begun_after_a_run_has_failed():
+    async def batch():
+        pools = Gated("generate", fail_accumulate_at=0)
+        conductor = make_conductor(pools, slots=("s0", "s1"), chunk_size=1, num_prompts=8)
+        pools.gate.set()
+        with pytest.raises(FloatingPointError):
+            await conductor.run_batch()
+        begun = pools.generated_chunks()
+        await spin()
+        return len(begun), len(pools.generated_chunks())
+
+    begun, after = asyncio.run(asyncio.wait_for(batch(), 60))
+    assert begun == after < 8 * GROUP_SIZE
+
+
+def test_what_fails_between_two_batches_is_raised_when_the_next_weights_are_published():
+    async def batches():
+        pools = Pools()
+        conductor = make_conductor(pools, max_versions=1)
         await conductor.run_batch()
 
-    asyncio.run(run_and_drain())
-    assert set(pools.slot_versions.values()) == {1}
+        async def collect(chunk):
+            raise ConnectionError("the agent loop worker died")
+
+        pools.collect = collect
+        await spin()
+        with pytest.raises(ConnectionError, match="worker died"):
+            await conductor.publish(1)
+
+    asyncio.run(batches())
 
 
 def test_surplus_groups_are_withdrawn_and_are_no_failures(caplog):
@@ -304,12 +415,6 @@ def test_a_slot_of_a_replica_that_is_given_up_stays_lost_when_its_own_chunk_ends
     intervals = conductor.recorder.drain().intervals
     for lane in ("generator/1", "generator/2"):
         assert waits_of(intervals, lane)[-1] == ("slot_lost", 50.0, took_s)
-
-
-async def spin():
-    """Let everything happen that can happen without time passing."""
-    for _ in range(200):
-        await asyncio.sleep(0)
 
 
 class SlowLoad(Pools):
