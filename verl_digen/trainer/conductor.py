@@ -160,8 +160,6 @@ class Conductor:
             self._calls.end()
             await self.abort()
             raise
-        finally:
-            self._may_draw = False
 
     async def abort(self) -> None:
         """Discard the open gradient, if there is one."""
@@ -306,7 +304,7 @@ class Conductor:
             )
         with self.recorder.interval("commit", self.lanes.trainer, step=self._step, version=report.batch):
             metrics = await self._of_trainer("commit", self.trainer.commit(), "the optimizer step of the trainer")
-        self._open = None
+        self._open, self._may_draw = None, False
         self.planner.on_committed(report.batch)
         published = self._published.pop(report.batch)
         return published.outcome(report, metrics, batch.trained, batch.slowest_decision_s)
