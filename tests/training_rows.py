@@ -37,5 +37,5 @@ def rows_of(
         negative_conditions=None if negatives is None else [negatives[n] for n, _ in pairs],
         advantages=torch.ones(len(pairs)),
         mask=torch.ones(len(pairs)),
-        sampling=trajectories[0].sampling,
+        sampling=trajectories[0].facts.sampling,
     )

@@ -172,22 +172,27 @@ class CleanRecord:
 
 
 @dataclass(frozen=True)
-class Trajectory:
-    """Record of one generation of a sample, for training. Written by a replica, read by the engine."""
+class SampleFacts:
+    """Facts about the generation of a sample, in names and numbers. Written once, by the replica; a part of its
+    trajectory, of its tag and of its fragment. Those of an episode are its first turn's, but for the numbers of steps.
+    """
 
     uid: str
     sample_index: int
-    record: PathRecord | CleanRecord
     seed: int
     """Seed of its initial noise; a picture of the data set has one too, which nothing reads."""
     version: int
     """Weight version that generated the first step, or that the replica had when it encoded a picture."""
     last_version: int
     """Weight version that generated the last step; differs from `version` only by a bug."""
+    num_steps: int
+    """K, its points."""
     sampling: Sampling
     """Settings that it was generated with."""
     condition_key: str
-    """`SampleRequest.condition_key` of its request."""
+    """Key of its prompt's conditions in TransferQueue."""
+    experts: tuple[int, ...] = ()
+    """K entries: number of the network that runs each point; () if the model has one."""
     num_shared_steps: int = 0
     """Denoising steps that another sample of its group ran for it, in its batch or before, see `sampling.prefix`."""
     num_skipped_steps: int = 0
@@ -195,6 +200,14 @@ class Trajectory:
     that another sample ran do not count."""
     nodes: tuple[int, ...] = ()
     """`SampleRequest.nodes`."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Record of one generation of a sample, for training. Written by a replica, read by the engine."""
+
+    facts: SampleFacts
+    record: PathRecord | CleanRecord
 
 
 @dataclass(frozen=True)
@@ -208,8 +221,6 @@ class Generation:
     """Unix time."""
     ended_s: float
     """Unix time."""
-    experts: tuple[int, ...]
-    """K entries: number of the network that runs each point; () if the model has one."""
     condition: Condition | None = None
     """The prompt's condition, if the request asked for it."""
     negative_condition: Condition | None = None
@@ -300,40 +311,21 @@ class SampleTag:
     Only names and numbers: latents stay in TransferQueue, pixels with the agent loop.
     """
 
+    facts: SampleFacts
     reward: float
     """`Score.total`."""
     parts: Mapping[str, float]
     """`Score.parts`."""
     prompt: str
     data_source: str
-    seed: int
-    """Seed of its initial noise."""
-    version: int
-    """Weight version that generated the first step."""
-    last_version: int
-    """Weight version that generated the last step."""
-    num_steps: int
-    """K."""
-    experts: tuple[int, ...]
-    """`Generation.experts`."""
     generated: tuple[float, float]
     """(start, end) of its generation, in unix s."""
     scored: tuple[float, float]
     """(start, end) of its scoring, in unix s."""
-    sampling: Sampling
-    """`Trajectory.sampling`."""
-    condition_key: str
-    """Key of its prompt's conditions in TransferQueue."""
     calls: tuple[RewardCall, ...] = ()
     """`Score.calls`."""
-    num_shared_steps: int = 0
-    """`Trajectory.num_shared_steps`."""
-    num_skipped_steps: int = 0
-    """`Trajectory.num_skipped_steps`."""
-    nodes: tuple[int, ...] = ()
-    """`SampleRequest.nodes`."""
     episode: EpisodeFacts | None = None
-    """Facts about its turns; None without an environment. Its own sampling and condition are then the first turn's."""
+    """Facts about its turns; None without an environment."""
 
     @property
     def generations(self) -> tuple[tuple[float, float], ...]:
@@ -343,7 +335,9 @@ class SampleTag:
     @property
     def turn_keys(self) -> tuple[str, ...]:
         """Keys of all conditions that its points read, in order of the turns."""
-        return (self.condition_key,) if self.episode is None else tuple(t.condition_key for t in self.episode.turns)
+        return (
+            (self.facts.condition_key,) if self.episode is None else tuple(t.condition_key for t in self.episode.turns)
+        )
 
 
 GroupTags = Mapping[int, SampleTag]

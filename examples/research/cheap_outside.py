@@ -92,7 +92,7 @@ async def measure(names: list[str], rounds: int, clock: Callable[[], float]) -> 
             )
             if number > 0:
                 seconds[name].append(clock() - began_s)
-                skipped[name] += [answer.trajectory.num_skipped_steps for answer in answers]
+                skipped[name] += [answer.trajectory.facts.num_skipped_steps for answer in answers]
     return {
         name: {"generate_s": median(seconds[name]), "skipped_step_share": mean(skipped[name]) / NUM_STEPS}
         for name in names

@@ -169,17 +169,15 @@ class Trainer:
     def described(self, uid: str, number: int) -> tuple[FragmentSample, ...]:
         """The first samples of a group, with rewards that differ."""
         return tuple(
-            FragmentSample(
-                *(f"{uid}/{index}", uid, index, index * 5 % 7 / 7, len(one.record.sigmas), one.sampling, uid)
-            )
+            FragmentSample(f"{uid}/{index}", replace(one.facts, condition_key=uid), index * 5 % 7 / 7)
             for index, one in enumerate(self.groups[uid][:number])
         )
 
     def fetch(self, samples: Sequence[FragmentSample]) -> Samples:
         """Records of these samples, as from the store."""
-        records = [self.groups[one.uid][one.sample_index].record.columns() for one in samples]
+        records = [self.groups[one.facts.uid][one.facts.sample_index].record.columns() for one in samples]
         columns = {name: [record[name] for record in records] for name in PathRecord.COLUMNS}
-        conditions = [(self.conditions[one.uid], self.conditions["g0"]) for one in samples]
+        conditions = [(self.conditions[one.facts.uid], self.conditions["g0"]) for one in samples]
         return Samples(samples, columns, conditions, torch.zeros(len(samples)))
 
     def update(self, per_group: int) -> dict[str, float]:

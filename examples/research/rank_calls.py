@@ -40,7 +40,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.processes.relays import Callee, Process, Relayed, Route, Together, Work, relayed, start_relay
 from verl_digen.trainer.staged import StagedCheckpointManager
-from verl_digen.types import Geometry, Sampling
+from verl_digen.types import Geometry, SampleFacts, Sampling
 
 SAMPLING = Sampling(Geometry(1024, 1024), 28, 1.0, "flow", 0.7)
 
@@ -117,12 +117,8 @@ def make_fragment(num_groups: int, group_size: int) -> FragmentSpec:
     samples = [
         FragmentSample(
             key=f"p{group:06d}_{index}_0",
-            uid=f"p{group:06d}",
-            sample_index=index,
+            facts=SampleFacts(f"p{group:06d}", index, 7, 0, 0, 9, SAMPLING, f"c{group:06d}"),
             reward=0.5,
-            num_steps=9,
-            sampling=SAMPLING,
-            condition_key=f"c{group:06d}",
         )
         for group in range(num_groups)
         for index in range(group_size)

@@ -13,6 +13,7 @@ from PIL import Image
 from tests.agent_loop.worker import make_worker
 from tests.environments.local import Replica, connect
 from tests.environments.worlds import Brighter, Editor
+from tests.tags import changed
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.agent_loop.episode import Episode, joined
 from verl_digen.agent_loop.manager import ScoredSample, noting
@@ -72,7 +73,7 @@ def test_episodes_of_a_group_have_turns_of_their_own_and_noise_differs_in_each()
         assert [request.turn for request in own] == list(range(len(episode.played)))
         assert own[0].inputs.text == "a cat" and all(" brighter than " in one.inputs.text for one in own[1:])
         assert all(request.wants_condition and request.window == own[0].window for request in own)
-    seeds = [turn.generation.trajectory.seed for episode in episodes for turn in episode.played]
+    seeds = [turn.generation.trajectory.facts.seed for episode in episodes for turn in episode.played]
     assert len({*seeds}) == len(seeds), "no two turns of the group share noise"
     again, _ = play(make_digen(), *range(8))
     for one, other in zip(episodes, again, strict=True):
@@ -115,9 +116,7 @@ def test_the_points_of_the_joined_record_are_bitwise_those_of_the_turns(loss):
     episode = long_one(digen)
     trajectory, facts = episode.generation.trajectory, episode.facts
     columns = {name: [tensor] for name, tensor in trajectory.record.columns().items()}
-    sample = FragmentSample(
-        "k", ROW.uid, 0, 0.0, len(trajectory.record.sigmas), trajectory.sampling, "", turns=facts.turns
-    )
+    sample = FragmentSample("k", trajectory.facts, 0.0, turns=facts.turns)
     points = PathPoints() if loss == "flow_grpo" else ForwardPoints(digen.seed)
     latents, sigmas, made = points.make([sample], columns, [(0, sample.points)])
     turns = records(episode)
@@ -139,7 +138,7 @@ def test_the_points_of_the_joined_record_are_bitwise_those_of_the_turns(loss):
 def test_turns_of_two_versions_or_sizes_are_refused():
     turns = [turn.generation.trajectory for turn in long_one(make_digen()).played]
     with pytest.raises(RuntimeError, match=r"must have one weight version, but those of sample .* have \[3, 4\]"):
-        joined([turns[0], replace(turns[1], last_version=4)])
+        joined([turns[0], changed(turns[1], last_version=4)])
     wide = replace(turns[1].record, latents=torch.zeros(3, 2, 4))
     with pytest.raises(RuntimeError, match="size_from_image=false"):
         joined([turns[0], replace(turns[1], record=wide)])
@@ -180,9 +179,9 @@ def test_a_fragment_has_a_row_for_each_point_of_each_turn_and_buckets_tell_their
     mixed = replace(tag, episode=replace(tag.episode, turns=(first, *(replace(turn, sampling=wide) for turn in later))))
     samples = fragment_samples({"g": {0: tag, 1: mixed}}, lambda rewards: range(len(rewards)))
     rows = fragment_rows(samples)
-    assert len(rows) == 2 * tag.num_steps
+    assert len(rows) == 2 * tag.facts.num_steps
     buckets = [[row.bucket for row in rows if row.sample == number] for number in range(2)]
-    assert {*buckets[0]} == {0} and buckets[1] == [0] * first.num_steps + [1] * (tag.num_steps - first.num_steps)
+    assert {*buckets[0]} == {0} and buckets[1] == [0] * first.num_steps + [1] * (tag.facts.num_steps - first.num_steps)
 
 
 def test_an_environment_that_keeps_failing_fails_its_episode_with_its_reason():

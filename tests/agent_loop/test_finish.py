@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.agent_loop.worker import make_worker
+from tests.tags import make_facts
 from verl_digen.agent_loop.batch import GroupsBeingGenerated
 from verl_digen.agent_loop.chunks import ChunkOrder
 from verl_digen.agent_loop.custom import make_agent_loop
@@ -75,20 +76,24 @@ def test_the_samples_of_a_chunk_say_how_many_come_together(is_single: bool) -> N
     assert [request.burst for request in server.requests] == [expected] * 3
 
 
-def finished(worker: Any, record: Any = CLEAN, *, index: int = 1, validate: bool = False, **made: Any) -> Any:
+def finished(
+    worker: Any, record: Any = CLEAN, *, index: int = 1, validate: bool = False, experts: Any = (), **made: Any
+) -> Any:
     """The tag of sample `index` of group g0."""
-    trajectory = Trajectory("g0", index, record, 7, 3, 3, SAMPLING, "key")
+    facts = make_facts(
+        *("g0", index), seed=7, version=3, num_steps=len(record.sigmas), condition_key="key", experts=experts
+    )
     pixels = torch.zeros(16, 16, 3, dtype=torch.uint8)
-    generation = Generation(trajectory, pixels, started_s=1.0, ended_s=2.0, **{"experts": (), **made})
+    generation = Generation(Trajectory(facts, record), pixels, started_s=1.0, ended_s=2.0, **made)
     return asyncio.run(worker._finish(generation, PromptRow("a cat", "test", None, uid="g0"), 4, validate=validate)).tag
 
 
 @pytest.mark.parametrize(("record", "experts"), [(PATH, (0, 1)), (CLEAN, ())], ids=["path", "clean"])
 def test_a_tag_tells_the_points_of_its_sample_and_when_it_was_made(record, experts):
     tag = finished(make_worker(_rewards=Rewards()), record, experts=experts)
-    assert (tag.num_steps, tag.experts) == (len(record.sigmas), experts)
+    assert (tag.facts.num_steps, tag.facts.experts) == (len(record.sigmas), experts)
     assert (tag.generated, tag.scored, tag.reward) == ((1.0, 2.0), (3.0, 4.0), 0.5)
-    assert (tag.seed, tag.version, tag.last_version, tag.condition_key) == (7, 3, 3, "key")
+    assert (tag.facts.seed, tag.facts.version, tag.facts.last_version, tag.facts.condition_key) == (7, 3, 3, "key")
     assert (tag.parts, tag.calls) == ({"shapes": 0.5}, (CALL,))
 
 
@@ -107,10 +112,10 @@ def test_the_sound_of_a_video_reaches_its_reward_and_a_file(tmp_path, validate):
     worker.config = SimpleNamespace(data=SimpleNamespace(train_batch_size=1))
     worker._rewards, worker._run_dir, worker._group_pictures = Listening(), tmp_path, GroupPictures(tmp_path)
     uid = "val-00000" if validate else "p00000000"
-    trajectory = Trajectory(uid, 0, CLEAN, 7, 3, 3, SAMPLING, "key")
+    trajectory = Trajectory(make_facts(uid), CLEAN)
     sound = Audio(np.full((2, 30), 0.5, np.float32), rate_hz=400)
     pixels = torch.zeros(2, 16, 16, 3, dtype=torch.uint8)
-    generation = Generation(trajectory, pixels, started_s=1.0, ended_s=2.0, experts=(), audio=sound)
+    generation = Generation(trajectory, pixels, started_s=1.0, ended_s=2.0, audio=sound)
     asyncio.run(worker._finish(generation, PromptRow("a cat", "test", None, uid=uid, index=0), 1, validate=validate))
     assert seen == [sound]
     (path,) = tmp_path.rglob("*.wav")

@@ -97,7 +97,9 @@ class Checks:
             self.require(uid not in self.settled, "duplicated", f"{uid} is trained in {batch} again")
             self.settled[uid] = batch
             for index, tag in outcome.groups[uid].items():
-                self.require(tag.reward == reward_of(tag.seed), "mixed", f"{uid}_{index} has the reward {tag.reward}")
+                self.require(
+                    tag.reward == reward_of(tag.facts.seed), "mixed", f"{uid}_{index} has the reward {tag.reward}"
+                )
         drawn = [uid for uid, number in self.drawn.items() if number == batch]
         dropped = sum(report.dropped.values())
         self.require(

@@ -55,7 +55,7 @@ BUGS = {
     "conditions of dropped groups are left": Bug(
         "verl_digen.trainer.disaggregated",
         "|= outcome.condition_keys |",
-        "|= {tag.condition_key for tags in outcome.groups.values() for tag in tags.values()} |",
+        "|= {tag.facts.condition_key for tags in outcome.groups.values() for tag in tags.values()} |",
     ),
     "weights are switched in the middle of a batch": Bug(
         "verl_digen.rollout.batcher",

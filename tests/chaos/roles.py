@@ -312,10 +312,10 @@ class Rank:
         groups: dict[str, list[tuple[int, int]]] = {}
         for sample in fragment.samples:
             self._checks.require(sample.key in rows, "lost", f"no row {sample.key} when it is trained")
-            found = sample.condition_key in conditions
-            self._checks.require(found, "lost", f"no conditions of {sample.uid} when it is trained")
+            found = sample.facts.condition_key in conditions
+            self._checks.require(found, "lost", f"no conditions of {sample.facts.uid} when it is trained")
             _, index, version = parse_key(sample.key)
-            groups.setdefault(sample.uid, []).append((index, version))
+            groups.setdefault(sample.facts.uid, []).append((index, version))
         self._checks.on_fragment(self.num_commits, groups)
         self._uids += groups
         await self._work("accumulate", TRAIN_S)

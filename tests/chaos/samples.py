@@ -55,14 +55,13 @@ class BlankSamples:
         geometry = request.sampling.geometry
         frames = (geometry.num_frames,) if geometry.num_frames > 1 else ()
         pixels = torch.zeros((*frames, geometry.height_px, geometry.width_px, 3), dtype=torch.uint8)
-        pixels.view(-1)[0] = trajectory.seed % 256
+        pixels.view(-1)[0] = trajectory.facts.seed % 256
         condition, negative_condition = self.conditions(request) if request.wants_condition else (None, None)
         return Generation(
             trajectory=replace(trajectory, record=self._with_latents(trajectory.record)),
             pixels=pixels,
             started_s=started_s,
             ended_s=time.time() if ended_s is None else ended_s,
-            experts=(),
             condition=condition,
             negative_condition=negative_condition,
         )

@@ -332,7 +332,7 @@ class Simulation:
         late = self.trainer._condition_keys & self.trainer._generator.condition_keys()
         for published in conductor._published.values():
             late |= published.condition_keys | {name.key for name in published.unwanted}
-            late |= {SampleName.of(uid, *item).key for uid, tags in published.groups.items() for item in tags.items()}
+            late |= {SampleName.of(tag.facts).key for tags in published.groups.values() for tag in tags.values()}
         partitions = self.queue.partitions.items()
         return {name: [key for key in rows if key not in late] for name, rows in partitions if name != VAL}
 

@@ -185,7 +185,7 @@ def test_the_server_manager_generates_one_sample_of_a_text(server: DiffusersServ
 
 def test_settings_of_one_call_replace_those_of_the_config(server: DiffusersServer):
     found = run(make_manager(server).generate("r0", PROMPTS[0], num_steps=3))
-    assert len(found.log_probs) == 2 and found.trajectory.sampling.num_steps == 3
+    assert len(found.log_probs) == 2 and found.trajectory.facts.sampling.num_steps == 3
     with pytest.raises(TypeError, match="unexpected keyword argument 'steps'"):
         run(make_manager(server).generate("r0", PROMPTS[0], steps=3))
 
@@ -360,7 +360,7 @@ def test_an_agent_loop_is_made_as_verl_makes_it(server: DiffusersServer):
     assert (loop.tokenizer, loop.processor, loop.dataset_cls, loop.hf_model_type) == ("t", "p", dict, "m")
     columns = {"raw_prompt": PROMPTS[0], "uid": "u0", "data_source": "", "ground_truth": None}
     found = run(loop.run({"validate": False}, **columns, session_id=0, global_steps=1))
-    assert found.pixels.shape == (64, 64, 3) and found.trajectory.uid == "u0"
+    assert found.pixels.shape == (64, 64, 3) and found.trajectory.facts.uid == "u0"
 
 
 def test_a_reward_manager_takes_the_rfcs_arguments_and_columns(generated: DataProto):
@@ -468,7 +468,7 @@ def test_means_on_demand_are_those_that_the_sampler_stepped_from(server, scale):
         path = samples[number].trajectory.record
         velocity = torch.zeros_like(path.latents[:-1])  # the std does not depend on it
         steps = path.latents[:-1], path.sigmas, path.next_sigmas
-        settings = {"law": "flow", "noise_level": samples[number].trajectory.sampling.noise_level}
+        settings = {"law": "flow", "noise_level": samples[number].trajectory.facts.sampling.noise_level}
         std = sde_step(velocity, *steps, sigma_max=path.sigma_max.expand(K), noise=velocity, **settings).std
         error = (path.latents[1:] - means[number]).square().flatten(1).mean(1)
         log_probs = -error / (2 * std.square()) - std.log() - 0.5 * np.log(2 * np.pi)
@@ -521,7 +521,7 @@ def test_rows_of_a_batch_have_the_log_probs_that_it_has(server, scale):
     with torch.no_grad():
         scored = score_rows(server._model, server._weights.module, rows)[0]
     torch.testing.assert_close(scored.log_prob, data.batch["log_probs"].flatten(), rtol=0, atol=1e-5)
-    data.non_tensor_batch["sampling"][1] = replace(samples[1].trajectory.sampling, noise_level=0.1)
+    data.non_tensor_batch["sampling"][1] = replace(samples[1].trajectory.facts.sampling, noise_level=0.1)
     with pytest.raises(ValueError, match="samples that train together must have one sampling"):
         training_rows(data)
 
@@ -539,7 +539,7 @@ def test_a_finished_batch_in_the_store_gives_the_same_columns(monkeypatch, serve
             name: [one.trajectory.record.columns()[name] for one in samples] for name in names
         },
     )
-    pairs = {one.trajectory.condition_key: one.conditions for one in samples}
+    pairs = {one.trajectory.facts.condition_key: one.conditions for one in samples}
     monkeypatch.setattr(outputs, "fetch_conditions", lambda keys: {key: pairs[key] for key in keys})
     found, expected = to_dataproto(finished_samples(to_batch("train", tags, 1))), to_dataproto(samples)
     assert set(expected.batch.keys()) - set(found.batch.keys()) == {"responses"}

@@ -28,6 +28,7 @@ from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
+from tests.tags import make_facts
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.projection import project
@@ -42,7 +43,7 @@ from verl_digen.engine.shadow import local_shards
 from verl_digen.inputs import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
-from verl_digen.sampling.recording import experts_of
+from verl_digen.sampling.recording import with_experts
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import CleanRecord, Geometry, PathRecord, SampleRequest, Sampling
 
@@ -155,7 +156,7 @@ def _generated(
         trajectories = sampler.sample(requests, [positive] * group_size, negatives, version=0)[0]
         records += [trajectory.record.columns() for trajectory in trajectories]
         uids += [uid] * group_size
-        experts[uid] = experts_of(model, trajectories[0])  # a group's samples have the same sigmas
+        experts[uid] = with_experts(model, trajectories[0]).facts.experts  # a group's samples have the same sigmas
     columns = columns_of(records)
     columns["advantages"] = torch.randn(len(uids), generator=generator)
     columns["uid"] = uids
@@ -197,7 +198,7 @@ def with_own_advantages(batch: TensorDict) -> FragmentSpec:
 def add_all(engine: DiffusersFSDPEngine, batch: TensorDict) -> None:
     """Open a logical batch and accumulate all of `batch`, with the advantages that it holds."""
     fragment = with_own_advantages(batch)
-    num_rows = sum(sample.num_steps for sample in fragment.samples)
+    num_rows = sum(sample.facts.num_steps for sample in fragment.samples)
     with own_advantages(engine):
         engine.begin(len(fragment.samples), num_rows, fetch_from(batch))
         try:
@@ -260,12 +261,11 @@ def samples_of(batch: TensorDict, rewards: list[float] | None = None) -> dict[st
     return groups
 
 
-def described(
-    key: str, uid: str, reward: float, num_steps: int, sample_index: int = 0, **changes: Any
-) -> FragmentSample:
+def described(key: str, uid: str, reward: float, num_steps: int, sample_index: int = 0, **given: Any) -> FragmentSample:
     """A sample of the tiny checkpoint as the driver describes it."""
-    sample = FragmentSample(key, uid, sample_index, reward, num_steps, SAMPLING, condition_key=uid)
-    return replace(sample, **changes)
+    facts = {"sampling": SAMPLING, "condition_key": uid, **given}
+    own = {name: facts.pop(name) for name in ("old_log_probs", "skipped", "turns") if name in facts}
+    return FragmentSample(key, make_facts(uid, sample_index, num_steps=num_steps, **facts), reward, **own)
 
 
 def fragment(groups: dict[str, list[FragmentSample]], *uids: str) -> FragmentSpec:
@@ -303,7 +303,7 @@ def samples_in_order(batch: TensorDict) -> list[FragmentSample]:
 
 
 def num_rows_of(groups: dict[str, list[FragmentSample]]) -> int:
-    return sum(sample.num_steps for samples in groups.values() for sample in samples)
+    return sum(sample.facts.num_steps for samples in groups.values() for sample in samples)
 
 
 def begin(engine: DiffusersFSDPEngine, batch: TensorDict, rewards: list[float]) -> dict[str, list[FragmentSample]]:

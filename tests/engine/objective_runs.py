@@ -85,7 +85,8 @@ def start(
 def chosen_of(engine: DiffusersFSDPEngine, samples: Sequence[FragmentSample]) -> list[FragmentSample]:
     chosen = {*engine.digen.select([sample.reward for sample in samples])}
     return [
-        replace(sample, num_steps=sample.num_steps if number in chosen else 0) for number, sample in enumerate(samples)
+        replace(sample, skipped=frozenset(() if number in chosen else range(sample.facts.num_steps)))
+        for number, sample in enumerate(samples)
     ]
 
 
@@ -126,7 +127,7 @@ def by_mini_batches(engine: DiffusersFSDPEngine, batch: TensorDict) -> list[Seen
     scale = batch_scale([sample for samples in groups.values() for sample in samples], engine.digen.advantage)
     groups = {uid: chosen_of(engine, samples) for uid, samples in groups.items()}
     for uid, samples in groups.items():
-        engine.begin(len(samples), sum(sample.num_steps for sample in samples), fetch_from(batch), scale=scale)
+        engine.begin(len(samples), sum(sample.facts.num_steps for sample in samples), fetch_from(batch), scale=scale)
         engine.accumulate(fragment(groups, uid))
         found.append(commit(engine, more=uid != "g2"))
     return found

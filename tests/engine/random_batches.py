@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.engine.harness import SAMPLING, described, digen_section
 from tests.engine.slow_gradient import SIGMAS, leaves, score
 from tests.engine.toy import BOUNDARY, LATENTS, LORA, TEXT_WIDTH, toy_weights
+from tests.tags import changed, make_facts
 from verl_digen.algorithms.tree import Tree
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
@@ -106,7 +107,7 @@ class RandomBatch:
     def __str__(self) -> str:
         digen, calls = self.digen, []
         for call in self.calls:
-            uids = dict.fromkeys(sample.uid for sample in call.fragment.samples) if call.fragment else ()
+            uids = dict.fromkeys(sample.facts.uid for sample in call.fragment.samples) if call.fragment else ()
             calls.append(" ".join((call.kind, *uids)))
         return (
             f"seed {self.seed}: {self.flavour} on {self.num_ranks} ranks; {len(self.samples)} of {self.num_samples} "
@@ -136,7 +137,7 @@ def draw(seed: int, num_ranks: int) -> RandomBatch:
     if has_trees and digen.loss_name == "gspo":  # it compares all steps of a sample
         digen = replace(digen, loss={**digen.loss, "name": "flow_grpo"})
     sampling = replace(SAMPLING, true_cfg_scale=digen.sampling.true_cfg_scale)
-    groups = {uid: [replace(sample, sampling=sampling) for sample in group] for uid, group in groups.items()}
+    groups = {uid: [changed(sample, sampling=sampling) for sample in group] for uid, group in groups.items()}
     calls = tuple(_sampled(call, sampling) for call in calls)
     accidents = [Accident(where, rng.randint(0, 4)) for where in ("fetch", "forward", "backward")]
     accident = rng.choice([None] * 5 + accidents)
@@ -152,7 +153,7 @@ def _sampled(call: Call, sampling: Sampling) -> Call:
     """The call with samples that were generated with `sampling`."""
     if call.fragment is None:
         return call
-    samples = tuple(replace(sample, sampling=sampling) for sample in call.fragment.samples)
+    samples = tuple(changed(sample, sampling=sampling) for sample in call.fragment.samples)
     return replace(call, fragment=replace(call.fragment, samples=samples))
 
 
@@ -177,6 +178,7 @@ def _draw_tree(rng: random.Random, uid: str, flavour: str, num_steps: int) -> li
     tree = Tree(tuple(sorted(rng.sample(range(len(SIGMAS) - 2), 2))), factor=2)
     leaves_there = sorted(rng.sample(range(4), rng.randint(1, 4)))
     nodes = [tuple(tree.node(leaf, step) for step in steps) for leaf in leaves_there]
+    group = [make_facts(nodes=own) for own in nodes]
     spread = rng.choice([0.0, 0.1, 1.0, 6.0])
     experts = tuple(int(SIGMAS[step] < BOUNDARY) for step in steps) if flavour == "experts" else ()
     return [
@@ -188,7 +190,7 @@ def _draw_tree(rng: random.Random, uid: str, flavour: str, num_steps: int) -> li
             leaf,
             experts=experts,
             nodes=nodes[position],
-            skipped=skipped_points(nodes, position, is_chosen=True),
+            skipped=skipped_points(group, position, is_chosen=True),
         )
         for position, leaf in enumerate(leaves_there)
     ]

@@ -111,8 +111,8 @@ def _edges(batch: RandomBatch) -> dict[tuple[str, int], None]:
     taken: dict[Hashable, tuple[str, int]] = {}
     for key, sample in batch.samples.items():
         for point, step in enumerate(sample.steps):
-            node = sample.described.nodes[point] if sample.described.nodes else key
-            taken.setdefault((sample.described.uid, step, node), (key, point))
+            node = sample.described.facts.nodes[point] if sample.described.facts.nodes else key
+            taken.setdefault((sample.described.facts.uid, step, node), (key, point))
     return dict.fromkeys(taken.values())
 
 
@@ -122,7 +122,7 @@ def _advantages(batch: RandomBatch) -> dict[tuple[str, int], float]:
     rewards = {key: sample.described.reward for key, sample in batch.samples.items()}
     groups: dict[str, list[str]] = {}
     for key, sample in batch.samples.items():
-        groups.setdefault(sample.described.uid, []).append(key)
+        groups.setdefault(sample.described.facts.uid, []).append(key)
     spreads = {uid: _spread([rewards[key] for key in keys], config) for uid, keys in groups.items()}
     found = {}
     for uid, keys in groups.items():
@@ -134,17 +134,17 @@ def _advantages(batch: RandomBatch) -> dict[tuple[str, int], float]:
             "none": 1.0,
         }[config.scale]
         for key in keys:
-            for point, node in enumerate(batch.samples[key].described.nodes):
+            for point, node in enumerate(batch.samples[key].described.facts.nodes):
                 below: dict[int, list[float]] = {}
                 for other in keys:
-                    below.setdefault(batch.samples[other].described.nodes[point], []).append(rewards[other])
+                    below.setdefault(batch.samples[other].described.facts.nodes[point], []).append(rewards[other])
                 values = {number: math.fsum(own) / len(own) for number, own in below.items()}
                 level = list(values.values())
                 own_divisor = _spread(level, config) + config.eps if config.scale == "group" else divisor
                 centred = values[node] - math.fsum(level) / len(level)
                 has_spread = spreads[uid] > 0 and min(level) < max(level)
                 found[key, point] = min(max(centred / own_divisor if has_spread else 0.0, -clip), clip)
-            for point in range(0 if batch.samples[key].described.nodes else len(batch.samples[key].steps)):
+            for point in range(0 if batch.samples[key].described.facts.nodes else len(batch.samples[key].steps)):
                 centred = 0.0 if spreads[uid] == 0 else rewards[key] - mean
                 found[key, point] = min(max(centred / divisor, -clip), clip)
     return found
@@ -163,7 +163,7 @@ def score(batch: RandomBatch, sample: Recorded, step: int, weights: Mapping[str,
     sigma, next_sigma, second_sigma = SIGMAS[[step, step + 1, 1]].double().tolist()
     dt = next_sigma - sigma
     x, x_next = sample.latents[step].double(), sample.latents[step + 1].double()
-    positive, negative = (text.double().mean(dim=0) for text in batch.conditions[sample.described.uid])
+    positive, negative = (text.double().mean(dim=0) for text in batch.conditions[sample.described.facts.uid])
     v = velocity(batch.flavour, weights, x, sigma, positive)
     true_cfg_scale = batch.digen.sampling.true_cfg_scale
     if true_cfg_scale != 1:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -101,13 +102,8 @@ def sampled_alone(engine: Any, asked: Sequence[SampleRequest]) -> Sequence[Any]:
 
 
 def assert_same(found: Generation, expected: Any) -> None:
-    trajectory = found.trajectory
-    assert (trajectory.uid, trajectory.sample_index, trajectory.seed) == (
-        expected.uid,
-        expected.sample_index,
-        expected.seed,
-    )
-    assert trajectory.version == trajectory.last_version == VERSION and trajectory.nodes == expected.nodes
+    trajectory, own = found.trajectory, expected.facts
+    assert trajectory.facts == replace(own, version=VERSION, last_version=VERSION, num_shared_steps=ANY)
     torch.testing.assert_close(trajectory.record.latents, expected.record.latents, atol=1e-5, rtol=0)
     torch.testing.assert_close(trajectory.record.log_probs, expected.record.log_probs, atol=1e-5, rtol=0)
     assert found.pixels.shape == (SIZE_PX, SIZE_PX, 3) and found.pixels.dtype == torch.uint8
@@ -158,7 +154,7 @@ def test_a_later_assist_of_the_group_begins_at_its_window_under_the_same_version
     first, second = (assist_one(one, VERSION) for one in late[:2])
     perturb(engine)
     third = assist_one(late[2], VERSION + 1)
-    assert [one.num_shared_steps for one in (first, second, third)] == [0, 2, 0]
+    assert [one.facts.num_shared_steps for one in (first, second, third)] == [0, 2, 0]
     assert torch.equal(first.record.latents[0], second.record.latents[0])
     assert torch.equal(third.record.latents, assist_one(late[2], 0, assistant_of(engine)).record.latents)
     assert not torch.equal(third.record.latents[0], first.record.latents[0])
@@ -173,7 +169,7 @@ def test_an_assist_passes_over_the_steps_that_a_replica_passes_over(one_rank, ti
     found = generate(assistant_of(engine), asked)
     for generation, trajectory in zip(found, sampled_alone(engine, asked), strict=True):
         assert_same(generation, trajectory)
-        assert generation.trajectory.num_skipped_steps == trajectory.num_skipped_steps == 1
+        assert generation.trajectory.facts.num_skipped_steps == trajectory.facts.num_skipped_steps == 1
 
 
 def test_the_trainers_videos_have_the_sound_of_their_latents(one_rank, tiny_ltx2):
@@ -317,16 +313,16 @@ def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.mark.parametrize("case", GROUPS)
 def test_ranks_generate_samples_of_several_groups_as_a_replica_would(two_ranks, case):
     by_rank, expected = two_ranks["group_shares"][case]
-    found = {(one.trajectory.uid, one.trajectory.sample_index): one for part in by_rank for one in part}
+    found = {(one.trajectory.facts.uid, one.trajectory.facts.sample_index): one for part in by_rank for one in part}
     assert abs(len(by_rank[0]) - len(by_rank[1])) <= 1
     assert len(found) == sum(map(len, by_rank)) == len(expected), "each sample once"
     for trajectory in expected:
-        generation = found[trajectory.uid, trajectory.sample_index]
+        generation = found[trajectory.facts.uid, trajectory.facts.sample_index]
         trajectory_of = generation.trajectory
         torch.testing.assert_close(trajectory_of.record.latents, trajectory.record.latents, atol=1e-5, rtol=0)
         torch.testing.assert_close(trajectory_of.record.log_probs, trajectory.record.log_probs, atol=1e-5, rtol=0)
-        assert trajectory_of.version == VERSION and trajectory_of.seed == trajectory.seed
-        assert generation.pixels.shape[1] == (2 * SIZE_PX if trajectory.uid == "wide" else SIZE_PX)
+        assert trajectory_of.facts.version == VERSION and trajectory_of.facts.seed == trajectory.facts.seed
+        assert generation.pixels.shape[1] == (2 * SIZE_PX if trajectory.facts.uid == "wide" else SIZE_PX)
 
 
 def test_all_ranks_have_as_many_batches_of_samples_that_may_share_a_forward():

@@ -2,7 +2,6 @@
 """Ranks that generate with the weights that they train, against a `diffusers` replica of the same weights."""
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.pretend.process import on_pretend
 from tests.rollout.test_encoders import note_turns
 from tests.rollout.test_server import GUIDED, SAMPLING, generate, make_requests, make_server
 from tests.sampling.runs import assert_bitwise
+from tests.tags import changed
 from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.generator import RankGenerator
 from verl_digen.processes.relays import Work
@@ -72,7 +72,7 @@ def test_samples_are_bitwise_those_of_a_replica(one_rank, tiny_qwen_image, sampl
     expected = generate(make_server(tiny_qwen_image, seed=SEED), requests)
     assert len(found) == len(requests) == 8 and [size for size, _ in rank.drawn] == [4, 4]
     for own, theirs in zip(found, expected, strict=True):
-        assert_bitwise(own.trajectory, replace(theirs.trajectory, version=3, last_version=3))
+        assert_bitwise(own.trajectory, changed(theirs.trajectory, version=3, last_version=3))
         assert torch.equal(own.pixels, theirs.pixels)
         for condition, other in (
             (own.condition, theirs.condition),
@@ -120,7 +120,7 @@ def test_a_prompt_that_the_encoder_refuses_fails_alone(one_rank, tiny_qwen_image
 
     first, second, third = asyncio.run(ask())
     assert isinstance(second, ValueError) and str(second) == "too long"
-    assert [one.trajectory.uid for one in (first, third)] == ["p1", "p3"]
+    assert [one.trajectory.facts.uid for one in (first, third)] == ["p1", "p3"]
 
 
 class Ranks:

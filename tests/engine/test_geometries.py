@@ -21,13 +21,14 @@ from tests.engine.harness import (
 )
 from tests.engine.objective_runs import reshape
 from tests.engine.serial import plain_transformer, serial_loss_and_gradient
+from tests.tags import changed
 from tests.tiny_models import build_tiny
 from verl_digen.agent_loop.episode import joined
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.rows import Samples
 from verl_digen.models import load_model
 from verl_digen.settings import Turn
-from verl_digen.types import Geometry, PathRecord, Trajectory
+from verl_digen.types import Geometry, PathRecord, SampleFacts, Trajectory
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -94,13 +95,13 @@ def test_the_gradient_of_several_geometries_is_that_of_the_serial_loop(case: Cas
         )
 
     described = [
-        replace(sample, key=f"{number}/{sample.key}", uid=f"{number}/{sample.uid}")
+        changed(replace(sample, key=f"{number}/{sample.key}"), uid=f"{number}/{sample.facts.uid}")
         for number, batch in enumerate(batches)
         for sample in with_own_advantages(batch).samples
     ]
     engine = make_engine(path)
     with own_advantages(engine), stepped_gradients(engine) as found:
-        engine.begin(len(described), sum(sample.num_steps for sample in described), fetch)
+        engine.begin(len(described), sum(sample.facts.num_steps for sample in described), fetch)
         engine.accumulate(FragmentSpec("all", tuple(described)))
         engine.commit()
     module = plain_transformer(path)
@@ -126,7 +127,11 @@ def record_of(batch: TensorDict, number: int) -> PathRecord:
 def turns_of(batch: TensorDict, index: int) -> list[Trajectory]:
     uids = tu.get(batch, "uid")
     return [
-        Trajectory("e", index, record_of(batch, number), 0, 0, 0, SAMPLING, uids[number]) for number in EPISODES[index]
+        Trajectory(
+            SampleFacts("e", index, 0, 0, 0, len(batch["sigmas"][number]), SAMPLING, uids[number]),
+            record_of(batch, number),
+        )
+        for number in EPISODES[index]
     ]
 
 
@@ -134,12 +139,13 @@ def described(batch: TensorDict) -> list[FragmentSample]:
     samples = []
     for index in EPISODES:
         turns = [
-            Turn(len(one.record.sigmas), SAMPLING, one.condition_key, (0.0, 1.0), 0.0, 0.0)
+            Turn(len(one.record.sigmas), SAMPLING, one.facts.condition_key, (0.0, 1.0), 0.0, 0.0)
             for one in turns_of(batch, index)
         ]
-        num_steps = sum(turn.num_steps for turn in turns)
-        facts = {"condition_key": turns[0].condition_key, "turns": tuple(turns)}
-        samples.append(FragmentSample(str(index), "e", index, REWARDS[index], num_steps, SAMPLING, **facts))
+        facts = SampleFacts(
+            "e", index, 0, 0, 0, sum(turn.num_steps for turn in turns), SAMPLING, turns[0].condition_key
+        )
+        samples.append(FragmentSample(str(index), facts, REWARDS[index], turns=tuple(turns)))
     return samples
 
 
@@ -147,11 +153,11 @@ def fetch_from(batch: TensorDict):
     conditions = tu.get(batch, "conditions")
 
     def fetch(asked: Sequence[FragmentSample]) -> Samples:
-        columns = [joined(turns_of(batch, sample.sample_index)).record.columns() for sample in asked]
+        columns = [joined(turns_of(batch, sample.facts.sample_index)).record.columns() for sample in asked]
         return Samples(
             described=asked,
             columns={name: [one[name] for one in columns] for name in PathRecord.COLUMNS},
-            conditions=[conditions[sample.condition_key] for sample in asked],
+            conditions=[conditions[sample.facts.condition_key] for sample in asked],
             advantages=torch.zeros(len(asked)),
             turn_conditions=conditions,
         )

@@ -202,7 +202,11 @@ def test_a_trainer_that_assists_leaves_the_gradient_and_generates_what_a_replica
     policy = one.policies[one.engine.objective.behaviour]
     assert_equal({name.replace(".default", ""): value for name, value in policy.items()}, sent_by(one.engine))
     for found, sent in zip(made, generate_as_replica(one.engine), strict=True):
-        assert (found.uid, found.sample_index, found.seed) == (sent.uid, sent.sample_index, sent.seed)
+        assert (found.facts.uid, found.facts.sample_index, found.facts.seed) == (
+            sent.facts.uid,
+            sent.facts.sample_index,
+            sent.facts.seed,
+        )
         columns = sent.record.columns()
         for name, value in found.record.columns().items():
             torch.testing.assert_close(value, columns[name], rtol=0, atol=1e-5)

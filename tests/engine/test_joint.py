@@ -57,7 +57,7 @@ def on_ranks(num_ranks: int, shape: Grid, all_rows: AllRows) -> list[tuple[Row, 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_column_is_the_same_on_any_ranks_and_tiles(num_ranks: int):
     advantages = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    all_rows = AllRows(ROWS, [sample.uid for sample in SAMPLES], advantages)
+    all_rows = AllRows(ROWS, [sample.facts.uid for sample in SAMPLES], advantages)
     sums = {group: sum(value_of(row) for row in ROWS if row.sample // 2 == group) for group in (0, 1)}
     rng = random.Random(num_ranks)
     for _ in range(20):

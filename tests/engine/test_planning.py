@@ -32,12 +32,12 @@ LARGE = replace(SAMPLING, geometry=Geometry(64, 64))
 
 def fetch(samples: Sequence[FragmentSample]) -> Samples:
     """Clean latents of the size of a sample's geometry."""
-    sizes = [sample.sampling.geometry.height_px for sample in samples]
+    sizes = [sample.facts.sampling.geometry.height_px for sample in samples]
     return Samples(
         described=samples,
         columns={
             "clean": [torch.zeros(size, 2) for size in sizes],
-            "sigmas": [torch.linspace(0.9, 0.1, sample.num_steps) for sample in samples],
+            "sigmas": [torch.linspace(0.9, 0.1, sample.facts.num_steps) for sample in samples],
         },
         conditions=[({"embeds": torch.zeros(40 * len(sample.key), 3)}, None) for sample in samples],
         advantages=torch.zeros(len(samples)),

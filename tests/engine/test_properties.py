@@ -249,7 +249,7 @@ def fetch_from(batch: RandomBatch) -> Fetch:
         recorded = [batch.samples[sample.key] for sample in samples]
         steps = [torch.tensor(sample.steps, dtype=torch.int64) for sample in recorded]
         is_guided = batch.digen.sampling.true_cfg_scale > 1
-        conditions = [batch.conditions[sample.uid] for sample in samples]
+        conditions = [batch.conditions[sample.facts.uid] for sample in samples]
         return Samples(
             described=samples,
             columns={
@@ -343,7 +343,7 @@ def test_the_seeds_draw_what_the_engine_may_meet():
     assert sum(len(batch.fragments) > 1 and batch.digen.kl.coef > 0 for batch in late) > 20
     assert {batch.accident.where for batch in batches if batch.accident} == {"fetch", "forward", "backward"}
     assert len({call.why for batch in batches for call in batch.calls if call.kind == "refuse"}) == 7
-    of_trees = [batch for batch in batches if any(one.described.nodes for one in batch.samples.values())]
+    of_trees = [batch for batch in batches if any(one.described.facts.nodes for one in batch.samples.values())]
     assert {batch.digen.advantage.scale for batch in of_trees} == {"batch", "max_group", "group", "none"}
     assert {batch.num_ranks for batch in of_trees} == {1, 2, 3, 4}
     assert sum(any(one.described.skipped for one in batch.samples.values()) for batch in of_trees) > 15

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.engine.harness import SAMPLING, all_picks, described
+from tests.tags import changed
 from verl_digen.engine.fragment import fragment_rows
 from verl_digen.engine.points import ForwardPoints, PathPoints
 from verl_digen.engine.rows import Samples, make_rows, tile_rows
@@ -79,7 +80,7 @@ def test_rows_that_may_not_share_a_forward_are_refused():
     conditions = [*samples.conditions[:2], ({"embeds": torch.zeros(2, 3)}, None)]
     with pytest.raises(RuntimeError, match="2 negative conditions of 3 rows"):
         make_rows(PATH, replace(samples, conditions=conditions), all_picks(samples))
-    large = replace(samples.described[0], sampling=replace(SAMPLING, geometry=Geometry(64, 32)))
+    large = changed(samples.described[0], sampling=replace(SAMPLING, geometry=Geometry(64, 32)))
     with pytest.raises(RuntimeError, match="rows of one tile must have one sampling"):
         make_rows(PATH, replace(samples, described=[large, *samples.described[1:]]), all_picks(samples))
 

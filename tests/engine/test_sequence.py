@@ -176,6 +176,6 @@ def test_a_loss_over_whole_trajectories_counts_shared_rows_once(
 def test_the_first_of_ranks_that_share_rows_returns_the_samples(four_ranks: dict):
     by_rank, expected = four_ranks["assisted"]
     assert [len(found) for found in by_rank] == [2, 0, 1, 0]
-    found = sorted((sample for part in by_rank for sample in part), key=lambda one: one.trajectory.sample_index)
+    found = sorted((sample for part in by_rank for sample in part), key=lambda one: one.trajectory.facts.sample_index)
     for generation, trajectory in zip(found, expected, strict=True):
         assert_same(generation, trajectory)

@@ -31,8 +31,7 @@ from tests.engine.harness import (
 )
 from tests.engine.harness import SAMPLING as FITTING
 from tests.engine.serial import flow_step, log_density, plain_module
-from tests.tags import SAMPLING as TAG_SAMPLING
-from tests.tags import make_tag
+from tests.tags import changed, make_tag
 from tests.trainer.direct import Direct, as_it_is
 from verl_digen.algorithms.metric import plain
 from verl_digen.algorithms.objectives import all_samples, default_config, policy_loss
@@ -232,17 +231,17 @@ def test_mini_batches_are_whole_groups_in_order():
 
 
 def test_samples_are_described_group_after_group():
-    tag = make_tag(0.5, version=3, num_steps=2, experts=(0, 1))
-    found = fragment_samples({"b": {1: tag, 0: tag}, "a": {0: tag}}, all_samples)
+    tags = [make_tag(0.5, uid=uid, sample_index=index, version=3, num_steps=2) for uid, index in ("b1", "b0", "a0")]
+    found = fragment_samples({"b": {1: tags[0], 0: tags[1]}, "a": {0: tags[2]}}, all_samples)
     assert [sample.key for sample in found] == ["b_0_3", "b_1_3", "a_0_3"]
-    assert found[0] == FragmentSample("b_0_3", "b", 0, 0.5, 2, TAG_SAMPLING, "a cat", (0, 1))
+    assert found[0] == FragmentSample("b_0_3", tags[1].facts, 0.5) and found[0].points == (0, 1)
 
 
 def test_best_of_trains_the_best_and_the_worst_with_the_scale_of_all():
     digen = DigenConfig(advantage=AdvantageConfig(best_of=2, eps=0.5))
     tags = {index: make_tag(reward, version=0, num_steps=2) for index, reward in enumerate([0.5, 2.0, -1.0, 1.0])}
     found = fragment_samples({"a": tags}, digen.select)
-    assert [(sample.reward, sample.num_steps) for sample in found] == [(0.5, 0), (2.0, 2), (-1.0, 2), (1.0, 0)]
+    assert [(sample.reward, sample.num_rows) for sample in found] == [(0.5, 0), (2.0, 2), (-1.0, 2), (1.0, 0)]
     std = torch.tensor([0.5, 2.0, -1.0, 1.0]).double().std(correction=0).item()
     assert batch_scale(found, digen.advantage) == pytest.approx(std + 0.5)
     with pytest.raises(ValueError, match=r"digen.advantage.best_of must be null with .*online_dpo, .* got 2"):
@@ -254,7 +253,7 @@ def test_a_step_that_samples_share_trains_once_and_pruning_by_width_leaves_share
     tags = {leaf: make_tag(float(leaf), num_steps=3, nodes=own) for leaf, own in enumerate(nodes)}
     found = fragment_samples({"a": tags}, all_samples)
     assert [sample.points for sample in found] == [(0, 1, 2), (2,), (0, 1, 2), (2,)]
-    assert [sample.num_rows for sample in found] == [3, 1, 3, 1] and found[3].nodes == (2, 2, 3)
+    assert [sample.num_rows for sample in found] == [3, 1, 3, 1] and found[3].facts.nodes == (2, 2, 3)
     digen = DigenConfig(advantage=AdvantageConfig(best_of=2))
     found = fragment_samples({"a": tags}, digen.select)  # leaves 0 and 3
     assert [sample.points for sample in found] == [(0, 1, 2), (), (0, 1), (2,)]
@@ -267,7 +266,7 @@ def test_several_steps_on_a_tree_evaluate_and_train_each_edge_once(one_rank: Non
     nodes = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (2, 2, 3)]
     tags = [make_tag(float(number), num_steps=3, nodes=nodes[number % 4]) for number in range(8)]
     samples = [
-        replace(sample, key=str(number), condition_key=sample.uid, sampling=FITTING)
+        changed(replace(sample, key=str(number)), condition_key=sample.facts.uid, sampling=FITTING)
         for number, sample in enumerate(
             fragment_samples({f"g{number}": dict(enumerate(tags[4 * number :][:4])) for number in (0, 1)}, all_samples)
         )
@@ -300,7 +299,7 @@ def test_with_gdpo_the_rewards_of_a_group_are_made_of_its_parts_and_no_others_ar
     found = fragment_samples({"g": tags}, lambda rewards: [rewards.index(max(rewards))], group_rewards(config, digen))
     # 2 x 0.5 / (0.5 + 0.5) - 1 / (1 + 0.5)
     assert [sample.reward for sample in found] == pytest.approx([1 / 3, -1 / 3])
-    assert [sample.num_steps for sample in found] == [2, 0]
+    assert [sample.num_rows for sample in found] == [2, 0]
     plain = group_rewards(config, DigenConfig(reward=RewardConfig({"a": 2.0})))
     assert plain(list(tags.values())) == [3.0, 3.0]
 

@@ -13,7 +13,7 @@ from verl_digen.environments.host import EpisodeHost, environment_pool
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.sampling.recording import initial_seed, noise_seed
-from verl_digen.types import CleanRecord, Generation, PathRecord, SampleRequest, Trajectory
+from verl_digen.types import CleanRecord, Generation, PathRecord, SampleFacts, SampleRequest, Trajectory
 
 
 class LocalWorker:
@@ -74,9 +74,11 @@ def generation_of(digen: DigenConfig, request: SampleRequest, version: int) -> G
             sigma_max=torch.tensor(0.9 + 0.01 * request.turn),
             log_probs=-numbers * (1 + request.turn),
         )
-    trajectory = Trajectory(
-        request.uid, request.sample_index, record, seed, version, version, request.sampling, request.condition_key
+    facts = SampleFacts(
+        *(request.uid, request.sample_index, seed, version, version, len(record.sigmas)),
+        sampling=request.sampling,
+        condition_key=request.condition_key,
     )
     light = noise(seed, "picture", 0, 0, (8, 8, 3)).mul(40).add(128).clamp(0, 255).to(torch.uint8)
     condition = {"embeds": torch.full((2 + request.turn, 3), float(request.turn))} if request.wants_condition else None
-    return Generation(trajectory, light, 1.0 + request.turn, 1.5 + request.turn, experts=(), condition=condition)
+    return Generation(Trajectory(facts, record), light, 1.0 + request.turn, 1.5 + request.turn, condition=condition)

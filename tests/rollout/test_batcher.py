@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.chaos.loop import run_in_virtual_time
+from tests.tags import make_facts
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs import PromptInputs
 from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
@@ -24,8 +25,8 @@ def request(uid: str, index: int, sampling: Sampling = SAMPLING, text: str = "a 
 def answer(asked: SampleRequest) -> Generation:
     empty = torch.empty(0)
     record = CleanRecord(empty, empty)
-    path = Trajectory(asked.uid, asked.sample_index, record, 0, 0, 0, asked.sampling, "")
-    return Generation(path, empty, started_s=0.0, ended_s=1.0, experts=())
+    path = Trajectory(make_facts(asked.uid, asked.sample_index, sampling=asked.sampling), record)
+    return Generation(path, empty, started_s=0.0, ended_s=1.0)
 
 
 async def arrived(asked):
@@ -61,7 +62,7 @@ def test_every_request_gets_its_own_answer_whatever_the_arrival_order():
         random.Random(seed).shuffle(requests)
         answers = await asyncio.gather(*[batcher.submit(asked) for asked in requests])
         for asked, got in zip(requests, answers, strict=True):
-            assert (got.trajectory.uid, got.trajectory.sample_index) == (asked.uid, asked.sample_index)
+            assert (got.trajectory.facts.uid, got.trajectory.facts.sample_index) == (asked.uid, asked.sample_index)
         return [[(asked.uid, asked.sample_index) for asked in batch] for batch in record.batches]
 
     formed = [asyncio.run(run(seed)) for seed in range(5)]
@@ -226,7 +227,7 @@ def test_a_batch_that_fails_tells_each_of_its_callers_and_the_next_one_runs(erro
         batcher = RequestBatcher(execute, max_batch_size=size, wait_s=0.0)
         both = [batcher.submit(request("a", index)) for index in range(2)]
         assert [told in str(outcome) for outcome in await asyncio.gather(*both, return_exceptions=True)] == [True] * 2
-        assert (await batcher.submit(request("b", 0))).trajectory.uid == "b"
+        assert (await batcher.submit(request("b", 0))).trajectory.facts.uid == "b"
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 
@@ -308,7 +309,7 @@ def test_a_sample_is_cancelled_while_its_answer_comes_and_other_answers_are_told
 
     first, *others = run_in_virtual_time(run())
     assert isinstance(first, Withdrawn)
-    assert [other.trajectory.uid for other in others] == ["a", "b", "b"]
+    assert [other.trajectory.facts.uid for other in others] == ["a", "b", "b"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("an illegal address"), asyncio.CancelledError()])
@@ -321,7 +322,7 @@ def test_answers_that_do_not_come_fail_their_own_batch(error: BaseException):
     *failed, one, other = run_in_virtual_time(run())
     expected = str(error) or "stopped generating"
     assert [isinstance(each, RuntimeError) and expected in str(each) for each in failed] == [True, True]
-    assert (one.trajectory.uid, other.trajectory.uid) == ("b", "b")
+    assert (one.trajectory.facts.uid, other.trajectory.facts.uid) == ("b", "b")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -344,7 +345,7 @@ def test_no_request_is_lost_under_random_pauses_and_updates(seed: int):
             return await batcher.submit(request("p", index))
 
         answers, _ = await asyncio.gather(asyncio.gather(*[ask(index) for index in range(40)]), disturb())
-        assert [got.trajectory.sample_index for got in answers] == list(range(40))
+        assert [got.trajectory.facts.sample_index for got in answers] == list(range(40))
 
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 

@@ -45,7 +45,7 @@ def server_of(path: Path, *, is_lora: bool, compiles: bool) -> DiffusersServer:
 
 def assert_same(found: list[Generation], expected: list[Generation], version: int) -> None:
     for got, own in zip(found, expected, strict=True):
-        assert got.trajectory.version == got.trajectory.last_version == version
+        assert got.trajectory.facts.version == got.trajectory.facts.last_version == version
         close(path_of(got.trajectory).latents, path_of(own.trajectory).latents)
         close(path_of(got.trajectory).log_probs, path_of(own.trajectory).log_probs)
         assert (got.pixels.int() - own.pixels.int()).abs().max() <= 1

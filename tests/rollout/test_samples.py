@@ -88,7 +88,11 @@ def check(server, batch: list[SampleRequest], answers: list[Generation]) -> None
 
 
 def same_records(got: Trajectory, expected: Trajectory) -> None:
-    assert (got.uid, got.sample_index, got.version) == (expected.uid, expected.sample_index, expected.version)
+    assert (got.facts.uid, got.facts.sample_index, got.facts.version) == (
+        expected.facts.uid,
+        expected.facts.sample_index,
+        expected.facts.version,
+    )
     for name, column in got.record.columns().items():
         assert column.device.type == "cpu" and torch.equal(column, expected.record.columns()[name]), name
 

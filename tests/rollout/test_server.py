@@ -97,13 +97,13 @@ def test_batching_number_of_replicas_and_order_change_nothing(tiny_qwen_image, s
     random.Random(0).shuffle(shuffled)
     halves = shuffled[:4], shuffled[4:]
     together = [got for half in halves for got in generate(make_server(tiny_qwen_image, max_batch_size=8), half)]
-    by_key = {(got.trajectory.uid, got.trajectory.sample_index): got for got in together}
+    by_key = {(got.trajectory.facts.uid, got.trajectory.facts.sample_index): got for got in together}
     for got in alone:
-        other = by_key[got.trajectory.uid, got.trajectory.sample_index]
+        other = by_key[got.trajectory.facts.uid, got.trajectory.facts.sample_index]
         close(other.trajectory.record.latents, got.trajectory.record.latents)
         close(other.trajectory.record.log_probs, got.trajectory.record.log_probs)
         assert (other.pixels.int() - got.pixels.int()).abs().max() <= 1
-        assert other.trajectory.seed == got.trajectory.seed
+        assert other.trajectory.facts.seed == got.trajectory.facts.seed
 
 
 def test_videos_have_their_own_sound_in_any_batch(tiny_ltx2):
@@ -150,7 +150,7 @@ def test_texts_of_one_length_share_a_forward_where_padding_cannot_be_masked(tiny
     answers = generate(server, requests)
     assert forwards == [3] * (2 * 2 * GUIDED.num_steps)
     for got, own in zip(answers, expected, strict=True):
-        assert got.trajectory.uid == own.trajectory.uid
+        assert got.trajectory.facts.uid == own.trajectory.facts.uid
         close(got.trajectory.record.latents, own.trajectory.record.latents)
 
 
@@ -213,10 +213,10 @@ def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_ima
 
     before, meanwhile, after = asyncio.run(run())
     for got in (*before, *meanwhile, *after):
-        assert got.trajectory.version == got.trajectory.last_version
-    assert {got.trajectory.version for got in before} <= {0, 5}
-    assert {got.trajectory.version for got in meanwhile} == {5 if is_live else 0}
-    assert {got.trajectory.version for got in after} == {5}
+        assert got.trajectory.facts.version == got.trajectory.facts.last_version
+    assert {got.trajectory.facts.version for got in before} <= {0, 5}
+    assert {got.trajectory.facts.version for got in meanwhile} == {5 if is_live else 0}
+    assert {got.trajectory.facts.version for got in after} == {5}
     assert not torch.equal(before[0].trajectory.record.latents, after[0].trajectory.record.latents)
 
 
@@ -236,7 +236,7 @@ def test_after_a_refused_update_the_old_weights_serve_if_it_was_staged(tiny_qwen
 
     async def run():
         after = await refused(is_live=False)
-        assert torch.equal(before.trajectory.record.latents, after.record.latents) and after.version == 0
+        assert torch.equal(before.trajectory.record.latents, after.record.latents) and after.facts.version == 0
         with pytest.raises(RuntimeError, match="serves nothing until a whole update has come"):
             await refused(is_live=True)
 
@@ -269,7 +269,7 @@ def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image)
 
     got = asyncio.run(run())
     for one, other in zip(got, expected, strict=True):
-        assert one.trajectory.version == 2
+        assert one.trajectory.facts.version == 2
         close(one.trajectory.record.latents, other.trajectory.record.latents)
         assert (one.pixels.int() - other.pixels.int()).abs().max() <= 1
     trained = sum(tensor.nbytes for tensor in weights.values())
@@ -300,7 +300,7 @@ def test_later_batches_of_a_group_begin_at_its_window_under_the_weights_that_ser
 
     before, after = asyncio.run(run())
     for batches in (before, after):
-        assert [got.trajectory.num_shared_steps for got in batches] == [0, 2, 2]
+        assert [got.trajectory.facts.num_shared_steps for got in batches] == [0, 2, 2]
     alone = [generate(make_server(tiny_qwen_image), [asked])[0] for asked in late_windows()]
     assert_bitwise(before, alone)
     fresh = make_server(tiny_qwen_image, max_batch_size=1)

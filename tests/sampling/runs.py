@@ -27,11 +27,11 @@ class Run:
 
     @property
     def num_skipped(self) -> list[int]:
-        return [one.num_skipped_steps for one in self.trajectories]
+        return [one.facts.num_skipped_steps for one in self.trajectories]
 
     @property
     def num_shared(self) -> list[int]:
-        return [one.num_shared_steps for one in self.trajectories]
+        return [one.facts.num_shared_steps for one in self.trajectories]
 
 
 def run(

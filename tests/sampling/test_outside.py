@@ -152,7 +152,7 @@ def test_a_later_chunk_begins_at_its_window_with_bitwise_the_same_samples(model,
         assert torch.equal(later.latents, alone.latents)
         assert_bitwise(later.trajectories[0], alone.trajectories[0])
         before = min(asked.window.sde_steps)
-        assert later.trajectories[0].num_shared_steps == before
+        assert later.trajectories[0].facts.num_shared_steps == before
         assert len(later.sizes) + later.num_skipped[0] == NUM_STEPS - before
         assert len(alone.sizes) + alone.num_skipped[0] == NUM_STEPS
 
@@ -167,7 +167,7 @@ def test_leaves_of_a_tree_are_those_generated_alone(model, network, condition, o
         alone = run(model, network, [asked], condition)
         close(together.latents[row], alone.latents[0])
         assert torch.equal(path_of(together.trajectories[row]).latents[0], path_of(alone.trajectories[0]).latents[0])
-    counted = sum(one.num_shared_steps + one.num_skipped_steps for one in together.trajectories)
+    counted = sum(one.facts.num_shared_steps + one.facts.num_skipped_steps for one in together.trajectories)
     assert sum(together.sizes) == 4 * NUM_STEPS - counted
 
 
@@ -246,5 +246,5 @@ def test_the_second_expert_takes_no_velocity_of_the_first(tmp_path):
     sigmas = model.sigmas(30, how.geometry)
     experts = model.expert_of(sigmas[:-1]).tolist()
     first = model.timesteps(sigmas[:-1]).tolist()[experts.index(1)]
-    assert len(evaluated) == 30 - trajectory.num_skipped_steps < 30
+    assert len(evaluated) == 30 - trajectory.facts.num_skipped_steps < 30
     assert first in evaluated, "the second expert begins with an evaluation of its own"

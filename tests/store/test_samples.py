@@ -10,7 +10,7 @@ import torch
 import transfer_queue as tq
 
 from tests.agent_loop.test_episodes import long_one, make_digen, scored
-from tests.tags import SAMPLING, make_tag
+from tests.tags import SAMPLING, make_facts, make_tag
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.algorithms.outside import Outside
 from verl_digen.schedulers.types import BatchReport
@@ -42,7 +42,7 @@ def clean_record(num_points: int, dtype: torch.dtype) -> CleanRecord:
 
 
 def trajectory(index: int, record: PathRecord | CleanRecord) -> Trajectory:
-    return Trajectory("g0", index, record, 7, 3, 3, SAMPLING, "a cat")
+    return Trajectory(make_facts("g0", index, version=3, num_steps=len(record.sigmas)), record)
 
 
 @pytest.mark.slow
@@ -125,8 +125,8 @@ def stored() -> set[str]:
 def test_nothing_is_left_of_an_episode_that_was_published_after_its_scoring_timed_out(queue):
     """The driver never sees its tag, and so none of the keys of its turns."""
     sample = scored(long_one(make_digen()))
-    uid, version = sample.trajectory.uid, sample.tag.version
-    name = SampleName.of(uid, sample.trajectory.sample_index, sample.tag)
+    uid, version = sample.trajectory.facts.uid, sample.tag.facts.version
+    name = SampleName.of(sample.tag.facts)
     others = {own_condition_key(f"{uid}0", "of a longer uid"), "hash of a prompt that still waits"}
     condition = {"embeds": torch.ones(2, 3)}
     worker = object.__new__(DiffusionAgentLoopWorker)

@@ -93,7 +93,13 @@ class Pools:
     async def collect(self, chunk):
         await self._pause()
         tags = {
-            index: make_tag(float(index), version=chunk.version, condition_key=self.condition_key(chunk))
+            index: make_tag(
+                float(index),
+                uid=chunk.uid,
+                sample_index=index,
+                version=chunk.version,
+                condition_key=self.condition_key(chunk),
+            )
             for index in self.done[chunk.id]
         }
         return ScoredChunk(tags, {})

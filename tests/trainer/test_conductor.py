@@ -41,7 +41,7 @@ def test_every_group_trains_once_whole_under_one_version_whatever_the_order_fail
         assert outcome.report.num_groups == len(outcome.groups) == conductor.planner.rules.num_prompts
         for tags in outcome.groups.values():
             assert sorted(tags) == list(range(GROUP_SIZE))
-            assert {tag.version for tag in tags.values()} == {number}
+            assert {tag.facts.version for tag in tags.values()} == {number}
     assert [call[0] for call in pools.calls].count("commit") == 3
     generated = [key for key in pools.generated if key[0] in pools.trained]
     assert len(generated) == len(set(generated)), "nothing that was trained was generated twice"
@@ -120,7 +120,7 @@ def test_stale_groups_have_one_version_within_the_bound_and_none_is_lost(seed):
         ages = []
         for tags in outcome.groups.values():
             assert sorted(tags) == list(range(GROUP_SIZE))
-            (version,) = {tag.version for tag in tags.values()}
+            (version,) = {tag.facts.version for tag in tags.values()}
             ages.append(number - version)
         for age in range(1, 6):
             assert sum(found >= age for found in ages) <= allowance(age)
@@ -296,8 +296,8 @@ def test_what_was_published_for_nothing_is_handed_out_to_be_cleared():
 
 
 def test_the_first_row_of_a_sample_that_was_generated_again_is_to_be_cleared():
-    published, tags = PublishedSamples(), [make_tag(version=version) for version in (0, 1)]
-    first, second = (SampleName.of("p000", 2, tag) for tag in tags)
+    published, tags = PublishedSamples(), [make_tag(uid="p000", sample_index=2, version=version) for version in (0, 1)]
+    first, second = (SampleName.of(tag.facts) for tag in tags)
     for name, tag in zip((first, second), tags, strict=True):
         published.add(name, tag, is_wanted=True)
     assert published.groups == {"p000": {2: tags[1]}} and published.unwanted == [first] != [second]

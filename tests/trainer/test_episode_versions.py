@@ -64,7 +64,7 @@ class EpisodePools(Pools):
 
         async def play(index: int) -> None:
             episode = await loop.run({"validate": False}, session_id=index, **columns)
-            self.versions.append({turn.generation.trajectory.version for turn in episode.played})
+            self.versions.append({turn.generation.trajectory.facts.version for turn in episode.played})
             self.num_turns += len(episode.played)
             await self.wait()
 

@@ -66,7 +66,7 @@ class Ranks:
 
 
 def rows_of(fragment: FragmentSpec) -> list[int]:
-    return [sample.num_steps for sample in fragment.samples]
+    return [sample.num_rows for sample in fragment.samples]
 
 
 @SELECTING

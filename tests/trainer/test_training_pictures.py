@@ -23,8 +23,13 @@ def step_samples(run_dir: Path, step: int):
     for number in range(4 * (step - 1), 4 * step):
         for index in range(3):
             reward = number + index / 10
-            tag = make_tag(reward, parts={"a": reward, "a/detail": 1.0, **({"b": -reward} if number % 2 == 0 else {})})
-            samples[SampleName.of(group_uid(number), index, tag).key] = tag
+            tag = make_tag(
+                reward,
+                uid=group_uid(number),
+                sample_index=index,
+                parts={"a": reward, "a/detail": 1.0, **({"b": -reward} if number % 2 == 0 else {})},
+            )
+            samples[SampleName.of(tag.facts).key] = tag
             pixels = torch.full((4, 4, 3), number, dtype=torch.uint8)
             pictures.offer(step, group_uid(number), index, reward, pixels)
     return samples

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.tags import make_tag
 from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import read_timeline, step_metrics
 from verl_digen.platforms.placement import timeshared_options
@@ -21,6 +22,7 @@ from verl_digen.store.prompts import PromptStatus, to_listing
 from verl_digen.trainer import colocated_timeline
 from verl_digen.trainer.colocated_timeline import ColocatedTimeline
 from verl_digen.trainer.turns import RewardProcesses, RewardTurn, Turns, next_turn, num_events, turn_metrics
+from verl_digen.types import RewardCall, SampleTag
 
 PENDING, RUNNING = PromptStatus("pending"), PromptStatus("running")
 GENERATED, FINISHED = PromptStatus("running", is_generated=True), PromptStatus("finished")
@@ -134,6 +136,14 @@ def test_metrics_are_the_mean_of_the_processes_and_memory_the_largest():
     )
 
 
+CALL = RewardCall("r", 4.0, 5.0, num_samples=4, num_queued=0)
+
+
+def tag_of(uid: str, calls: tuple[RewardCall, ...] = (CALL,), at: float = 0.0) -> SampleTag:
+    """A sample that is generated in the second after `at`."""
+    return make_tag(uid=uid, calls=calls, generated=(at + 1.0, at + 2.0), scored=(at + 2.0, at + 2.5))
+
+
 class Clock:
     """A clock that tells these moments, one after the other."""
 
@@ -144,9 +154,9 @@ class Clock:
         return next(self._moments)
 
 
-def test_the_timeline_has_the_turns_of_a_step_in_order_and_can_be_analysed(tmp_path, make_tag, monkeypatch):
+def test_the_timeline_has_the_turns_of_a_step_in_order_and_can_be_analysed(tmp_path, monkeypatch):
     timeline = ColocatedTimeline(tmp_path, ["other", "r"], num_devices=2, after=0, host="node-1")
-    samples = {f"{uid}_{index}_0": make_tag(uid) for uid in ("g", "h") for index in range(2)}
+    samples = {f"{uid}_{index}_0": tag_of(uid) for uid in ("g", "h") for index in range(2)}
     turns = [RewardTurn("r", 0, "wake", Turn(3.0, 4.0, 9)), RewardTurn("r", 0, "sleep", Turn(5.0, 6.0, 1))]
     monkeypatch.setattr(colocated_timeline, "time", Clock([6.0, 9.0, 9.0, 9.5]))
     with timeline.working("train"):
@@ -172,26 +182,16 @@ def test_the_timeline_has_the_turns_of_a_step_in_order_and_can_be_analysed(tmp_p
     assert {one.lane.host for one in found.intervals} == {"node-1"}
 
 
-def test_rewards_without_processes_have_a_lane_and_a_resumed_run_continues(tmp_path, make_tag):
+def test_rewards_without_processes_have_a_lane_and_a_resumed_run_continues(tmp_path):
     for after in (0, 1):
         timeline = ColocatedTimeline(tmp_path, ["r"], num_devices=1, after=after, host="node-1")
         for step in (1, 2) if after == 0 else (2,):
-            samples = {f"g_{index}_0": make_tag("g", calls=(), at=10.0 * step) for index in range(2)}
+            samples = {f"g_{index}_0": tag_of("g", calls=(), at=10.0 * step) for index in range(2)}
             timeline.write(step, samples, [], extent=(10.0 * step, 10.0 * step + 9))
     found = read_timeline(tmp_path / "timeline.jsonl")
     assert found.steps == [1, 2] and len([one for one in found.intervals if one.kind == "step"]) == 2
     scored = [(one.lane.name, one.start_s, one.end_s) for one in found.intervals if one.kind == "score"]
     assert scored == [("reward/0", 12.0, 12.5), ("reward/0", 22.0, 22.5)]
-
-
-@pytest.fixture
-def make_tag() -> Any:
-    from verl_digen.types import RewardCall
-
-    call = RewardCall("r", 4.0, 5.0, num_samples=4, num_queued=0)
-    return lambda uid, calls=(call,), at=0.0: SimpleNamespace(
-        generated=(at + 1.0, at + 2.0), scored=(at + 2.0, at + 2.5), version=0, calls=calls
-    )
 
 
 def test_a_reward_has_a_process_in_the_bundle_of_every_device_and_takes_no_cpu():

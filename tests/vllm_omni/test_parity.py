@@ -48,7 +48,7 @@ def test_samples_of_a_tree_are_those_of_the_diffusers_replica(full_replica):
     found, expected = full_replica.generate(requests), by_diffusers(full_replica.path, requests)
     for got, wanted in zip(found, expected, strict=True):
         assert_same(got, wanted)
-        assert got.trajectory.nodes == wanted.trajectory.nodes
+        assert got.trajectory.facts.nodes == wanted.trajectory.facts.nodes
     latents = [got.trajectory.record.latents for got in found]
     torch.testing.assert_close(latents[0][:4], latents[1][:4], atol=1e-5, rtol=0)
     assert not torch.allclose(latents[0][4], latents[1][4], atol=1e-2)
@@ -83,7 +83,7 @@ def test_a_closed_gate_lets_requests_under_way_finish(full_replica):
     assert len(ray.get(running)) == 4
     assert not ray.wait([late], timeout=0.5)[0]
     ray.get(full_replica.server.open_submission_gate.remote())
-    assert ray.get(late).trajectory.uid == "p1"
+    assert ray.get(late).trajectory.facts.uid == "p1"
 
 
 def test_one_request_is_aborted_and_the_others_are_not(full_replica):

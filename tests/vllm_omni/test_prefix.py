@@ -34,7 +34,7 @@ def assert_bitwise(found: Generation, expected: Generation) -> None:
 
 
 def shared_steps(generations: Sequence[Generation]) -> list[int]:
-    return [one.trajectory.num_shared_steps for one in generations]
+    return [one.trajectory.facts.num_shared_steps for one in generations]
 
 
 def set_weights(replica: Replica, number: int, version: int) -> None:
@@ -50,7 +50,7 @@ def test_a_later_sample_of_a_group_is_bitwise_the_one_that_runs_every_step(full_
     for one, got in zip(asked, found, strict=True):
         set_weights(full_replica, 0, 300)  # which forgets what was kept
         (alone,) = full_replica.generate([one])
-        assert alone.trajectory.num_shared_steps == 0
+        assert alone.trajectory.facts.num_shared_steps == 0
         assert_bitwise(got, alone)
     for got, expected in zip(found, by_diffusers(full_replica.path, asked), strict=True):
         assert_same(got, expected)

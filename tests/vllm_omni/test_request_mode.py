@@ -235,8 +235,8 @@ def test_a_group_runs_the_steps_before_its_window_once(served):
     later = [replica.generate([asked])[0] for asked in requests[:2]]
     replica.update(full_weights(replica.path, 0).items(), 0).result()
     together = replica.generate(requests)
-    assert [got.trajectory.num_shared_steps for got in (*alone, *later)] == [0, 0, 0, 3]
-    assert sum(got.trajectory.num_shared_steps for got in together) == 2 * 3 + 2 * 2
+    assert [got.trajectory.facts.num_shared_steps for got in (*alone, *later)] == [0, 0, 0, 3]
+    assert sum(got.trajectory.facts.num_shared_steps for got in together) == 2 * 3 + 2 * 2
     for got, expected in zip(later, alone, strict=True):
         assert torch.equal(got.pixels, expected.pixels)
         assert_bitwise(got.trajectory, expected.trajectory)
@@ -359,4 +359,4 @@ def test_the_trainer_need_not_wait_for_a_batch_and_an_abort_loses_one_sample_of_
     assert not ray.wait(under_way[1:], timeout=0)[0], "the batch is not under way any more"
     with pytest.raises(Exception, match="was aborted"):
         ray.get(under_way[0], timeout=60)
-    assert ray.get(under_way[1], timeout=60).trajectory.sample_index == second.sample_index
+    assert ray.get(under_way[1], timeout=60).trajectory.facts.sample_index == second.sample_index

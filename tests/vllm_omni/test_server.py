@@ -11,6 +11,7 @@ import torch
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
+from tests.tags import make_facts
 from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.config import DigenConfig
 from verl_digen.processes.deadlines import DeadlinesConfig
@@ -64,7 +65,7 @@ class Engine:
         one = torch.zeros(1)
         asked = order.request
         path = PathRecord(PATH, STEPS, SIGMAS[:2], SIGMAS[1:], one, one)
-        trajectory = Trajectory(asked.uid, 0, path, 0, self.version, self.version, asked.sampling, "")
+        trajectory = Trajectory(make_facts(asked.uid, version=self.version, num_steps=2, sampling=asked.sampling), path)
         record = {"trajectory": trajectory, "pixels": one, "audio": None, "start_s": 0.0, "end_s": 1.0}
         record |= {"error": None, "condition": None, "negative_condition": None, "latents": None}
         yield SimpleNamespace(multimodal_output={"trajectory": {RECORDED: record}})
@@ -140,7 +141,7 @@ def test_a_request_that_fails_in_an_engine_that_lives_fails_alone():
         with pytest.raises(RuntimeError, match="vLLM-Omni failed sample p0_0 on replica 0: out of memory"):
             await generate(server)
         engine.error = None
-        assert (await generate(server)).trajectory.uid == "p0"
+        assert (await generate(server)).trajectory.facts.uid == "p0"
         assert server._in_flight.total() == 0
 
     asyncio.run(run())
@@ -173,8 +174,8 @@ def test_a_text_is_generated_by_the_rfcs_call_and_answered_by_its_names():
     async def run():
         server = make_server(Engine())
         found = await server.generate("r0", "a cat", {"num_steps": 4, "sample_index": 0})
-        assert isinstance(found, ImageOutput) and found.trajectory.uid == "r0"
-        assert found.trajectory.sampling.num_steps == 4 and found.latent_samples is PATH
+        assert isinstance(found, ImageOutput) and found.trajectory.facts.uid == "r0"
+        assert found.trajectory.facts.sampling.num_steps == 4 and found.latent_samples is PATH
         assert found.image is found.pixels and found.prompt_embeddings is None, "the fake engine encodes nothing"
         assert type(await generate(server)) is Generation, "the project's own client"
         with pytest.raises(ValueError, match="a prompt must be a text, got list; a pipeline encodes it itself"):

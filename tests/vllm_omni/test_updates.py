@@ -85,7 +85,7 @@ def test_the_average_is_validated_where_it_is_sent_under_the_version_of_the_curr
         network, adapter = adapter_weights(lora_replica, numbers)
         lora_replica.update(adapter.items(), 50).result()
         picture, sample = lora_replica.generate([validation, training])
-        assert sample.trajectory.version == 50
+        assert sample.trajectory.facts.version == 50
         expected = by_sampler(lora_replica.path, network, training, 50)
         torch.testing.assert_close(sample.trajectory.record.latents, expected.record.latents, atol=1e-4, rtol=0)
         found.append((picture.pixels, sample.trajectory.record.latents))
@@ -108,7 +108,7 @@ def refused(replica, message, version):
     with pytest.raises(Exception, match=message):
         yield
     (after,) = replica.generate([request(0)])
-    assert after.trajectory.version == before.trajectory.version == version
+    assert after.trajectory.facts.version == before.trajectory.facts.version == version
     assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
 
 
@@ -158,7 +158,7 @@ def test_an_update_whose_sender_fails_half_way_leaves_the_replica_ready_for_the_
     assert torch.equal(after.trajectory.record.latents, before.trajectory.record.latents)
     full_replica.update(good.items(), 60).result(timeout=60)
     (new,) = full_replica.generate([request(0)])
-    assert new.trajectory.version == 60 and not torch.equal(
+    assert new.trajectory.facts.version == 60 and not torch.equal(
         new.trajectory.record.latents, before.trajectory.record.latents
     )
     full_replica.update(full_weights(full_replica.path, 0).items(), 61).result()
@@ -173,7 +173,9 @@ def test_a_live_update_is_loaded_as_it_arrives_and_half_of_one_is_never_served(f
         ray.wait(under_way, num_returns=1, timeout=120)  # all are admitted by then; later ones wait for the update
         with pytest.raises(ConnectionError):
             asyncio.run(full_replica.sender.update_weights(interrupted(good), global_steps=70))
-        assert all(one.trajectory.version == one.trajectory.last_version for one in ray.get(under_way, timeout=120))
+        assert all(
+            one.trajectory.facts.version == one.trajectory.facts.last_version for one in ray.get(under_way, timeout=120)
+        )
         ray.get(full_replica.server.open_submission_gate.remote())
         with pytest.raises(Exception, match="serves nothing until a whole update has come"):
             full_replica.generate(requests[:1])
@@ -182,7 +184,7 @@ def test_a_live_update_is_loaded_as_it_arrives_and_half_of_one_is_never_served(f
         asyncio.run(full_replica.sender.update_weights(iter(good.items()), global_steps=70))
     (found,) = full_replica.generate(requests[:1])
     expected = by_sampler(full_replica.path, network, requests[0], 70)
-    assert found.trajectory.version == 70
+    assert found.trajectory.facts.version == 70
     torch.testing.assert_close(found.trajectory.record.latents, expected.record.latents, atol=1e-4, rtol=0)
     full_replica.update(full_weights(full_replica.path, 0).items(), 71).result()
 
@@ -207,10 +209,10 @@ def test_a_request_in_flight_is_finished_before_a_sleep_and_a_later_one_waits_fo
     while not full_replica.health()["num_running"]:
         assert not ray.wait([first], timeout=0)[0], "it ended before it could be put to sleep"
     ray.get(full_replica.server.sleep.remote(), timeout=60)
-    assert full_replica.health()["is_asleep"] and ray.get(first, timeout=0).trajectory.uid == "p0"
+    assert full_replica.health()["is_asleep"] and ray.get(first, timeout=0).trajectory.facts.uid == "p0"
     later = full_replica.submit(request(1))
     assert not ray.wait([later], timeout=1)[0]
     ray.get(full_replica.server.wake_up.remote(tags=["weights"]), timeout=60)
     found = ray.get(later, timeout=60)
-    assert found.trajectory.sample_index == 1
+    assert found.trajectory.facts.sample_index == 1
     assert torch.equal(found.trajectory.record.latents, expected.trajectory.record.latents)

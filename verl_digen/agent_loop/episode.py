@@ -19,7 +19,7 @@ from verl_digen.environments.base import TurnResult
 from verl_digen.settings import EpisodeFacts, Turn
 from verl_digen.store.conditions import ConditionPair
 from verl_digen.store.keys import own_condition_key
-from verl_digen.types import CleanRecord, Generation, PathRecord, Score, Trajectory
+from verl_digen.types import CleanRecord, Generation, PathRecord, SampleFacts, Score, Trajectory
 
 ENVIRONMENT = "environment"
 """Part of a sample's reward that its environment gave."""
@@ -54,7 +54,6 @@ class Episode:
             turns[-1],
             trajectory=joined([turn.trajectory for turn in turns]),
             started_s=turns[0].started_s,
-            experts=tuple(expert for turn in turns for expert in turn.experts),
             condition=None,
             negative_condition=None,
         )
@@ -67,9 +66,9 @@ class Episode:
             trajectory = played.generation.trajectory
             turns.append(
                 Turn(
-                    num_steps=len(trajectory.record.sigmas),
-                    sampling=trajectory.sampling,
-                    condition_key=_condition_key(trajectory),
+                    num_steps=trajectory.facts.num_steps,
+                    sampling=trajectory.facts.sampling,
+                    condition_key=_condition_key(trajectory.facts),
                     generated=(played.generation.started_s, played.generation.ended_s),
                     environment_s=played.environment_s,
                     reward=played.result.reward,
@@ -81,7 +80,7 @@ class Episode:
     def conditions(self) -> Mapping[str, ConditionPair]:
         """Key -> conditions of each turn whose generation carries them."""
         return {
-            _condition_key(generation.trajectory): (generation.condition, generation.negative_condition)
+            _condition_key(generation.trajectory.facts): (generation.condition, generation.negative_condition)
             for generation in (turn.generation for turn in self.played)
             if generation.condition is not None
         }
@@ -94,9 +93,9 @@ class Episode:
         return Score(total + last.total, {ENVIRONMENT: total, **details, **last.parts}, last.calls)
 
 
-def _condition_key(trajectory: Trajectory) -> str:
+def _condition_key(facts: SampleFacts) -> str:
     """Key of a turn's conditions: a turn is of its group alone, so the trainer clears them with the group."""
-    return own_condition_key(trajectory.uid, trajectory.condition_key)
+    return own_condition_key(facts.uid, facts.condition_key)
 
 
 def joined(turns: Sequence[Trajectory]) -> Trajectory:
@@ -105,8 +104,9 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
     Raises:
         RuntimeError: turns of several weight versions, or pictures of several sizes.
     """
-    first = turns[0]
-    versions = {version for turn in turns for version in (turn.version, turn.last_version)}
+    facts = [turn.facts for turn in turns]
+    first = facts[0]
+    versions = {version for turn in facts for version in (turn.version, turn.last_version)}
     if len(versions) != 1:
         raise RuntimeError(
             f"all turns of an episode must have one weight version, but those of sample {first.sample_index} of group "
@@ -122,14 +122,15 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
             f"{first.uid} have {sorted(map(tuple, shapes))}; set digen.sampling.size_from_image=false"
         )
     record = _joined_paths(paths) if paths else _joined_cleans(cleans)
-    num_shared = sum(turn.num_shared_steps for turn in turns)
-    return replace(
+    of_all = replace(
         first,
-        record=record,
+        num_steps=sum(turn.num_steps for turn in facts),
         condition_key=_condition_key(first),
-        num_shared_steps=num_shared,
-        num_skipped_steps=sum(turn.num_skipped_steps for turn in turns),
+        experts=tuple(expert for turn in facts for expert in turn.experts),
+        num_shared_steps=sum(turn.num_shared_steps for turn in facts),
+        num_skipped_steps=sum(turn.num_skipped_steps for turn in facts),
     )
+    return Trajectory(of_all, record)
 
 
 def _joined_paths(paths: Sequence[PathRecord]) -> PathRecord:

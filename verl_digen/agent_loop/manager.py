@@ -52,6 +52,7 @@ from verl_digen.types import (
     GroupTags,
     PromptRow,
     RewardInput,
+    SampleFacts,
     SampleRequest,
     SampleTag,
     Score,
@@ -202,39 +203,38 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         episode = output if isinstance(output, Episode) else None
         generation = output.generation if isinstance(output, Episode) else output
         trajectory = generation.trajectory
-        self._being_generated.ended(trajectory.uid, trajectory.sample_index)
+        self._being_generated.ended(trajectory.facts.uid, trajectory.facts.sample_index)
         group_size = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
         score, scored = await self._score(generation, row, group_size, validate=validate)
         score = score if episode is None else episode.scored(score)
         tag = SampleTag(
+            facts=replace(trajectory.facts, condition_key=self._condition_key(trajectory.facts)),
             reward=score.total,
             parts=score.parts,
             prompt=row.text,
             data_source=row.data_source,
-            seed=trajectory.seed,
-            version=trajectory.version,
-            last_version=trajectory.last_version,
-            num_steps=len(trajectory.record.sigmas),
-            experts=generation.experts,
             generated=(generation.started_s, generation.ended_s),
             scored=scored,
-            sampling=trajectory.sampling,
-            condition_key=self._condition_key(trajectory),
             calls=score.calls,
-            num_shared_steps=trajectory.num_shared_steps,
-            num_skipped_steps=trajectory.num_skipped_steps,
-            nodes=trajectory.nodes,
             episode=None if episode is None else episode.facts,
         )
-        if validate and trajectory.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
+        if validate and trajectory.facts.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
             path = image_path(self._run_dir, step, row.uid)
             await asyncio.to_thread(save_pixels, generation.pixels, path, row.images, generation.audio)
         if not validate and self._shows_group(step, row.uid):
-            shown = step, row.uid, trajectory.sample_index, score.total, generation.pixels, row.images, generation.audio
+            shown = (
+                step,
+                row.uid,
+                trajectory.facts.sample_index,
+                score.total,
+                generation.pixels,
+                row.images,
+                generation.audio,
+            )
             await asyncio.to_thread(self._group_pictures.offer, *shown)
         conditions: Mapping[str, ConditionPair] = {} if episode is None else episode.conditions
         if generation.condition is not None:
-            conditions = {tag.condition_key: (generation.condition, generation.negative_condition)}
+            conditions = {tag.facts.condition_key: (generation.condition, generation.negative_condition)}
         return ScoredSample(trajectory, conditions, tag)
 
     def _shows_group(self, step: int, uid: str) -> bool:
@@ -244,12 +244,11 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         num_prompts = self.config.data.train_batch_size
         return is_group_logged(self.digen, step=step, number=group_number(uid), num_prompts=num_prompts)
 
-    def _condition_key(self, trajectory: Trajectory) -> str:
+    def _condition_key(self, facts: SampleFacts) -> str:
         """Key of its prompt's conditions; the driver knows those of its own prompts, and so when each is unused. A
         custom agent loop may rewrite a prompt: its groups share no conditions."""
-        key = trajectory.condition_key
         is_own = self.rollout_config.agent.default_agent_loop != SINGLE_TURN
-        return own_condition_key(trajectory.uid, key) if is_own else key
+        return own_condition_key(facts.uid, facts.condition_key) if is_own else facts.condition_key
 
     async def _score(
         self, generation: Generation, row: PromptRow, group_size: int, *, validate: bool
@@ -257,18 +256,20 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Have the rewards score the sample -> (score, (start, end) in unix time). Pixels are sent only to them."""
         trajectory = generation.trajectory
         if self.digen.trains_pairs and not validate:
-            return pair_score(trajectory.sample_index)
-        row, index = replace(row, uid=trajectory.uid), trajectory.sample_index
+            return pair_score(trajectory.facts.sample_index)
+        row, index = replace(row, uid=trajectory.facts.uid), trajectory.facts.sample_index
         pixels, latents = generation.pixels.numpy(), generation.latents
         sample = RewardInput(pixels, row, index, is_validation=validate, latents=latents, audio=generation.audio)
-        return await self._rewards.score(sample, version=trajectory.version, group_size=group_size)
+        return await self._rewards.score(sample, version=trajectory.facts.version, group_size=group_size)
 
     async def _publish(self, uid: str, partition: str, samples: list[ScoredSample], step: int) -> None:
         """Put the group's rows, and its prompt's conditions once, into TransferQueue."""
         if partition == VAL:  # not trained: tags are enough
             await put_tags(VAL, {_key(sample): sample.tag for sample in samples}, step)
             return
-        versions = {version for sample in samples for version in (sample.tag.version, sample.tag.last_version)}
+        versions = {
+            version for sample in samples for version in (sample.tag.facts.version, sample.tag.facts.last_version)
+        }
         if len(versions) != 1:
             raise RuntimeError(f"group {uid} was generated under weight versions {sorted(versions)}; it must be one")
         await self._publish_rows(samples, step)
@@ -387,7 +388,7 @@ def noting(samples: Sequence[ScoredSample], num_failed: int) -> list[ScoredSampl
 
 
 def _key(sample: ScoredSample) -> str:
-    return SampleName.of(sample.trajectory.uid, sample.trajectory.sample_index, sample.tag).key
+    return SampleName.of(sample.tag.facts).key
 
 
 class DiffusionAgentLoopManager(AgentLoopManagerTQ):

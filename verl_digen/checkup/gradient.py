@@ -32,7 +32,7 @@ from verl_digen.inputs import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.tiny import build_tiny
-from verl_digen.sampling.recording import experts_of
+from verl_digen.sampling.recording import with_experts
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Geometry, PathRecord, SampleRequest, Sampling
 
@@ -159,13 +159,8 @@ def _samples(checkpoint: Path) -> Samples:
     described = [
         FragmentSample(
             key=str(number),
-            uid=one.uid,
-            sample_index=one.sample_index,
+            facts=with_experts(model, one).facts,
             reward=REWARDS[number],
-            num_steps=len(TRAINED),
-            sampling=sampling,
-            condition_key=one.uid,
-            experts=experts_of(model, one),
         )
         for number, one in enumerate(trajectories)
     ]
@@ -191,7 +186,7 @@ def _gradient(engine: DiffusersFSDPEngine, batch: Samples) -> dict[str, Tensor]:
 
     engine.begin(len(batch.described), len(batch.described) * len(TRAINED), fetch)
     for uid in GROUPS:
-        engine.accumulate(FragmentSpec(uid, tuple(sample for sample in batch.described if sample.uid == uid)))
+        engine.accumulate(FragmentSpec(uid, tuple(sample for sample in batch.described if sample.facts.uid == uid)))
     with _stepped(engine) as found:
         engine.commit()
     return found

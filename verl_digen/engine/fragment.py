@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from verl_digen.schedulers.deal import Row
 from verl_digen.settings import Turn
-from verl_digen.types import Sampling
+from verl_digen.types import SampleFacts, Sampling
 
 
 @dataclass(frozen=True)
@@ -18,38 +18,26 @@ class FragmentSample:
 
     key: str
     """Its key in TransferQueue."""
-    uid: str
-    """Its group."""
-    sample_index: int
-    """Its number in the group."""
+    facts: SampleFacts
     reward: float
-    num_steps: int
-    """K, its points. 0: the reward counts for its group's advantages, and the sample is not trained."""
-    sampling: Sampling
-    """Settings that it was generated with."""
-    condition_key: str
-    """Key of its prompt's conditions in TransferQueue."""
-    experts: tuple[int, ...] = ()
-    """K entries: number of the network that each point runs; () if the model has one."""
     old_log_probs: tuple[float, ...] = ()
     """K entries: log-prob of each trained step before the first of several optimizer steps, nan at points that do not
     train; () if one is taken."""
-    nodes: tuple[int, ...] = ()
-    """K entries: node of its group's tree that each point's step leads to; () without a tree."""
     skipped: frozenset[int] = frozenset()
-    """Points that do not train, because another sample of the group trains the same step, or it was not chosen."""
+    """Points that do not train, because another sample of the group trains the same step, or it was not chosen; its
+    reward counts for its group's advantages whether or not any point trains."""
     turns: tuple[Turn, ...] = ()
     """Turns of the episode that it is, whose points follow each other; () without an environment."""
 
     @property
     def points(self) -> tuple[int, ...]:
         """Points that train, one row each."""
-        return tuple(point for point in range(self.num_steps) if point not in self.skipped)
+        return tuple(point for point in range(self.facts.num_steps) if point not in self.skipped)
 
     @property
     def num_rows(self) -> int:
         """Number of its rows."""
-        return self.num_steps - len(self.skipped)
+        return self.facts.num_steps - len(self.skipped)
 
     def turn_of(self, point: int) -> int:
         """Number of the turn that a point is of; 0 without an environment."""
@@ -58,11 +46,11 @@ class FragmentSample:
 
     def sampling_of(self, point: int) -> Sampling:
         """Settings that the point's turn was generated with."""
-        return self.turns[self.turn_of(point)].sampling if self.turns else self.sampling
+        return self.turns[self.turn_of(point)].sampling if self.turns else self.facts.sampling
 
     def condition_key_of(self, point: int) -> str:
         """Key of the conditions of the point's turn."""
-        return self.turns[self.turn_of(point)].condition_key if self.turns else self.condition_key
+        return self.turns[self.turn_of(point)].condition_key if self.turns else self.facts.condition_key
 
 
 @dataclass(frozen=True)
@@ -84,14 +72,15 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
     """
     kinds: dict[Sampling, int] = {}
     for sample in samples:
-        for sampling in (turn.sampling for turn in sample.turns) if sample.turns else (sample.sampling,):
+        for sampling in (turn.sampling for turn in sample.turns) if sample.turns else (sample.facts.sampling,):
             kinds.setdefault(sampling, len(kinds))
     rows = []
     for number, sample in enumerate(samples):
-        experts = sample.experts or (0,) * sample.num_steps
-        if len(experts) != sample.num_steps:
+        num_steps = sample.facts.num_steps
+        experts = sample.facts.experts or (0,) * num_steps
+        if len(experts) != num_steps:
             raise RuntimeError(
-                f"sample {sample.key} has {sample.num_steps} trained steps and {len(experts)} experts; "
+                f"sample {sample.key} has {num_steps} trained steps and {len(experts)} experts; "
                 "give one expert for each step, or none"
             )
         for point in sample.points:

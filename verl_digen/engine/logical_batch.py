@@ -69,9 +69,9 @@ class LogicalBatch:
         fragment_rows(samples)
         self.ledger.add(
             [sample.key for sample in samples],
-            [sample.uid for sample in samples],
+            [sample.facts.uid for sample in samples],
             [sample.reward for sample in samples],
-            [sample.nodes for sample in samples],
+            [sample.facts.nodes for sample in samples],
         )
         self.fragment_ids.add(fragment.fragment_id)
         self._samples |= {sample.key: sample for sample in samples}
@@ -101,7 +101,7 @@ class LogicalBatch:
         """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss. In a tree: of the nodes at
         the last point, one sample each."""
         samples = [self._samples[key] for key in self.ledger.keys]
-        trains = torch.tensor([sample.num_steps - 1 in sample.points for sample in samples])
+        trains = torch.tensor([sample.facts.num_steps - 1 in sample.points for sample in samples])
         advantages = self.ledger.advantages()
         last = advantages if advantages.dim() == 1 else advantages[:, -1]
         return last[trains].clamp(-self.ledger.clip, self.ledger.clip)

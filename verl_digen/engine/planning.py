@@ -105,7 +105,9 @@ class Planner:
             own.close()
             raise
         own.request([places[row.sample] for row in tile.rows] for tile in tiles)
-        return TileWork(own, places, tiles, AllRows(rows, [sample.uid for sample in samples], advantages), recomputed)
+        return TileWork(
+            own, places, tiles, AllRows(rows, [sample.facts.uid for sample in samples], advantages), recomputed
+        )
 
     def _tiles(
         self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]

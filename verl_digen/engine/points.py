@@ -93,11 +93,11 @@ class ForwardPoints:
         for index, points in picks:
             sample = samples[index]
             ends = columns["clean"][index].float().chunk(max(1, len(sample.turns)))
-            source = 0 if self.shares_noise else sample.sample_index
+            source = 0 if self.shares_noise else sample.facts.sample_index
             for point in points:
                 end = ends[sample.turn_of(point)]
                 clean.append(end)
-                noise.append(point_noise(self.run_seed, sample.uid, source, point, end.shape))
+                noise.append(point_noise(self.run_seed, sample.facts.uid, source, point, end.shape))
                 sigmas.append(columns["sigmas"][index][point])
         made = Noised(torch.stack(clean), torch.stack(noise))
         level = torch.stack(sigmas)

@@ -86,7 +86,7 @@ def fetch_samples(points: Points, partition: str, samples: Sequence[FragmentSamp
     turns = [turn.condition_key for sample in samples for turn in sample.turns]
     started_s = time.perf_counter()
     try:
-        conditions = fetch_conditions([*(sample.condition_key for sample in samples), *turns])
+        conditions = fetch_conditions([*(sample.facts.condition_key for sample in samples), *turns])
     except BaseException:
         arrival.close()
         raise
@@ -95,7 +95,7 @@ def fetch_samples(points: Points, partition: str, samples: Sequence[FragmentSamp
         described=samples,
         columns=arrival.columns,
         arrival=arrival,
-        conditions=[conditions[sample.condition_key] for sample in samples],
+        conditions=[conditions[sample.facts.condition_key] for sample in samples],
         advantages=torch.zeros(len(samples)),
         turn_conditions={key: conditions[key] for key in turns},
     )

@@ -80,7 +80,7 @@ def stored_by_group(generations: Sequence[Generation]) -> list[tuple[str, Any]]:
     """Put samples into Ray's object store, group by group -> (uid, reference to the list of the group's samples)."""
     groups: dict[str, list[Generation]] = {}
     for generation in generations:
-        groups.setdefault(generation.trajectory.uid, []).append(generation)
+        groups.setdefault(generation.trajectory.facts.uid, []).append(generation)
     return [(uid, ray.put(found)) for uid, found in groups.items()]
 
 

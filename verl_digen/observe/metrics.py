@@ -109,7 +109,7 @@ def call_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
 
 def staleness_metrics(tags: Sequence[SampleTag], trained_version: int) -> dict[str, float]:
     """Number of versions by which samples are older than the weights they train: maximum, mean and histogram."""
-    ages = [trained_version - tag.version for tag in tags]
+    ages = [trained_version - tag.facts.version for tag in tags]
     return {
         "rollout/version_age_max_versions": float(max(ages)),
         "rollout/version_age_mean_versions": fmean(ages),
@@ -120,20 +120,20 @@ def staleness_metrics(tags: Sequence[SampleTag], trained_version: int) -> dict[s
 def sharing_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
     """Share of the denoising steps for which another sample's forward served; {} if samples start from noise of their
     own."""
-    sharing = [tag for tag in tags if tag.sampling.shared_initial_noise]
+    sharing = [tag for tag in tags if tag.facts.sampling.shared_initial_noise]
     if not sharing:
         return {}
-    num_steps = sum(tag.sampling.num_steps * len(tag.generations) for tag in tags)
-    return {"rollout/shared_step_share": sum(tag.num_shared_steps for tag in sharing) / num_steps}
+    num_steps = sum(tag.facts.sampling.num_steps * len(tag.generations) for tag in tags)
+    return {"rollout/shared_step_share": sum(tag.facts.num_shared_steps for tag in sharing) / num_steps}
 
 
 def skipping_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
     """Share of the denoising steps without an evaluation of the network; {} if every step has one. Steps that another
     sample ran are not among them."""
-    if not any(tag.sampling.outside.skips for tag in tags):
+    if not any(tag.facts.sampling.outside.skips for tag in tags):
         return {}
-    num_steps = sum(tag.sampling.num_steps * len(tag.generations) for tag in tags)
-    return {"rollout/skipped_step_share": sum(tag.num_skipped_steps for tag in tags) / num_steps}
+    num_steps = sum(tag.facts.sampling.num_steps * len(tag.generations) for tag in tags)
+    return {"rollout/skipped_step_share": sum(tag.facts.num_skipped_steps for tag in tags) / num_steps}
 
 
 def tree_metrics(tags: Sequence[SampleTag], groups: Sequence[str]) -> dict[str, float]:
@@ -149,7 +149,7 @@ def tree_metrics(tags: Sequence[SampleTag], groups: Sequence[str]) -> dict[str, 
     num_edges, spreads = 0, {}
     for own in members.values():
         of_group: dict[int, float] = {}
-        for nodes in zip(*(tag.nodes for tag in own), strict=True):
+        for nodes in zip(*(tag.facts.nodes for tag in own), strict=True):
             below: dict[int, list[float]] = {}
             for node, tag in zip(nodes, own, strict=True):
                 below.setdefault(node, []).append(tag.reward)

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl_digen.models.loaded import Decoder
 from verl_digen.models.pixels import fitted
 from verl_digen.rollout.prompt_cache import Prompts
-from verl_digen.sampling.recording import experts_of, initial_seed, not_finite, record_trajectory
+from verl_digen.sampling.recording import initial_seed, not_finite, record_trajectory, with_experts
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest
 
@@ -94,11 +94,10 @@ class PictureSamples:
         )
         carried = [each for each in conditions if not isinstance(each, ValueError)]
         return Generation(
-            trajectory=trajectory,
+            trajectory=with_experts(self._model, trajectory),
             pixels=pixels,
             started_s=started_s,
             ended_s=time.time(),
-            experts=experts_of(self._model, trajectory),
             condition=carried[0] if carried else None,
             negative_condition=carried[1] if len(carried) > 1 else None,
         )

@@ -27,7 +27,7 @@ from verl_digen.models.pixels import in_batches
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.pictures import PictureSamples
 from verl_digen.rollout.prompt_cache import Prompts
-from verl_digen.sampling.recording import Denoised, experts_of, not_finite
+from verl_digen.sampling.recording import Denoised, not_finite, with_experts
 from verl_digen.sampling.sampler import TEXT_STEP, Sampler
 from verl_digen.transfers import HostCopies
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
@@ -168,18 +168,17 @@ class SampleMaker:
         for row, trajectory in enumerate(made.denoised.trajectories()):
             request, conditions = made.denoised.requests[row], made.conditions[row]
             is_finite, audio = made.pictures.is_finite[row], made.audio[row]
-            error = not_finite(request, made.denoised.latents[row], trajectory.version, is_finite, audio)
+            error = not_finite(request, made.denoised.latents[row], trajectory.facts.version, is_finite, audio)
             if error is not None:
                 answers.append((made.places[row], error))
                 continue
             carried = conditions if request.wants_condition else []
             generation = Generation(
-                trajectory=trajectory,
+                trajectory=with_experts(self._model, trajectory),
                 pixels=made.pictures.pixels[row].clone(),  # a view would be sent with the whole batch
                 audio=audio,
                 started_s=began_s,
                 ended_s=ended_s,
-                experts=experts_of(self._model, trajectory),
                 condition=carried[0] if carried else None,
                 negative_condition=carried[1] if len(carried) > 1 else None,
                 latents=SampleLatents(made.decoded[row].clone(), conditions[0]) if request.wants_latents else None,

@@ -36,7 +36,7 @@ from verl_digen.audio import Audio
 from verl_digen.data.rows import ROW, object_column
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA
 from verl_digen.store.conditions import ConditionPair, fetch_conditions
-from verl_digen.store.keys import TRAIN, parse_key
+from verl_digen.store.keys import TRAIN
 from verl_digen.store.samples import fetch_columns, from_batch
 from verl_digen.types import Condition, Generation, PathRecord, PromptRow, TrainingRows, Trajectory, Transitions
 
@@ -126,22 +126,11 @@ def finished_samples(batch: KVBatchMeta) -> list[FinishedSample]:
     if any(tag.episode is not None for tag in tags.values()):
         raise ValueError("samples must have one prompt each, got episodes; leave digen.environment.name out")
     columns = fetch_columns(TRAIN, list(tags), PathRecord.COLUMNS)
-    conditions = fetch_conditions([tag.condition_key for tag in tags.values()])
+    conditions = fetch_conditions([tag.facts.condition_key for tag in tags.values()])
     samples = []
-    for number, (key, tag) in enumerate(tags.items()):
-        name = parse_key(key)
-        trajectory = Trajectory(
-            uid=name.uid,
-            sample_index=name.sample_index,
-            record=PathRecord(**{column: tensors[number] for column, tensors in columns.items()}),
-            seed=tag.seed,
-            version=tag.version,
-            last_version=tag.last_version,
-            sampling=tag.sampling,
-            condition_key=tag.condition_key,
-            nodes=tag.nodes,
-        )
-        pair = conditions[tag.condition_key]
+    for number, tag in enumerate(tags.values()):
+        record = PathRecord(**{column: tensors[number] for column, tensors in columns.items()})
+        trajectory, pair = Trajectory(tag.facts, record), conditions[tag.facts.condition_key]
         samples.append(FinishedSample(trajectory, pair, tag.prompt, tag.data_source, reward=tag.reward))
     return samples
 

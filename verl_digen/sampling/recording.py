@@ -20,7 +20,7 @@ from verl_digen.algorithms.noise import sample_seed
 from verl_digen.algorithms.window import Window
 from verl_digen.audio import Audio
 from verl_digen.models.base import DiffusionModel
-from verl_digen.types import CleanRecord, PathRecord, SampleRequest, Trajectory
+from verl_digen.types import CleanRecord, PathRecord, SampleFacts, SampleRequest, Trajectory
 
 
 def initial_seed(run_seed: int, request: SampleRequest) -> int:
@@ -34,9 +34,12 @@ def noise_seed(run_seed: int, request: SampleRequest, step: int) -> int:
     return sample_seed(run_seed, request.uid, request.noise_index(step), request.turn)
 
 
-def experts_of(model: DiffusionModel, trajectory: Trajectory) -> tuple[int, ...]:
-    """Number of the network that runs each point; () if the model has one network."""
-    return tuple(model.expert_of(trajectory.record.sigmas).tolist()) if len(model.experts) > 1 else ()
+def with_experts(model: DiffusionModel, trajectory: Trajectory) -> Trajectory:
+    """The trajectory, whose facts say which network runs each point if the model has several."""
+    if len(model.experts) == 1:
+        return trajectory
+    experts = tuple(model.expert_of(trajectory.record.sigmas).tolist())
+    return replace(trajectory, facts=replace(trajectory.facts, experts=experts))
 
 
 def not_finite(
@@ -89,7 +92,7 @@ class Denoised:
     """[B, ...] the latents after the last step."""
     num_shared: Sequence[int]
     num_skipped: Sequence[int]
-    """See `Trajectory`."""
+    """See `SampleFacts`."""
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Denoised:
         """A copy whose tensors of the device are moved by `move`."""
@@ -135,26 +138,28 @@ def record_trajectory(
         path: step -> latents [...], at the `trained_latents`, ascending.
         final: [...] the latents after the last step.
         sigmas: [T+1] on the CPU. log_probs_T: [T], 0 where the step was deterministic.
-        num_shared_steps, num_skipped_steps: see `Trajectory`.
+        num_shared_steps, num_skipped_steps: see `SampleFacts`.
     """
     levels = request.noise_levels
-    return Trajectory(
+    record = (
+        _path_record(request.window, path, final, sigmas, log_probs_T)
+        if levels is None
+        else _clean_record(levels, final, sigmas)
+    )
+    facts = SampleFacts(
         uid=request.uid,
         sample_index=request.sample_index,
-        record=(
-            _path_record(request.window, path, final, sigmas, log_probs_T)
-            if levels is None
-            else _clean_record(levels, final, sigmas)
-        ),
         seed=seed,
         version=versions[0],
         last_version=versions[1],
+        num_steps=len(record.sigmas),
         sampling=request.sampling,
         condition_key=request.condition_key,
         num_shared_steps=num_shared_steps,
         num_skipped_steps=num_skipped_steps,
         nodes=request.nodes,
     )
+    return Trajectory(facts, record)
 
 
 def _path_record(

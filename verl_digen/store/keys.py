@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from verl_digen.types import SampleTag
+from verl_digen.types import SampleFacts
 
 TRAIN = "train"
 """Samples that wait for the trainer, and the status of their prompts."""
@@ -28,9 +28,9 @@ class SampleName(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, uid: str, sample_index: int, tag: SampleTag) -> SampleName:
-        """Name a sample by its tag; the version is that of its first step."""
-        return cls(uid, sample_index, tag.version)
+    def of(cls, facts: SampleFacts) -> SampleName:
+        """Name a sample by its facts; the version is that of its first step."""
+        return cls(facts.uid, facts.sample_index, facts.version)
 
     @property
     def key(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_digen.algorithms.outside import Outside
 from verl_digen.settings import EpisodeFacts, Turn
-from verl_digen.types import Geometry, RewardCall, SampleTag, Sampling
+from verl_digen.types import Geometry, RewardCall, SampleFacts, SampleTag, Sampling
 
 TAG = "digen"
 """Name of the sample's own facts, beside verl's."""
@@ -29,12 +29,12 @@ def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
         "status": "success",
         "seq_len": 1,
         "global_steps": step,
-        "min_global_steps": tag.version,
-        "max_global_steps": tag.last_version,
+        "min_global_steps": tag.facts.version,
+        "max_global_steps": tag.facts.last_version,
         TAG: {
             **vars(tag),
+            "facts": {**vars(tag.facts), "sampling": asdict(tag.facts.sampling)},
             "parts": dict(tag.parts),
-            "sampling": asdict(tag.sampling),
             "calls": [asdict(call) for call in tag.calls],
             "episode": None if tag.episode is None else asdict(tag.episode),
         },
@@ -43,19 +43,23 @@ def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
 
 def from_entry(entry: Mapping[str, Any]) -> SampleTag:
     """Inverse of `to_entry`, without the step."""
-    facts = entry[TAG]
+    tag = entry[TAG]
     return SampleTag(
         **{
-            **facts,
-            "experts": tuple(facts["experts"]),
-            "nodes": tuple(facts["nodes"]),
-            "generated": tuple(facts["generated"]),
-            "scored": tuple(facts["scored"]),
-            "calls": tuple(_call(call) for call in facts["calls"]),
-            "sampling": _sampling(facts["sampling"]),
-            "episode": None if facts["episode"] is None else _episode(facts["episode"]),
+            **tag,
+            "facts": _facts(tag["facts"]),
+            "generated": tuple(tag["generated"]),
+            "scored": tuple(tag["scored"]),
+            "calls": tuple(_call(call) for call in tag["calls"]),
+            "episode": None if tag["episode"] is None else _episode(tag["episode"]),
         }
     )
+
+
+def _facts(facts: Mapping[str, Any]) -> SampleFacts:
+    """Read facts; transport makes lists of tuples."""
+    tuples = {name: tuple(facts[name]) for name in ("experts", "nodes")}
+    return SampleFacts(**{**facts, **tuples, "sampling": _sampling(facts["sampling"])})
 
 
 def _episode(facts: Mapping[str, Any]) -> EpisodeFacts:

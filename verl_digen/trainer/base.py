@@ -370,7 +370,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         with marked_timer("dump_rollout_generations", timing_raw):
             self._dump_generations(
                 inputs=[tag.prompt for tag in tags],
-                outputs=[f"seed {tag.seed}" for tag in tags],
+                outputs=[f"seed {tag.facts.seed}" for tag in tags],
                 gts=[None] * len(tags),
                 scores=[tag.reward for tag in tags],
                 reward_extra_infos_dict={"key": list(self._result.samples)},

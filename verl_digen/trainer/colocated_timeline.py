@@ -84,7 +84,7 @@ class ColocatedTimeline:
             step,
             min(tag.generated[0] for tag in tags),
             max(tag.generated[1] for tag in tags),
-            version=tags[0].version,
+            version=tags[0].facts.version,
             chunk_id=uid,
             group_ids=(uid,),
             num_samples=len(tags),

@@ -383,7 +383,7 @@ class Conductor:
         self._on_failed(chunk, scored.failures)
         published = self._published_with(chunk)
         for index, tag in scored.tags.items():
-            name = SampleName.of(chunk.uid, index, tag)
+            name = SampleName.of(tag.facts)
             check_one_version(name, tag)
             used = self.planner.on_scored(chunk.id, {index: tag.reward}, name.version, self.recorder.now_s())
             published.add(name, tag, is_wanted=index in used)

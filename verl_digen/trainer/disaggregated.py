@@ -216,9 +216,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         self._clear(outcome)
         return StepResult(
             samples={
-                SampleName.of(uid, index, tag).key: tag
-                for uid, tags in outcome.groups.items()
-                for index, tag in sorted(tags.items())
+                SampleName.of(tag.facts).key: tag for tags in outcome.groups.values() for _, tag in sorted(tags.items())
             },
             training=outcome.metrics,
             train_s=self._ranks.compute_s,

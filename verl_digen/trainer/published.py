@@ -56,7 +56,7 @@ class PublishedSamples:
             return
         group = self.groups.setdefault(name.uid, {})
         if name.sample_index in group:
-            self.unwanted.append(SampleName.of(name.uid, name.sample_index, group[name.sample_index]))
+            self.unwanted.append(SampleName.of(group[name.sample_index].facts))
         group[name.sample_index] = tag
 
     def of_fragment(self, fragment: Fragment) -> dict[str, dict[int, SampleTag]]:
@@ -72,14 +72,14 @@ class PublishedSamples:
         self, report: BatchReport, metrics: dict[str, float], trained: Collection[str], slowest_decision_s: float
     ) -> BatchOutcome:
         """Outcome of the batch; `trained`: uids of the groups that were trained."""
-        kept = {SampleName.of(uid, index, tag).key for uid in trained for index, tag in self.groups[uid].items()}
+        kept = {SampleName.of(tag.facts).key for uid in trained for tag in self.groups[uid].values()}
         unwanted = [
             *self.unwanted,
             *(
-                SampleName.of(uid, index, tag)
+                SampleName.of(tag.facts)
                 for uid, tags in self.groups.items()
                 if uid not in trained
-                for index, tag in tags.items()
+                for tag in tags.values()
             ),
             *(name for name in self.doubtful if name.key not in kept),
         ]
@@ -100,8 +100,8 @@ def check_one_version(name: SampleName, tag: SampleTag) -> None:
     Raises:
         RuntimeError: it was not.
     """
-    if name.version != tag.last_version:
+    if name.version != tag.facts.last_version:
         raise RuntimeError(
             f"sample {name.sample_index} of group {name.uid} was generated under weight versions {name.version} and "
-            f"{tag.last_version}; it must be one"
+            f"{tag.facts.last_version}; it must be one"
         )

@@ -102,4 +102,4 @@ def _with_log_probs(sample: FragmentSample, found: dict[str, dict[int, float]]) 
             f"sample {sample.key} has {sample.num_rows} trained steps, but the trainer's ranks evaluated "
             f"{sorted(log_probs)}; every row must be evaluated by one of them"
         )
-    return replace(sample, old_log_probs=tuple(log_probs.get(step, nan) for step in range(sample.num_steps)))
+    return replace(sample, old_log_probs=tuple(log_probs.get(step, nan) for step in range(sample.facts.num_steps)))

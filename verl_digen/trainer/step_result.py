@@ -144,7 +144,7 @@ def utilisation(
         num_steps: denoising steps of a sample.
         devices: "trainer" and "generator" -> their devices.
     """
-    spared = sum(tag.num_shared_steps + tag.num_skipped_steps for tag in result.tags)
+    spared = sum(tag.facts.num_shared_steps + tag.facts.num_skipped_steps for tag in result.tags)
     num_pictures = sum(len(tag.generations) for tag in result.tags)
     num_forwards = max(0, (num_pictures - result.num_assisted) * num_steps - spared)
     return step_utilisation(metrics, num_forwards=num_forwards, **devices)

@@ -27,7 +27,7 @@ from verl_digen.engine.ledger import BATCH_SCALES
 from verl_digen.reward.named import has_custom
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.types import GroupTags, SampleTag
+from verl_digen.types import GroupTags, SampleFacts, SampleTag
 
 GroupRewards = Callable[[Sequence[SampleTag]], Sequence[float]]
 """Tags of a group's samples -> the rewards that advantages are made of."""
@@ -67,40 +67,37 @@ def fragment_samples(
             tree it has those of steps that it shares, if it is the first of its node.
     """
     samples = []
-    for uid, tags in groups.items():
-        ordered = sorted(tags.items())
-        rewards = rewards_of([tag for _, tag in ordered])
+    for tags in groups.values():
+        ordered = [tag for _, tag in sorted(tags.items())]
+        facts = [tag.facts for tag in ordered]
+        rewards = rewards_of(ordered)
         chosen = {*select(rewards)}
-        nodes = [tag.nodes for _, tag in ordered]
         samples += [
             FragmentSample(
-                key=SampleName.of(uid, index, tag).key,
-                uid=uid,
-                sample_index=index,
+                key=SampleName.of(tag.facts).key,
+                facts=tag.facts,
                 reward=rewards[position],
-                num_steps=tag.num_steps if position in chosen or tag.nodes else 0,
-                sampling=tag.sampling,
-                condition_key=tag.condition_key,
-                experts=tag.experts if position in chosen or tag.nodes else (),
-                nodes=tag.nodes,
-                skipped=skipped_points(nodes, position, is_chosen=position in chosen),
+                skipped=skipped_points(facts, position, is_chosen=position in chosen),
                 turns=() if tag.episode is None else tag.episode.turns,
             )
-            for position, (index, tag) in enumerate(ordered)
+            for position, tag in enumerate(ordered)
         ]
     return tuple(samples)
 
 
-def skipped_points(nodes: Sequence[tuple[int, ...]], position: int, *, is_chosen: bool) -> frozenset[int]:
+def skipped_points(group: Sequence[SampleFacts], position: int, *, is_chosen: bool) -> frozenset[int]:
     """Points of a sample that do not train: steps that an earlier sample of the group took too, and if it is not chosen
     steps that it took alone. So the steps that several samples share train once, whatever the choice.
 
     Args:
-        nodes: of each sample of the group.
+        group: facts of each sample of the group.
     """
+    own = group[position]
+    if not own.nodes:
+        return frozenset(() if is_chosen else range(own.num_steps))
     skipped = set()
-    for point, node in enumerate(nodes[position]):
-        sharing = [other for other, own in enumerate(nodes) if own[point] == node]
+    for point, node in enumerate(own.nodes):
+        sharing = [number for number, other in enumerate(group) if other.nodes[point] == node]
         if sharing[0] != position or (len(sharing) == 1 and not is_chosen):
             skipped.add(point)
     return frozenset(skipped)
@@ -108,10 +105,10 @@ def skipped_points(nodes: Sequence[tuple[int, ...]], position: int, *, is_chosen
 
 def mini_batches(samples: Sequence[FragmentSample], num_groups: int) -> list[FragmentSpec]:
     """Cut a batch into fragments of `num_groups` groups each; the last one may have fewer."""
-    uids = list(dict.fromkeys(sample.uid for sample in samples))
+    uids = list(dict.fromkeys(sample.facts.uid for sample in samples))
     cuts = [uids[start : start + num_groups] for start in range(0, len(uids), num_groups)]
     return [
-        FragmentSpec(f"m{number}", tuple(sample for sample in samples if sample.uid in {*cut}))
+        FragmentSpec(f"m{number}", tuple(sample for sample in samples if sample.facts.uid in {*cut}))
         for number, cut in enumerate(cuts)
     ]
 
@@ -121,7 +118,7 @@ def batch_scale(samples: Sequence[FragmentSample], config: AdvantageConfig) -> f
     if config.scale not in BATCH_SCALES:
         return None
     rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-    groups = [sample.uid for sample in samples]
+    groups = [sample.facts.uid for sample in samples]
     return advantage_scale(rewards, groups, scale=config.scale, ddof=config.ddof, eps=config.eps)[0].item()
 
 

@@ -45,7 +45,7 @@ from verl_digen.rollout.vllm_omni.requests import (
     to_sampling_params,
 )
 from verl_digen.sampling.outputs import ImageOutput
-from verl_digen.sampling.recording import experts_of
+from verl_digen.sampling.recording import with_experts
 from verl_digen.sampling.requests import text_request
 from verl_digen.types import Condition, Generation, SampleRequest
 from verl_digen.weights.checksum import Manifest
@@ -167,12 +167,11 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         if record["error"] is not None:
             raise record["error"]
         return Generation(
-            trajectory=record["trajectory"],
+            trajectory=with_experts(self._model, record["trajectory"]),
             pixels=record["pixels"],
             audio=record["audio"],
             started_s=record["start_s"],
             ended_s=record["end_s"],
-            experts=experts_of(self._model, record["trajectory"]),
             condition=record["condition"],
             negative_condition=record["negative_condition"],
             latents=record["latents"],
