@@ -530,8 +530,8 @@ def test_a_finished_batch_in_the_store_gives_the_same_columns(monkeypatch, serve
     samples = samples_of(server)
     tags = {}
     for index, one in enumerate(samples):
-        facts = {name: vars(one.trajectory)[name] for name in ("seed", "sampling", "condition_key")}
-        tags[f"u{index}_0_0"] = make_tag(0.5, prompt=one.prompt, num_steps=K, **facts)
+        facts = replace(one.trajectory.facts, uid=f"u{index}", sample_index=0, version=0)
+        tags[f"u{index}_0_0"] = replace(make_tag(0.5, prompt=one.prompt), facts=facts)
     monkeypatch.setattr(
         outputs,
         "fetch_columns",

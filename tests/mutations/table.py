@@ -188,7 +188,7 @@ ENGINE: tuple[Line, ...] = (
         "pictures of two sizes share a tile",
         "rows",
     ),
-    ("points.ForwardPoints.make", swap("sample.sample_index", "index"), "noise depends on the rank", "rows"),
+    ("points.ForwardPoints.make", swap("sample.facts.sample_index", "index"), "noise depends on the rank", "rows"),
     ("points.PathPoints.make", passes(old_log_probs="None"), "old log-probs are not used", "updates: several_updates"),
     ("rows.tile_rows", swap("tile.is_filler", "False"), "a padding tile trains"),
     ("rows.make_rows", passes(conditions="[pairs[0][0] for _ in pairs]"), "all rows of a tile have one prompt"),

@@ -128,7 +128,7 @@ def test_batches_and_order_of_requests_change_nothing(sample, batch_size, true_c
         close(latents, expected_latents[chosen])
         for n, path in zip(chosen, trajectories, strict=True):
             asked = requests[n]
-            assert (path.uid, path.sample_index, path.seed) == (asked.uid, asked.sample_index, expected[n].seed)
+            assert path.facts == expected[n].facts and path.facts.uid == asked.uid
             close_columns(path, expected[n])
 
 
@@ -174,8 +174,8 @@ def test_samples_of_a_group_differ_and_shared_noise_starts_them_alike(sample):
         (first, second), latents = sample(pair)
         assert (latents[0] - latents[1]).abs().mean() > 0.1
         assert torch.equal(first.record.latents[0], second.record.latents[0]) == shared
-        assert first.seed == sample_seed(RUN_SEED, "g", 0)
-        assert second.seed == sample_seed(RUN_SEED, "g", 0 if shared else 1)
+        assert first.facts.seed == sample_seed(RUN_SEED, "g", 0)
+        assert second.facts.seed == sample_seed(RUN_SEED, "g", 0 if shared else 1)
 
 
 # -- the record -------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_trajectory_holds_its_windows_latents_and_no_more(model, sample):
     close(part.next_sigmas, sigmas[[1, 4, 5]], 0)
     close(part.log_probs, whole.log_probs[[0, 3, 4]], 0)
     assert part.sigma_max == sigmas[1]
-    assert (second.version, second.last_version) == (3, 3)
+    assert (second.facts.version, second.facts.last_version) == (3, 3)
     assert not part.log_probs.requires_grad
 
 

@@ -35,7 +35,7 @@ def test_leaves_are_equal_up_to_their_split_and_differ_after_it(generate):
     trajectories, final = found.trajectories, found.latents
     assert found.sizes == [1, 2, 2, 4]
     assert found.num_shared == [0, 3, 1, 3]
-    assert [one.nodes for one in trajectories] == [(0, 0, 0), (0, 0, 1), (2, 2, 2), (2, 2, 3)]
+    assert [one.facts.nodes for one in trajectories] == [(0, 0, 0), (0, 0, 1), (2, 2, 2), (2, 2, 3)]
     paths = [path_of(one) for one in trajectories]
     for one, other in ((0, 1), (2, 3)):
         assert torch.equal(paths[one].latents[:3], paths[other].latents[:3])

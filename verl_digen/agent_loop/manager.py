@@ -319,7 +319,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             failure: why there are none.
         """
         generated = {
-            generation.trajectory.sample_index: generation
+            generation.trajectory.facts.sample_index: generation
             for generations in await asyncio.gather(*parts)
             for generation in generations
         }

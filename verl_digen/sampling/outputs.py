@@ -207,11 +207,11 @@ def training_rows(batch: DataProto) -> TrainingRows:
 
 def _facts(samples: Sequence[FinishedSample]) -> dict[str, np.ndarray]:
     """The columns without tensors."""
-    trajectories = [sample.trajectory for sample in samples]
+    facts_of = [vars(sample.trajectory.facts) for sample in samples]
     facts: dict[str, Sequence[Any]] = {
         "prompts": [sample.prompt for sample in samples],
         "data_source": [sample.data_source for sample in samples],
-        **{name: [vars(one)[name] for one in trajectories] for name in FACTS},
+        **{name: [one[name] for one in facts_of] for name in FACTS},
     }
     rows = [sample.row for sample in samples if sample.row is not None]
     if len(rows) == len(samples):
