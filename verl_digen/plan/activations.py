@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -205,6 +206,8 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
 
 Sizes = dict[int, int]
 """Storage -> bytes."""
+_numbers = count(1)
+"""Below 0, storages that blocks which do not run would save."""
 
 
 class _Tracer:
@@ -356,9 +359,9 @@ class _Replay:
             return tensors[_storage(value)].as_strided(value.shape, value.stride(), value.storage_offset())
 
         result = tree_map(again, self._result)
-        for storage in self._saved.keys() - tensors.keys() - self._others:
-            tensors[storage] = torch.empty(self._saved[storage], dtype=torch.uint8)
         places = {storage: _storage(value) for storage, value in tensors.items()}
+        inner = self._saved.keys() - places.keys() - self._others
+        places |= {storage: -next(_numbers) for storage in inner}  # which no other block has: a number will do
         return {places.get(storage, storage): size for storage, size in self._saved.items()}, result
 
 
