@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bad input to the `digen` commands is one line and exit code 2; none ends in a traceback."""
 
+import atexit
+import gc
 import os
 import signal
 import subprocess
@@ -127,3 +129,14 @@ def test_a_remedy_that_cannot_help_is_not_given(weights, said):
     counts = dict(num_recomputed=0, num_blocks=1, gathered_bytes=0, checkpoint_bytes=0, limit_bytes=20)
     memory = Memory(**phases, **counts, host={}, step={}, is_base_whole=False, encoding=None)
     assert said in _way_out(memory)
+
+
+def test_the_console_collects_garbage_rarely_and_not_at_exit_and_a_caller_keeps_its_settings(monkeypatch):
+    done = []
+    monkeypatch.setattr(gc, "set_threshold", lambda *numbers: done.append("rarely"))
+    monkeypatch.setattr(atexit, "register", done.append)
+    monkeypatch.setattr(sys, "argv", ["digen"])
+    for argv, expected in (["simulate", "--profile"], []), (None, ["rarely", gc.freeze]):
+        with pytest.raises(SystemExit):
+            cli.main(argv)
+        assert done == expected

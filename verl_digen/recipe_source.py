@@ -26,6 +26,7 @@ Invariant: without a recipe the composed config equals verl's, byte for byte.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -70,6 +71,8 @@ class RecipeSlot(ConfigSource):
         own = SourcesRegistry.instance().resolve(scheme if separator else "file")
         verls = ImportlibResourcesConfigSource(provider, VERL_CONFIGS)
         self._sources: tuple[ConfigSource, ConfigSource] = own(provider, self.path), verls
+        self._found: dict[str, ConfigResult | None] = {}
+        """Name -> config; Hydra asks for one a dozen times, and reading it takes longer than all that it does."""
 
     def __repr__(self) -> str:
         """Text that Hydra prints below "Config search path:" when a config is missing."""
@@ -80,7 +83,7 @@ class RecipeSlot(ConfigSource):
         return "digen-slot"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        result = self._find(config_path)
+        result = copy.deepcopy(self._find(config_path))  # what is loaded is Hydra's to change
         assert result is not None
         defaults = result.config["defaults"]
         with flag_override(result.config, ["struct", "readonly"], False):
@@ -132,11 +135,12 @@ class RecipeSlot(ConfigSource):
     def _find(self, config_path: str) -> ConfigResult | None:
         """The config, from the application's folder, or verl's `ppo_trainer`; None for what lies in a group."""
         name = self._normalize_file_name(config_path)
-        own, verls = self._sources
-        sources = (own, verls) if name == PRIMARY else (own,)
         if "/" in name:
             return None
-        return next((source.load_config(name) for source in sources if source.is_config(name)), None)
+        if name not in self._found:
+            sources = self._sources if name == PRIMARY else self._sources[:1]
+            self._found[name] = next((one.load_config(name) for one in sources if one.is_config(name)), None)
+        return self._found[name]
 
 
 class RecipeSource(ConfigSource):

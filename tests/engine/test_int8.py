@@ -25,6 +25,7 @@ from tests.engine.harness import (
 from tests.engine.test_generating import SEED, Rank, drawn, server_of
 from tests.rollout.test_server import make_requests
 from tests.sampling.runs import assert_bitwise
+from verl_digen.models import int8
 from verl_digen.models.int8 import store_int8
 
 INT8 = {**LORA, "int8_base": True}
@@ -120,3 +121,12 @@ def shared(path: Path, folder: Path) -> dict[str, Tensor]:
 def test_ranks_share_it(one_rank, tiny_qwen_image, tmp_path):
     expected = shared(tiny_qwen_image, tmp_path)
     assert_close(on_two_ranks([shared], tiny_qwen_image, tmp_path)["shared"], expected, 1e-5)
+
+
+def test_a_network_without_values_gets_int8_of_the_same_shapes():
+    real, meta = nn.Linear(24, 16), nn.Linear(24, 16, device="meta")
+    for layer in (real, meta):
+        int8._store(layer)
+    assert [value.is_meta for value in meta.buffers()] == [True, True]
+    for mine, given in zip(real.buffers(), meta.buffers(), strict=True):
+        assert (mine.shape, mine.stride(), mine.dtype) == (given.shape, given.stride(), given.dtype)

@@ -105,7 +105,7 @@ class FakeEngine(DiffusersFSDPEngine):
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         self.mode = self._faking.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        give_fake_weights(module)
+        give_fake_weights(module.modules())
         with ExitStack() as changes:
             changes.enter_context(patch(LOADS, lambda *unused: None))
             changes.enter_context(patch(MAKES_MESH, _unfaked(sequence_mesh)))

@@ -20,7 +20,7 @@ def alone(loaded):
     return model
 
 
-def trace(loaded, *, scale=1.0, trained=""):
+def trace(loaded, *, scale=1.0, trained="", has_backward=True):
     """Trace with the weights whose names end in `trained` trained, the others frozen."""
     model = alone(loaded)
     network = model.load_structure(torch.float32)
@@ -33,6 +33,7 @@ def trace(loaded, *, scale=1.0, trained=""):
         empty_condition(model, TOKENS, loaded.case.sizes[0]),
         is_guided=scale > 1,
         dtype=torch.float32,
+        has_backward=has_backward,
     )
 
 
@@ -104,3 +105,14 @@ def inputs(activations):
 def test_frozen_weights_save_less(loaded):
     """Frozen weights as under an adapter: a linear layer without weight gradient saves no input."""
     assert trace(loaded, trained="to_q.weight").row_bytes(0) < trace(loaded).row_bytes(0)
+
+
+def test_one_block_of_a_kind_gets_weights_and_a_forward_alone_has_no_moments_of_backward(loaded, monkeypatch):
+    traced = trace(loaded, scale=3.0)
+    kinds, kind_of = {}, activations._kind
+    monkeypatch.setattr(activations, "_kind", lambda block, args: kinds.setdefault(block, kind_of(block, args)))
+    forward = trace(loaded, scale=3.0, has_backward=False)
+    given = [block for block in kinds if not any(value.is_meta for value in block.parameters())]
+    assert len(given) == len(set(kinds.values()))
+    assert forward.largest_block == traced.largest_block and forward.saved == traced.saved
+    assert all(block.peaks == ((block.saved, 0),) for block in forward.blocks)

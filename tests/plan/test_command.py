@@ -12,6 +12,7 @@ from verl_digen.algorithms.window import draw_window
 from verl_digen.config import digen_config
 from verl_digen.devices import Pool
 from verl_digen.models import MODELS, load_model
+from verl_digen.models.base import DiffusionModel
 from verl_digen.models.published import checkpoint_folder, repositories
 from verl_digen.plan import command
 from verl_digen.plan.compose import MFU, Words, compose_run, device_of, mfu_of, platform_of, split_words
@@ -211,3 +212,14 @@ def test_what_cannot_be_planned_is_one_line_and_exit_code_2(words, message, caps
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(("rank", "num_made"), [(0, 1), (4, 2)])
+def test_a_network_is_made_once_and_once_more_with_an_adapter(tiny_qwen_image, monkeypatch, rank, num_made):
+    made, load = [], DiffusionModel.load_structure
+    monkeypatch.setattr(DiffusionModel, "load_structure", lambda model, dtype: made.append(dtype) or load(model, dtype))
+    compute = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
+    words = [*small(tiny_qwen_image), f"actor_rollout_ref.model.lora_rank={rank}", "gpus=1", "gpu_mem=80"]
+    dtypes = [f"++{compute}=bf16", "actor_rollout_ref.rollout.dtype=bfloat16"]
+    command.make_plan([*words, *dtypes])
+    assert len(made) == num_made

@@ -6,6 +6,7 @@ import pytest
 
 from tests.plan.runs import BLOCK, GB, LORA, MEASURED, make_run
 from verl_digen.config import RolloutConfig
+from verl_digen.plan import remedies
 from verl_digen.plan.memory import plan_memory
 from verl_digen.plan.remedies import find_remedies
 from verl_digen.plan.run import Run
@@ -103,3 +104,16 @@ def test_any_run_is_told_the_truth():
         assert_invariants(run, device_bytes, remedies)
         if plan_memory(run, device_bytes).fits:
             assert remedies == []
+
+
+def test_a_change_that_changes_nothing_is_not_planned(monkeypatch):
+    planned = []
+
+    def plan(run, device_bytes):
+        planned.append(run)
+        return plan_memory(run, device_bytes)
+
+    monkeypatch.setattr(remedies, "plan_memory", plan)
+    run = make_run()
+    found = find_remedies(run, 1 * GB, with_adapter(run))
+    assert len(planned) == len(set(map(repr, planned))) + len(found)  # which are planned once more, to be described

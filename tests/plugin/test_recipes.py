@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
@@ -11,7 +12,7 @@ from tests.fork_server import shared_server
 from tests.plugin.conftest import start_main
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.unknown import unknown_problems
-from verl_digen.recipe_source import OBJECTIVES
+from verl_digen.recipe_source import OBJECTIVES, PRIMARY
 
 pytestmark = pytest.mark.slow
 
@@ -206,3 +207,14 @@ def test_another_program_that_calls_verls_main_has_recipes_and_checks(tmp_path, 
 def test_a_mistyped_recipe_is_answered_with_the_one_that_was_meant(compose_main, recipe):
     with pytest.raises(MissingConfigException, match="did you mean digen_flowgrpo\\?"):
         compose_main(f"recipe={recipe}")
+
+
+def test_hydras_many_questions_read_verls_primary_config_once_per_source(compose_main, monkeypatch):
+    read, load = [], ImportlibResourcesConfigSource.load_config
+    monkeypatch.setattr(
+        ImportlibResourcesConfigSource,
+        "load_config",
+        lambda self, config_path: read.append(config_path) or load(self, config_path),
+    )
+    first, second = compose_main("recipe=digen_sd3"), compose_main("recipe=digen_flux")
+    assert read.count(PRIMARY) <= 2 * 2 and "digen" in first and "digen" in second

@@ -32,13 +32,19 @@ def store_int8(module: nn.Module) -> None:
 
 
 def _store(layer: nn.Linear) -> None:
-    weight = layer.weight.detach().float()
-    scale = (weight.abs().amax(1, keepdim=True).clamp_min(SMALLEST) / LARGEST).to(torch.bfloat16)
-    number = (weight / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+    number, scale = _quantised(layer.weight.detach())
     del layer.weight
     layer.register_buffer("weight", number, persistent=False)
     layer.register_buffer("scale", scale, persistent=False)
     layer.__class__ = Int8Linear
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    if weight.is_meta:  # a plan makes hundreds: there is nothing to calculate
+        return torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight), 1, dtype=torch.bfloat16)
+    weight = weight.float()
+    scale = (weight.abs().amax(1, keepdim=True).clamp_min(SMALLEST) / LARGEST).to(torch.bfloat16)
+    return (weight / scale).round().clamp(-LARGEST, LARGEST).to(torch.int8), scale
 
 
 class Int8Linear(nn.Linear):

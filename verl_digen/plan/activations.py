@@ -22,9 +22,10 @@ Invariant (tests/plan/test_activations.py): on a tiny network, real tensors save
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from verl_digen.models.base import DiffusionModel
+from verl_digen.plan.networks import blocks_of
 from verl_digen.plan.peak import PeakBytes
 from verl_digen.types import Condition, Geometry
 
@@ -129,6 +131,7 @@ def trace_activations(
     *,
     is_guided: bool,
     dtype: torch.dtype,
+    has_backward: bool = True,
 ) -> Activations:
     """Trace one row through `network`, whose parameters become fake.
 
@@ -136,17 +139,17 @@ def trace_activations(
         network: ONE network (no `Experts`), parameters on the meta device in their training dtypes, adapter included.
         condition: real zeros of the prompt's shapes.
         dtype: compute dtype of the network.
+        has_backward: False leaves out the moments of backward (`BlockBytes.peaks`).
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tracer = _Tracer(network)
+    tracer = _Tracer(network, dtype)
     with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         with tracer.watching():
-            give_fake_weights(network, dtype)  # in the dtype the network computes in, as FSDP2 gathers it
             model.compute_dtype = dtype
             velocity = run_rows(mode, model, network, geometry, condition, num_rows=2 if is_guided else 1)
             assert velocity.requires_grad
             del velocity
-        return tracer.result()
+        return tracer.result(has_backward=has_backward)
 
 
 def run_rows(
@@ -176,13 +179,13 @@ def run_rows(
     )
 
 
-def give_fake_weights(network: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Give every parameter, buffer and table of the modules a fake CPU tensor. Call it under a fake mode.
+def give_fake_weights(modules: Iterable[nn.Module], dtype: torch.dtype | None = None) -> None:
+    """Give every parameter, buffer and table of these modules' own a fake CPU tensor. Call it under a fake mode.
 
     Args:
         dtype: dtype of the parameters; None: each keeps its own.
     """
-    for module in network.modules():
+    for module in modules:
         for name, value in list(module._parameters.items()):
             if value is not None:
                 fake = torch.empty(value.shape, dtype=dtype or value.dtype, device="cpu")
@@ -203,13 +206,17 @@ def _fake(mode: FakeTensorMode, value: Any) -> Any:
 
 Sizes = dict[int, int]
 """Storage -> bytes."""
+_numbers = count(1)
+"""Below 0, storages that blocks which do not run would save."""
 
 
 class _Tracer:
     """Count the bytes that autograd saves, per running block; each storage once."""
 
-    def __init__(self, network: Any):
-        self._network = network
+    def __init__(self, network: Any, dtype: torch.dtype):
+        self._network, self._dtype = network, dtype
+        self._waiting = {block: list(block.modules()) for block in blocks_of(network)}
+        """Blocks without weights; the first ones of each kind get theirs when they run."""
         self._calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
         """Blocks with their arguments, as they ran."""
         self._inside: list[Sizes] = []
@@ -229,10 +236,24 @@ class _Tracer:
         """Context in which the forward runs."""
         base = self._network.get_base_model() if hasattr(self._network, "get_base_model") else self._network
         base.enable_gradient_checkpointing(self._run)
+        inside = {module for modules in self._waiting.values() for module in modules}
+        self._give(module for module in self._network.modules() if module not in inside)
+        for block in self._waiting:
+            block.register_forward_pre_hook(self._give_block)
         self._leave()
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved):
             yield
         base.disable_gradient_checkpointing()
+
+    def _give(self, modules: Iterable[nn.Module]) -> None:
+        """Weights in the dtype that the network computes in, as FSDP2 gathers it."""
+        modules = list(modules)
+        give_fake_weights(modules, self._dtype)
+        own = (value for module in modules for value in module.parameters(recurse=False))
+        self._weights.update(map(_storage, own))
+
+    def _give_block(self, block: nn.Module, args: Any = ()) -> None:
+        self._give(self._waiting.pop(block, ()))
 
     def _run(self, block: nn.Module, *args: Any) -> Any:
         kind = _kind(block, args)
@@ -252,14 +273,12 @@ class _Tracer:
         self._saved = self._outside[len(self._calls)] = {}
 
     def _save(self, tensor: Tensor) -> Tensor:
-        if not self._weights:
-            self._weights = {_storage(value) for value in self._network.parameters()}
         if _storage(tensor) not in self._weights:
             self._saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
             self._alive.append(tensor)
         return tensor
 
-    def result(self) -> Activations:
+    def result(self, *, has_backward: bool) -> Activations:
         """The counts; call it after the forward, under the fake mode."""
         inputs = [_sizes(args) for _, args in self._calls]
         uses = Counter(storage for own in inputs for storage in own)
@@ -274,7 +293,7 @@ class _Tracer:
             own = {storage: size for storage, size in saved.items() if storage not in inputs[number] | head}
             kind = type(block), sum(saved.values())
             if kind not in peaks:
-                peaks[kind] = _peaks_of_block(block, args)
+                peaks[kind] = self._peaks(block, args) if has_backward else ()
             alone = {storage: size for storage, size in inputs[number].items() if storage not in head}
             blocks.append(
                 BlockBytes(
@@ -292,6 +311,10 @@ class _Tracer:
             tail=sum(size for storage, size in tail.items() if storage not in head.keys() | saved_by_blocks),
             largest=max(size for saved in [*self._inside, head, tail] for size in saved.values()),
         )
+
+    def _peaks(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
+        self._give_block(block)
+        return _peaks_of_block(block, args)
 
 
 def _kind(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -336,9 +359,9 @@ class _Replay:
             return tensors[_storage(value)].as_strided(value.shape, value.stride(), value.storage_offset())
 
         result = tree_map(again, self._result)
-        for storage in self._saved.keys() - tensors.keys() - self._others:
-            tensors[storage] = torch.empty(self._saved[storage], dtype=torch.uint8)
         places = {storage: _storage(value) for storage, value in tensors.items()}
+        inner = self._saved.keys() - places.keys() - self._others
+        places |= {storage: -next(_numbers) for storage in inner}  # which no other block has: a number will do
         return {places.get(storage, storage): size for storage, size in self._saved.items()}, result
 
 

@@ -117,7 +117,7 @@ def _without_weights(class_name: str, mode: FakeTensorMode) -> Iterator[list[nn.
         with torch.device("meta"):
             network: Any = network_class.from_config(network_class.load_config(folder))
         with mode:
-            give_fake_weights(network, dtype)
+            give_fake_weights(network.modules(), dtype)
         network.to = lambda *unused: network  # fake tensors cannot be moved, and are there already
         made.append(network)
         return network

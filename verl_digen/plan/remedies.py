@@ -56,16 +56,18 @@ def find_remedies(run: Run, device_bytes: int, read: Callable[..., Run]) -> list
         read: plans the same run with more words.
     """
     changes: list[_Change] = []
-    changed = run
+    changed, before = run, plan_memory(run, device_bytes)
     for change in _candidates(run.settings.is_lora, cache(read)):
-        before = plan_memory(changed, device_bytes)
         if before.fits:
             break
         after = change.apply(changed)
-        if after is not None and _excess(plan_memory(after, device_bytes)) < _excess(before):
-            changed = after
+        if after is None or after == changed:
+            continue
+        memory = plan_memory(after, device_bytes)
+        if _excess(memory) < _excess(before):
+            changed, before = after, memory
             changes.append(change)
-    if plan_memory(changed, device_bytes).fits:
+    if before.fits:
         changes = _without_needless(run, device_bytes, changes)
     return list(_describe(run, device_bytes, changes))
 

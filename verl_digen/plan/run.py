@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -183,7 +184,7 @@ class Measured:
     training: Activations
     """Activations of one training row."""
     sampling: Activations
-    """Activations of one row without adapter, an upper bound of a forward without gradient."""
+    """Activations of one row without adapter, an upper bound of a forward without gradient; no moments of backward."""
     flops: Flops
     """FLOPs of one row's forward, guidance included."""
     condition_bytes: int
@@ -307,33 +308,33 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     geometry = turn_geometry(sampling, model, settings.episodes)
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
-    loaded = model.load_structure(dtypes.model)
+    base = model.load_structure(dtypes.model)
     is_ours = settings.is_ours
     # where all weights train, a replica gets them in one dtype
     in_one_dtype = not is_ours or not settings.is_lora
-    of_replica = transformer_bytes(model, loaded, dtypes.rollout, in_one_dtype=in_one_dtype)
-    fp8_bytes = Fp8Layers(loaded).num_bytes if sampling.outside.fp8 else 0
+    of_replica = transformer_bytes(model, base, dtypes.rollout, in_one_dtype=in_one_dtype)
+    fp8_bytes = Fp8Layers(base).num_bytes if sampling.outside.fp8 else 0
 
-    def build(*, with_adapter: bool) -> nn.Module:
-        network = model.load_structure(dtypes.model)
+    def build(network: nn.Module, *, with_adapter: bool = settings.is_lora) -> nn.Module:
         if model_config.int8_base:
             store_int8(network)
         return _adapted(network, model_config) if with_adapter else network
 
-    network = build(with_adapter=settings.is_lora)
+    # making a network takes as long as tracing it: `base` is traced, too, where it is one network
+    network = build(model.load_structure(dtypes.model)) if settings.is_lora else base
     counts, tensors, num_experts = count_network(network), list_tensors(network), len(model.experts)
     condition = empty_condition(model, prompt_tokens, geometry)
     flops = forward_flops(
         model, network, geometry, len(condition["embeds"]), is_guided=settings.is_guided
     )  # before `experts` is cut to one
     model.experts = model.experts[:1]
-
-    def trace(traced: nn.Module, dtype: torch.dtype) -> Activations:
-        return trace_activations(model, traced, geometry, condition, is_guided=settings.is_guided, dtype=dtype)
-
-    training = trace(network if num_experts == 1 else build(with_adapter=settings.is_lora), dtypes.compute)
-    is_same = not settings.is_lora and dtypes.compute == dtypes.rollout
-    of_sampling = training if is_same else trace(build(with_adapter=False), dtypes.rollout)
+    trace = partial(trace_activations, model, geometry=geometry, condition=condition, is_guided=settings.is_guided)
+    training = trace(network if num_experts == 1 else build(model.load_structure(dtypes.model)), dtype=dtypes.compute)
+    of_sampling = training
+    if settings.is_lora or dtypes.compute != dtypes.rollout:
+        is_fresh = settings.is_lora and num_experts == 1
+        bare = build(base if is_fresh else model.load_structure(dtypes.model), with_adapter=False)
+        of_sampling = trace(bare, dtype=dtypes.rollout, has_backward=False)
     first_step = [PromptRow("", "", None, uid=f"p{index:08d}") for index in range(settings.num_prompts)]
     return Measured(
         title=f"{model.spec.title}, {model.spec.transformer}",
