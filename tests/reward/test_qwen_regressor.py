@@ -245,9 +245,11 @@ def test_lora_factors_are_merged_as_peft_merges_them():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda weights: weights.pop("rm_head.0.bias"), r"rm_head must hold .* 0.bias: missing in place of \(1024,\)"),
-        (lambda weights: weights.pop("model.norm.weight"), r"1 differ, e.g. language_model.norm.weight: missing"),
-        (lambda weights: weights.update(odd=torch.zeros(2)), r"odd: \(2,\) in place of none"),
+        (lambda weights: weights.pop("rm_head.0.bias"), r"path must hold the tensors of its head .* missing: 0.bias"),
+        (
+            lambda weights: weights.pop("model.norm.weight"),
+            r"of Qwen2-VL .* missing: language_model.norm.weight",
+        ),
     ],
 )
 def test_weights_of_another_model_are_refused(preference, base, tmp_path, change, message):
@@ -258,17 +260,3 @@ def test_weights_of_another_model_are_refused(preference, base, tmp_path, change
     entry = reward_entry("hpsv3", {"weight": 1.0, "path": str(tmp_path), "base": str(base)})
     with pytest.raises(ValueError, match=message):
         make(entry, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("hpsv3", {"path": "/nowhere/x"}, "hpsv3: .* must name a folder or a repository"),
-        ("hpsv3", {"dtype": "int8"}, "hpsv3: dtype must be one of"),
-        ("video_align", {"axis": "AQ"}, "video_align: axis must be one of sum, VQ, MQ, TA"),
-        ("video_align", {"video_fps": 0.0}, "video_fps must be > 0"),
-    ],
-)
-def test_wrong_settings_are_refused(base, name, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make(reward_entry(name, {"weight": 1.0, "base": str(base)} | settings), torch.device("cpu"))

@@ -19,6 +19,7 @@ from verl_digen.preflight.pairs import trains_pairs
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import refusing, require
 from verl_digen.reward.combine import find_combination, formula
+from verl_digen.reward.encoders import WEIGHTS
 from verl_digen.reward.functions import CUSTOM, require_reward_function
 from verl_digen.reward.named import (
     BUILT_IN,
@@ -37,8 +38,6 @@ from verl_digen.reward.reward_model import UNKNOWN, connected, router_argument
 CUSTOM_KEY = "reward.custom_reward_function"
 MODULE_PREFIX = "pkg://"
 FILE_PREFIX = "file://"
-WEIGHTS = ("path", "base", "head", "processor", "tokenizer")
-"""Arguments of built-in rewards that name weights, or what belongs to them."""
 OLDER_KEYS = {
     "custom_reward_function": CUSTOM_KEY,
     "reward_model": "reward.reward_model, reward.reward_manager or reward",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from verl_digen.require import In, OneOf, check_fields, require
+from verl_digen.require import In, OneOf, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
 from verl_digen.reward.pictures import images_of
@@ -37,6 +40,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DESCRIPTIONS = ("*.json", "*.txt")
 """Files of a checkpoint without its weights."""
 FILES = (*DESCRIPTIONS, "model*.safetensors")
+WEIGHTS = ("path", "base", "head", "processor", "tokenizer")
+"""Settings of built-in rewards that name weights, or what belongs to them."""
 MAX_NAMES = 6
 """Tensors that a message names."""
 HEAD_SIZES = (1024, 128, 64, 16, 1)
@@ -57,11 +62,9 @@ class EncoderConfig:
     num_frames: Annotated[int, In("[1, inf]")] = 8
     """Maximum frames of a video that are scored, evenly spaced with the first and the last; 1 is the middle one."""
 
-
-def check_settings(name: str, config: EncoderConfig) -> None:
-    """Raise ValueError unless the settings of scorer `name` lie within their bounds."""
-    require(config.path != "", f"{name}: path must name a folder or a repository", config.path, "take it out")
-    check_fields(config, f"{name}: ")
+    def __post_init__(self) -> None:
+        for name in WEIGHTS:
+            require(vars(self).get(name) != "", f"{name} must name a folder or a repository", "", "take it out")
 
 
 class FrameReward(Reward):
@@ -172,11 +175,36 @@ def load_head(state: Mapping[str, Tensor], width: int, key: str, path: str) -> n
     places = [part for linear in linears[:3] for part in (linear, nn.Identity())]
     layers = nn.Sequential(*places, *linears[3:])
     head = nn.Sequential(OrderedDict(layers=layers, numbers=nn.Flatten(0))).eval().requires_grad_(False)
-    own = head.state_dict()
-    shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
-    refuse(key, path, "a head", sorted(set(own) - set(state)), sorted(set(state) - set(own)), shapes)
-    head.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    load_state(head, {name: tensor.float() for name, tensor in state.items()}, key, path, "a head")
     return head
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], key: str, path: str, kind: str) -> None:
+    """Give a network these tensors, without a copy.
+
+    Raises:
+        ValueError: a tensor is missing, too many or of another shape.
+    """
+    own = module.state_dict()
+    shapes = sorted(name for name in own if name in state and own[name].shape != state[name].shape)
+    refuse(key, path, kind, sorted(set(own) - set(state)), sorted(set(state) - set(own)), shapes)
+    module.load_state_dict(dict(state), assign=True)
+
+
+def renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
+    """A tensor's name after every rule, a regular expression and what takes the place of its match, in order."""
+    for pattern, new in rules:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def clip_pixels(pixels: NDArray[np.uint8] | Tensor) -> Tensor:
+    """Colours [..., H, W, 3] of 0..255 -> [..., 3, H, W] fp32, standardised as CLIP's pixels are."""
+    from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+    unit_pixels = torch.as_tensor(pixels).movedim(-1, -3).float() / 255
+    mean, std = (torch.tensor(values)[:, None, None] for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    return (unit_pixels - mean) / std
 
 
 def unit(features: Tensor) -> Tensor:

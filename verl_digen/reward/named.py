@@ -19,7 +19,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl_digen.config import RewardConfig, RewardEntry
-from verl_digen.require import suggestion
+from verl_digen.require import check_fields, suggestion
 from verl_digen.reward import scorers
 from verl_digen.reward.base import Reward
 from verl_digen.reward.functions import FORM, FunctionReward, require_reward_function
@@ -167,7 +167,7 @@ def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], k
     try:
         schema: Any = OmegaConf.structured(config_class)
         OmegaConf.set_readonly(schema, False)
-        return OmegaConf.to_object(OmegaConf.merge(schema, dict(arguments)))
+        made = OmegaConf.to_object(OmegaConf.merge(schema, dict(arguments)))
     except OmegaConfBaseException as error:
         raise ValueError(
             f"{key}.{error.full_key} must have a value of its type, got {arguments.get(str(error.full_key))!r}; "
@@ -175,6 +175,8 @@ def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], k
         ) from error
     except ValueError as error:  # a rule of the class
         raise ValueError(f"{key}: {error}") from error
+    check_fields(made, f"{key}.")
+    return made
 
 
 def make(entry: RewardEntry, device: torch.device) -> Reward:

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from verl_digen.reward.encoders import clip_pixels
+
 PATCH, MERGE, TEMPORAL = 14, 2, 2
 """Side of a patch in px; patches per token along each side; frames per patch."""
 FACTOR = PATCH * MERGE
@@ -63,15 +65,11 @@ def scaled_video(frames: NDArray[np.uint8], *, min_pixels: int, max_pixels: int)
 
 def patches_of(frames: NDArray[np.uint8]) -> Patches:
     """Patches of frames [F, H, W, 3] whose sides are multiples of `FACTOR`; an odd last frame is repeated."""
-    from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-
     if len(frames) % TEMPORAL:
         frames = np.concatenate([frames, frames[-1:]])
     num_frames, height, width, channels = frames.shape
     grid = (num_frames // TEMPORAL, height // PATCH, width // PATCH)
-    values = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float() / 255
-    values = (values - torch.tensor(OPENAI_CLIP_MEAN).view(3, 1, 1)) / torch.tensor(OPENAI_CLIP_STD).view(3, 1, 1)
-    split = values.reshape(
+    split = clip_pixels(np.ascontiguousarray(frames)).reshape(
         *(grid[0], TEMPORAL, channels),
         *(grid[1] // MERGE, MERGE, PATCH),
         *(grid[2] // MERGE, MERGE, PATCH),

@@ -59,6 +59,8 @@ class VlmJudgeConfig(JudgeConfig):
     question: str = QUESTION
     """Text with {task} (the prompt), {instruction} (the turn's) and {max_score}; other braces are written twice."""
 
+    questions = ()
+
     def __post_init__(self) -> None:
         require(self.url != REWARD_MODEL, "url must be the address of a server", self.url, "e.g. http://host:8000")
         super().__post_init__()

@@ -41,7 +41,6 @@ from verl_digen.reward.encoders import (
     FILES,
     ClipEncoder,
     EncoderConfig,
-    check_settings,
     load_model,
     load_processor,
     unit,
@@ -63,9 +62,6 @@ class ImageSimilarityConfig(EncoderConfig):
     """Share of the pixels in the score, in [0, 1]."""
     pixel_size_px: Annotated[int, In("[1, inf]")] = 64
     """Width and height at which pixels are compared."""
-
-    def __post_init__(self) -> None:
-        check_settings("image_similarity", self)
 
 
 class DinoEncoder:
