@@ -22,6 +22,7 @@ from verl_digen.preflight.rewards import (
 )
 from verl_digen.reward.functions import require_reward_function
 from verl_digen.reward.named import find
+from verl_digen.reward.scorers import jpeg_compressibility
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -214,8 +215,11 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         ),
         ({"digen__reward__functions": {"no_such.module:f": 1.0}}, "'no_such.module:f' could not be loaded"),
         ({"digen__reward__functions": {"json.no_such": 1.0}}, "(AttributeError: module 'json' has no attribute"),
-        ({"digen__reward__functions": {"math:pi": 1.0}}, "'math:pi' must be a function that returns a number"),
-        ({"digen__reward__functions": {"json.dumps": 1.0}}, "'json.dumps' must take the keyword arguments"),
+        (
+            {"digen__reward__functions": {"math:pi": 1.0}},
+            "functions.math:pi must be a function that returns a number or a dict",
+        ),
+        ({"digen__reward__functions": {"json.dumps": 1.0}}, "functions.json.dumps must take the keyword arguments"),
         (
             {"digen__reward__functions": {"jpeg_compressibility": float("nan")}},
             "functions.jpeg_compressibility must be a finite number, got nan",
@@ -320,10 +324,9 @@ def test_keys_around_rewards_that_would_do_nothing_or_fail_later_are_refused(com
 
 
 def test_a_name_with_a_colon_and_one_with_dots_are_the_same_function():
-    from verl_digen.reward.scorers.jpeg_compressibility import compute_score
-
-    assert find(reward_entry("verl_digen.reward.scorers.jpeg_compressibility:compute_score", 1.0)) is compute_score
-    assert find(reward_entry("verl_digen.reward.scorers.jpeg_compressibility.compute_score", 1.0)) is compute_score
+    module = "verl_digen.reward.scorers.jpeg_compressibility"
+    colon, dots = (find(reward_entry(f"{module}{sign}compute_score", 1.0)) for sign in ":.")
+    assert colon.function is dots.function is jpeg_compressibility.compute_score  # type: ignore[attr-defined]
 
 
 def test_a_compiled_function_that_hides_its_signature_is_not_refused():

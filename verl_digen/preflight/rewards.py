@@ -28,10 +28,8 @@ from verl_digen.reward.named import (
     find,
     has_custom,
     has_pool,
-    is_class,
     num_function_workers,
     reads_latents,
-    scope_of,
 )
 from verl_digen.reward.reward_model import UNKNOWN, connected, router_argument
 
@@ -146,7 +144,7 @@ def check_timeshared(config: DictConfig) -> None:
             f"{own}, or set actor_rollout_ref.rollout.free_cache_engine=true",
         )
         require(
-            is_class(find(entry)),
+            find(entry).has_pool,
             f"{key} must be false for the function {entry.target!r}, which has no weights that could leave a device",
             True,
             "leave it out, or write a class of verl_digen.reward.base.Reward",
@@ -175,7 +173,7 @@ def check_combination(config: DictConfig) -> None:
 
 def check_group_rewards(config: DictConfig) -> None:
     """Require groups of at least two samples for rewards that compare them, in training and where the run validates."""
-    compare = [entry for entry in digen_config(config).reward.entries if scope_of(entry) == "group"]
+    compare = [entry for entry in digen_config(config).reward.entries if find(entry).scope == "group"]
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     validates = trainer.val_before_train or trainer.test_freq > 0 or trainer.val_only
     for key, count in (("n", rollout.n), ("val_kwargs.n", rollout.val_kwargs.n if validates else 2)):

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl_digen.config import RewardEntry
 from verl_digen.config.reward import reward_entry
 from verl_digen.require import require
-from verl_digen.reward.named import scope_of, scorer_of
+from verl_digen.reward.named import find, scorer_of
 from verl_digen.reward.scoring import ScoringError
 from verl_digen.types import PartScore, RewardInput
 
@@ -87,7 +87,7 @@ class LocalRewards:
                 "leave them out; --device chooses the device",
             )
         self.entries = tuple(entries)
-        self._scopes = {entry.name: scope_of(entry) for entry in entries}
+        self._scopes = {entry.name: find(entry).scope for entry in entries}
         self._scorers = {entry.name: scorer_of(entry, device, max_retries, timeout_s) for entry in entries}
 
     @property

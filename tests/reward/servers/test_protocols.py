@@ -392,7 +392,7 @@ def test_samples_that_no_server_can_score_fail_alone_and_the_others_keep_their_s
 @pytest.mark.parametrize(
     "changed, says",
     [
-        ({"protocol": "flow_grpo_genevl"}, "mine: protocol must be one of .*did you mean flow_grpo_geneval"),
+        ({"protocol": "flow_grpo_genevl"}, "mine.protocol must be one of .*did you mean flow_grpo_geneval"),
         ({"url": ""}, "mine: url must be a URL or a list of URLs"),
         ({"url": "host:1"}, "mine: url must begin with http"),
         ({"only_strict": True}, r"mine.only_strict must be a setting of ServerReward \(.*jpeg_quality"),
