@@ -342,9 +342,18 @@ def test_the_custom_function_is_weighed_only_if_there_is_one():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"actor_rollout_ref__rollout__name": "vllm_omni"}, "actor_rollout_ref.rollout.name=vllm_omni, with which it"),
-        ({"trainer__v1__trainer_mode": "digen_disaggregated"}, "trainer.v1.trainer_mode=digen_disaggregated, where"),
-        ({"actor_rollout_ref__rollout__free_cache_engine": False}, "free_cache_engine=false: the replicas keep their"),
+        (
+            {"actor_rollout_ref__rollout__name": "vllm_omni"},
+            "rollout.name must be diffusers with digen.reward.functions.diversity.timeshare=true, as it has not",
+        ),
+        (
+            {"trainer__v1__trainer_mode": "digen_disaggregated"},
+            "trainer_mode must be digen_colocated with digen.reward.functions.diversity.timeshare=true, for",
+        ),
+        (
+            {"actor_rollout_ref__rollout__free_cache_engine": False},
+            "free_cache_engine must be true with digen.reward.functions.diversity.timeshare=true, so",
+        ),
         (
             {"digen__reward__functions": {"jpeg_compressibility": {"weight": 1, "timeshare": True}}},
             "for the function 'jpeg_compressibility',",

@@ -149,7 +149,7 @@ def test_a_batch_of_a_reward_that_is_not_available_is_tried_again_whole_and_fail
 def test_a_group_is_one_call_whatever_the_batch_size_and_is_tried_again_whole():
     reward = GroupRecorder(num_failures=2)
     group = tuple(make_sample(index, value=index) for index in range(5))
-    found = asyncio.run(scorer_of(reward, max_batch_size=2).score(group))
+    found = asyncio.run(scorer_of(reward, max_batch_size=2, batch_wait_s=1e9).score(group))
     assert [one.value for one in found] == [0.0, 0.01, 0.02, 0.03, 0.04] and reward.sizes == [5, 5, 5]
     with pytest.raises(ScoringError, match="'r' failed 3 times, last with OSError: out of memory"):
         asyncio.run(scorer_of(GroupRecorder(num_failures=9)).score(group))

@@ -119,29 +119,14 @@ def check_reward_devices(config: DictConfig) -> None:
 
 def check_timeshared(config: DictConfig) -> None:
     """Require, for rewards that take turns with the replicas, replicas that sleep and rewards with weights."""
-    mode, rollout = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout
-    own = "give it devices of its own with num_gpus in place of timeshare"
+    own, rollout = "give it devices of its own with num_gpus in place of timeshare", "actor_rollout_ref.rollout"
     for entry in digen_config(config).reward.timeshared:
         key = f"{entry.key}.timeshare"
-        require(
-            mode == COLOCATED,
-            f"{key} must be false with trainer.v1.trainer_mode={mode}, where replicas do not sleep while samples are "
-            "scored",
-            True,
-            f"{own}, or leave out recipe disaggregated",
-        )
-        require(
-            rollout.name == "diffusers",
-            f"{key} must be false with actor_rollout_ref.rollout.name={rollout.name}, with which it has not been tried",
-            True,
-            f"{own}, or set actor_rollout_ref.rollout.name=diffusers",
-        )
-        require(
-            rollout.free_cache_engine,
-            f"{key} must be false with actor_rollout_ref.rollout.free_cache_engine=false: the replicas keep their "
-            "memory",
-            True,
-            f"{own}, or set actor_rollout_ref.rollout.free_cache_engine=true",
+        require_values(
+            *(config, f"with {key}=true"),
+            ("trainer.v1.trainer_mode", COLOCATED, ", for replicas that sleep while samples are scored", own),
+            (f"{rollout}.name", "diffusers", ", as it has not been tried with another", own),
+            (f"{rollout}.free_cache_engine", True, ", so that replicas leave their memory", own),
         )
         require(
             find(entry).has_pool,

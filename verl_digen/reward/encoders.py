@@ -90,7 +90,27 @@ class FrameReward(Reward):
         """
 
 
-class ClipEncoder:
+class PictureEncoder:
+    """A model of transformers whose `pooler_output` is a picture's feature.
+
+    Args:
+        prepare: makes its inputs.
+    """
+
+    def __init__(self, model: Any, prepare: Prepare, device: torch.device, dtype: str):
+        self._model = model.to(device, DTYPES[dtype]).eval().requires_grad_(False)
+        self._prepare, self._device, self._dtype = prepare, device, DTYPES[dtype]
+
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        """Features of pictures, of length 1; [N, D] fp32."""
+        pixels = torch.stack([self._prepare(image) for image in images]).to(self._device, self._dtype)
+        return unit(self._outputs(pixels).pooler_output)
+
+    def _outputs(self, pixels: Tensor) -> Any:
+        return self._model(pixel_values=pixels)
+
+
+class ClipEncoder(PictureEncoder):
     """A CLIP model with what prepares its inputs.
 
     Args:
@@ -113,8 +133,8 @@ class ClipEncoder:
         self._tokenizer: Any = tokenizer
         if tokenizer is None:
             del model.text_model, model.text_projection
-        self._model = model.to(device, DTYPES[dtype]).eval().requires_grad_(False)
-        self._prepare, self._clean, self._device, self._dtype = prepare, clean, device, DTYPES[dtype]
+        self._clean = clean
+        super().__init__(model, prepare, device, dtype)
 
     @classmethod
     def load(
@@ -144,10 +164,8 @@ class ClipEncoder:
         inputs = place if processor is None else folder(processor, f"{key.partition(':')[0]}: processor", DESCRIPTIONS)
         return cls(model, load_tokenizer(inputs, key) if has_text else None, load_processor(inputs, key), device, dtype)
 
-    def images(self, images: Sequence[Image.Image]) -> Tensor:
-        """Features of pictures, of length 1; [N, D] fp32."""
-        pixels = torch.stack([self._prepare(image) for image in images]).to(self._device, self._dtype)
-        return unit(self._model.get_image_features(pixel_values=pixels).pooler_output)
+    def _outputs(self, pixels: Tensor) -> Any:
+        return self._model.get_image_features(pixel_values=pixels)
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Features of prompts, cut at the model's number of tokens, of length 1; [N, D] fp32."""
