@@ -135,11 +135,10 @@ KWARGS = "reward__custom_reward_function__reward_kwargs"
             None,
             "this is verl's form for text: rename solution_str to solution_image",
         ),
-        ("def compute_score(): ...", None, "write def compute_score(data_source, solution_image, ground_truth, extra"),
         (
-            "def compute_score(data_source, solution_image): ...",
+            "def compute_score(): ...",
             None,
-            "got a function of (data_source, solution_image)",
+            "got a function of () (got an unexpected keyword argument",
         ),
         (
             "def compute_score(data_source, solution_image, ground_truth, extra_info): ...",
@@ -214,7 +213,6 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
             "must name one of aesthetic, clip_score, diversity, ",
         ),
         ({"digen__reward__functions": {"no_such.module:f": 1.0}}, "'no_such.module:f' could not be loaded"),
-        ({"digen__reward__functions": {"json.no_such": 1.0}}, "(AttributeError: module 'json' has no attribute"),
         (
             {"digen__reward__functions": {"math:pi": 1.0}},
             "functions.math:pi must be a function that returns a number or a dict",
@@ -250,7 +248,6 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         ),
         ({NAME: "mine"}, "must have a path where its name or reward_kwargs are given, got ('mine', {})"),
         ({KWARGS: {"scale": 2}}, "name or reward_kwargs are given, got ('compute_score', {'scale': 2})"),
-        ({"digen__reward__custom_weight": float("nan")}, "digen.reward.custom_weight must be a finite number, got nan"),
     ],
 )
 def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, message):

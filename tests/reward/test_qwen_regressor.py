@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.reward.contract import check_contract, make_picture, make_samples, scores_of
 from verl_digen.config.reward import reward_entry
 from verl_digen.reward.named import make
-from verl_digen.reward.qwen_pixels import patches_of, scaled_picture
+from verl_digen.reward.qwen_pixels import patches_of
 from verl_digen.reward.scorers import hpsv3, video_align
 from verl_digen.reward.scorers.video_align import merged
 from verl_digen.types import PromptRow, RewardInput
@@ -129,14 +129,6 @@ def test_hpsv3_keeps_the_contract_and_a_video_is_the_mean_of_frames(preference):
     assert video == pytest.approx(np.mean([value for value, _ in pictures]), abs=1e-5)
     with pytest.raises(ValueError, match="must not contain the special tokens"):
         reward.score([RewardInput(frames[0], PromptRow("rate it <|Reward|>", "test", None), 0)])
-
-
-def test_patches_of_a_picture_are_the_image_processors():
-    picture = scaled_picture(make_picture(100, 60), min_pixels=28 * 28 * 4, max_pixels=28 * 28 * 9)
-    expected = Qwen2VLImageProcessorPil(do_resize=False)(picture, return_tensors="pt")
-    found = patches_of(picture[None])
-    assert list(found.grid) == expected.image_grid_thw[0].tolist()
-    assert torch.allclose(found.values, expected.pixel_values, atol=1e-6)
 
 
 def test_patches_of_a_video_hold_two_frames_each():

@@ -72,13 +72,6 @@ def test_answers_of_ones_own_are_weighed():
     assert server.asked[0]["top_logprobs"] == 5
 
 
-def test_an_answer_that_is_usable_the_second_time_counts():
-    answers = ["well", "Score: 7"]
-    with ChatServer(lambda request: answers.pop(0)) as server:
-        assert score_of(judge_of("judge", server, **SCORE))[0] == 0.7
-    assert len(server.asked) == 2
-
-
 def test_the_model_is_asked_for_once():
     with ChatServer(lambda request: "Score: 4", models=("served",)) as server:
         scores_of(judge_of("judge", server, **SCORE), make_samples())

@@ -398,6 +398,7 @@ def test_samples_that_no_server_can_score_fail_alone_and_the_others_keep_their_s
         ({"only_strict": True}, r"mine.only_strict must be a setting of ServerReward \(.*jpeg_quality"),
         ({"max_retries": "many"}, "mine.max_retries must have a value of its type"),
         ({"protocol": "unirl"}, "mine: rewards must name at least one reward"),
+        ({"protocol": "drm_latents", "score_scale": 0.0}, "mine: score_scale must not be 0"),
         ({"protocol": "cosmos_rl", "rewards": {"dance_grpo": 1}}, "mine: rewards must not name dance_grpo"),
         ({"protocol": "cosmos_rl", "rewards": {"hpsv2": 1}, "poll_s": 0}, "mine.poll_s must be > 0 and finite, got 0"),
     ],
