@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from tests.reward.contract import check_contract, make_picture, make_samples, scores_of
 from verl_digen.config.reward import reward_entry
 from verl_digen.reward.named import make
-from verl_digen.reward.qwen_pixels import patches_of
+from verl_digen.reward.qwen_regressor import patches_of
 from verl_digen.reward.scorers import hpsv3, video_align
 from verl_digen.reward.scorers.video_align import merged
 from verl_digen.types import PromptRow, RewardInput

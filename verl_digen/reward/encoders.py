@@ -15,7 +15,6 @@ dropout is off.
 from __future__ import annotations
 
 import itertools
-import pickle
 import re
 from abc import abstractmethod
 from collections import OrderedDict
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from verl_digen.require import In, OneOf, require
+from verl_digen.require import In, OneOf, refusing, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
 from verl_digen.reward.pictures import images_of
@@ -42,6 +41,8 @@ DESCRIPTIONS = ("*.json", "*.txt")
 FILES = (*DESCRIPTIONS, "model*.safetensors")
 WEIGHTS = ("path", "base", "head", "processor", "tokenizer")
 """Settings of built-in rewards that name weights, or what belongs to them."""
+RIGHT = "check that it is the right one"
+"""Remedy for files that cannot be read."""
 MAX_NAMES = 6
 """Tensors that a message names."""
 HEAD_SIZES = (1024, 128, 64, 16, 1)
@@ -240,14 +241,10 @@ def load_model(model_class: Any, source: Path | None, key: str, **options: Any) 
     Raises:
         ValueError: a tensor is missing, too many or of another shape, or there are no weights.
     """
-    try:
+    with refusing(f"{key} must hold the weights of a {model_class.__name__}", str(source), RIGHT):
         model, info = model_class.from_pretrained(
             source, **options, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except OSError as error:
-        raise ValueError(
-            f"{key} must hold the weights of a {model_class.__name__}, got {str(source)!r}: {error}"
-        ) from error
     shapes = sorted(name for name, *_ in info["mismatched_keys"])
     place = "the weights" if source is None else str(source)
     refuse(key, place, model_class.__name__, sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), shapes)
@@ -274,15 +271,9 @@ def load_weights(path: Path, key: str) -> Mapping[str, Any]:
     Raises:
         ValueError: it holds something else.
     """
-    try:
+    with refusing(f"{key} must be a PyTorch file of tensors", str(path), "fetch it again"):
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{key} must be a PyTorch file of tensors, got {str(path)!r} ({error}); fetch it again"
-        ) from error
-    require(
-        isinstance(found, Mapping), f"{key} must hold tensors by name", str(path), "check that it is the right file"
-    )
+    require(isinstance(found, Mapping), f"{key} must hold tensors by name", str(path), RIGHT)
     return found
 
 
@@ -290,10 +281,8 @@ def load_tokenizer(place: Path, key: str) -> Any:
     """The tokenizer of a folder."""
     from transformers import AutoTokenizer
 
-    try:
+    with refusing(f"{key} must hold a tokenizer", str(place), RIGHT):
         return AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key} must hold a tokenizer, got {str(place)!r}: {error}") from error
 
 
 def load_processor(place: Path, key: str, class_name: str = "CLIPImageProcessorPil") -> Prepare:
@@ -304,10 +293,8 @@ def load_processor(place: Path, key: str, class_name: str = "CLIPImageProcessorP
     """
     import transformers
 
-    try:
+    with refusing(f"{key} must hold preprocessor_config.json", str(place), RIGHT):
         processor = getattr(transformers, class_name).from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key} must hold preprocessor_config.json, got {str(place)!r}: {error}") from error
     return lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
 
 

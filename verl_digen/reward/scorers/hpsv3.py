@@ -24,8 +24,7 @@ from verl_digen.require import In
 from verl_digen.reward import checkpoints
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.pictures import frames_of
-from verl_digen.reward.qwen_pixels import FACTOR, patches_of, scaled_picture
-from verl_digen.reward.qwen_regressor import Question, QwenConfig, QwenRegressor
+from verl_digen.reward.qwen_regressor import FACTOR, Question, QwenConfig, QwenRegressor, patches_of, scaled_picture
 from verl_digen.types import RewardInput
 
 PIXELS = 256 * FACTOR * FACTOR

@@ -32,11 +32,12 @@ import torch
 from PIL import Image
 
 from verl_digen.inputs import source_image
-from verl_digen.require import In, require
+from verl_digen.require import In, refusing, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
 from verl_digen.reward.encoders import (
     FILES,
+    RIGHT,
     ClipEncoder,
     EncoderConfig,
     PictureEncoder,
@@ -135,10 +136,8 @@ def _load_encoder(config: ImageSimilarityConfig, device: torch.device) -> Pictur
 
     key = "image_similarity: path"
     place = folder(config.path, key, FILES)
-    try:
+    with refusing(f"{key} must hold the config.json of a model", config.path, RIGHT):
         kind = transformers.AutoConfig.from_pretrained(place).model_type
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key} must hold the config.json of a model, got {config.path!r}: {error}") from error
     if kind == "clip":
         return ClipEncoder.load(str(place), key, device, config.dtype, has_text=False)
     known = ", ".join(("clip", *DINO_CLASSES))

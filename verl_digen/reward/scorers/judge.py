@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from verl_digen.require import In, require
+from verl_digen.require import In, refusing, require
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig, SampleJudge
 from verl_digen.reward.judges.reading import number_in, require_distinct, weighed
@@ -65,10 +65,8 @@ class QuestionConfig(JudgeConfig):
 
 def require_pattern(key: str, pattern: str) -> None:
     """Raise ValueError unless `pattern` is a regular expression with a group."""
-    try:
+    with refusing(f"{key} must be a regular expression", pattern, "repair it"):
         groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"{key} must be a regular expression, got {pattern!r} ({error}); mend it") from error
     require(groups >= 1, f"{key} must have a group, which finds the number", pattern, r"e.g. 'Score: (\d+)'")
 
 

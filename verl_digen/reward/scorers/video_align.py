@@ -28,8 +28,15 @@ from verl_digen.require import In, OneOf, require
 from verl_digen.reward import checkpoints
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.pictures import frames_of
-from verl_digen.reward.qwen_pixels import FACTOR, TEMPORAL, patches_of, scaled_video
-from verl_digen.reward.qwen_regressor import Question, QwenConfig, QwenRegressor
+from verl_digen.reward.qwen_regressor import (
+    FACTOR,
+    TEMPORAL,
+    Question,
+    QwenConfig,
+    QwenRegressor,
+    patches_of,
+    scaled_video,
+)
 from verl_digen.types import RewardInput
 
 AXES = ("VQ", "MQ", "TA")
