@@ -27,9 +27,9 @@ from verl_digen.inputs import read_images
 from verl_digen.require import In, require
 from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig
 from verl_digen.reward.judges.content import Part, fitted, picture_parts
-from verl_digen.reward.judges.reading import Reply, shown
+from verl_digen.reward.judges.reading import Reply
 from verl_digen.reward.pictures import frames_of
-from verl_digen.reward.servers.answers import UnusableAnswer
+from verl_digen.reward.servers.answers import UnusableAnswer, shown
 from verl_digen.types import PromptRow
 
 KEYS = {"score", "instruction"}

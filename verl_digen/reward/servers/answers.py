@@ -87,7 +87,8 @@ def excerpt(body: bytes, content_type: str, secret: str = "") -> str:
     return f"{content_type or 'no content type'}, {len(body)} bytes: {text[:EXCERPT_CHARS]!r}{cut}"
 
 
-SHOWN_CHARS = 100
+SHOWN_CHARS = 200
+"""Characters of a value in a message."""
 
 
 def json_of(answer: Answer) -> Any:
