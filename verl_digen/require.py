@@ -12,9 +12,9 @@ import nothing of the project but themselves, and every folder may import them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -154,3 +154,39 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     """
     close = get_close_matches(given, tuple(known), n=1)
     return f"did you mean {close[0]}? " if close else ""
+
+
+def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], key: str) -> Any:
+    """Arguments of a class as an instance of its dataclass of settings.
+
+    Raises:
+        ValueError: an unknown argument, a value of the wrong type, or a broken rule of the dataclass.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not is_dataclass(config_class):
+        raise ValueError(
+            f"{key}: {owner.__name__}.config_class must be a dataclass, got {config_class!r}; decorate it with "
+            "@dataclass(frozen=True)"
+        )
+    known = list(get_type_hints(config_class))
+    for name, value in arguments.items():
+        if name not in known:
+            raise ValueError(
+                f"{key}.{name} must be a setting of {owner.__name__} ({', '.join(known) or 'it has none'}), got "
+                f"{value!r}; {suggestion(name, known)}take it out"
+            )
+    try:
+        schema: Any = OmegaConf.structured(config_class)
+        OmegaConf.set_readonly(schema, False)
+        made = OmegaConf.to_object(OmegaConf.merge(schema, dict(arguments)))
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"{key}.{error.full_key} must have a value of its type, got {arguments.get(str(error.full_key))!r}; "
+            f"{str(error.msg or error).splitlines()[0]}"
+        ) from error
+    except ValueError as error:  # a rule of the class
+        raise ValueError(f"{key}: {error}") from error
+    check_fields(made, f"{key}.")
+    return made

@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from verl_digen.reward.base import NoSettings, Result, Reward
-from verl_digen.reward.functions import FunctionReward
+from verl_digen.reward.functions import reward_of
 from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import PromptRow, RewardInput
 
+CPU = torch.device("cpu")
 NO_RETRIES: dict[str, Any] = {"max_retries": 0, "timeout_s": 600.0}
 
 
@@ -50,7 +51,7 @@ class Brightness(Reward):
     """The scorer as a class: one call per batch."""
 
     def __init__(self, device: Device):
-        super().__init__(NoSettings(), torch.device("cpu"))
+        super().__init__(NoSettings(), CPU)
         self._on = device
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
@@ -63,7 +64,7 @@ async def one_by_one(device: Device, samples: Sequence[RewardInput]) -> list[flo
     def brightness(data_source, solution_image, ground_truth, extra_info=None):
         return device.run([solution_image])[0]
 
-    scorer = BatchScorer("brightness", lambda: FunctionReward(brightness, {}), **NO_RETRIES)
+    scorer = BatchScorer("brightness", lambda: reward_of(brightness)({}, CPU), **NO_RETRIES)
     found = await asyncio.gather(*(scorer.score((one,)) for one in samples))
     return [score.value for (score,) in found]
 

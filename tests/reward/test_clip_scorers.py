@@ -201,15 +201,15 @@ def test_a_folder_without_weights_is_refused(clip, tmp_path):
 @pytest.mark.parametrize(
     ("name", "settings", "said"),
     [
-        ("pickscore", {"divisor": 0.0}, "pickscore: divisor must be > 0, got 0.0"),
-        ("pickscore", {"dtype": "fp8"}, "pickscore: dtype must be one of fp32, bf16, fp16, got 'fp8'"),
-        ("clip_score", {"scale": "100"}, "clip_score: scale must be one of raw, flow_grpo, got '100'"),
-        ("clip_score", {"num_frames": 0}, "clip_score: num_frames must be >= 1, got 0"),
+        ("pickscore", {"divisor": 0.0}, r"functions.pickscore.divisor must be > 0, got 0.0; 26.0 is the default"),
+        ("pickscore", {"dtype": "fp8"}, r"functions.pickscore.dtype must be one of fp32, bf16, fp16, got 'fp8'"),
         ("hpsv2", {"base": ""}, "hpsv2: base must name a folder or a repository"),
         ("image_reward", {"tokenizer": ""}, "image_reward: tokenizer must name a folder or a repository"),
-        ("image_similarity", {"pixel_weight": 1.5}, r"image_similarity: pixel_weight must lie in \[0, 1\], got 1.5"),
-        ("image_similarity", {"pixel_size_px": 0}, "image_similarity: pixel_size_px must be >= 1, got 0"),
-        ("image_reward", {"path": ""}, "image_reward: path must name a folder or a repository"),
+        (
+            "hpsv3",
+            {"path": "/nowhere/x"},
+            "hpsv3: path must name a folder or a repository of the hub",
+        ),
     ],
 )
 def test_settings_are_checked_before_anything_is_loaded(name, settings, said):

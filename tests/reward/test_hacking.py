@@ -37,7 +37,6 @@ def test_a_gold_reward_that_falls_while_the_reward_rises_warns_and_then_stops():
         pytest.param(FALLING, FALLING, id="both fall"),
         pytest.param(FLAT, FALLING, id="the reward is flat"),
         pytest.param(RISING, FLAT, id="the gold reward is flat"),
-        pytest.param(RISING, [0.7] * 10, id="the gold reward is constant"),
         pytest.param(FALLING, RISING, id="the other way round"),
     ],
 )
@@ -91,7 +90,7 @@ def test_several_gold_rewards_are_judged_each():
     assert finding.falling == ("falls",) and set(finding.gold_trends) == {"falls", "flat"}
 
 
-@pytest.mark.parametrize("cut", range(1, 10))
+@pytest.mark.parametrize("cut", (1, 6, 9))
 def test_a_resumed_alarm_judges_as_one_that_went_on(cut):
     whole = judge(RISING, FALLING)
     first = HackingAlarm(HackingConfig(), ["pick"])
@@ -115,7 +114,6 @@ def test_a_state_of_other_gold_rewards_starts_anew():
     [
         ({"min_validations": 2}, "min_validations must be >= 3, got 2; fewer points have no noise"),
         ({"window_validations": 5}, "window_validations must be >= digen.reward.hacking.min_validations=6, got 5"),
-        ({"threshold": 0.0}, "threshold must be > 0, got 0.0"),
         ({"patience_validations": 0}, "patience_validations must lie in [1, digen.reward.hacking.window_validations="),
         ({"patience_validations": 11}, "patience_validations must lie in [1, digen.reward.hacking.window_validations="),
     ],

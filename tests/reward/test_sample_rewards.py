@@ -22,7 +22,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.reward.combine import formula
 from verl_digen.reward.functions import call_arguments
 from verl_digen.reward.manager import DiffusionRewardLoopWorker, DiffusionRewardManager, RewardPoolWorker, samples_of
-from verl_digen.reward.named import check, check_packages, check_rows, make, settings
+from verl_digen.reward.named import check, check_packages, check_rows, make
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.reward.scorers import diversity
 from verl_digen.reward.scoring import ScoringError
@@ -160,20 +160,26 @@ def test_a_sample_that_kills_whoever_scores_it_fails_alone_and_says_so(monkeypat
     assert isinstance(failed, ScoringError) and "the reward worker died whenever it scored this sample" in str(failed)
 
 
-def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine):
+def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine, monkeypatch):
     class Mine:
+        def __init__(self, config, tokenizer, compute_score):
+            self.num_calls = 0
+
         async def run_single(self, data: Any) -> Any:
             (sample,) = samples_of(data)
+            self.num_calls += 1
+            if self.num_calls == 1:
+                raise OSError("the first call fails, and is tried again")
             told = {"light": float(sample.pixels.max()), "text": sample.row.text}
             return {"reward_score": 1.0 + sample.is_validation, "reward_extra_info": told}
 
-    worker = object.__new__(DiffusionRewardLoopWorker)
-    worker.reward_manager = Mine()
+    monkeypatch.setattr("verl_digen.reward.manager.resolve_reward_manager_cls", lambda config: Mine)
     named = {"jpeg_compressibility": 1.0, "bright": {"weight": 2.0, "reward": f"{mine}:Bright"}}
-    reward = {"reward_manager": {"name": "Mine"}, "custom_reward_function": {"path": "own.py"}}
+    reward = {"reward_manager": {"name": "Mine"}, "custom_reward_function": {"path": None}}
     config = OmegaConf.create({"digen": {"reward": {"functions": named}}, "reward": reward})
 
     async def run() -> Any:
+        worker = DiffusionRewardLoopWorker(config)
         handles = {SHARED: [Handle(worker)], "bright": [Handle(RewardPoolWorker(config, "bright"))]}
         rewards = SampleRewards.of_run(config, handles, DigenConfig(reward=RewardConfig(named)))
         sample = replace(make_sample(value=7), is_validation=True)
@@ -207,7 +213,11 @@ def test_diversity_is_the_mean_distance_to_the_other_pictures():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("diversity", {"weight": 1, "size_px": 0}, "diversity: size_px must be >= 1, got 0; 32 is the default"),
+        (
+            "diversity",
+            {"weight": 1, "size_px": 0},
+            "diversity.size_px must be >= 1, got 0; 32 is the default",
+        ),
         ("jpeg_compressibility", {"weight": 1, "scale": 2}, "take the other names out of the entry's arguments"),
         (
             "x",
@@ -255,7 +265,7 @@ def test_a_package_that_is_not_installed_is_named_before_it_is_imported(monkeypa
 
 def test_the_arguments_of_an_entry_are_the_settings_of_its_class():
     entry = reward_entry("few", {"weight": 1, "reward": "diversity", "size_px": 8, "num_gpus": 0.5})
-    assert settings(entry, check(entry)) == diversity.DiversityConfig(8)
+    assert check(entry).settings(entry.arguments, entry.key) == diversity.DiversityConfig(8)
     assert entry.pool == PoolSettings(num_gpus=0.5)
 
 

@@ -21,7 +21,7 @@ from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import ReplicasLost
 from verl_digen.processes.actors import retried, silence, while_alive
 from verl_digen.processes.deadlines import Deadlines
-from verl_digen.reward.named import any_reads_latents
+from verl_digen.reward.named import reads_latents
 from verl_digen.sampling.outputs import ImageOutput
 from verl_digen.sampling.requests import request_id, text_request
 from verl_digen.types import Burst, Generation, SampleRequest
@@ -49,7 +49,7 @@ class DiffusionServerClient(LLMServerClient):
     @cached_property
     def _wants_latents(self) -> bool:
         """True if a reward of the run reads latents."""
-        return any_reads_latents(self.digen.reward)
+        return any(map(reads_latents, self.digen.reward.entries))
 
     @cached_property
     def _deadlines(self) -> Deadlines:

@@ -166,6 +166,11 @@ class RewardConfig:
         return tuple(reward_entry(name, value, section) for name, value in given.items())
 
     @property
+    def limits(self) -> tuple[int, float]:
+        """(retries of a call, its timeout in s)."""
+        return self.max_retries, self.timeout_s
+
+    @property
     def timeshared(self) -> tuple[RewardEntry, ...]:
         """Rewards that take turns with the replicas on their devices, in order."""
         return tuple(entry for entry in self.entries if entry.is_timeshared)

@@ -9,8 +9,8 @@ from typing import Any
 from verl_digen.config import EnvironmentConfig
 from verl_digen.environments import built_in
 from verl_digen.environments.base import Environment
-from verl_digen.require import require_one_of
-from verl_digen.reward.named import load, settings_of
+from verl_digen.require import require_one_of, settings_of
+from verl_digen.reward.named import load
 
 
 def built_in_names() -> list[str]:

@@ -19,6 +19,7 @@ from verl_digen.preflight.pairs import trains_pairs
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.require import refusing, require
 from verl_digen.reward.combine import find_combination, formula
+from verl_digen.reward.encoders import WEIGHTS
 from verl_digen.reward.functions import CUSTOM, require_reward_function
 from verl_digen.reward.named import (
     BUILT_IN,
@@ -27,18 +28,14 @@ from verl_digen.reward.named import (
     find,
     has_custom,
     has_pool,
-    is_class,
     num_function_workers,
     reads_latents,
-    scope_of,
 )
 from verl_digen.reward.reward_model import UNKNOWN, connected, router_argument
 
 CUSTOM_KEY = "reward.custom_reward_function"
 MODULE_PREFIX = "pkg://"
 FILE_PREFIX = "file://"
-WEIGHTS = ("path", "base", "head", "processor", "tokenizer")
-"""Arguments of built-in rewards that name weights, or what belongs to them."""
 OLDER_KEYS = {
     "custom_reward_function": CUSTOM_KEY,
     "reward_model": "reward.reward_model, reward.reward_manager or reward",
@@ -122,32 +119,17 @@ def check_reward_devices(config: DictConfig) -> None:
 
 def check_timeshared(config: DictConfig) -> None:
     """Require, for rewards that take turns with the replicas, replicas that sleep and rewards with weights."""
-    mode, rollout = config.trainer.v1.trainer_mode, config.actor_rollout_ref.rollout
-    own = "give it devices of its own with num_gpus in place of timeshare"
+    own, rollout = "give it devices of its own with num_gpus in place of timeshare", "actor_rollout_ref.rollout"
     for entry in digen_config(config).reward.timeshared:
         key = f"{entry.key}.timeshare"
-        require(
-            mode == COLOCATED,
-            f"{key} must be false with trainer.v1.trainer_mode={mode}, where replicas do not sleep while samples are "
-            "scored",
-            True,
-            f"{own}, or leave out recipe disaggregated",
+        require_values(
+            *(config, f"with {key}=true"),
+            ("trainer.v1.trainer_mode", COLOCATED, ", for replicas that sleep while samples are scored", own),
+            (f"{rollout}.name", "diffusers", ", as it has not been tried with another", own),
+            (f"{rollout}.free_cache_engine", True, ", so that replicas leave their memory", own),
         )
         require(
-            rollout.name == "diffusers",
-            f"{key} must be false with actor_rollout_ref.rollout.name={rollout.name}, with which it has not been tried",
-            True,
-            f"{own}, or set actor_rollout_ref.rollout.name=diffusers",
-        )
-        require(
-            rollout.free_cache_engine,
-            f"{key} must be false with actor_rollout_ref.rollout.free_cache_engine=false: the replicas keep their "
-            "memory",
-            True,
-            f"{own}, or set actor_rollout_ref.rollout.free_cache_engine=true",
-        )
-        require(
-            is_class(find(entry)),
+            find(entry).has_pool,
             f"{key} must be false for the function {entry.target!r}, which has no weights that could leave a device",
             True,
             "leave it out, or write a class of verl_digen.reward.base.Reward",
@@ -176,7 +158,7 @@ def check_combination(config: DictConfig) -> None:
 
 def check_group_rewards(config: DictConfig) -> None:
     """Require groups of at least two samples for rewards that compare them, in training and where the run validates."""
-    compare = [entry for entry in digen_config(config).reward.entries if scope_of(entry) == "group"]
+    compare = [entry for entry in digen_config(config).reward.entries if find(entry).scope == "group"]
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     validates = trainer.val_before_train or trainer.test_freq > 0 or trainer.val_only
     for key, count in (("n", rollout.n), ("val_kwargs.n", rollout.val_kwargs.n if validates else 2)):

@@ -27,6 +27,7 @@ from torch import nn
 from verl.plugin.platform import get_platform
 
 from verl_digen.platforms.module_memory import DeviceMemory
+from verl_digen.require import settings_of
 from verl_digen.types import PromptRow, RewardInput
 
 Result = float | Mapping[str, Any]
@@ -57,6 +58,8 @@ class Reward(ABC):
     config_class: ClassVar[type] = NoSettings
     """Dataclass of settings: the arguments of the entry in `digen.reward.functions`."""
 
+    has_pool: ClassVar[bool] = True
+    """False: it shares the processes of `reward.num_workers` with its like, unless its entry asks for its own."""
     packages: ClassVar[tuple[str, ...]] = ()
     """Packages that it imports when it is made, beyond those of every installation."""
 
@@ -71,9 +74,13 @@ class Reward(ABC):
         return False
 
     @classmethod
-    def settings_class(cls, arguments: Mapping[str, Any]) -> type:
-        """Dataclass of settings for the given arguments, where one of them decides which others there are."""
-        return cls.config_class
+    def settings(cls, arguments: Mapping[str, Any], key: str) -> Any:
+        """The entry's arguments as its settings, an instance of `config_class`.
+
+        Raises:
+            ValueError: an unknown argument, a value of the wrong type, or a broken rule; the message begins with `key`.
+        """
+        return settings_of(cls, cls.config_class, arguments, key)
 
     def __init__(self, config: Any, device: torch.device):
         self.config, self.device = config, device

@@ -23,10 +23,15 @@ def folder(name: str, key: str, files: Sequence[str] | None = None) -> Path:
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
+    patterns = None if files is None else list(files)
     try:
-        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=_patterns(files)))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are OSErrors, a malformed name is a ValueError
-        raise _unavailable(name, key, error) from error
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{key} must name a folder or a repository of the hub that can be fetched, got {name!r} ({line}); check "
+            "the name and the network, or fetch it elsewhere and give its path"
+        ) from error
 
 
 def file(name: str, filename: str, key: str) -> Path:
@@ -38,26 +43,7 @@ def file(name: str, filename: str, key: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    if path.is_dir():
-        if not (path / filename).is_file():
-            raise ValueError(f"{key} must hold {filename}, got the folder {name!r} without it; fetch it, or name it")
-        return path / filename
-    from huggingface_hub import hf_hub_download
-
-    repository, _, revision = name.partition("@")
-    try:
-        return Path(hf_hub_download(repository, filename, revision=revision or None))
-    except (OSError, ValueError) as error:
-        raise _unavailable(name, key, error) from error
-
-
-def _patterns(files: Sequence[str] | None) -> list[str] | None:
-    return None if files is None else list(files)
-
-
-def _unavailable(name: str, key: str, error: Exception) -> ValueError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return ValueError(
-        f"{key} must name a folder or a repository of the hub that can be fetched, got {name!r} ({lines[0]}); check "
-        "the name and the network, or fetch it elsewhere and give its path"
-    )
+    found = folder(name, key, [filename]) / filename
+    if not found.is_file():
+        raise ValueError(f"{key} must hold {filename}, got {name!r} without it; fetch it, or name it")
+    return found

@@ -15,7 +15,7 @@ dropout is off.
 from __future__ import annotations
 
 import itertools
-import pickle
+import re
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from verl_digen.require import In, OneOf, check_fields, require
+from verl_digen.require import In, OneOf, refusing, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
 from verl_digen.reward.pictures import images_of
@@ -37,6 +39,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DESCRIPTIONS = ("*.json", "*.txt")
 """Files of a checkpoint without its weights."""
 FILES = (*DESCRIPTIONS, "model*.safetensors")
+WEIGHTS = ("path", "base", "head", "processor", "tokenizer")
+"""Settings of built-in rewards that name weights, or what belongs to them."""
+RIGHT = "check that it is the right one"
+"""Remedy for files that cannot be read."""
 MAX_NAMES = 6
 """Tensors that a message names."""
 HEAD_SIZES = (1024, 128, 64, 16, 1)
@@ -57,11 +63,9 @@ class EncoderConfig:
     num_frames: Annotated[int, In("[1, inf]")] = 8
     """Maximum frames of a video that are scored, evenly spaced with the first and the last; 1 is the middle one."""
 
-
-def check_settings(name: str, config: EncoderConfig) -> None:
-    """Raise ValueError unless the settings of scorer `name` lie within their bounds."""
-    require(config.path != "", f"{name}: path must name a folder or a repository", config.path, "take it out")
-    check_fields(config, f"{name}: ")
+    def __post_init__(self) -> None:
+        for name in WEIGHTS:
+            require(vars(self).get(name) != "", f"{name} must name a folder or a repository", "", "take it out")
 
 
 class FrameReward(Reward):
@@ -87,7 +91,27 @@ class FrameReward(Reward):
         """
 
 
-class ClipEncoder:
+class PictureEncoder:
+    """A model of transformers whose `pooler_output` is a picture's feature.
+
+    Args:
+        prepare: makes its inputs.
+    """
+
+    def __init__(self, model: Any, prepare: Prepare, device: torch.device, dtype: str):
+        self._model = model.to(device, DTYPES[dtype]).eval().requires_grad_(False)
+        self._prepare, self._device, self._dtype = prepare, device, DTYPES[dtype]
+
+    def images(self, images: Sequence[Image.Image]) -> Tensor:
+        """Features of pictures, of length 1; [N, D] fp32."""
+        pixels = torch.stack([self._prepare(image) for image in images]).to(self._device, self._dtype)
+        return unit(self._outputs(pixels).pooler_output)
+
+    def _outputs(self, pixels: Tensor) -> Any:
+        return self._model(pixel_values=pixels)
+
+
+class ClipEncoder(PictureEncoder):
     """A CLIP model with what prepares its inputs.
 
     Args:
@@ -110,8 +134,8 @@ class ClipEncoder:
         self._tokenizer: Any = tokenizer
         if tokenizer is None:
             del model.text_model, model.text_projection
-        self._model = model.to(device, DTYPES[dtype]).eval().requires_grad_(False)
-        self._prepare, self._clean, self._device, self._dtype = prepare, clean, device, DTYPES[dtype]
+        self._clean = clean
+        super().__init__(model, prepare, device, dtype)
 
     @classmethod
     def load(
@@ -141,10 +165,8 @@ class ClipEncoder:
         inputs = place if processor is None else folder(processor, f"{key.partition(':')[0]}: processor", DESCRIPTIONS)
         return cls(model, load_tokenizer(inputs, key) if has_text else None, load_processor(inputs, key), device, dtype)
 
-    def images(self, images: Sequence[Image.Image]) -> Tensor:
-        """Features of pictures, of length 1; [N, D] fp32."""
-        pixels = torch.stack([self._prepare(image) for image in images]).to(self._device, self._dtype)
-        return unit(self._model.get_image_features(pixel_values=pixels).pooler_output)
+    def _outputs(self, pixels: Tensor) -> Any:
+        return self._model.get_image_features(pixel_values=pixels)
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """Features of prompts, cut at the model's number of tokens, of length 1; [N, D] fp32."""
@@ -172,11 +194,36 @@ def load_head(state: Mapping[str, Tensor], width: int, key: str, path: str) -> n
     places = [part for linear in linears[:3] for part in (linear, nn.Identity())]
     layers = nn.Sequential(*places, *linears[3:])
     head = nn.Sequential(OrderedDict(layers=layers, numbers=nn.Flatten(0))).eval().requires_grad_(False)
-    own = head.state_dict()
-    shapes = [name for name in own if name in state and own[name].shape != state[name].shape]
-    refuse(key, path, "a head", sorted(set(own) - set(state)), sorted(set(state) - set(own)), shapes)
-    head.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    load_state(head, {name: tensor.float() for name, tensor in state.items()}, key, path, "a head")
     return head
+
+
+def load_state(module: nn.Module, state: Mapping[str, Tensor], key: str, path: str, kind: str) -> None:
+    """Give a network these tensors, without a copy.
+
+    Raises:
+        ValueError: a tensor is missing, too many or of another shape.
+    """
+    own = module.state_dict()
+    shapes = sorted(name for name in own if name in state and own[name].shape != state[name].shape)
+    refuse(key, path, kind, sorted(set(own) - set(state)), sorted(set(state) - set(own)), shapes)
+    module.load_state_dict(dict(state), assign=True)
+
+
+def renamed(name: str, rules: Sequence[tuple[str, str]]) -> str:
+    """A tensor's name after every rule, a regular expression and what takes the place of its match, in order."""
+    for pattern, new in rules:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def clip_pixels(pixels: NDArray[np.uint8] | Tensor) -> Tensor:
+    """Colours [..., H, W, 3] of 0..255 -> [..., 3, H, W] fp32, standardised as CLIP's pixels are."""
+    from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
+
+    unit_pixels = torch.as_tensor(pixels).movedim(-1, -3).float() / 255
+    mean, std = (torch.tensor(values)[:, None, None] for values in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    return (unit_pixels - mean) / std
 
 
 def unit(features: Tensor) -> Tensor:
@@ -194,14 +241,10 @@ def load_model(model_class: Any, source: Path | None, key: str, **options: Any) 
     Raises:
         ValueError: a tensor is missing, too many or of another shape, or there are no weights.
     """
-    try:
+    with refusing(f"{key} must hold the weights of a {model_class.__name__}", str(source), RIGHT):
         model, info = model_class.from_pretrained(
             source, **options, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
-    except OSError as error:
-        raise ValueError(
-            f"{key} must hold the weights of a {model_class.__name__}, got {str(source)!r}: {error}"
-        ) from error
     shapes = sorted(name for name, *_ in info["mismatched_keys"])
     place = "the weights" if source is None else str(source)
     refuse(key, place, model_class.__name__, sorted(info["missing_keys"]), sorted(info["unexpected_keys"]), shapes)
@@ -228,15 +271,9 @@ def load_weights(path: Path, key: str) -> Mapping[str, Any]:
     Raises:
         ValueError: it holds something else.
     """
-    try:
+    with refusing(f"{key} must be a PyTorch file of tensors", str(path), "fetch it again"):
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{key} must be a PyTorch file of tensors, got {str(path)!r} ({error}); fetch it again"
-        ) from error
-    require(
-        isinstance(found, Mapping), f"{key} must hold tensors by name", str(path), "check that it is the right file"
-    )
+    require(isinstance(found, Mapping), f"{key} must hold tensors by name", str(path), RIGHT)
     return found
 
 
@@ -244,10 +281,8 @@ def load_tokenizer(place: Path, key: str) -> Any:
     """The tokenizer of a folder."""
     from transformers import AutoTokenizer
 
-    try:
+    with refusing(f"{key} must hold a tokenizer", str(place), RIGHT):
         return AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key} must hold a tokenizer, got {str(place)!r}: {error}") from error
 
 
 def load_processor(place: Path, key: str, class_name: str = "CLIPImageProcessorPil") -> Prepare:
@@ -258,10 +293,8 @@ def load_processor(place: Path, key: str, class_name: str = "CLIPImageProcessorP
     """
     import transformers
 
-    try:
+    with refusing(f"{key} must hold preprocessor_config.json", str(place), RIGHT):
         processor = getattr(transformers, class_name).from_pretrained(place)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key} must hold preprocessor_config.json, got {str(place)!r}: {error}") from error
     return lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
 
 

@@ -17,11 +17,9 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
-import torch
-
-from verl_digen.reward.base import NoSettings, Result, Reward
+from verl_digen.reward.base import Result, Reward
 from verl_digen.types import RewardInput
 
 RewardFunction = Callable[..., Any]
@@ -51,13 +49,17 @@ def call_arguments(sample: RewardInput) -> dict[str, Any]:
 class FunctionReward(Reward):
     """A function as a reward: it is called once per sample, at the same time for all of a batch.
 
-    Args:
-        arguments: further keyword arguments.
+    Its settings are further keyword arguments.
     """
 
-    def __init__(self, function: RewardFunction, arguments: Mapping[str, Any]):
-        super().__init__(NoSettings(), torch.device("cpu"))
-        self._function, self._arguments = function, arguments
+    function: ClassVar[RewardFunction]
+    has_pool = False
+
+    @classmethod
+    def settings(cls, arguments: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        """The arguments, if the function can be called with them."""
+        require_reward_function(key, cls.function, arguments, "the entry's arguments")
+        return arguments
 
     async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result | Exception]:
         """Call the function once per sample."""
@@ -66,11 +68,16 @@ class FunctionReward(Reward):
 
     async def _call(self, sample: RewardInput) -> Any:
         """Call a sync function in a thread, an async one here."""
-        arguments = call_arguments(sample) | dict(self._arguments)
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(**arguments)
-        result = await asyncio.to_thread(self._function, **arguments)
+        arguments = call_arguments(sample) | dict(self.config)
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**arguments)
+        result = await asyncio.to_thread(self.function, **arguments)
         return await result if inspect.isawaitable(result) else result
+
+
+def reward_of(function: Any) -> type[FunctionReward]:
+    """The class of a function."""
+    return type("FunctionReward", (FunctionReward,), {"function": staticmethod(function)})
 
 
 def require_reward_function(

@@ -5,7 +5,6 @@ reward manager that scores samples with them, and the worker of a reward's own p
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -25,13 +24,22 @@ from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
 from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
 from verl_digen.processes.workers import RestartingActor
-from verl_digen.reward.functions import CUSTOM, FunctionReward
-from verl_digen.reward.named import num_function_workers, pool_entries, reads_latents, scorer_of, shared_entries
+from verl_digen.reward.base import Result, Reward
+from verl_digen.reward.functions import CUSTOM, reward_of
+from verl_digen.reward.named import (
+    has_own_manager,
+    num_function_workers,
+    pool_entries,
+    reads_latents,
+    scorer_of,
+    shared_entries,
+)
 from verl_digen.reward.reward_model import ServedModel, connected, router_argument
 from verl_digen.reward.sample_rewards import MANAGER, SHARED, SampleRewards, weighted
-from verl_digen.reward.scoring import BatchScorer, Turn, read_result
-from verl_digen.types import PartScore, RewardCall, RewardInput, Score
+from verl_digen.reward.scoring import BatchScorer, Turn
+from verl_digen.types import PartScore, RewardInput, Score
 
+CPU = torch.device("cpu")
 AUDIO = "audio"
 """Column with the `Audio` of a sample, or None."""
 
@@ -68,7 +76,36 @@ async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
     return [score for score, _ in await asyncio.gather(*scored)]
 
 
-class DiffusionRewardManager(RewardManagerBase):
+class ManagerReward(Reward):
+    """A reward manager of the user's own as a reward; what else it returns are details."""
+
+    def __init__(self, manager: Any):
+        super().__init__(None, torch.device("cpu"))
+        self._manager = manager
+
+    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+        """Score the samples, each by a call of its own."""
+        found = await asyncio.gather(*(self._manager.run_single(sample_data(sample)) for sample in batch))
+        return [{**one.get("reward_extra_info", {}), "score": one["reward_score"]} for one in found]
+
+
+class RewardProcess:
+    """Rewards of one process, as `SampleRewards` asks them."""
+
+    scorers: dict[str, BatchScorer]
+    """By the rewards' names."""
+
+    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
+        """Score one sample, or all samples of a group, with the rewards that are named.
+
+        Raises:
+            ScoringError: one of them kept failing.
+        """
+        found = await asyncio.gather(*(self.scorers[name].score(samples) for name in names))
+        return dict(zip(names, found, strict=True))
+
+
+class DiffusionRewardManager(RewardProcess, RewardManagerBase):
     """Scores samples with the run's reward functions that have no pool of their own.
 
     Args:
@@ -99,22 +136,10 @@ class DiffusionRewardManager(RewardManagerBase):
         served = None if router is None else ServedModel((), router)
         self._entries = shared_entries(reward)
         self._weights = reward.weights(has_custom=compute_score is not None)
-        self._scorers = {
-            entry.name: scorer_of(connected(entry, served), torch.device("cpu"), reward.max_retries, reward.timeout_s)
-            for entry in self._entries
-        }
+        self.scorers = {entry.name: scorer_of(connected(entry, served), CPU, *reward.limits) for entry in self._entries}
         if compute_score is not None:
-            own = partial(FunctionReward, compute_score, router_argument(compute_score, router))
-            self._scorers[CUSTOM] = BatchScorer(CUSTOM, own, max_retries=reward.max_retries, timeout_s=reward.timeout_s)
-
-    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
-        """Score one sample with the functions that are named.
-
-        Raises:
-            ScoringError: one of them kept failing.
-        """
-        found = await asyncio.gather(*(self._scorers[name].score(samples) for name in names))
-        return dict(zip(names, found, strict=True))
+            own = partial(reward_of(compute_score), router_argument(compute_score, router), CPU)
+            self.scorers[CUSTOM] = BatchScorer(CUSTOM, own, *reward.limits)
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score the one sample of `data`.
@@ -130,12 +155,12 @@ class DiffusionRewardManager(RewardManagerBase):
         (sample,) = samples_of(data)
         source, validates = sample.row.data_source, sample.is_validation
         skipped = {entry.name for entry in self._entries if not entry.scores(source, is_validation=validates)}
-        found = await self.score([name for name in self._scorers if name not in skipped], [sample])
+        found = await self.score([name for name in self.scorers if name not in skipped], [sample])
         total, parts = weighted({name: score for name, (score,) in found.items()}, self._weights)
         return {"reward_score": total, "reward_extra_info": parts}
 
 
-class DiffusionRewardLoopWorker(RewardLoopWorker):
+class DiffusionRewardLoopWorker(RewardProcess, RewardLoopWorker):
     """Process that holds the functions: verl's worker without the text tokenizers."""
 
     def _init_reward_fn(self) -> None:
@@ -145,23 +170,18 @@ class DiffusionRewardLoopWorker(RewardLoopWorker):
         self.reward_manager = manager_cls(
             config=self.config, tokenizer=None, compute_score=get_custom_reward_fn(self.config), **further
         )
-
-    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
-        """Score one sample with the functions that are named, or with a reward manager of the user's own."""
-        if names != (MANAGER,):
-            return await self.reward_manager.score(names, samples)
-        (sample,) = samples
-        started_s = time.time()
-        found = await self.reward_manager.run_single(sample_data(sample))
-        value, details = read_result(MANAGER, {**found.get("reward_extra_info", {}), "score": found["reward_score"]})
-        return {MANAGER: [PartScore(value, details, RewardCall(MANAGER, started_s, time.time(), 1, 0))]}
+        if has_own_manager(self.config):
+            self.scorers = self.reward_manager.scorers
+        else:
+            make, reward = partial(ManagerReward, self.reward_manager), digen_config(self.config).reward
+            self.scorers = {MANAGER: BatchScorer(MANAGER, make, *reward.limits)}
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         """Score one sample, as verl calls it."""
         return await self.reward_manager.run_single(data)
 
 
-class RewardPoolWorker:
+class RewardPoolWorker(RewardProcess):
     """Process of one reward's own pool.
 
     Args:
@@ -173,12 +193,8 @@ class RewardPoolWorker:
         reward = digen_config(config).reward
         entry = connected(next(entry for entry in reward.entries if entry.name == name), served)
         has_device = entry.pool_settings.num_gpus or entry.is_timeshared
-        device = torch.device(get_platform().device_name if has_device else "cpu")
-        self._name, self._scorer = name, scorer_of(entry, device, reward.max_retries, reward.timeout_s)
-
-    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
-        """Score one sample, or all samples of a group."""
-        return {self._name: await self._scorer.score(samples)}
+        self._scorer = scorer_of(entry, torch.device(get_platform().device_name) if has_device else CPU, *reward.limits)
+        self.scorers = {name: self._scorer}
 
     async def wake(self) -> Turn | None:
         """Bring the weights to the device, and score what waits."""

@@ -8,21 +8,19 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from verl_digen.config import RewardConfig, RewardEntry
-from verl_digen.require import suggestion
 from verl_digen.reward import scorers
 from verl_digen.reward.base import Reward
-from verl_digen.reward.functions import FORM, FunctionReward, require_reward_function
+from verl_digen.reward.functions import FORM, reward_of
 from verl_digen.reward.packages import require_installed
 from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import PromptRow
@@ -37,14 +35,23 @@ OWN_MANAGER = "DiffusionRewardManager"
 """`reward.reward_manager.name` of this project."""
 
 
-def find(entry: RewardEntry) -> Any:
-    """The function or `Reward` class that an entry stands for; its arguments are not checked.
+def find(entry: RewardEntry) -> type[Reward]:
+    """The class that an entry stands for; that of a function is a `FunctionReward`. Its arguments are not checked.
 
     Raises:
-        ValueError: unknown name (lists the built-in ones), or a module or file that cannot be loaded or lacks it.
+        ValueError: unknown name (lists the built-in ones), a module or file that cannot be loaded or lacks it, or
+            another class.
     """
     known = f"one of {', '.join(sorted(BUILT_IN))}, or FILE.py:NAME or package.module.NAME"
-    return load(BUILT_IN.get(entry.target, entry.target), entry.key, known)
+    found = load(BUILT_IN.get(entry.target, entry.target), entry.key, known)
+    if not isinstance(found, type):
+        return reward_of(found)
+    if not issubclass(found, Reward):
+        raise ValueError(
+            f"{entry.key} must be a class of verl_digen.reward.base.Reward or a function, got the class "
+            f"{found.__name__}; derive it from Reward, or write {FORM}"
+        )
+    return found
 
 
 def load(target: str, key: str, known: str) -> Any:
@@ -90,28 +97,15 @@ def _load_file(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def is_class(found: Any) -> bool:
-    """True for a `Reward` class."""
-    return isinstance(found, type) and issubclass(found, Reward)
-
-
-def check(entry: RewardEntry) -> Any:
-    """Load what an entry names and check that it can be made or called with the entry's arguments -> it.
+def check(entry: RewardEntry) -> type[Reward]:
+    """The class that an entry stands for, once it can be made and called with the entry's arguments.
 
     Raises:
         ValueError: it cannot.
     """
     found = find(entry)
-    if is_class(found):
-        _check_class(found, entry.key)
-        settings(entry, found)
-        return found
-    if isinstance(found, type):
-        raise ValueError(
-            f"{entry.key} must be a class of verl_digen.reward.base.Reward or a function, got the class "
-            f"{found.__name__}; derive it from Reward, or write {FORM}"
-        )
-    require_reward_function(f"{entry.key}: {entry.target!r}", found, entry.arguments, "the entry's arguments")
+    _check_class(found, entry.key)
+    found.settings(entry.arguments, entry.key)
     return found
 
 
@@ -130,59 +124,10 @@ def _check_class(found: type[Reward], key: str) -> None:
         )
 
 
-def settings(entry: RewardEntry, found: type[Reward]) -> Any:
-    """The entry's arguments as an instance of the class's settings.
-
-    Raises:
-        ValueError: an unknown argument, a value of the wrong type, or a broken rule of the class.
-    """
-    try:
-        config_class = found.settings_class(entry.arguments)
-    except ValueError as error:
-        raise ValueError(f"{entry.key}: {error}") from error
-    return settings_of(found, config_class, entry.arguments, entry.key)
-
-
-def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], key: str) -> Any:
-    """Arguments of a class as an instance of its dataclass of settings.
-
-    Raises:
-        ValueError: an unknown argument, a value of the wrong type, or a broken rule of the dataclass.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    if not is_dataclass(config_class):
-        raise ValueError(
-            f"{key}: {owner.__name__}.config_class must be a dataclass, got {config_class!r}; decorate it with "
-            "@dataclass(frozen=True)"
-        )
-    known = list(get_type_hints(config_class))
-    for name, value in arguments.items():
-        if name not in known:
-            raise ValueError(
-                f"{key}.{name} must be a setting of {owner.__name__} ({', '.join(known) or 'it has none'}), got "
-                f"{value!r}; {suggestion(name, known)}take it out"
-            )
-    try:
-        schema: Any = OmegaConf.structured(config_class)
-        OmegaConf.set_readonly(schema, False)
-        return OmegaConf.to_object(OmegaConf.merge(schema, dict(arguments)))
-    except OmegaConfBaseException as error:
-        raise ValueError(
-            f"{key}.{error.full_key} must have a value of its type, got {arguments.get(str(error.full_key))!r}; "
-            f"{str(error.msg or error).splitlines()[0]}"
-        ) from error
-    except ValueError as error:  # a rule of the class
-        raise ValueError(f"{key}: {error}") from error
-
-
 def make(entry: RewardEntry, device: torch.device) -> Reward:
-    """Make the reward on `device`; a function is wrapped."""
+    """Make the reward on `device`."""
     found = check(entry)
-    if is_class(found):
-        return found(settings(entry, found), device)
-    return FunctionReward(found, entry.arguments)
+    return found(found.settings(entry.arguments, entry.key), device)
 
 
 def scorer_of(entry: RewardEntry, device: torch.device, max_retries: int, timeout_s: float) -> BatchScorer:
@@ -191,8 +136,8 @@ def scorer_of(entry: RewardEntry, device: torch.device, max_retries: int, timeou
     return BatchScorer(
         entry.name,
         lambda: make(entry, device),
-        max_retries=max_retries,
-        timeout_s=timeout_s,
+        max_retries,
+        timeout_s,
         max_batch_size=pool.max_batch_size if has_pool(entry) else None,
         batch_wait_s=pool.batch_wait_s,
         is_asleep=entry.is_timeshared,
@@ -202,14 +147,12 @@ def scorer_of(entry: RewardEntry, device: torch.device, max_retries: int, timeou
 def check_packages(config: RewardConfig) -> None:
     """Require the packages of every reward on this machine."""
     for entry in config.entries:
-        found = find(entry)
-        if is_class(found):
-            require_installed(found.packages, entry.name)
+        require_installed(find(entry).packages, entry.name)
 
 
 def check_rows(config: RewardConfig, rows: Iterable[PromptRow], *, is_validation: bool) -> None:
     """Require every prompt to have what the rewards read that score it; the error names the first that has not."""
-    entries = [(entry, found) for entry in config.entries if is_class(found := find(entry))]
+    entries = [(entry, find(entry)) for entry in config.entries]
     for row in rows:
         for entry, found in entries:
             if entry.scores(row.data_source, is_validation=is_validation):
@@ -219,26 +162,14 @@ def check_rows(config: RewardConfig, rows: Iterable[PromptRow], *, is_validation
                     raise ValueError(f"{row.place or repr(row.text)}: {entry.key}: {error}") from error
 
 
-def scope_of(entry: RewardEntry) -> str:
-    """`sample` or `group`."""
-    found = find(entry)
-    return found.scope if is_class(found) else "sample"
-
-
 def reads_latents(entry: RewardEntry) -> bool:
     """True if the reward needs latents beside pixels."""
-    found = find(entry)
-    return is_class(found) and found.reads_latents(entry.arguments)
-
-
-def any_reads_latents(config: RewardConfig) -> bool:
-    """True if replicas must send latents for a reward of the run."""
-    return any(reads_latents(entry) for entry in config.entries)
+    return find(entry).reads_latents(entry.arguments)
 
 
 def has_pool(entry: RewardEntry) -> bool:
     """True if the entry has processes of its own: a class, or a function that asks for them."""
-    return entry.pool is not None or is_class(find(entry))
+    return entry.pool is not None or find(entry).has_pool
 
 
 def pool_entries(config: RewardConfig) -> tuple[RewardEntry, ...]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import io
+from base64 import b64encode
 from typing import Literal
 
 import numpy as np
@@ -38,3 +39,8 @@ def encoded(image: Image.Image, format: Literal["PNG", "JPEG"] = "PNG", *, quali
     options = {"quality": quality} if format == "JPEG" else {}
     image.save(buffer, format=format, **options)
     return buffer.getvalue()
+
+
+def base64_of(image: Image.Image, format: Literal["PNG", "JPEG"] = "PNG", *, quality: int = 95) -> str:
+    """`encoded` as text, for JSON."""
+    return b64encode(encoded(image, format, quality=quality)).decode("ascii")

@@ -7,31 +7,105 @@
 - Text positions are counted through, also over the picture: both were trained so, and not with Qwen2-VL's own positions
   of three dimensions.
 - A batch is padded on the right; every score is that of its sample alone.
+- Pixels are scaled and cut into patches here: transformers does so for videos only where torchvision is installed.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
 
-from verl_digen.reward.qwen_pixels import Patches
+from verl_digen.require import OneOf
+from verl_digen.reward.checkpoints import folder
+from verl_digen.reward.encoders import DESCRIPTIONS, DTYPES, clip_pixels, load_state, renamed
 
-BASE_FILES = ("*.json", "*.txt")
-"""Files of the base model that are needed: its config and its tokenizer."""
-RENAMED = ((r"^visual\.", "visual."), (r"^model\.(?!visual|language_model)", "language_model."), (r"^model\.", ""))
-"""Names of transformers 4.45 -> `Qwen2VLModel`'s, first match."""
+RENAMED = ((r"^model\.(?!visual|language_model)", "language_model."), (r"^model\.", ""))
+"""Names of transformers 4.45 -> `Qwen2VLModel`'s, for `renamed`."""
 QUESTION = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>{pad}<|vision_end|>"
     "{question}<|im_end|>\n<|im_start|>assistant\n"
 )
 """Qwen2-VL's chat template for one picture or video and one text."""
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
+PATCH, MERGE, TEMPORAL = 14, 2, 2
+"""Side of a patch in px; patches per token along each side; frames per patch."""
+FACTOR = PATCH * MERGE
+"""Both sides of a frame are multiples of this, in px."""
+
+
+@dataclass(frozen=True)
+class Patches:
+    """A picture or video for the vision tower."""
+
+    values: Tensor
+    """[N, 3 * TEMPORAL * PATCH * PATCH] fp32."""
+    grid: tuple[int, int, int]
+    """(frames / TEMPORAL, height / PATCH, width / PATCH); its product is N."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it takes in the text."""
+        return self.grid[0] * self.grid[1] * self.grid[2] // MERGE**2
+
+
+def size_of(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width) in px to which a frame is scaled.
+
+    Raises:
+        ValueError: one side is over 200 times the other.
+    """
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    return smart_resize(height, width, factor=FACTOR, min_pixels=min_pixels, max_pixels=max_pixels)
+
+
+def scaled_picture(frame: NDArray[np.uint8], *, min_pixels: int, max_pixels: int) -> NDArray[np.uint8]:
+    """A frame [H, W, 3] scaled by Pillow's bicubic filter, as `qwen_vl_utils` scales pictures."""
+    height, width = size_of(*frame.shape[:2], min_pixels=min_pixels, max_pixels=max_pixels)
+    return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def scaled_video(frames: NDArray[np.uint8], *, min_pixels: int, max_pixels: int) -> NDArray[np.uint8]:
+    """Frames [F, H, W, 3] scaled by PyTorch's antialiased bicubic filter, as `qwen_vl_utils` scales videos."""
+    size = size_of(*frames.shape[1:3], min_pixels=min_pixels, max_pixels=max_pixels)
+    moved = torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 3, 1, 2).float()
+    scaled = torch.nn.functional.interpolate(moved, size, mode="bicubic", antialias=True)
+    return scaled.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+def patches_of(frames: NDArray[np.uint8]) -> Patches:
+    """Patches of frames [F, H, W, 3] whose sides are multiples of `FACTOR`; an odd last frame is repeated."""
+    if len(frames) % TEMPORAL:
+        frames = np.concatenate([frames, frames[-1:]])
+    num_frames, height, width, channels = frames.shape
+    grid = (num_frames // TEMPORAL, height // PATCH, width // PATCH)
+    split = clip_pixels(np.ascontiguousarray(frames)).reshape(
+        *(grid[0], TEMPORAL, channels),
+        *(grid[1] // MERGE, MERGE, PATCH),
+        *(grid[2] // MERGE, MERGE, PATCH),
+    )
+    ordered = split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)  # patches of one token side by side
+    return Patches(ordered.reshape(-1, channels * TEMPORAL * PATCH * PATCH), grid)
+
+
+@dataclass(frozen=True)
+class QwenConfig:
+    """Settings of every reward of this kind."""
+
+    path: str
+    """Weights: a folder, or "owner/repository" of the hub."""
+    base: str
+    """Folder or repository with config and tokenizer of the base model; its weights are not needed."""
+    dtype: Annotated[str, OneOf(DTYPES)] = "bf16"
+    """Dtype of the network: fp32, bf16 or fp16; the head is fp32."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +122,9 @@ class QwenRegressor:
     """See the module.
 
     Args:
-        base: folder with the base model's config and tokenizer.
-        weights: its state dict, with `rm_head.*`.
-        head: network [hidden] -> scores; its weights are `rm_head.*`.
+        name: the reward's, for messages.
+        weights: state dict, with `rm_head.*`.
+        make_head: width of the hidden state -> network from it to scores; its weights are `rm_head.*`.
         tokens: special tokens to read scores at.
 
     Raises:
@@ -59,25 +133,26 @@ class QwenRegressor:
 
     def __init__(
         self,
-        base: Path,
+        config: QwenConfig,
+        name: str,
         weights: Mapping[str, Tensor],
-        head: nn.Module,
+        make_head: Callable[[int], nn.Module],
         tokens: Sequence[str],
-        *,
-        dtype: torch.dtype,
         device: torch.device,
-        key: str,
     ):
         from transformers import AutoTokenizer
 
+        base = folder(config.base, f"{name}: base", DESCRIPTIONS)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base, padding_side="right")
         self._tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
         self._token_ids = torch.tensor(self._tokenizer.convert_tokens_to_ids(list(tokens)), device=device)
         network, own_head = _split(weights)
-        self._model = _load_model(base, network, key).to(device=device, dtype=dtype).eval()
-        _load(head, own_head, f"{key}: rm_head")
-        self._head = head.to(device=device, dtype=torch.float32).eval()
-        self._device, self._dtype = device, dtype
+        model = _load_model(base, network, f"{name}: path")
+        self._head = make_head(model.config.text_config.hidden_size)
+        load_state(self._head, own_head, f"{name}: path", "rm_head", "its head")
+        self._head = self._head.to(device=device, dtype=torch.float32).eval()
+        self._device, self._dtype = device, DTYPES[config.dtype]
+        self._model = model.to(device=device, dtype=self._dtype).eval()
 
     @torch.no_grad()
     def scores(self, questions: Sequence[Question]) -> Tensor:
@@ -118,12 +193,11 @@ def _split(weights: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         if name.startswith("rm_head."):
             head[name.removeprefix("rm_head.")] = weight
         elif not name.startswith("lm_head."):
-            pattern, start = next((pair for pair in RENAMED if re.match(pair[0], name)), ("^", ""))
-            network[re.sub(pattern, start, name, count=1)] = weight
+            network[renamed(name, RENAMED)] = weight
     return network, head
 
 
-def _load_model(base: Path, weights: Mapping[str, Tensor], key: str) -> nn.Module:
+def _load_model(base: Path, weights: Mapping[str, Tensor], key: str) -> Any:
     """The network with its weights; takes the memory of these alone."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, Qwen2VLModel
@@ -134,19 +208,5 @@ def _load_model(base: Path, weights: Mapping[str, Tensor], key: str) -> nn.Modul
         config.text_config.vocab_size = table.shape[0]  # the special tokens were added
     with init_empty_weights():
         model = Qwen2VLModel(config)
-    _load(model, weights, key)
+    load_state(model, weights, key, str(base), "Qwen2-VL")
     return model
-
-
-def _load(module: nn.Module, weights: Mapping[str, Tensor], where: str) -> None:
-    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    found = {name: tuple(value.shape) for name, value in weights.items()}
-    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-    if wrong:
-        name = wrong[0]
-        raise ValueError(
-            f"{where} must hold the weights of its model, but {len(wrong)} differ, e.g. {name}: "
-            f"{found.get(name, 'missing')} in place of {wanted.get(name, 'none')}; check that base and weights belong "
-            "together"
-        )
-    module.load_state_dict(dict(weights), assign=True)

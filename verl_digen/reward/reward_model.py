@@ -18,8 +18,9 @@ from functools import partial
 from typing import Any
 
 from verl_digen.config import RewardEntry
+from verl_digen.reward.functions import FunctionReward
 from verl_digen.reward.judges.chat import REWARD_MODEL
-from verl_digen.reward.named import find, is_class, settings
+from verl_digen.reward.named import find
 
 ROUTER = "reward_router_address"
 """verl's name of a function's parameter."""
@@ -52,9 +53,9 @@ UNKNOWN = ServedModel(("reward-model:1",), "reward-model:1")
 def asks_reward_model(entry: RewardEntry) -> bool:
     """True if the reward needs the servers."""
     found = find(entry)
-    if not is_class(found):
-        return ROUTER not in entry.arguments and takes_router(found)
-    made = settings(entry, found)
+    if issubclass(found, FunctionReward):
+        return ROUTER not in entry.arguments and takes_router(found.function)
+    made = found.settings(entry.arguments, entry.key)
     return "url" in {one.name for one in fields(made)} and made.url == REWARD_MODEL
 
 
@@ -85,5 +86,5 @@ def connected(entry: RewardEntry, served: ServedModel | None) -> RewardEntry:
     """
     if served is None or not asks_reward_model(entry):
         return entry
-    own = {"url": served.urls} if is_class(find(entry)) else {ROUTER: served.router}
+    own = {ROUTER: served.router} if issubclass(find(entry), FunctionReward) else {"url": served.urls}
     return replace(entry, arguments={**entry.arguments, **own})

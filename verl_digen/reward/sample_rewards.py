@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from omegaconf import DictConfig
 from ray.exceptions import ActorUnavailableError
 
-from verl_digen.config import DigenConfig
+from verl_digen.config import DigenConfig, RewardEntry
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.reward.combine import combined, find_combination
 from verl_digen.reward.groups import GroupRooms, PartScores
-from verl_digen.reward.named import has_custom, has_own_manager, reads_latents, scope_of
+from verl_digen.reward.named import find, has_custom, has_own_manager, reads_latents
 from verl_digen.reward.scoring import ScoringError
 from verl_digen.types import RewardInput, Score
 
@@ -37,6 +37,16 @@ MANAGER = "manager"
 """Name of the one score that a reward manager of the user's own gives a sample, with what else it tells as details."""
 
 
+@dataclass(frozen=True)
+class _Pool:
+    """Workers that score with one reward, or with all functions that share them."""
+
+    rewards: tuple[str, ...]
+    workers: WorkerPool
+    scope: str = "sample"
+    reads_latents: bool = False
+
+
 class SampleRewards:
     """See the module.
 
@@ -46,31 +56,27 @@ class SampleRewards:
     """
 
     def __init__(self, handles: Mapping[str, Sequence[Any]], weights: Mapping[str, float], digen: DigenConfig):
-        self._weights = dict(weights)
+        self._weights, self._deadlines = dict(weights), digen.deadlines
         self._entries = {entry.name: entry for entry in digen.reward.entries}
-        shared = [name for name in weights if name not in handles]
-        self._pools = {SHARED: shared} | {name: [name] for name in weights if name in handles}
-        """Pool -> its rewards."""
-        scopes = {name: scope_of(self._entries[name]) for name in self._pools if name}
-        self._scopes = {SHARED: "sample", **scopes}
-        self._workers = {
-            pool: WorkerPool(handles[pool], digen.deadlines, kind="reward", key=WORKERS_KEY, run=self._run_of(pool))
-            for pool in self._pools
-            if pool in handles
-        }
-        self._of_latents = {name for name in scopes if reads_latents(self._entries[name])}
+        shared = tuple(name for name in weights if name not in handles)
+        self._pools = [_Pool(shared, self._workers(handles[SHARED], 1))] if shared else []
+        self._pools += [self._own_pool(self._entries[name], handles[name]) for name in weights if name in handles]
         self._combination = find_combination(digen.reward)
         self._groups = GroupRooms(lambda group: self._scores("group", group))
 
-    def _run_of(self, pool: str) -> int:
-        """Consecutive samples for one worker: a full batch, or one group, or one call of functions."""
-        is_batched = pool != SHARED and self._scopes[pool] == "sample"
-        return self._entries[pool].pool_settings.max_batch_size if is_batched else 1
+    def _own_pool(self, entry: RewardEntry, handles: Sequence[Any]) -> _Pool:
+        """The pool of one reward. Consecutive samples go to one worker until it has a full batch, or a group."""
+        scope = find(entry).scope
+        run = entry.pool_settings.max_batch_size if scope == "sample" else 1
+        return _Pool((entry.name,), self._workers(handles, run), scope, reads_latents(entry))
+
+    def _workers(self, handles: Sequence[Any], run: int) -> WorkerPool:
+        return WorkerPool(handles, self._deadlines, kind="reward", key=WORKERS_KEY, run=run)
 
     @property
     def reads_latents(self) -> bool:
         """True if a reward of the run reads latents."""
-        return bool(self._of_latents)
+        return any(pool.reads_latents for pool in self._pools)
 
     @classmethod
     def of_run(cls, config: DictConfig, handles: Mapping[str, Sequence[Any]], digen: DigenConfig) -> SampleRewards:
@@ -98,7 +104,7 @@ class SampleRewards:
         except Exception as error:
             self.fail(sample.row.uid, sample.sample_index, str(error))
             raise
-        if self._wanted("group", sample):
+        if any(self._wanted("group", sample)):
             scores = {**scores, **await self._groups.score(sample, version=version, group_size=group_size)}
         total, parts = weighted(scores, self._weights)
         if self._combination is not None:
@@ -108,7 +114,7 @@ class SampleRewards:
 
     def fail(self, uid: str, index: int, error: str) -> None:
         """Fail the samples of a group that wait for the others, because sample `index` has no reward."""
-        if "group" in self._scopes.values():
+        if any(pool.scope == "group" for pool in self._pools):
             self._groups.fail(uid, index, error)
 
     def settled(self, uid: str, indices: Collection[int]) -> None:
@@ -117,32 +123,28 @@ class SampleRewards:
 
     async def _scores(self, scope: Literal["sample", "group"], samples: Sequence[RewardInput]) -> list[PartScores]:
         """Scores of samples by all rewards of a scope that score the first one, one call per pool."""
-        wanted = self._wanted(scope, samples[0])
-        read = {pool: tuple(self._read_by(pool, sample) for sample in samples) for pool in wanted}
-        calls = [self._workers[pool].call("score", names, read[pool]) for pool, names in wanted.items()]
+        lean = tuple(one if one.latents is None else replace(one, latents=None) for one in samples)
+        calls = [
+            pool.workers.call("score", names, tuple(samples) if pool.reads_latents else lean)
+            for pool, names in self._wanted(scope, samples[0])
+        ]
         try:
             found = await asyncio.gather(*calls)
         except ActorUnavailableError as error:
             raise ScoringError(f"the reward worker died whenever it scored this sample: {error}") from error
         return [{name: of[place] for one in found for name, of in one.items()} for place in range(len(samples))]
 
-    def _wanted(self, scope: str, sample: RewardInput) -> dict[str, tuple[str, ...]]:
-        """Pool -> its rewards that score the sample, where there are any; the user's own function scores every one."""
+    def _wanted(self, scope: str, sample: RewardInput) -> Iterator[tuple[_Pool, tuple[str, ...]]]:
+        """Pools with rewards that score the sample, and these; the user's own function scores every one."""
         source, is_validation = sample.row.data_source, sample.is_validation
-        wanted = {
-            pool: tuple(
+        for pool in self._pools:
+            names = tuple(
                 name
-                for name in names
+                for name in pool.rewards
                 if name not in self._entries or self._entries[name].scores(source, is_validation=is_validation)
             )
-            for pool, names in self._pools.items()
-            if self._scopes[pool] == scope
-        }
-        return {pool: names for pool, names in wanted.items() if names}
-
-    def _read_by(self, pool: str, sample: RewardInput) -> RewardInput:
-        """The sample as the pool gets it: latents and condition, the larger part, only where they are read."""
-        return sample if sample.latents is None or pool in self._of_latents else replace(sample, latents=None)
+            if names and pool.scope == scope:
+                yield pool, names
 
 
 def weighted(scores: PartScores, weights: Mapping[str, float]) -> tuple[float, dict[str, float]]:

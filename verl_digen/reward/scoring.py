@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of one reward in its process: batches of what is queued, retries, timeout, turns on a device. No Ray.
 
+- A call starts when `max_batch_size` samples wait, or when none has arrived for `batch_wait_s`. Samples that arrive
+  during a call wait for the next one, so that calls grow with the load. A caller that is cancelled leaves the queue.
+- Bound of the queue: one entry per caller, because each caller waits for its own scores.
+
 | event | consequence |
 | --- | --- |
 | `score` raises on several samples, or takes `digen.reward.timeout_s` | each is tried again alone |
@@ -14,9 +18,10 @@
 A sync `score` that took too long keeps its thread, and the next call gets a new one. `wake` and `sleep` are idempotent,
 so that the driver may repeat them to a process that was restarted, which is asleep and holds nothing.
 
-Invariants (tests/reward/test_scoring.py, test_timeshared.py): a sample that fails does not fail the others of its
-batch; every sample gets its own score or an error, and never a zero for a failure; no call runs while the reward is
-asleep; scores after a sleep are bitwise those before; asleep, the weights take no byte of the device.
+Invariants (tests/reward/test_scoring.py, test_timeshared.py): n samples that wait together make
+ceil(n / max_batch_size) calls; a sample that fails does not fail the others of its batch; every sample gets its own
+score or an error, and never a zero for a failure; no call runs while the reward is asleep; scores after a sleep are
+bitwise those before; asleep, the weights take no byte of the device.
 """
 
 from __future__ import annotations
@@ -33,8 +38,8 @@ from numbers import Real
 from typing import Any, TypeVar
 
 from verl_digen.platforms.device_memory import allocated_bytes
+from verl_digen.processes.calls import tell
 from verl_digen.reward.base import Reward, RewardUnavailable
-from verl_digen.reward.queue import BatchQueue
 from verl_digen.types import PartScore, RewardCall, RewardInput
 
 logger = logging.getLogger(__name__)
@@ -71,26 +76,30 @@ class BatchScorer:
         self,
         name: str,
         make: Callable[[], Reward],
-        *,
         max_retries: int,
         timeout_s: float,
+        *,
         max_batch_size: int | None = None,
         batch_wait_s: float = 0.0,
         is_asleep: bool = False,
     ):
         self._name, self._make = name, make
         self._max_retries, self._timeout_s = max_retries, timeout_s
-        self._queue = BatchQueue(self._score_batch, max_batch_size=max_batch_size or 1, wait_s=batch_wait_s)
-        self._is_queued = max_batch_size is not None
+        self._max_batch_size, self._wait_s = max_batch_size, batch_wait_s
+        self._pending: list[tuple[Sequence[RewardInput], asyncio.Future[list[PartScore]]]] = []
+        self._arrived = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+        self._calling = asyncio.Lock()
+        """Held by a call."""
         self._thread = ThreadPoolExecutor(1)
         self._turning = asyncio.Lock()
         """Held by a change, so that two never run at once."""
-        self._is_awake = not is_asleep
+        self._is_awake = asyncio.Event()
+        """Not set while the reward is asleep, or about to be."""
         self._made: Reward | None = None
-        if is_asleep:
-            self._queue.hold()
-        else:
-            self._keep(make())
+        if not is_asleep:
+            self._made = make()
+            self._is_awake.set()
 
     async def score(self, samples: Sequence[RewardInput]) -> list[PartScore]:
         """Score one sample, or all samples of a group, once the calls before are done -> a score per sample.
@@ -98,9 +107,14 @@ class BatchScorer:
         Raises:
             ScoringError: the reward kept failing on it.
         """
-        if self._is_queued:
-            return await self._queue.submit(tuple(samples))
-        return _given(await self._attempts(samples, 0, 1 + self._max_retries))
+        if self._max_batch_size is None:
+            return _given(await self._attempts(samples, 0, 1 + self._max_retries))
+        if self._loop is None:
+            self._loop = asyncio.create_task(self._run())
+        answer: asyncio.Future[list[PartScore]] = asyncio.get_running_loop().create_future()
+        self._pending.append((samples, answer))
+        self._arrived.set()
+        return await answer
 
     async def wake(self) -> Turn | None:
         """Bring the weights to the device, and score what waits; None if it is awake already.
@@ -108,16 +122,15 @@ class BatchScorer:
         Raises: what making the reward raises, or `Reward.wake`.
         """
         async with self._turning:
-            if self._is_awake:
+            if self._is_awake.is_set():
                 return None
             start_s = time.time()
             # in threads: the event loop must answer signs of life meanwhile
             if self._made is None:
-                self._keep(await asyncio.to_thread(self._make))
+                self._made = await asyncio.to_thread(self._make)
             else:
                 await asyncio.to_thread(self._made.wake)
-            self._queue.resume()
-            self._is_awake = True
+            self._is_awake.set()
             return Turn(start_s, time.time(), allocated_bytes())
 
     async def sleep(self) -> Turn | None:
@@ -126,23 +139,51 @@ class BatchScorer:
         Raises: what `Reward.sleep` raises.
         """
         async with self._turning:
-            if not self._is_awake:
+            if not self._is_awake.is_set():
                 return None
             start_s = time.time()
-            await self._queue.pause()
-            await asyncio.to_thread(self._reward.sleep)
-            self._is_awake = False
+            self._is_awake.clear()
+            async with self._calling:
+                await asyncio.to_thread(self._reward.sleep)
             return Turn(start_s, time.time(), allocated_bytes())
 
-    def _keep(self, reward: Reward) -> None:
-        self._made = reward
-        if reward.scope == "group":
-            self._queue.max_batch_size = 1
+    @property
+    def _num_together(self) -> int:
+        """Maximum entries of the queue in one call: samples, or one group."""
+        is_of_groups = self._made is not None and self._made.scope == "group"
+        return 1 if is_of_groups else self._max_batch_size or 1
 
     @property
     def _reward(self) -> Reward:
         assert self._made is not None
         return self._made
+
+    async def _run(self) -> None:
+        """Score what is queued, one call at a time."""
+        while True:
+            while not self._pending:
+                self._arrived.clear()
+                await self._arrived.wait()
+            is_due = False
+            while len(self._pending) < self._num_together and not is_due:
+                self._arrived.clear()
+                try:
+                    await asyncio.wait_for(self._arrived.wait(), self._wait_s)
+                except asyncio.TimeoutError:
+                    is_due = True
+            while not self._is_awake.is_set():  # it may fall asleep again before this goes on
+                await self._is_awake.wait()
+            waiting = [entry for entry in self._pending if not entry[1].done()]  # the others were cancelled
+            batch, self._pending = waiting[: self._num_together], waiting[self._num_together :]
+            if not batch:
+                continue
+            outcomes: Sequence[list[PartScore] | Exception]
+            try:
+                async with self._calling:
+                    outcomes = await self._score_batch([samples for samples, _ in batch], len(self._pending))
+            except Exception as error:  # every caller is told
+                outcomes = [error] * len(batch)
+            tell((answer for _, answer in batch), outcomes)
 
     async def _score_batch(
         self, batch: Sequence[Sequence[RewardInput]], num_queued: int

@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from verl_digen.config import RewardEntry
 from verl_digen.config.reward import reward_entry
 from verl_digen.require import require
-from verl_digen.reward.named import scope_of, scorer_of
+from verl_digen.reward.named import find, scorer_of
+from verl_digen.reward.sample_rewards import weighted
 from verl_digen.reward.scoring import ScoringError
 from verl_digen.types import PartScore, RewardInput
 
@@ -87,7 +88,7 @@ class LocalRewards:
                 "leave them out; --device chooses the device",
             )
         self.entries = tuple(entries)
-        self._scopes = {entry.name: scope_of(entry) for entry in entries}
+        self._scopes = {entry.name: find(entry).scope for entry in entries}
         self._scorers = {entry.name: scorer_of(entry, device, max_retries, timeout_s) for entry in entries}
 
     @property
@@ -121,16 +122,10 @@ class LocalRewards:
 
     def _scored(self, row: Sequence[PartScore | ScoringError]) -> Scored:
         """One sample, from its scores by all rewards in order."""
-        parts: dict[str, float] = {}
-        errors: dict[str, str] = {}
-        total = 0.0
-        for entry, score in zip(self.entries, row, strict=True):
-            if isinstance(score, ScoringError):
-                errors[entry.name] = str(score)
-            else:
-                parts[entry.name] = score.value
-                parts |= {f"{entry.name}/{detail}": value for detail, value in score.details.items()}
-                total += entry.weight * score.value
+        named = dict(zip((entry.name for entry in self.entries), row, strict=True))
+        errors = {name: str(one) for name, one in named.items() if isinstance(one, ScoringError)}
+        scores = {name: one for name, one in named.items() if isinstance(one, PartScore)}
+        total, parts = weighted(scores, {entry.name: entry.weight for entry in self.entries})
         return Scored(parts, errors, None if errors else total)
 
 

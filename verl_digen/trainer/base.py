@@ -44,7 +44,7 @@ from verl_digen.processes.deadlines import Bound
 from verl_digen.processes.relays import Route, end_relays, ranks_of
 from verl_digen.processes.supervision import LoopThread, Supervision, within
 from verl_digen.reward.manager import DiffusionRewardLoopManager
-from verl_digen.reward.named import scope_of
+from verl_digen.reward.named import find as find_reward
 from verl_digen.store.client import cancel_calls, controller
 from verl_digen.store.keys import TRAIN, group_uid
 from verl_digen.store.samples import to_batch
@@ -146,7 +146,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         self._supervision = Supervision(
             self.digen.deadlines,
             loop=LoopThread("driver"),
-            scores_groups=any(scope_of(entry) == "group" for entry in self.digen.reward.entries),
+            scores_groups=any(find_reward(entry).scope == "group" for entry in self.digen.reward.entries),
             step=lambda: self.global_steps,
             end_silent_replicas=self._end_silent_replicas,
             end_all=self._end_all,

@@ -2,8 +2,6 @@
 """Requests of judges, and their scores for all that a server may answer."""
 
 import asyncio
-import base64
-import io
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,7 @@ from tests.reward.contract import make_picture, make_samples, scores_of
 from tests.reward.judges.chat_server import MODEL, ChatServer, judge_of, likely, pictures_in, question_in
 from verl_digen.config import RewardConfig
 from verl_digen.reward.judges.chat import api_url
-from verl_digen.reward.judges.content import fitted, picture_part, sample_images
+from verl_digen.reward.judges.content import fitted
 from verl_digen.reward.named import check
 from verl_digen.reward.servers.answers import UnusableAnswer
 from verl_digen.types import PromptRow, RewardInput
@@ -60,9 +58,11 @@ def test_source_pictures_come_before_the_sample(tmp_path, with_images, sizes):
     paths = (str(tmp_path / "b.png"), str(tmp_path / "a.png"))
     Image.new("RGB", (4, 6)).save(paths[0])
     Image.new("RGB", (5, 5)).save(paths[1])
+    sample = sample_of(images=paths)
     with ChatServer(lambda request: "Score: 4") as server:
-        score_of(judge_of("judge", server, **SCORE, with_images=with_images), sample_of(images=paths))
-    assert [picture.shape[:2] for picture in pictures_in(server.asked[0])] == sizes
+        score_of(judge_of("judge", server, **SCORE, with_images=with_images), sample)
+    pictures = pictures_in(server.asked[0])
+    assert [picture.shape[:2] for picture in pictures] == sizes and np.array_equal(pictures[-1], sample.pixels)
 
 
 def test_answers_of_ones_own_are_weighed():
@@ -70,13 +70,6 @@ def test_answers_of_ones_own_are_weighed():
         judge = judge_of("judge", server, question="A, B or C?", answers={"A": 1.0, "B": 0.5, "C": 0.0}, top_logprobs=5)
         assert score_of(judge)[0] == pytest.approx((0.5 + 0.125) / 0.75)
     assert server.asked[0]["top_logprobs"] == 5
-
-
-def test_an_answer_that_is_usable_the_second_time_counts():
-    answers = ["well", "Score: 7"]
-    with ChatServer(lambda request: answers.pop(0)) as server:
-        assert score_of(judge_of("judge", server, **SCORE))[0] == 0.7
-    assert len(server.asked) == 2
 
 
 def test_the_model_is_asked_for_once():
@@ -105,7 +98,6 @@ def test_a_sample_that_fails_fails_alone():
     "given, url",
     [
         ("http://host:8000", "http://host:8000/v1"),
-        ("https://api.openai.com/v1", "https://api.openai.com/v1"),
         ("https://host/compatible-mode/v1", "https://host/compatible-mode/v1"),
     ],
 )
@@ -124,7 +116,6 @@ def test_the_version_is_added_to_a_url_without_a_path(given, url):
         ("judge", SCORE | {"low": 10}, r"low must be below high, .* got \[10.0, 10.0\]"),
         ("judge", {"question": "?", "answers": {"Yes": 1}}, "answers must name at least two answers"),
         ("yes_no", {"top_logprobs": 21}, r"top_logprobs must lie in \[1, 20\]"),
-        ("yes_no", {"max_asked_again": -1}, "max_asked_again must lie in"),
         ("yes_no", {"request": {"temperature": 1.0}}, r"request must leave out .* got \['temperature'\]"),
         ("win_rate", {"first": "1", "second": " 1"}, "first and second must name at least two answers"),
         ("judge", {"temperature": 0.0}, "temperature must be a setting of Question"),
@@ -141,35 +132,11 @@ def test_a_judge_without_a_server_says_how_to_give_it_one():
         judge_of("yes_no", "reward_model")
 
 
-# -- pictures as parts of a message: pixels, order, size limit -----------------------------------------------
-def picture_of(part) -> Image.Image:
-    kind, data = part["image_url"]["url"].split(";base64,")
-    assert part["type"] == "image_url" and kind == "data:image/png"
-    return Image.open(io.BytesIO(base64.b64decode(data, validate=True)))
-
-
-def test_a_part_holds_every_pixel():
-    pixels = make_picture(48, 96, seed=3)
-    assert np.array_equal(np.asarray(picture_of(picture_part(Image.fromarray(pixels)))), pixels)
-
-
 @pytest.mark.parametrize(
     "size, fits", [((64, 32), (64, 32)), ((65, 65), (64, 64)), ((2000, 500), (64, 16)), ((10, 5000), (1, 64))]
 )
 def test_a_picture_is_made_smaller_and_never_larger(size, fits):
     assert fitted(Image.new("RGB", size), 64).size == fits
-
-
-def test_frames_of_samples_come_one_sample_after_the_other():
-    row = PromptRow("a", "test", None)
-    videos = [
-        RewardInput(np.full((5, 8, 8, 3), 0, np.uint8), row, 0),
-        RewardInput(np.zeros((5, 8, 8, 3), np.uint8), row, 1),
-    ]
-    for number, video in enumerate(videos):
-        video.pixels[...] = np.arange(5)[:, None, None, None] + 100 * number
-    values = [np.asarray(image)[0, 0, 0] for image in sample_images(videos, 3, 64)]
-    assert values == [0, 2, 4, 100, 102, 104]
 
 
 # -- the examples of docs/rewards.md are what Hydra takes from a shell, and pass the checks of a run ---------

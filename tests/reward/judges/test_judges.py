@@ -87,7 +87,6 @@ def test_an_axis_that_is_missing_or_out_of_range_is_a_failure(answer):
     "answer, value",
     [
         ("open now", 1.0),
-        ("sign: OPEN NOW!", 1.0),
         ("open n0w", 1 - 1 / 7),
         ("", 0.0),
         (message("open now and so on and on", "length"), 1.0),

@@ -11,8 +11,6 @@ from aiohttp import web
 from tests.reward.contract import make_picture, scores_of
 from tests.reward.servers.services import red
 from tests.reward.servers.test_protocols import ROW, Running, samples_of
-from verl_digen.config.reward import reward_entry
-from verl_digen.reward.named import reads_latents
 from verl_digen.types import RewardInput, SampleLatents
 
 
@@ -69,23 +67,3 @@ def test_a_sample_without_what_the_scorer_reads_is_refused(latents, says):
     with Running("drm_latents") as running, pytest.raises(ValueError, match=says):
         scores_of(running.reward(), [sample])
     assert not running.server.requests
-
-
-@pytest.mark.parametrize(
-    "setting, rule",
-    [
-        ({"noise_level": 1.5}, r"noise_level must lie in \[0, 1\], got 1.5"),
-        ({"score_scale": 0.0}, "score_scale must not be 0"),
-        ({"score_bias": float("nan")}, "score_bias must be finite, got nan"),
-    ],
-)
-def test_a_setting_out_of_range_is_refused(setting, rule):
-    with Running("drm_latents") as running, pytest.raises(ValueError, match=rule):
-        running.reward(**setting)
-
-
-def test_which_rewards_read_latents():
-    server = {"weight": 1.0, "reward": "server", "url": "http://h:1"}
-    assert reads_latents(reward_entry("a", {**server, "protocol": "drm_latents"}))
-    for entry in ({**server, "protocol": "http_scorer"}, {"weight": 1.0, "reward": "jpeg_compressibility"}):
-        assert not reads_latents(reward_entry("a", entry))

@@ -93,13 +93,18 @@ def test_everything_else_is_refused_by_name_and_not_run(wanted, place):
     assert not RAN.exists()
 
 
-@pytest.mark.parametrize("cut", range(0, 60, 7))
-def test_half_a_pickle_is_unusable(cut):
-    with pytest.raises(UnusableAnswer, match="no pickle that can be read"):
-        loads(pickle.dumps({"scores": [0.1, np.float32(2)], "text": "x" * 40})[:cut])
-
-
-@pytest.mark.parametrize("body", [b"", b"<html>error</html>", b"\x80\x04.", b"(", b"\x80\xff" * 9, b'{"scores": [1]}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        pickle.dumps({"scores": [0.1, np.float32(2)]})[:-9],
+        b"<html>error</html>",
+        b"\x80\x04.",
+        b"(",
+        b"\x80\xff" * 9,
+        b'{"scores": [1]}',
+    ],
+)
 def test_what_is_no_pickle_is_unusable(body):
     with pytest.raises(UnusableAnswer):
         loads(body)

@@ -27,9 +27,9 @@ from verl_digen.inputs import read_images
 from verl_digen.require import In, require
 from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig
 from verl_digen.reward.judges.content import Part, fitted, picture_parts
-from verl_digen.reward.judges.reading import Reply, shown
+from verl_digen.reward.judges.reading import Reply
 from verl_digen.reward.pictures import frames_of
-from verl_digen.reward.servers.answers import UnusableAnswer
+from verl_digen.reward.servers.answers import UnusableAnswer, shown
 from verl_digen.types import PromptRow
 
 KEYS = {"score", "instruction"}
@@ -58,6 +58,8 @@ class VlmJudgeConfig(JudgeConfig):
     """Score of a perfect picture."""
     question: str = QUESTION
     """Text with {task} (the prompt), {instruction} (the turn's) and {max_score}; other braces are written twice."""
+
+    questions = ()
 
     def __post_init__(self) -> None:
         require(self.url != REWARD_MODEL, "url must be the address of a server", self.url, "e.g. http://host:8000")

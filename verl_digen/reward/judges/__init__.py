@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vision-language models as judges, asked over the OpenAI chat protocol (vLLM, SGLang, hosted services).
 
-    question.py     the text of a question, from a template and the prompt's row
-    content.py      pictures of a request: size limit, data URI, order
-    reply.py        text and tokens of an answer, without its thoughts; what makes it unusable
-    reading.py      numbers in a text; probabilities of answers from `top_logprobs`
-    chat.py         `ChatModel`: asks, again where an answer cannot be read
-    base.py         `Judge`: the reward that the scorers are made of
-
-All but the last two are pure.
+content.py      the text of a question, from a template and the prompt's row; pictures of a request
+reading.py      text and tokens of an answer, without its thoughts; numbers and probabilities in it
+chat.py         `ChatModel` asks, again where an answer cannot be read; `Judge`: the reward of the scorers
 """

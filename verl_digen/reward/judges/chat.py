@@ -18,25 +18,25 @@ import json
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar, cast
 from urllib.parse import urlsplit
 
 import torch
+from PIL import Image
 
 from verl_digen.require import In, require
 from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.judges.content import Part, text_part
+from verl_digen.reward.judges.content import Part, fields_of, filled, fitted, picture_parts
 from verl_digen.reward.judges.reading import Reply, read_reply
+from verl_digen.reward.pictures import images_of
 from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer
 from verl_digen.reward.servers.client import ServerClient
 from verl_digen.reward.servers.settings import ServerSettings
-from verl_digen.types import RewardInput
+from verl_digen.types import PromptRow, RewardInput
 
 REWARD_MODEL = "reward_model"
 """`url` of the servers that verl starts for `reward.reward_model` (`verl_digen/reward/reward_model.py`)."""
-UNKNOWN_SERVER = "http://reward-model"
-"""Address in place of `REWARD_MODEL` while its servers do not run."""
 
 PATH = "/chat/completions"
 """Path below the address of an API, which ends with its version."""
@@ -76,6 +76,8 @@ class JudgeConfig(ServerSettings):
     """Maximum tokens of an answer, its thoughts included."""
     seed: int = 0
     """Seed of a request. At temperature 0 it matters to few servers."""
+    question: str = ""
+    """Text with {prompt}, {ground_truth} and {NAME} of further columns; other braces are written twice."""
     max_px: Annotated[int, In(f"[1, {MAX_SIDE_PX}]")] = 1024
     """Maximum of a picture's longer side in px; larger ones are made smaller before they are sent."""
     num_frames: Annotated[int, In(f"[1, {MAX_FRAMES}]")] = 8
@@ -85,11 +87,12 @@ class JudgeConfig(ServerSettings):
     request: dict[str, Any] = field(default_factory=dict)
     """Further fields of a request, e.g. {chat_template_kwargs: {enable_thinking: false}}."""
 
+    questions: ClassVar[tuple[str, ...]] = ("question",)
+    """Settings that are a text with columns of the prompt in braces."""
+
     def __post_init__(self) -> None:
-        if self.url == REWARD_MODEL:
-            replace(self, url=UNKNOWN_SERVER)  # checks the others
-            return
-        super().__post_init__()
+        if self.url != REWARD_MODEL:
+            super().__post_init__()
         taken = sorted(OWN_FIELDS & set(self.request))
         require(
             not taken,
@@ -97,6 +100,8 @@ class JudgeConfig(ServerSettings):
             taken,
             "model, max_tokens and seed are settings of their own; the temperature is always 0",
         )
+        for name in self.questions:
+            fields_of(vars(self)[name], name)
 
 
 def api_url(url: str) -> str:
@@ -114,7 +119,7 @@ def chat_request(
     system = [{"role": "system", "content": config.system}] if config.system else []
     return {
         "model": model,
-        "messages": [*system, {"role": "user", "content": [*pictures, text_part(question)]}],
+        "messages": [*system, {"role": "user", "content": [*pictures, {"type": "text", "text": question}]}],
         "temperature": 0.0,
         "max_tokens": config.max_tokens,
         "seed": config.seed,
@@ -221,11 +226,8 @@ def _json(answer: Answer) -> Any:
         raise UnusableAnswer(f"the answer must be JSON ({error})") from error
 
 
-T = TypeVar("T")
-
-
 class Judge(Reward):
-    """See the module; a subclass says what is asked and how it is read."""
+    """A reward of a `ChatModel`; a subclass says what is asked and how it is read."""
 
     name: ClassVar[str]
     """Name for messages."""
@@ -238,6 +240,25 @@ class Judge(Reward):
     def take_counts(self) -> Mapping[str, int]:
         """Retries of requests since the last time."""
         return self.chat.take_counts()
+
+    def question(self, row: PromptRow, key: str = "question") -> str:
+        """The question of a setting about one prompt.
+
+        Raises:
+            ValueError: the row lacks a column that it names.
+        """
+        return filled(vars(self.config)[key], row, f"{self.name}: {key}")
+
+    async def frames(self, sample: RewardInput) -> list[Part]:
+        """The sample's frames, at most `num_frames`."""
+        return await self._parts(images_of(sample, self.config.num_frames))
+
+    async def sources(self, sample: RewardInput) -> list[Part]:
+        """The pictures that its prompt is about."""
+        return await self._parts(sample.sources())
+
+    async def _parts(self, images: Sequence[Image.Image]) -> list[Part]:
+        return await picture_parts([fitted(image, self.config.max_px) for image in images])
 
 
 class SampleJudge(Judge):

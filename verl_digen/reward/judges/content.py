@@ -6,7 +6,6 @@ question with columns of the prompt filled in.
 from __future__ import annotations
 
 import asyncio
-from base64 import b64encode
 from collections.abc import Sequence
 from string import Formatter
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 from PIL import Image
 
 from verl_digen.require import require
-from verl_digen.reward.pictures import encoded, images_of
-from verl_digen.types import PromptRow, RewardInput
+from verl_digen.reward.pictures import base64_of
+from verl_digen.types import PromptRow
 
 Part = dict[str, Any]
 """One part of a message's content."""
@@ -32,26 +31,12 @@ def fitted(image: Image.Image, max_px: int) -> Image.Image:
 
 def picture_part(image: Image.Image) -> Part:
     """A picture as a part of a message."""
-    data = b64encode(encoded(image)).decode("ascii")
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(image)}"}}
 
 
 async def picture_parts(images: Sequence[Image.Image]) -> list[Part]:
     """Parts of several pictures, encoded in a thread: a PNG of a megapixel takes a quarter of a second."""
     return await asyncio.to_thread(lambda: [picture_part(image) for image in images])
-
-
-def text_part(text: str) -> Part:
-    """A text as a part of a message."""
-    return {"type": "text", "text": text}
-
-
-def sample_images(samples: Sequence[RewardInput], num_frames: int, max_px: int) -> list[Image.Image]:
-    """Frames of the samples, one sample after the other; at most `num_frames` of each."""
-    return [fitted(image, max_px) for sample in samples for image in images_of(sample, num_frames)]
-
-
-OWN_FIELDS = ("prompt", "ground_truth")
 
 
 def fields_of(question: str, key: str) -> tuple[str, ...]:

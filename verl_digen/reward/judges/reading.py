@@ -22,10 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_digen.reward.servers.answers import UnusableAnswer
+from verl_digen.reward.servers.answers import UnusableAnswer, shown
 
-SHOWN_CHARS = 200
-"""Characters of an answer in a message."""
 THINK_START, THINK_END = "<think>", "</think>"
 
 
@@ -74,12 +72,6 @@ def read_reply(body: Any) -> Reply:
             + ("; it ended at max_tokens: raise max_tokens" if is_cut else "")
         )
     return Reply(content[end:].strip(), is_cut, _answer_tokens(choice.get("logprobs")))
-
-
-def shown(text: Any) -> str:
-    """The start of a text, for a message."""
-    text = str(text)
-    return repr(text[:SHOWN_CHARS]) + ("..." if len(text) > SHOWN_CHARS else "")
 
 
 def _first_choice(body: Any) -> Mapping[str, Any]:

@@ -29,7 +29,6 @@ from verl_digen.reward.encoders import (
     ClipEncoder,
     EncoderConfig,
     FrameReward,
-    check_settings,
     load_head,
     load_weights,
 )
@@ -48,9 +47,6 @@ class AestheticConfig(EncoderConfig):
     """The predictor: its file, or a folder or repository that holds aesthetic-model.pth."""
     divisor: Annotated[float, In("(0, inf]")] = 10.0
     """The number is divided by this."""
-
-    def __post_init__(self) -> None:
-        check_settings("aesthetic", self)
 
 
 class Aesthetic(FrameReward):

@@ -28,7 +28,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import OneOf
-from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward, check_settings
+from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward
 from verl_digen.types import RewardInput
 
 SCALES = ("raw", "flow_grpo")
@@ -43,9 +43,6 @@ class ClipScoreConfig(EncoderConfig):
     """Weights in transformers' format: a folder, or "owner/repository" of the hub."""
     scale: Annotated[str, OneOf(SCALES)] = "raw"
     """raw: the cosine. flow_grpo: exp(logit_scale) times the cosine, over 30."""
-
-    def __post_init__(self) -> None:
-        check_settings("clip_score", self)
 
 
 class ClipScore(FrameReward):

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from verl_digen.require import In, check_fields, require
+from verl_digen.require import In, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.pictures import frames_of
 from verl_digen.types import RewardInput
@@ -28,9 +28,6 @@ class DiversityConfig:
 
     size_px: Annotated[int, In("[1, inf]")] = 32
     """Width and height at which pictures are compared."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "diversity: ")
 
 
 class Diversity(Reward):

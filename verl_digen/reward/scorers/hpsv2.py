@@ -37,10 +37,11 @@ from verl_digen.reward.encoders import (
     ClipEncoder,
     EncoderConfig,
     FrameReward,
-    check_settings,
+    clip_pixels,
     load_model,
     load_tokenizer,
     load_weights,
+    renamed,
 )
 from verl_digen.reward.packages import imported
 from verl_digen.types import RewardInput
@@ -48,33 +49,26 @@ from verl_digen.types import RewardInput
 WEIGHTS_FILE = "HPS_v2.1_compressed.pt"
 STATE = "state_dict"
 """Key of the tensors in that file."""
-MEAN = (0.48145466, 0.4578275, 0.40821073)
-STD = (0.26862954, 0.26130258, 0.27577711)
-"""Standardisation of CLIP's pixels, by colour."""
-
-RENAMED = {
-    "logit_scale": "logit_scale",
-    "positional_embedding": "text_model.embeddings.position_embedding.weight",
-    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "ln_final.": "text_model.final_layer_norm.",
-    "transformer.resblocks.": "text_model.encoder.layers.",
-    "visual.class_embedding": "vision_model.embeddings.class_embedding",
-    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
-    "visual.ln_pre.": "vision_model.pre_layrnorm.",  # transformers spells it so
-    "visual.ln_post.": "vision_model.post_layernorm.",
-    "visual.transformer.resblocks.": "vision_model.encoder.layers.",
-}
-"""Name, or its start with a dot, in open_clip -> in transformers."""
-TRANSPOSED = {"text_projection": "text_projection.weight", "visual.proj": "visual_projection.weight"}
-BLOCK = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-    "attn.out_proj": "self_attn.out_proj",
-}
-"""Part of a block in open_clip -> in transformers."""
+RENAMED = (
+    (r"^positional_embedding$", "text_model.embeddings.position_embedding.weight"),
+    (r"^token_embedding\.", "text_model.embeddings.token_embedding."),
+    (r"^ln_final\.", "text_model.final_layer_norm."),
+    (r"^transformer\.resblocks\.", "text_model.encoder.layers."),
+    (r"^text_projection$", "text_projection.weight"),
+    (r"^visual\.class_embedding$", "vision_model.embeddings.class_embedding"),
+    (r"^visual\.positional_embedding$", "vision_model.embeddings.position_embedding.weight"),
+    (r"^visual\.conv1\.", "vision_model.embeddings.patch_embedding."),
+    (r"^visual\.ln_pre\.", "vision_model.pre_layrnorm."),  # transformers spells it so
+    (r"^visual\.ln_post\.", "vision_model.post_layernorm."),
+    (r"^visual\.transformer\.resblocks\.", "vision_model.encoder.layers."),
+    (r"^visual\.proj$", "visual_projection.weight"),
+    (r"\.ln_([12])\.", r".layer_norm\1."),
+    (r"\.mlp\.c_fc\.", ".mlp.fc1."),
+    (r"\.mlp\.c_proj\.", ".mlp.fc2."),
+    (r"\.attn\.out_proj\.", ".self_attn.out_proj."),
+)
+"""Names in open_clip -> in transformers, for `renamed`."""
+TRANSPOSED = ("text_projection", "visual.proj")
 
 
 @dataclass(frozen=True)
@@ -85,10 +79,6 @@ class HpsV2Config(EncoderConfig):
     """The file of weights, or a folder or repository that holds HPS_v2.1_compressed.pt."""
     base: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     """Folder or repository with the CLIP config and tokenizer in transformers' format; its weights are not fetched."""
-
-    def __post_init__(self) -> None:
-        check_settings("hpsv2", self)
-        require(self.base != "", "hpsv2: base must name a folder or a repository", self.base, "take it out")
 
 
 class HpsV2(FrameReward):
@@ -134,27 +124,19 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     made: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        if name in TRANSPOSED:
-            made[TRANSPOSED[name]] = tensor.T.contiguous()
-            continue
-        old = next((old for old in RENAMED if name == old or (old.endswith(".") and name.startswith(old))), None)
-        if old is None:
-            made[name] = tensor
-            continue
-        new = RENAMED[old] + name.removeprefix(old)
+        new = renamed(name, RENAMED)
         joint = re.fullmatch(r"(.*\.\d+)\.attn\.in_proj_(weight|bias)", new)
         if joint is not None:
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
                 made[f"{joint[1]}.self_attn.{part}_proj.{joint[2]}"] = piece.contiguous()
-            continue
-        block = re.fullmatch(r"(.*layers\.\d+)\.(.+)\.(weight|bias)", new)
-        made[f"{block[1]}.{BLOCK.get(block[2], block[2])}.{block[3]}" if block is not None else new] = tensor
+        else:
+            made[new] = tensor.T.contiguous() if name in TRANSPOSED else tensor
     return made
 
 
 def prepare(image: Image.Image, size_px: int) -> Tensor:
     """The picture, its longer side made `size_px`, in the middle of a black square; [3, size, size] fp32."""
-    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float() / 255
+    pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1).float()
     height, width = pixels.shape[1:]
     scale = size_px / max(height, width)
     if scale != 1:
@@ -162,8 +144,7 @@ def prepare(image: Image.Image, size_px: int) -> Tensor:
         pixels = F.interpolate(pixels[None], new, mode="bicubic", align_corners=False, antialias=True)[0]
     rows, columns = size_px - pixels.shape[1], size_px - pixels.shape[2]
     pixels = F.pad(pixels, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
-    return (pixels - mean) / std
+    return clip_pixels(pixels.movedim(0, -1))
 
 
 REWARD = HpsV2

@@ -17,15 +17,14 @@ from typing import Annotated
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from verl_digen.require import In, OneOf, check_fields
+from verl_digen.require import In
 from verl_digen.reward import checkpoints
 from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.encoders import DTYPES
 from verl_digen.reward.pictures import frames_of
-from verl_digen.reward.qwen_pixels import FACTOR, patches_of, scaled_picture
-from verl_digen.reward.qwen_regressor import BASE_FILES, Question, QwenRegressor
+from verl_digen.reward.qwen_regressor import FACTOR, Question, QwenConfig, QwenRegressor, patches_of, scaled_picture
 from verl_digen.types import RewardInput
 
 PIXELS = 256 * FACTOR * FACTOR
@@ -62,20 +61,15 @@ END
 
 
 @dataclass(frozen=True)
-class HPSv3Config:
+class HPSv3Config(QwenConfig):
     """Settings of `hpsv3`."""
 
     path: str = "MizzenAI/HPSv3"
     """File of the weights, or folder or repository with HPSv3.safetensors."""
     base: str = "Qwen/Qwen2-VL-7B-Instruct"
     """Folder or repository with config and tokenizer of the base model; its weights are not needed."""
-    dtype: Annotated[str, OneOf(DTYPES)] = "bf16"
-    """Dtype of the network: fp32, bf16 or fp16; the head is fp32."""
     num_frames: Annotated[int, In("[1, inf]")] = 4
     """Frames of a video that are scored."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "hpsv3: ")
 
 
 def make_head(hidden: int) -> nn.Module:
@@ -93,19 +87,8 @@ class HPSv3(Reward):
 
     def __init__(self, config: HPSv3Config, device: torch.device):
         super().__init__(config, device)
-        from safetensors.torch import load_file
-        from transformers import AutoConfig
-
-        base = checkpoints.folder(config.base, "hpsv3: base", BASE_FILES)
-        self._model = QwenRegressor(
-            base,
-            load_file(checkpoints.file(config.path, WEIGHTS, "hpsv3: path")),
-            make_head(AutoConfig.from_pretrained(base).text_config.hidden_size),
-            [TOKEN],
-            dtype=DTYPES[config.dtype],
-            device=device,
-            key="hpsv3: path",
-        )
+        weights = load_file(checkpoints.file(config.path, WEIGHTS, "hpsv3: path"))
+        self._model = QwenRegressor(config, "hpsv3", weights, make_head, [TOKEN], device)
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
         """Preference of each sample, and its `sigma_logit`."""

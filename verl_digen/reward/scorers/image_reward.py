@@ -38,20 +38,18 @@ from verl_digen.reward.encoders import (
     DTYPES,
     EncoderConfig,
     FrameReward,
-    check_settings,
+    clip_pixels,
     load_head,
     load_model,
     load_tokenizer,
     load_weights,
+    renamed,
 )
 from verl_digen.types import RewardInput
 
 WEIGHTS_FILE, CONFIG_FILE = "ImageReward.pt", "med_config.json"
 MAX_TOKENS = 35
 SCORE_MEAN, SCORE_STD = 0.16717362830052426, 1.0333394966054072
-MEAN = (0.48145466, 0.4578275, 0.40821073)
-STD = (0.26862954, 0.26130258, 0.27577711)
-"""Standardisation of CLIP's pixels, by colour."""
 HEAD_DIM = 64
 """Channels of an attention head of BLIP's picture encoders, base and large."""
 VISION_EPS = 1e-6
@@ -70,21 +68,17 @@ CONFIG_KEYS = (
 """Keys of med_config.json that the text encoder is made from."""
 UNUSED = re.compile(r"blip\.(vision_proj|text_proj)\.(weight|bias)|blip\.text_encoder\.embeddings\.position_ids")
 """Tensors of the published file that the score does not need."""
-VISION_NAMES = {
-    "cls_token": "embeddings.class_embedding",
-    "pos_embed": "embeddings.position_embedding",
-    "patch_embed.proj.": "embeddings.patch_embedding.",
-    "norm.": "post_layernorm.",
-}
-BLOCK = {
-    "norm1": "layer_norm1",
-    "norm2": "layer_norm2",
-    "attn.qkv": "self_attn.qkv",
-    "attn.proj": "self_attn.projection",
-    "mlp.fc1": "mlp.fc1",
-    "mlp.fc2": "mlp.fc2",
-}
-"""Part of a block in timm -> in transformers."""
+VISION_NAMES = (
+    (r"^cls_token$", "embeddings.class_embedding"),
+    (r"^pos_embed$", "embeddings.position_embedding"),
+    (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
+    (r"^norm\.", "post_layernorm."),
+    (r"^blocks\.", "encoder.layers."),
+    (r"\.norm([12])\.", r".layer_norm\1."),
+    (r"\.attn\.qkv\.", ".self_attn.qkv."),
+    (r"\.attn\.proj\.", ".self_attn.projection."),
+)
+"""Names in timm -> in transformers, for `renamed`."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +89,6 @@ class ImageRewardConfig(EncoderConfig):
     """Folder or repository that holds ImageReward.pt and med_config.json."""
     tokenizer: str = "google-bert/bert-base-uncased"
     """Folder or repository of the tokenizer."""
-
-    def __post_init__(self) -> None:
-        check_settings("image_reward", self)
-        require(self.tokenizer != "", "image_reward: tokenizer must name a folder or a repository", "", "take it out")
 
 
 class ImageReward(FrameReward):
@@ -157,7 +147,7 @@ def parts(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Ten
         if UNUSED.fullmatch(name):
             continue
         if name.startswith("blip.visual_encoder."):
-            vision[_vision_name(name.removeprefix("blip.visual_encoder."))] = tensor
+            vision[renamed(name.removeprefix("blip.visual_encoder."), VISION_NAMES)] = tensor
         elif name.startswith("blip.text_encoder."):
             text[name.removeprefix("blip.text_encoder.")] = tensor
         else:
@@ -173,17 +163,7 @@ def prepare(image: Image.Image, size_px: int) -> Tensor:
     sizes = (size_px, other) if width <= height else (other, size_px)
     image = image.convert("RGB").resize(sizes, Image.Resampling.BICUBIC)
     left, top = (round((side - size_px) / 2) for side in sizes)
-    pixels = np.array(image.crop((left, top, left + size_px, top + size_px)))
-    mean, std = (torch.tensor(values)[:, None, None] for values in (MEAN, STD))
-    return (torch.from_numpy(pixels).permute(2, 0, 1).float() / 255 - mean) / std
-
-
-def _vision_name(name: str) -> str:
-    block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(weight|bias)", name)
-    if block is not None and block[2] in BLOCK:
-        return f"encoder.layers.{block[1]}.{BLOCK[block[2]]}.{block[3]}"
-    old = next((old for old in VISION_NAMES if name == old or (old.endswith(".") and name.startswith(old))), None)
-    return name if old is None else VISION_NAMES[old] + name.removeprefix(old)
+    return clip_pixels(np.array(image.crop((left, top, left + size_px, top + size_px))))
 
 
 def _vision_config(state: Mapping[str, Tensor], key: str) -> Any:

@@ -25,26 +25,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from verl_digen.inputs import source_image
-from verl_digen.require import In, require
+from verl_digen.require import In, refusing, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
 from verl_digen.reward.encoders import (
-    DTYPES,
     FILES,
+    RIGHT,
     ClipEncoder,
     EncoderConfig,
-    check_settings,
+    PictureEncoder,
     load_model,
     load_processor,
-    unit,
 )
 from verl_digen.reward.pictures import images_of
 from verl_digen.types import RewardInput
@@ -63,23 +61,6 @@ class ImageSimilarityConfig(EncoderConfig):
     """Share of the pixels in the score, in [0, 1]."""
     pixel_size_px: Annotated[int, In("[1, inf]")] = 64
     """Width and height at which pixels are compared."""
-
-    def __post_init__(self) -> None:
-        check_settings("image_similarity", self)
-
-
-class DinoEncoder:
-    """A DINO model with its picture processor."""
-
-    def __init__(self, model: Any, place: Any, key: str, device: torch.device, dtype: str):
-        self._model = model.to(device, DTYPES[dtype]).eval().requires_grad_(False)
-        self._prepare = load_processor(place, key, "BitImageProcessorPil")
-        self._device, self._dtype = device, DTYPES[dtype]
-
-    def images(self, images: Sequence[Image.Image]) -> Tensor:
-        """Features of pictures, of length 1; [N, D] fp32."""
-        pixels = torch.stack([self._prepare(image) for image in images]).to(self._device, self._dtype)
-        return unit(self._model(pixel_values=pixels).pooler_output)
 
 
 class ImageSimilarity(Reward):
@@ -150,22 +131,19 @@ def _paths(sample: RewardInput) -> tuple[str, ...]:
     return paths
 
 
-def _load_encoder(config: ImageSimilarityConfig, device: torch.device) -> ClipEncoder | DinoEncoder:
+def _load_encoder(config: ImageSimilarityConfig, device: torch.device) -> PictureEncoder:
     import transformers
 
     key = "image_similarity: path"
     place = folder(config.path, key, FILES)
-    try:
+    with refusing(f"{key} must hold the config.json of a model", config.path, RIGHT):
         kind = transformers.AutoConfig.from_pretrained(place).model_type
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key} must hold the config.json of a model, got {config.path!r}: {error}") from error
     if kind == "clip":
         return ClipEncoder.load(str(place), key, device, config.dtype, has_text=False)
     known = ", ".join(("clip", *DINO_CLASSES))
     require(kind in DINO_CLASSES, f"{key} must be a checkpoint of type {known}", kind, "choose one of these")
-    return DinoEncoder(
-        load_model(getattr(transformers, DINO_CLASSES[kind]), place, key), place, key, device, config.dtype
-    )
+    model = load_model(getattr(transformers, DINO_CLASSES[kind]), place, key)
+    return PictureEncoder(model, load_processor(place, key, "BitImageProcessorPil"), device, config.dtype)
 
 
 REWARD = ImageSimilarity

@@ -7,14 +7,13 @@ compressibility over time (a still picture) is not rewarded.
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from verl_digen.reward.pictures import frames_of
+from verl_digen.reward.pictures import encoded, frames_of
 
 QUALITY = 95
 KILOBYTES_PER_UNIT = 500.0
@@ -24,14 +23,10 @@ def compute_score(
     data_source: str, solution_image: NDArray[np.uint8], ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
     """-kB/500 of the picture as JPEG; the mean over frames for a video. Always negative; closer to 0 is smaller."""
-    return -float(np.mean([kilobytes(frame) for frame in frames_of(solution_image)])) / KILOBYTES_PER_UNIT
-
-
-def kilobytes(frame: NDArray[np.uint8]) -> float:
-    """Size of a picture [H, W, 3] as JPEG at `QUALITY`, in kB of 1000 bytes."""
-    buffer = io.BytesIO()
-    Image.fromarray(frame).save(buffer, format="JPEG", quality=QUALITY)
-    return len(buffer.getvalue()) / 1000
+    kilobytes = [
+        len(encoded(frame, "JPEG", quality=QUALITY)) / 1000 for frame in map(Image.fromarray, frames_of(solution_image))
+    ]
+    return -float(np.mean(kilobytes)) / KILOBYTES_PER_UNIT
 
 
 REWARD = compute_score

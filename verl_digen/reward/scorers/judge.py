@@ -18,10 +18,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from verl_digen.require import In, require
+from verl_digen.require import In, refusing, require
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, JudgeConfig, SampleJudge
-from verl_digen.reward.judges.content import fields_of, filled, fitted, picture_parts, sample_images
 from verl_digen.reward.judges.reading import number_in, require_distinct, weighed
 from verl_digen.types import RewardInput
 
@@ -30,8 +29,6 @@ from verl_digen.types import RewardInput
 class QuestionConfig(JudgeConfig):
     """Settings of `judge`."""
 
-    question: str = ""
-    """Text with {prompt}, {ground_truth} and {NAME} of further columns; other braces are written twice."""
     pattern: str = ""
     """Regular expression whose first group is the number, e.g. 'Score: (\\d+)'. This or `answers`."""
     low: float = 0.0
@@ -48,7 +45,6 @@ class QuestionConfig(JudgeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.question), "question must be a text", self.question, "e.g. 'Does it show {prompt}?'")
-        fields_of(self.question, "question")
         require(
             bool(self.pattern) != bool(self.answers),
             "pattern or answers must be given, and not both",
@@ -69,10 +65,8 @@ class QuestionConfig(JudgeConfig):
 
 def require_pattern(key: str, pattern: str) -> None:
     """Raise ValueError unless `pattern` is a regular expression with a group."""
-    try:
+    with refusing(f"{key} must be a regular expression", pattern, "repair it"):
         groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"{key} must be a regular expression, got {pattern!r} ({error}); mend it") from error
     require(groups >= 1, f"{key} must have a group, which finds the number", pattern, r"e.g. 'Score: (\d+)'")
 
 
@@ -84,10 +78,8 @@ class Question(SampleJudge):
 
     async def judge(self, sample: RewardInput) -> Result:
         """Ask about one sample."""
-        config = self.config
-        sources = [fitted(image, config.max_px) for image in sample.sources()] if config.with_images else []
-        pictures = await picture_parts([*sources, *sample_images([sample], config.num_frames, config.max_px)])
-        question = filled(config.question, sample.row, f"{self.name}: question")
+        config, question = self.config, self.question(sample.row)
+        pictures = [*(await self.sources(sample) if config.with_images else ()), *await self.frames(sample)]
         if config.answers:
             found = await self.chat.ask(
                 pictures, question, lambda reply: weighed(reply, config.answers), top_logprobs=config.top_logprobs

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
-from verl_digen.require import In, OneOf, check_fields, require
+from verl_digen.require import In, OneOf, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.packages import imported
 from verl_digen.reward.pictures import images_of
@@ -62,9 +62,6 @@ class OcrConfig:
     """Frames that are read of a video."""
     frames: Annotated[str, OneOf(FRAMES)] = "mean_read"
     """Reward of a video: mean_read, mean or best; see the module."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "ocr: ")
 
 
 class Ocr(Reward):

@@ -18,7 +18,6 @@ from typing import Any
 
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.chat import JudgeConfig, SampleJudge
-from verl_digen.reward.judges.content import Part, fields_of, filled, picture_parts, sample_images
 from verl_digen.reward.text_match import text_reward, text_target
 from verl_digen.types import PromptRow, RewardInput
 
@@ -36,10 +35,6 @@ class OcrVlmConfig(JudgeConfig):
     num_frames: int = 4
     """Maximum frames of a video, each of which is read."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fields_of(self.question, "question")
-
 
 class OcrVlm(SampleJudge):
     """See the module."""
@@ -56,13 +51,9 @@ class OcrVlm(SampleJudge):
     async def judge(self, sample: RewardInput) -> Result:
         """Read each frame."""
         target = text_target(sample.row.text)
-        question = filled(self.config.question, sample.row, f"{self.name}: question")
-        frames = await picture_parts(sample_images([sample], self.config.num_frames, self.config.max_px))
-        read = await self.chat.all(self._text(frame, question) for frame in frames)
+        question, frames = self.question(sample.row), await self.frames(sample)
+        read = await self.chat.all(self.chat.ask([frame], question, lambda reply: reply.text) for frame in frames)
         return fmean(text_reward(text, target) for text in read)
-
-    async def _text(self, frame: Part, question: str) -> str:
-        return await self.chat.ask([frame], question, lambda reply: reply.text)
 
 
 REWARD = OcrVlm

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import In
-from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward, check_settings
+from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward
 from verl_digen.types import RewardInput
 
 
@@ -38,9 +38,6 @@ class PickScoreConfig(EncoderConfig):
     """Folder or repository with tokenizer and picture processor; None takes those of `path`."""
     divisor: Annotated[float, In("(0, inf]")] = 26.0
     """The scaled cosine is divided by this."""
-
-    def __post_init__(self) -> None:
-        check_settings("pickscore", self)
 
 
 class PickScore(FrameReward):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from verl_digen.require import settings_of
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.pictures import frames_of
 from verl_digen.reward.servers.answers import Failed, Refused, RefusedForAll, Request
@@ -33,9 +34,9 @@ class ServerReward(Reward):
     config_class = ProtocolSettings
 
     @classmethod
-    def settings_class(cls, arguments: Mapping[str, Any]) -> type:
+    def settings(cls, arguments: Mapping[str, Any], key: str) -> Any:
         """The settings of the protocol that the entry names."""
-        return find(arguments.get("protocol", "")).settings
+        return settings_of(cls, find(arguments.get("protocol", ""), f"{key}.protocol").settings, arguments, key)
 
     @classmethod
     def reads_latents(cls, arguments: Mapping[str, Any]) -> bool:

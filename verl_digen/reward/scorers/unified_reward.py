@@ -21,7 +21,7 @@ from PIL import Image
 from verl_digen.require import In
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.chat import MAX_SIDE_PX, JudgeConfig, SampleJudge
-from verl_digen.reward.judges.content import fields_of, filled, fitted, picture_parts
+from verl_digen.reward.judges.content import fitted, picture_parts
 from verl_digen.reward.judges.reading import number_in
 from verl_digen.reward.pictures import images_of
 from verl_digen.types import RewardInput
@@ -53,10 +53,6 @@ class UnifiedRewardConfig(JudgeConfig):
     num_frames: int = 4
     """Maximum frames of a video, each of which is asked about."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fields_of(self.question, "question")
-
 
 class UnifiedReward(SampleJudge):
     """See the module."""
@@ -66,7 +62,7 @@ class UnifiedReward(SampleJudge):
 
     async def judge(self, sample: RewardInput) -> Result:
         """Ask about each frame."""
-        question = filled(self.config.question, sample.row, f"{self.name}: question")
+        question = self.question(sample.row)
         frames = images_of(sample, self.config.num_frames)
         numbers = await self.chat.all(self._number(frame, question) for frame in frames)
         return fmean(numbers) / HIGH

@@ -18,7 +18,6 @@ from statistics import fmean
 
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.chat import JudgeConfig, SampleJudge
-from verl_digen.reward.judges.content import fields_of, filled, picture_parts, sample_images
 from verl_digen.reward.judges.reading import Reply, number_in
 from verl_digen.types import RewardInput
 
@@ -59,11 +58,7 @@ class UnifiedReward2Config(JudgeConfig):
     """Text with {prompt} for pictures; the answer must give "Alignment Score (1-5): X" and so on."""
     video_question: str = VIDEO_QUESTION
     """Text with {prompt} for videos, with "Physics" in place of "Coherence"."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        fields_of(self.question, "question")
-        fields_of(self.video_question, "video_question")
+    questions = ("question", "video_question")
 
 
 class UnifiedReward2(SampleJudge):
@@ -74,12 +69,10 @@ class UnifiedReward2(SampleJudge):
 
     async def judge(self, sample: RewardInput) -> Result:
         """Ask about one sample."""
-        config, is_video = self.config, sample.pixels.ndim == 4
-        key = "video_question" if is_video else "question"
-        pictures = await picture_parts(sample_images([sample], config.num_frames, config.max_px))
-        question = filled(getattr(config, key), sample.row, f"{self.name}: {key}")
+        is_video = sample.pixels.ndim == 4
+        question = self.question(sample.row, "video_question" if is_video else "question")
         names = VIDEO_NAMES if is_video else IMAGE_NAMES
-        axes = await self.chat.ask(pictures, question, lambda reply: axes_in(reply, names))
+        axes = await self.chat.ask(await self.frames(sample), question, lambda reply: axes_in(reply, names))
         return {"score": (fmean(axes.values()) - LOW) / (HIGH - LOW), **axes}
 
 

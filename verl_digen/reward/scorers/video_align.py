@@ -24,13 +24,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from verl_digen.require import In, OneOf, check_fields, require
+from verl_digen.require import In, OneOf, require
 from verl_digen.reward import checkpoints
 from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.encoders import DTYPES
 from verl_digen.reward.pictures import frames_of
-from verl_digen.reward.qwen_pixels import FACTOR, TEMPORAL, patches_of, scaled_video
-from verl_digen.reward.qwen_regressor import BASE_FILES, Question, QwenRegressor
+from verl_digen.reward.qwen_regressor import (
+    FACTOR,
+    TEMPORAL,
+    Question,
+    QwenConfig,
+    QwenRegressor,
+    patches_of,
+    scaled_video,
+)
 from verl_digen.types import RewardInput
 
 AXES = ("VQ", "MQ", "TA")
@@ -79,7 +85,7 @@ END
 
 
 @dataclass(frozen=True)
-class VideoAlignConfig:
+class VideoAlignConfig(QwenConfig):
     """Settings of `video_align`."""
 
     path: str = "KwaiVGI/VideoReward"
@@ -90,11 +96,6 @@ class VideoAlignConfig:
     """Score: sum, or one of VQ, MQ and TA."""
     video_fps: Annotated[float, In("(0, inf]")] = 16.0
     """Frames per second that the generated videos stand for: 16 for Wan, 24 for HunyuanVideo."""
-    dtype: Annotated[str, OneOf(DTYPES)] = "bf16"
-    """Dtype of the network: fp32, bf16 or fp16; the head is fp32."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "video_align: ")
 
 
 class VideoAlign(Reward):
@@ -104,25 +105,16 @@ class VideoAlign(Reward):
 
     def __init__(self, config: VideoAlignConfig, device: torch.device):
         super().__init__(config, device)
-        from transformers import AutoConfig
-
         folder = checkpoints.folder(config.path, "video_align: path")
-        base = checkpoints.folder(config.base, "video_align: base", BASE_FILES)
         settings = _settings(folder)
         lora, self._data = settings["peft_lora_config"], settings["data_config"]
         self._norm: Mapping[str, float] | None = settings.get("inference_config")
         weights = torch.load(_last_checkpoint(folder), map_location="cpu", weights_only=True, mmap=True)
         if lora["lora_enable"]:
             weights = merged(weights, alpha=lora["lora_alpha"], rank=lora["lora_r"], rslora=lora["use_rslora"])
-        hidden = AutoConfig.from_pretrained(base).text_config.hidden_size
+        outputs = settings["model_config"]["output_dim"]
         self._model = QwenRegressor(
-            base,
-            weights,
-            nn.Linear(hidden, settings["model_config"]["output_dim"], bias=False),
-            TOKENS,
-            dtype=DTYPES[config.dtype],
-            device=device,
-            key="video_align: path",
+            config, "video_align", weights, lambda width: nn.Linear(width, outputs, bias=False), TOKENS, device
         )
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:

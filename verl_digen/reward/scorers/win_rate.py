@@ -24,7 +24,7 @@ from typing import Annotated
 from verl_digen.require import In
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, Judge, JudgeConfig
-from verl_digen.reward.judges.content import Part, fields_of, filled, fitted, picture_parts, sample_images
+from verl_digen.reward.judges.content import Part
 from verl_digen.reward.judges.reading import preferred, require_distinct, weighed
 from verl_digen.types import RewardInput
 
@@ -65,7 +65,6 @@ class WinRateConfig(JudgeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        fields_of(self.question, "question")
         require_distinct({self.first: 1.0, self.second: 0.0}, "first and second")
 
 
@@ -82,10 +81,9 @@ class WinRate(Judge):
         pairs = pairs_of(len(batch), config.rounds, random.Random(f"{config.seed}/{row.uid}"))
         if config.both_orders:
             pairs += [(second, first) for first, second in pairs]
-        question = filled(config.question, row, f"{self.name}: question")
-        sources = [fitted(image, config.max_px) for image in batch[0].sources()] if config.with_images else []
-        before = await picture_parts(sources)
-        frames = [await picture_parts(sample_images([sample], config.num_frames, config.max_px)) for sample in batch]
+        question = self.question(row)
+        before = await self.sources(batch[0]) if config.with_images else []
+        frames = [await self.frames(sample) for sample in batch]
         outcomes = await self.chat.all(self._outcome([*before, *frames[i], *frames[j]], question) for i, j in pairs)
         return win_rates(len(batch), dict(zip(pairs, outcomes, strict=True)))
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_digen.require import require
 from verl_digen.reward.base import RewardUnavailable
 
 EXCERPT_CHARS = 200
@@ -88,7 +87,8 @@ def excerpt(body: bytes, content_type: str, secret: str = "") -> str:
     return f"{content_type or 'no content type'}, {len(body)} bytes: {text[:EXCERPT_CHARS]!r}{cut}"
 
 
-SHOWN_CHARS = 100
+SHOWN_CHARS = 200
+"""Characters of a value in a message."""
 
 
 def json_of(answer: Answer) -> Any:
@@ -137,29 +137,15 @@ def numbers_of(value: Any, length: int, where: str) -> list[float]:
     return [number_of(one, f"{where}[{place}]") for place, one in enumerate(list_of(value, length, where))]
 
 
+def scores_of(found: Any, name: str, length: int) -> list[float]:
+    """Finite numbers under `name` of a mapping, one per sample."""
+    return numbers_of(entry_of(found, name), length, name)
+
+
 def shown(value: Any) -> str:
     """Beginning of a value for a message."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
-
-
-def require_weights(rewards: Mapping[str, float], example: str) -> None:
-    """Raise ValueError unless `rewards` holds at least one finite weight."""
-    remedy = f"name the server's rewards with their weights, e.g. rewards: {{{example}: 1.0}}"
-    require(len(rewards) > 0, "rewards must name at least one reward of the server", dict(rewards), remedy)
-    for name, weight in rewards.items():
-        require(math.isfinite(weight), f"rewards.{name} must be a finite number", weight, remedy)
-
-
-def headline(scores: Mapping[str, float], reward: str, chosen: str | None) -> float:
-    """The sub-score that counts: the chosen one, else the one named like the reward, else the only one."""
-    name = chosen if chosen is not None else reward
-    if name in scores:
-        return scores[name]
-    if chosen is None and len(scores) == 1:
-        return next(iter(scores.values()))
-    known = ", ".join(scores) or "no number at all"
-    raise UnusableAnswer(f"{reward} must have the sub-score {name!r}, got {known}; name one in metrics.{reward}")
 
 
 def _refuse_constant(name: str) -> Any:

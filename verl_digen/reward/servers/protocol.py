@@ -9,16 +9,18 @@ keys of the entry beside those of every server.
 
 from __future__ import annotations
 
+import math
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from verl_digen.require import In
+from verl_digen.require import In, require
 from verl_digen.reward.base import Result
 from verl_digen.reward.pictures import encoded, images_of
-from verl_digen.reward.servers.answers import Answer, Request
+from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer, scores_of
+from verl_digen.reward.servers.pickles import pickle_of
 from verl_digen.reward.servers.settings import ServerSettings
 from verl_digen.types import PromptRow, RewardInput
 
@@ -98,11 +100,59 @@ class JpegSettings(ProtocolSettings):
     published scores were made with it."""
 
 
-def jpegs_of(batch: Sequence[RewardInput], quality: int) -> list[bytes]:
-    """One JPEG file per picture."""
-    return [encoded(images_of(sample)[0], "JPEG", quality=quality) for sample in batch]
+class PickledJpegs(Protocol):
+    """Servers that get a pickle with JPEG files, and answer with one that has `scores` per picture."""
+
+    settings = JpegSettings
+    scores: ClassVar[str]
+    """Name of the scores in the answer."""
+
+    def payload(self, batch: Sequence[RewardInput]) -> Mapping[str, Any]:
+        """Entries beside `images`."""
+        return {}
+
+    def request(self, batch: Sequence[RewardInput]) -> Request:
+        """Encode samples. Protocol 4 of pickles is read by Python 3.4 and newer."""
+        images = [encoded(images_of(sample)[0], "JPEG", quality=self.config.jpeg_quality) for sample in batch]
+        return Request("", pickle.dumps({"images": images, **self.payload(batch)}, protocol=4))
+
+    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
+        """Read the scores."""
+        return [*scores_of(pickle_of(answer), self.scores, len(batch))]
 
 
-def pickled(payload: Mapping[str, Any]) -> Request:
-    """POST of a pickle to the URL itself. Protocol 4 is read by Python 3.4 and newer."""
-    return Request("", pickle.dumps(dict(payload), protocol=4))
+@dataclass(frozen=True)
+class WeightedSettings(ProtocolSettings):
+    """Settings of services with several rewards, each with one or several scores per picture."""
+
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Rewards of the service -> weights; the score is the weighted sum."""
+    metrics: dict[str, str] = field(default_factory=dict)
+    """Reward -> score that counts, where it has several and none of its own name."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        remedy = "name the server's rewards with their weights, e.g. rewards: {hpsv2: 1.0}"
+        require(len(self.rewards) > 0, "rewards must name at least one reward of the server", {}, remedy)
+        for name, weight in self.rewards.items():
+            require(math.isfinite(weight), f"rewards.{name} must be a finite number", weight, remedy)
+
+    def result(self, scores: Mapping[str, Mapping[str, float]]) -> Result:
+        """Weighted sum of one picture's rewards, with `REWARD/SCORE` of each.
+
+        Args:
+            scores: reward -> score -> number.
+        """
+        total = sum(weight * self._main(scores[reward], reward) for reward, weight in self.rewards.items())
+        details = {f"{reward}/{name}": value for reward, own in scores.items() for name, value in own.items()}
+        return {**details, "score": total}
+
+    def _main(self, scores: Mapping[str, float], reward: str) -> float:
+        """The score that counts: the chosen one, else the one named like the reward, else the only one."""
+        name = self.metrics.get(reward, reward)
+        if name in scores:
+            return scores[name]
+        if reward not in self.metrics and len(scores) == 1:
+            return next(iter(scores.values()))
+        known = ", ".join(scores) or "no number at all"
+        raise UnusableAnswer(f"{reward} must have the sub-score {name!r}, got {known}; name one in metrics.{reward}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from verl_digen.require import In, check_fields, require
+from verl_digen.require import In, require
 
 SCHEMES = ("http", "https")
 
@@ -44,7 +44,6 @@ class ServerSettings:
         require(
             len(set(self.urls)) == len(self.urls), "url must name each server once", list(self.urls), "take one out"
         )
-        check_fields(self, "")
 
     @property
     def urls(self) -> tuple[str, ...]:

@@ -14,11 +14,11 @@ PROTOCOLS = tuple(module.name for module in pkgutil.iter_modules(__path__))
 """Names of the files."""
 
 
-def find(name: Any) -> type[Protocol]:
+def find(name: Any, key: str = "protocol") -> type[Protocol]:
     """The class of a protocol.
 
     Raises:
         ValueError: there is no such file.
     """
-    require_one_of("protocol", name, PROTOCOLS)
+    require_one_of(key, name, PROTOCOLS)
     return importlib.import_module(f"{__name__}.{name}").PROTOCOL

@@ -30,13 +30,11 @@ from verl_digen.reward.servers.answers import (
     Request,
     UnusableAnswer,
     entry_of,
-    headline,
     json_of,
     numbers_of,
-    require_weights,
     shown,
 )
-from verl_digen.reward.servers.protocol import Later, Protocol, ProtocolSettings
+from verl_digen.reward.servers.protocol import Later, Protocol, WeightedSettings
 from verl_digen.types import RewardInput
 
 FORM = "application/x-www-form-urlencoded"
@@ -47,17 +45,13 @@ REFUSED = {
     "gen_eval": "it takes one picture per request in a form of its own; use protocol: flow_grpo_geneval",
 }
 """Rewards of the service that cannot be asked for -> why."""
-MAIN_SCORES = {"ocr": "ocr_reward"}
-"""Score that counts, where it does not have the reward's name."""
 
 
 @dataclass(frozen=True)
-class CosmosSettings(ProtocolSettings):
+class CosmosSettings(WeightedSettings):
     """Settings of `protocol: cosmos_rl`."""
 
-    rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards of the service -> weights; the score is the weighted sum."""
-    metrics: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, str] = field(default_factory=lambda: {"ocr": "ocr_reward"})
     """Reward -> score that counts, where it has several and none of its own name."""
     poll_s: Annotated[float, In("(0, inf)")] = 1.0
     """Time between two questions for the scores of a job."""
@@ -66,7 +60,6 @@ class CosmosSettings(ProtocolSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_weights(self.rewards, "hpsv2")
         for name in self.rewards:
             require(name not in REFUSED, f"rewards must not name {name}", name, REFUSED.get(name, ""))
 
@@ -144,16 +137,15 @@ class Cosmos(Protocol):
         )
 
     def _results(self, job: _Job) -> list[Result]:
-        results: list[Result] = []
-        for place in range(job.num_samples):
-            total, details = 0.0, {}
-            for reward, weight in self.config.rewards.items():
-                scores = {name: numbers[place] for name, numbers in job.found[reward].items()}
-                chosen = self.config.metrics.get(reward, MAIN_SCORES.get(reward))
-                total += weight * headline(scores, reward, chosen)
-                details |= {f"{reward}/{name}": value for name, value in scores.items()}
-            results.append({**details, "score": total})
-        return results
+        return [
+            self.config.result(
+                {
+                    reward: {name: numbers[place] for name, numbers in scores.items()}
+                    for reward, scores in job.found.items()
+                }
+            )
+            for place in range(job.num_samples)
+        ]
 
 
 def _scores(found: Any, num_samples: int) -> dict[str, list[float]]:

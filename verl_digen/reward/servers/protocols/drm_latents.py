@@ -26,7 +26,7 @@ from safetensors.torch import save
 
 from verl_digen.require import In, require
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Declined, Request, entry_of, json_of, numbers_of, shown
+from verl_digen.reward.servers.answers import Answer, Declined, Request, entry_of, json_of, scores_of, shown
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
 from verl_digen.types import RewardInput, SampleLatents
 
@@ -88,7 +88,7 @@ class DrmLatents(Protocol):
         version = entry_of(found, "protocol_version")
         if version != VERSION:
             raise Declined(f"protocol_version must be {VERSION!r}, got {shown(version)}")
-        raw = numbers_of(entry_of(found, "raw_scores"), len(batch), "raw_scores")
+        raw = scores_of(found, "raw_scores", len(batch))
         return [{"score": one * self.config.score_scale + self.config.score_bias, "raw": one} for one in raw]
 
 

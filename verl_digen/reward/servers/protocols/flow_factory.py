@@ -10,16 +10,13 @@ Videos are sent whole, frame by frame. `condition_images` are the images of the 
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from PIL import Image
-
 from verl_digen.reward.base import Result
-from verl_digen.reward.pictures import encoded, images_of
+from verl_digen.reward.pictures import base64_of, images_of
 from verl_digen.reward.servers.answers import Answer, Declined, Request, entry_of, json_of, numbers_of
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
 from verl_digen.types import RewardInput
@@ -45,9 +42,9 @@ class FlowFactory(Protocol):
 
     def request(self, batch: Sequence[RewardInput]) -> Request:
         """Encode pictures or videos."""
-        frames = [[_png(image) for image in images_of(sample)] for sample in batch]
+        frames = [[base64_of(image) for image in images_of(sample)] for sample in batch]
         is_video = batch[0].pixels.ndim == 4
-        conditions = [[_png(image) for image in sample.sources()] for sample in batch]
+        conditions = [[base64_of(image) for image in sample.sources()] for sample in batch]
         payload = {
             "prompt": [sample.row.text for sample in batch],
             "image": None if is_video else [one for (one,) in frames],
@@ -65,10 +62,6 @@ class FlowFactory(Protocol):
             raise Declined(str(found["error"]))
         rewards = found if isinstance(found, list) else entry_of(found, "rewards")
         return [*numbers_of(rewards, len(batch), "rewards")]
-
-
-def _png(image: Image.Image) -> str:
-    return base64.b64encode(encoded(image)).decode()
 
 
 PROTOCOL = FlowFactory

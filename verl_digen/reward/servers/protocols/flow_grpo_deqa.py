@@ -6,27 +6,13 @@ POST of a pickle `{"images": [JPEG]}`; answer: a pickle `{"outputs": [score]}`. 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Request, entry_of, numbers_of
-from verl_digen.reward.servers.pickles import pickle_of
-from verl_digen.reward.servers.protocol import JpegSettings, Protocol, jpegs_of, pickled
-from verl_digen.types import RewardInput
+from verl_digen.reward.servers.protocol import PickledJpegs
 
 
-class Deqa(Protocol):
+class Deqa(PickledJpegs):
     """See the module."""
 
-    settings = JpegSettings
-
-    def request(self, batch: Sequence[RewardInput]) -> Request:
-        """Encode pictures."""
-        return pickled({"images": jpegs_of(batch, self.config.jpeg_quality)})
-
-    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
-        """Read `outputs`."""
-        return [*numbers_of(entry_of(pickle_of(answer), "outputs"), len(batch), "outputs")]
+    scores = "outputs"
 
 
 PROTOCOL = Deqa

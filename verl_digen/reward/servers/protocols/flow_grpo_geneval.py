@@ -14,14 +14,14 @@ Details: `strict_accuracy`, `strict_accuracy/TAG` of the prompt's own tag; witho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Request, entry_of, numbers_of
+from verl_digen.reward.servers.answers import Answer, scores_of
 from verl_digen.reward.servers.pickles import pickle_of
-from verl_digen.reward.servers.protocol import JpegSettings, Protocol, jpegs_of, pickled
+from verl_digen.reward.servers.protocol import JpegSettings, PickledJpegs
 from verl_digen.types import PromptRow, RewardInput
 
 
@@ -33,7 +33,7 @@ class GenevalSettings(JpegSettings):
     """Leave out GenEval's own rule, as flow_grpo does in training. The score is the same."""
 
 
-class Geneval(Protocol):
+class Geneval(PickledJpegs):
     """See the module."""
 
     settings = GenevalSettings
@@ -43,24 +43,16 @@ class Geneval(Protocol):
         """Require GenEval's columns."""
         meta_data(row)
 
-    def request(self, batch: Sequence[RewardInput]) -> Request:
-        """Encode pictures with the meta data of their prompts."""
-        return pickled(
-            {
-                "images": jpegs_of(batch, self.config.jpeg_quality),
-                "meta_datas": [meta_data(sample.row) for sample in batch],
-                "only_strict": self.config.only_strict,
-            }
-        )
+    def payload(self, batch: Sequence[RewardInput]) -> Mapping[str, Any]:
+        """Meta data of the prompts."""
+        rows = [meta_data(sample.row) for sample in batch]
+        return {"meta_datas": rows, "only_strict": self.config.only_strict}
 
     def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
         """Read `scores`, and the rules as details."""
         found = pickle_of(answer)
         rules = {"strict_accuracy": "strict_rewards"} | ({} if self.config.only_strict else {"accuracy": "rewards"})
-        lists = {
-            name: numbers_of(entry_of(found, key), len(batch), key)
-            for name, key in {"score": "scores", **rules}.items()
-        }
+        lists = {name: scores_of(found, key, len(batch)) for name, key in {"score": "scores", **rules}.items()}
         return [
             {name: values[place] for name, values in lists.items()}
             | {f"{name}/{sample.row.extra['tag']}": lists[name][place] for name in rules}

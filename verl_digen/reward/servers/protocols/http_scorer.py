@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Declined, Request, entry_of, numbers_of
+from verl_digen.reward.servers.answers import Answer, Declined, numbers_of, scores_of
 from verl_digen.reward.servers.pickles import pickle_of
-from verl_digen.reward.servers.protocol import JpegSettings, Protocol, jpegs_of, pickled
+from verl_digen.reward.servers.protocol import JpegSettings, PickledJpegs
 from verl_digen.types import RewardInput
 
 
@@ -30,28 +30,23 @@ class HttpScorerSettings(JpegSettings):
     """Add the prompts' further columns as `metadata["meta_datas"]`, which its GenEval needs."""
 
 
-class HttpScorer(Protocol):
+class HttpScorer(PickledJpegs):
     """See the module."""
 
     settings = HttpScorerSettings
 
-    def request(self, batch: Sequence[RewardInput]) -> Request:
-        """Encode pictures, prompts and metadata."""
+    def payload(self, batch: Sequence[RewardInput]) -> Mapping[str, Any]:
+        """Prompts and metadata."""
         rows = [{**sample.row.extra, "prompt": sample.row.text} for sample in batch]
-        return pickled(
-            {
-                "images": jpegs_of(batch, self.config.jpeg_quality),
-                "prompts": [sample.row.text for sample in batch],
-                "metadata": {**self.config.metadata, **({"meta_datas": rows} if self.config.sends_rows else {})},
-            }
-        )
+        metadata = {**self.config.metadata, **({"meta_datas": rows} if self.config.sends_rows else {})}
+        return {"prompts": [sample.row.text for sample in batch], "metadata": metadata}
 
     def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
         """Read `scores` and further lists."""
         found = pickle_of(answer)
         if isinstance(found, Mapping) and "error" in found:
             raise Declined(str(found["error"]).strip()[-500:])  # the end of a traceback says more
-        scores = numbers_of(entry_of(found, "scores"), len(batch), "scores")
+        scores = scores_of(found, "scores", len(batch))
         details = {
             str(name): numbers_of(values, len(batch), str(name))
             for name, values in found.items()

@@ -7,21 +7,21 @@ vLLM or SGLang is asked as a judge instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from verl_digen.reward.servers.answers import Request
-from verl_digen.reward.servers.protocol import jpegs_of, pickled
-from verl_digen.reward.servers.protocols.flow_grpo_deqa import Deqa
+from verl_digen.reward.servers.protocol import PickledJpegs
 from verl_digen.types import RewardInput
 
 
-class UnifiedRewardRemote(Deqa):
-    """See the module; an answer is as DeQA's."""
+class UnifiedRewardRemote(PickledJpegs):
+    """See the module."""
 
-    def request(self, batch: Sequence[RewardInput]) -> Request:
-        """Encode pictures and prompts."""
-        prompts = [sample.row.text for sample in batch]
-        return pickled({"images": jpegs_of(batch, self.config.jpeg_quality), "prompts": prompts})
+    scores = "outputs"
+
+    def payload(self, batch: Sequence[RewardInput]) -> Mapping[str, Any]:
+        """The prompts."""
+        return {"prompts": [sample.row.text for sample in batch]}
 
 
 PROTOCOL = UnifiedRewardRemote

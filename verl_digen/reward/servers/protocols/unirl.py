@@ -13,10 +13,9 @@ quality 95, as its own client sends them, or PNG. A video is sent as pictures: t
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from PIL import Image
@@ -24,38 +23,28 @@ from PIL import Image
 from verl_digen.inputs import source_image
 from verl_digen.require import In
 from verl_digen.reward.base import Result
-from verl_digen.reward.pictures import encoded, images_of
+from verl_digen.reward.pictures import base64_of, images_of
 from verl_digen.reward.servers.answers import (
     Answer,
     Declined,
     Request,
     entry_of,
-    headline,
     json_of,
     list_of,
     number_of,
-    require_weights,
 )
-from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
+from verl_digen.reward.servers.protocol import Protocol, WeightedSettings
 from verl_digen.types import RewardInput
 
 
 @dataclass(frozen=True)
-class UnirlSettings(ProtocolSettings):
+class UnirlSettings(WeightedSettings):
     """Settings of `protocol: unirl`."""
 
-    rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards of the service -> weights; the score is the weighted sum."""
-    metrics: dict[str, str] = field(default_factory=dict)
-    """Reward -> sub-score that counts, where it has several and none of its own name."""
     lossless: bool = False
     """Send PNG, so that the service gets the very pixels, in place of JPEG."""
     jpeg_quality: Annotated[int, In("[1, 100]")] = 95
     """Quality of the JPEG files."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_weights(self.rewards, "hpsv2")
 
 
 class Unirl(Protocol):
@@ -103,19 +92,16 @@ class Unirl(Protocol):
         return [self._result(one, f"results[{place}]") for place, one in enumerate(results)]
 
     def _result(self, result: Any, where: str) -> Result:
-        total, details = 0.0, {}
-        for reward, weight in self.config.rewards.items():
+        found: dict[str, dict[str, float]] = {}
+        for reward in self.config.rewards:
             subs = entry_of(result, reward)
-            if not isinstance(subs, Mapping):
-                subs = {reward: subs}
-            scores = {name: number_of(value, f"{where}.{reward}.{name}") for name, value in subs.items()}
-            total += weight * headline(scores, reward, self.config.metrics.get(reward))
-            details |= {f"{reward}/{name}": value for name, value in scores.items()}
-        return {**details, "score": total}
+            named = subs if isinstance(subs, Mapping) else {reward: subs}
+            found[reward] = {name: number_of(value, f"{where}.{reward}.{name}") for name, value in named.items()}
+        return self.config.result(found)
 
     def _file(self, image: Image.Image) -> str:
         format = "PNG" if self.config.lossless else "JPEG"
-        return base64.b64encode(encoded(image, format, quality=self.config.jpeg_quality)).decode()
+        return base64_of(image, format, quality=self.config.jpeg_quality)
 
 
 def _metadata(sample: RewardInput) -> dict[str, Any]:
