@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a published size with random weights: `python -m verl_digen.checkup.checkpoints NAME FOLDER`.
+"""Checkpoints of a published size with random weights.
 
 Configs are the published ones. The transformer's weights are drawn where it is loaded (`models.random_weights`), those
 of the encoders and the VAE are written.
@@ -7,10 +7,8 @@ of the encoders and the VAE are written.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,16 +50,13 @@ TRUE_SIZES = {
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:
-    """Write checkpoint `name`, unless it is there; a process that comes second waits for the first."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            unfinished = folder.with_suffix(".unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            _write(TRUE_SIZES[name], unfinished)
-            unfinished.rename(folder)
+    """Write checkpoint `name`, unless it is there."""
+    if not folder.exists():
+        unfinished = folder.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        _write(TRUE_SIZES[name], unfinished)
+        unfinished.rename(folder)
     return folder
 
 
@@ -120,7 +115,3 @@ def _write_weights(folder: Path, config: dict[str, Any], dtype_name: str) -> Non
         if name not in tied
     }
     save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
-
-
-if __name__ == "__main__":
-    write_checkpoint(sys.argv[1], Path(sys.argv[2]))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 
 from verl_digen.export.saved_run import SavedRun
 from verl_digen.models.locate import HUB_ID
+from verl_digen.observe.run_files import METRICS, read_lines
 
 MAX_ROWS = 20
 """Validations in the table; of more, evenly spaced ones, the first and the last among them."""
@@ -33,7 +33,7 @@ def model_card(run: SavedRun, policy: str, form: str) -> str:
     parts = [f"---\n{_metadata(run)}\n---", f"# {run.folder.absolute().name}", "Trained with verl-digen."]
     parts.append(_table(("", ""), facts.items()))
     parts.append("## Rewards\n\n" + _table(("reward", "weight"), _rewards(run)))
-    if rows := list(validations(run.folder / "metrics.jsonl", run.step)):
+    if rows := list(validations(run.folder / METRICS, run.step)):
         parts.append("## Validation\n\nMean reward over the validation prompts.\n\n" + _table(("step", "reward"), rows))
     if words := _overrides(run.folder):
         parts.append("## Command line\n\n" + "\n".join(f"    {word}" for word in words))
@@ -65,9 +65,8 @@ def _rewards(run: SavedRun) -> Iterator[tuple[str, str]]:
 
 def validations(metrics: Path, step: int) -> Iterator[tuple[int, str]]:
     """(step, mean reward) of validations up to `step` in a run's metrics.jsonl; at most `MAX_ROWS`."""
-    lines = metrics.read_text().splitlines() if metrics.is_file() else []
-    read = [json.loads(line) for line in lines]
-    found = {each["step"]: each["val/reward"] for each in read if "val/reward" in each and each["step"] <= step}
+    rows = [row for row in read_lines(metrics) if "val/reward" in row and row["step"] <= step]
+    found = {row["step"]: row["val/reward"] for row in rows}
     steps = sorted(found)
     count = min(MAX_ROWS, len(steps))
     for number in range(count):

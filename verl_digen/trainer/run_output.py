@@ -8,7 +8,6 @@ Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from functools import cached_property
@@ -21,7 +20,7 @@ from omegaconf import DictConfig
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
 from verl_digen.observe.numerics import FirstSteps
-from verl_digen.observe.run_files import METRICS, WARNINGS, WarningsFile
+from verl_digen.observe.run_files import METRICS, WARNINGS, WarningsFile, append_line, keep_until
 from verl_digen.trainer.run_report import RunReport
 from verl_digen.trainer.training_pictures import TrainingPictures
 from verl_digen.types import SampleTag
@@ -40,7 +39,7 @@ class RunOutput:
         pictures: TrainingPictures,
         digen: DigenConfig,
     ):
-        self._metrics_file = MetricsFile(run_dir / METRICS)
+        self._metrics_path = run_dir / METRICS
         self._warnings = WarningsFile(run_dir / WARNINGS)
         logging.getLogger(LOGGER).addHandler(self._warnings)
         self._pictures, self._digen = pictures, digen
@@ -60,7 +59,7 @@ class RunOutput:
 
     def keep_until(self, step: int) -> None:
         """Drop what a run resumed after `step` repeats; 0 drops all."""
-        self._metrics_file.keep_until(step)
+        keep_until(self._metrics_path, step)
         self._warnings.keep_until(step)
         self._warnings.step = step
 
@@ -84,7 +83,7 @@ class RunOutput:
         """
         self._warnings.step = step
         self._pictures.log(step, samples, wandb)
-        self._metrics_file.append(step, metrics)
+        append_metrics(self._metrics_path, step, metrics)
         for remark in self._first_steps.observe(metrics):
             logger.log(logging.WARNING if remark.is_warning else logging.INFO, "%s", remark.text)
         logger.info(progress_line(metrics, step=step, num_steps=num_steps, remaining_s=remaining_s))
@@ -93,7 +92,7 @@ class RunOutput:
 
     def on_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the numbers of a validation before the first step; those of later ones are part of their step's."""
-        self._metrics_file.append(step, metrics)
+        append_metrics(self._metrics_path, step, metrics)
         if self._report is not None:
             self._report.refresh()
 
@@ -105,29 +104,10 @@ class RunOutput:
         logging.getLogger(LOGGER).removeHandler(self._warnings)
 
 
-class MetricsFile:
-    """`RUN_DIR/metrics.jsonl`: one JSON object per step, continued by a resumed run.
-
-    Example line: `{"step": 12, "reward/mean": 0.71, "perf/step_s": 2.5, ...}`
-    """
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def keep_until(self, step: int) -> None:
-        """Drop the lines of steps after `step`, which a run resumed there repeats; 0 drops all."""
-        if not self._path.exists():
-            return
-        text = self._path.read_text(encoding="utf-8")
-        lines = text[: text.rfind("\n") + 1].splitlines()  # without half a line, which a full disk leaves
-        kept = [line for line in lines if step > 0 and json.loads(line)["step"] <= step]
-        self._path.write_text("".join(line + "\n" for line in kept))
-
-    def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one step's numbers; values that are not numbers are left out."""
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **numbers}) + "\n")
+def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
+    """Append the numbers of a step, `{"step": 12, "reward/mean": 0.71, ...}`; other values are left out."""
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+    append_line(path, {"step": step, **numbers})
 
 
 def progress_line(metrics: Mapping[str, float], *, step: int, num_steps: int, remaining_s: float) -> str:
