@@ -71,13 +71,6 @@ def test_a_plan_is_refused_where_the_run_is(capsys):
     assert "actor_rollout_ref.rollout.n must be >= 2" in err
 
 
-def test_a_run_without_a_timeline_is_answered_with_what_it_has(capsys, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    code, err = digen(capsys, "timeline", str(tmp_path))
-    assert code == 2
-    assert "it has finished no step yet, or an older version" in err and "metrics.jsonl has perf/*" in err
-
-
 @pytest.mark.parametrize(
     ("raised", "code"), [(KeyboardInterrupt(), 130), (BrokenPipeError(), 141), (PermissionError(13, "Denied", "x"), 2)]
 )
