@@ -7,27 +7,25 @@ groups train as two fragments of one optimizer step.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from verl.plugin.platform import get_platform
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
+from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.window import Window
 from verl_digen.checkup.checks import CheckFailed, Setting
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.rows import Samples
-from verl_digen.engine.shadow import local_shard
 from verl_digen.inputs import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
@@ -39,7 +37,7 @@ from verl_digen.types import Geometry, PathRecord, SampleRequest, Sampling
 TIMEOUT_S = 60.0
 """Timeout of a collective."""
 RTOL = 1e-4
-"""Largest difference of the gradients' norm, relative; sums are rounded in another order."""
+"""Largest difference, relative to the norm; sums are rounded in another order."""
 SIZE_PX = 64
 NUM_STEPS, TRAINED = 4, (0, 1, 2)
 GROUPS, GROUP_SIZE = ("g0", "g1"), 2
@@ -71,7 +69,7 @@ def conclude(gaps: Sequence[float]) -> str:
     Raises:
         CheckFailed: one is too large, or not a number.
     """
-    worst = max(gaps, key=lambda gap: gap if gap == gap else torch.inf)
+    worst = max(gaps, key=lambda gap: gap if gap == gap else math.inf)
     if not worst <= RTOL:
         raise CheckFailed(
             f"on {len(gaps)} rank(s) the gradient reduced after the last tile differs from that reduced at every tile "
@@ -101,18 +99,11 @@ def run_rank(rank: int, num_ranks: int, checkpoint: Path, store: Path) -> float:
 
 
 def gradient_gap(checkpoint: Path) -> float:
-    """Norm of the difference between deferred and immediate gradient, relative to the latter's; nan where that is
-    zero. Of this rank's shards; in the current process group. Collective."""
+    """Difference between deferred and immediate gradient, of the norm or of the fixed ±1 projection, relative to the
+    norm; nan where that is zero. In the current process group. Collective."""
     batch = _samples(checkpoint)
-    immediate, deferred = (_gradient(_engine(checkpoint, reduce), batch) for reduce in ("tile", "batch"))
-    if immediate.keys() != deferred.keys():
-        return torch.nan
-    norms = torch.zeros(2, dtype=torch.float64)
-    for name, want in immediate.items():
-        norms += torch.stack([(deferred[name] - want).double().square().sum(), want.double().square().sum()])
-    dist.all_reduce(norms)  # a rank may have no part of a small network's gradient
-    difference, norm = norms.sqrt().tolist()
-    return difference / norm if norm > 0 else torch.nan
+    (norm, projection), deferred = (_gradient(_engine(checkpoint, reduce), batch) for reduce in ("tile", "batch"))
+    return max(abs(deferred[0] - norm), abs(deferred[1] - projection)) / norm if norm > 0 else math.nan
 
 
 def _engine(checkpoint: Path, reduce: str) -> DiffusersFSDPEngine:
@@ -177,8 +168,8 @@ def _samples(checkpoint: Path) -> Samples:
     )
 
 
-def _gradient(engine: DiffusersFSDPEngine, batch: Samples) -> dict[str, Tensor]:
-    """This rank's shards of the gradient of one optimizer step, on the host."""
+def _gradient(engine: DiffusersFSDPEngine, batch: Samples) -> tuple[float, float]:
+    """(norm, projection) of the gradient of one optimizer step, see `engine.gradients.projection`."""
 
     def fetch(samples: Sequence[FragmentSample]) -> Samples:
         chosen = [int(sample.key) for sample in samples]
@@ -192,24 +183,5 @@ def _gradient(engine: DiffusersFSDPEngine, batch: Samples) -> dict[str, Tensor]:
     engine.begin(len(batch.described), len(batch.described) * len(TRAINED), fetch)
     for uid in GROUPS:
         engine.accumulate(FragmentSpec(uid, tuple(sample for sample in batch.described if sample.uid == uid)))
-    with _stepped(engine) as found:
-        engine.commit()
-    return found
-
-
-@contextmanager
-def _stepped(engine: DiffusersFSDPEngine) -> Iterator[dict[str, Tensor]]:
-    """This rank's shards of the gradient that an optimizer step in the context finds."""
-    found: dict[str, Tensor] = {}
-
-    def look(*unused: Any) -> None:
-        for name, parameter in engine.module.named_parameters():
-            if parameter.grad is not None:
-                found[name] = local_shard(parameter.grad).detach().cpu().clone()
-
-    assert engine.optimizer is not None
-    handle = engine.optimizer.register_step_pre_hook(look)
-    try:
-        yield found
-    finally:
-        handle.remove()
+    found = numbers(engine.commit()["metrics"])
+    return found["grad_norm"], found["grad_projection"]

@@ -9,46 +9,44 @@ Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, TimeoutError
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import ray
 from omegaconf import DictConfig
+from ray.exceptions import RayError
 
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
+from verl_digen.errors import describe
 from verl_digen.observe.numerics import FirstSteps
-from verl_digen.observe.run_files import METRICS, WARNINGS, WarningsFile, append_line, keep_until
-from verl_digen.trainer.run_report import RunReport
+from verl_digen.observe.run_files import METRICS, REPORT, WARNINGS, WarningsFile, append_line, keep_until
+from verl_digen.report.page import refresh_report
 from verl_digen.trainer.training_pictures import TrainingPictures
 from verl_digen.types import SampleTag
 
 logger = logging.getLogger(__name__)
 LOGGER = "verl_digen"
 """Logger whose warnings are kept."""
+MIN_INTERVAL_S = 60.0
+"""Time between two starts of the report."""
+MAX_SHARE = 0.05
 
 
 class RunOutput:
     """See the module."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        pictures: TrainingPictures,
-        digen: DigenConfig,
-    ):
+    def __init__(self, config: DictConfig, digen: DigenConfig, run_dir: Path):
         self._metrics_path = run_dir / METRICS
         self._warnings = WarningsFile(run_dir / WARNINGS)
         logging.getLogger(LOGGER).addHandler(self._warnings)
-        self._pictures, self._digen = pictures, digen
+        self._pictures, self._digen = TrainingPictures.of_run(config, digen, run_dir), digen
         self._report = RunReport(run_dir, wait_s=digen.deadlines.setup_s) if digen.report else None
-
-    @classmethod
-    def of_run(cls, config: DictConfig, digen: DigenConfig, run_dir: Path) -> RunOutput:
-        """The output of a run's config."""
-        return cls(run_dir, TrainingPictures.of_run(config, digen, run_dir), digen)
 
     @cached_property
     def _first_steps(self) -> FirstSteps:
@@ -102,6 +100,76 @@ class RunOutput:
         if self._report is not None:
             self._report.finish()
         logging.getLogger(LOGGER).removeHandler(self._warnings)
+
+
+class RunReport:
+    """`RUN_DIR/report.html` while the run goes on: written again and again, whole, by a task beside the run.
+
+    - `refresh` never waits. It starts the task, unless one runs or the last one began too short ago: at least
+      `MIN_INTERVAL_S`, and so that writing takes at most `MAX_SHARE` of one core's time.
+    - A report that cannot be written is a warning, and the run goes on. The page that is there stays.
+    - The task imports `verl_digen.report.page`: what that imports costs each run seconds of a core.
+
+    Args:
+        wait_s: bound of `finish`.
+        begin: starts writing the report of a run's folder -> seconds that it took.
+        now_s: a clock.
+
+    Example:
+        report = RunReport(run_dir, wait_s=600)
+        report.refresh()  # starts a task
+        report.refresh()  # nothing: it runs, or it began less than a minute ago
+        report.finish()   # waits, writes once more
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        wait_s: float,
+        begin: Callable[[Path], Future[float]] = lambda run_dir: (
+            ray.remote(num_cpus=0)(refresh_report).remote(run_dir).future()
+        ),
+        now_s: Callable[[], float] = time.monotonic,
+    ):
+        self._run_dir, self._wait_s = run_dir, wait_s
+        self._begin, self._now_s = begin, now_s
+        self._running: Future[float] | None = None
+        self._due_s = float("-inf")
+        self._began_s = 0.0
+
+    def refresh(self) -> None:
+        """Start writing, if it is due."""
+        if self._running is not None:
+            if not self._running.done():
+                return
+            self._end(self._running)
+        if self._now_s() >= self._due_s:
+            self._start()
+
+    def finish(self) -> None:
+        """Write the whole run."""
+        if self._running is not None:
+            self._end(self._running)
+        self._end(self._start())
+
+    def _start(self) -> Future[float]:
+        self._began_s = self._now_s()
+        self._due_s = self._began_s + MIN_INTERVAL_S
+        self._running = self._begin(self._run_dir)
+        return self._running
+
+    def _end(self, task: Future[float]) -> None:
+        self._running = None
+        try:
+            spent_s = task.result(self._wait_s)
+        except (RayError, TimeoutError) as error:
+            logger.warning(
+                "%s could not be written (%s); the run goes on, and `digen report %s` writes it",
+                *(self._run_dir / REPORT, describe(error), self._run_dir),
+            )
+            return
+        self._due_s = max(self._due_s, self._began_s + spent_s / MAX_SHARE)
 
 
 def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
