@@ -161,16 +161,13 @@ def durations_of(
     *,
     has_tsp: bool,
 ) -> KnownDurations:
-    """Durations of every chunk, assist and fragment that the rules allow.
-
-    Args:
-    """
+    """Durations of every chunk, assist and fragment that the rules allow."""
     numbers, num_ranks = profile.numbers, split.trainer.num_devices
     slowdown = split.trainer.slowdown(profile.device)
     most_rounds = rules.assist_rounds(rules.assist_sizes(len(slots))[-1])
     max_groups = rules.largest_fragment if rules.gap.enable else numbers.num_prompts
     return KnownDurations(
-        sample_s=dict.fromkeys(slots, _slot_sample_s(profile, split)),
+        sample_s=dict.fromkeys(slots, sample_s(numbers, split.generator.slowdown(profile.device))),
         assisted_s=[assist_s(numbers, count * num_ranks, num_ranks, slowdown) for count in range(1, most_rounds + 1)],
         scoring_s=numbers.score_s,
         fragment_s=[
@@ -179,22 +176,17 @@ def durations_of(
     )
 
 
-def _slot_sample_s(profile: Profile, split: Split) -> float:
-    """Seconds of a sample on a slot."""
-    return sample_s(profile.numbers, split.generator.slowdown(profile.device))
-
-
 def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str], run: PlannerRun) -> Outcome:
     """Outcome of a run that was played, over its steady steps."""
     num_prompts, num_slots = profile.numbers.num_prompts, split.generator.num_devices
     num_samples = num_prompts * profile.numbers.group_size
-    sample_s = _slot_sample_s(profile, split)
-    ahead = _generated_ahead(run, sample_s, num_samples)
+    slot_sample_s = sample_s(profile.numbers, split.generator.slowdown(profile.device))
+    ahead = _generated_ahead(run, slot_sample_s, num_samples)
     if "tcss" in techniques:
         ahead.pop()  # nothing is begun early in the last step, because no step follows
     first, last = steady_window(ahead)
     # samples that the window consumed but did not regenerate are charged the time all slots take to generate them
-    charged_s = max(0.0, ahead[first] - ahead[last]) * sample_s / num_slots
+    charged_s = max(0.0, ahead[first] - ahead[last]) * slot_sample_s / num_slots
     window_s = run.commits_s[last] - run.commits_s[first]
     busy_s = {pool: seconds - run.busy_at_commit_s[first][pool] for pool, seconds in run.busy_at_commit_s[last].items()}
     num_steady, reports = last - first, run.reports[first + 1 : last + 1]

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
 from verl_digen.devices import PEAK_TFLOPS
-from verl_digen.require import In, check_fields, require, suggestion
+from verl_digen.require import In, check_fields, refusing, require, require_one_of, suggestion
 
 SOURCES = ("measured:", "published:", "derived:", "chosen:")
 """Allowed beginnings of a number's source."""
@@ -124,64 +124,36 @@ def windowed(profile: Profile, num_trained_steps: int) -> Profile:
 
 
 def parse_profile(name: str, text: str) -> Profile:
-    """Parse a profile's JSON."""
-    try:
-        data: dict[str, Any] = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"profile {name} must be JSON, got {error}; take a shipped one as a pattern") from error
-    _check_head(name, data)
-    entries = data["numbers"]
-    known = [field.name for field in fields(Numbers)]
-    require(
-        set(entries) == set(known),
-        f"numbers of profile {name} must be {', '.join(known)}",
-        ", ".join(sorted(set(known).symmetric_difference(entries))),
-        "add what is missing, drop what is unknown",
-    )
+    """Parse a profile's JSON.
+
+    Raises:
+        ValueError: it has another form than the shipped ones, or a number is out of bounds.
+    """
+    with refusing(f"profile {name} must be JSON in the form of the shipped ones", text[:40], "take one as a pattern"):
+        data = json.loads(text)
+        entries: dict[str, Any] = dict(data["numbers"])
+        about = {key: str(data[key]) for key in ("model", "setting", "device")}
     for key, entry in entries.items():
-        _check_entry(name, key, entry)
-    numbers = Numbers(**{key: entries[key]["value"] for key in known})
-    check_fields(numbers, f"profile {name}: ")
-    return Profile(
-        name,
-        data["model"],
-        data["setting"],
-        data["device"],
-        numbers,
-        {key: entries[key]["source"] for key in known},
-    )
-
-
-def _check_head(name: str, data: Any) -> None:
-    for key, kind in (("model", str), ("setting", str), ("device", str), ("numbers", dict)):
         require(
-            isinstance(data, dict) and isinstance(data.get(key), kind),
-            f"profile {name} must have {key!r}, a {kind.__name__}",
-            data.get(key) if isinstance(data, dict) else data,
-            "take a shipped one as a pattern",
+            isinstance(entry, dict) and set(entry) == {"value", "source"},
+            f"{key} of profile {name} must have a value and a source",
+            entry,
+            "say where the number comes from",
         )
-    require(
-        data["device"] in PEAK_TFLOPS,
-        f"device of profile {name} must be one of {', '.join(PEAK_TFLOPS)}",
-        data["device"],
-        "add it to verl_digen/devices.py",
-    )
-
-
-def _check_entry(name: str, key: str, entry: Any) -> None:
-    require(
-        isinstance(entry, dict) and set(entry) == {"value", "source"},
-        f"{key} of profile {name} must have a value and a source",
-        entry,
-        "say where the number comes from",
-    )
-    source = entry["source"]
-    require(
-        isinstance(source, str) and source.startswith(SOURCES),
-        f"the source of {key} in profile {name} must begin with one of {', '.join(SOURCES)}",
-        source,
-        "say where the number comes from",
-    )
+    with refusing(f"numbers of profile {name} must be those of the shipped ones", list(entries), "see the cause"):
+        numbers = Numbers(**{key: entry["value"] for key, entry in entries.items()})
+    sources = {key: str(entry["source"]) for key, entry in entries.items()}
+    found = Profile(name, **about, numbers=numbers, sources=sources)
+    check_fields(numbers, f"profile {name}: ")
+    require_one_of(f"device of profile {name}", found.device, PEAK_TFLOPS)
+    for key, source in sources.items():
+        require(
+            source.startswith(SOURCES),
+            f"the source of {key} in profile {name} must begin with one of {', '.join(SOURCES)}",
+            source,
+            "say where the number comes from",
+        )
+    return found
 
 
 def _folder() -> Any:
