@@ -5,6 +5,7 @@ The same functions run on the pretend accelerator.
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,14 @@ def test_a_network_that_computes_something_else_in_training_fails(tmp_path: Path
     monkeypatch.setattr(sd3.StableDiffusion3, "predict", off)
     with pytest.raises(CheckFailed, match=r"sampler with eta = 0 against .* in float32: "):
         selftest.check_numerics(setting(tmp_path))
+
+
+def test_an_architecture_that_fails_is_named_with_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(selftest, "ProcessPoolExecutor", lambda number, **rest: ThreadPoolExecutor(number))
+    given = replace(setting(tmp_path), architecture="sd4", is_cpu=True)
+    with pytest.raises(CheckFailed, match=r"^sd4: ValueError: unknown tiny checkpoint 'sd4'"):
+        selftest.check_architectures(given)
+    assert read_figures(tmp_path)[0]["fails"].startswith("ValueError: unknown tiny")
 
 
 # -- attention ----------------------------------------------------------------------------------------------
@@ -221,7 +230,7 @@ def _leaking_server(folder: Path) -> str:
     sleeping.DeviceMemory.release = keep_one
     with pytest.raises(CheckFailed) as failed:
         sleeping.check_sleeping(setting(folder))
-    return failed.value.cause
+    return str(failed.value)
 
 
 def test_a_server_that_keeps_its_decoder_fails(tmp_path: Path):
@@ -232,7 +241,7 @@ def _memory_stays() -> str:
     sleeping.DeviceMemory.release = lambda self, replaced=tuple: 0
     with pytest.raises(CheckFailed) as failed:
         sleeping.sleep_and_wake(2 * SIZE_MB, own_device(get_platform().device_name))
-    return failed.value.cause
+    return str(failed.value)
 
 
 def test_memory_that_stays_fails():

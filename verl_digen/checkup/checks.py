@@ -17,15 +17,12 @@ FIGURES = "figures.jsonl"
 
 
 class CheckFailed(Exception):
-    """A check found the machine wanting.
+    """A fault of the machine that a check found."""
 
-    Args:
-        cause: what was found. remedy: what to do; None gives the check's own.
-    """
 
-    def __init__(self, cause: str, remedy: str | None = None):
-        super().__init__(cause, remedy)
-        self.cause, self.remedy = cause, remedy
+def cause_of(error: BaseException) -> str:
+    """The error in words; of one that a check did not raise itself with its type."""
+    return str(error) if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class CheckSpec:
     deadline_s: float
     """Its process is killed after this time; far more than it takes."""
     remedy: str
-    """Remedy if it fails, unless the failure brings one."""
+    """Remedy if it fails."""
     least_s: float = 15.0
     """Time that must be left of `--budget` for it to start."""
     is_full: bool = False

@@ -107,7 +107,7 @@ def gradient_gap(checkpoint: Path) -> float:
 
 
 def _engine(checkpoint: Path, reduce: str) -> DiffusersFSDPEngine:
-    frames = _num_frames(checkpoint)
+    frames = load_model(checkpoint).spec.selftest.get("num_frames", 1)
     digen = {
         "sampling": {"height_px": SIZE_PX, "width_px": SIZE_PX, "num_frames": frames, "num_steps": NUM_STEPS},
         "tsp": {"samples_per_tile": 1, "steps_per_tile": 2, "reduce": reduce},
@@ -123,16 +123,11 @@ def _engine(checkpoint: Path, reduce: str) -> DiffusersFSDPEngine:
     return engine
 
 
-def _num_frames(checkpoint: Path) -> int:
-    return load_model(checkpoint).spec.selftest.get("num_frames", 1)
-
-
 def _samples(checkpoint: Path) -> Samples:
     """Samples that the checkpoint generates on the host; the same on every rank."""
     model = load_model(checkpoint)
-    sampling = Sampling(
-        Geometry(SIZE_PX, SIZE_PX, _num_frames(checkpoint)), NUM_STEPS, true_cfg_scale=1.0, law="flow", noise_level=0.7
-    )
+    geometry = Geometry(SIZE_PX, SIZE_PX, model.spec.selftest.get("num_frames", 1))
+    sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law="flow", noise_level=0.7)
     cpu = torch.device("cpu")
     network = model.load_transformer(torch.float32)
     sampler = Sampler(model, network, run_seed=SEED, device=cpu, latents_dtype=torch.float32)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from verl_digen.checkup.checks import CHECKS, FIGURES, CheckFailed, CheckSpec, Setting
+from verl_digen.checkup.checks import CHECKS, FIGURES, CheckSpec, Setting, cause_of
 
 LOG, OUTCOME, REPORT = "log.txt", "outcome.json", "report.md"
 PROGRAM = (sys.executable, "-W", "ignore", "-m", "verl_digen.checkup.runner")
@@ -36,9 +36,9 @@ class Outcome:
 
     name: str
     passed: bool
-    figure: str
-    """Measurements as text; "" if the check failed before."""
     seconds: float
+    figure: str = ""
+    """Measurements as text; "" if it failed."""
     cause: str = ""
     """Why it failed; "" if it passed."""
     remedy: str = ""
@@ -101,14 +101,10 @@ def run_checks(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         check = replace(check, deadline_s=min(check.deadline_s, ends_s - began_s))
-        cause, remedy, figure = _run(name, check, replace(setting, folder=folder), variables, program)
-        seconds = time.monotonic() - began_s
-        measured = read_figures(folder)
-        if cause is None:
-            yield Outcome(name, True, figure, seconds, measured=measured)
-        else:
-            remedy = f"{remedy or check.remedy}; the log: {folder / LOG}"
-            yield Outcome(name, False, figure, seconds, cause, remedy, measured)
+        said = _run(name, check, replace(setting, folder=folder), variables, program)
+        remedy = f"{check.remedy}; the log: {folder / LOG}" if "cause" in said else ""
+        seconds, measured = time.monotonic() - began_s, read_figures(folder)
+        yield Outcome(name, passed="cause" not in said, seconds=seconds, remedy=remedy, measured=measured, **said)
 
 
 def read_figures(folder: Path) -> list[dict[str, float | str]]:
@@ -119,8 +115,8 @@ def read_figures(folder: Path) -> list[dict[str, float | str]]:
 
 def _run(
     name: str, check: CheckSpec, setting: Setting, variables: Mapping[str, str], program: Sequence[str]
-) -> tuple[str | None, str | None, str]:
-    """(cause of a failure, its remedy if it has its own, figure)."""
+) -> dict[str, str]:
+    """`figure` of a check that passed, or `cause` of its failure."""
     log, given = setting.folder / LOG, asdict(setting) | {"folder": str(setting.folder)}
     with open(log, "w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -135,14 +131,16 @@ def _run(
         try:
             process.communicate(json.dumps(given), timeout=check.deadline_s)
         except subprocess.TimeoutExpired:
-            return f"it was not done after {check.deadline_s:.3g} s", None, ""
+            return {"cause": f"it was not done after {check.deadline_s:.3g} s"}
         finally:
             _end(process)
     said = setting.folder / OUTCOME
     if said.exists():
-        outcome = json.loads(said.read_text(encoding="utf-8"))
-        return outcome.get("cause"), outcome.get("remedy"), outcome.get("figure", "")
-    return f"its process {_ending(process.returncode)}; {_last_line(log)}", None, ""
+        return json.loads(said.read_text(encoding="utf-8"))
+    code = process.returncode
+    ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return {"cause": f"its process {ending}; " + (f"its last line: {lines[-1]}" if lines else "it said nothing")}
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -154,15 +152,6 @@ def _end(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return f"its last line: {lines[-1]}" if lines else "it said nothing"
 
 
 def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Outcome]:
@@ -196,16 +185,13 @@ def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None =
 
 
 def check_here(name: str, given: dict[str, object]) -> None:
-    """Run a check in this process; its `outcome.json` gets {"figure": ...}, or {"cause": ..., "remedy": ...}."""
+    """Run a check in this process; its `outcome.json` gets {"figure": ...}, or {"cause": ...}."""
     setting = Setting(**(given | {"folder": Path(str(given["folder"]))}))  # type: ignore[arg-type]
-    said: dict[str, str | None]
     try:
         said = {"figure": CHECKS[name](setting)}
-    except CheckFailed as failed:
-        said = {"cause": failed.cause, "remedy": failed.remedy}
-    except Exception as error:  # of a part that the check uses
+    except Exception as error:
         traceback.print_exc()
-        said = {"cause": f"{type(error).__name__}: {error}", "remedy": None}
+        said = {"cause": cause_of(error)}
     (setting.folder / OUTCOME).write_text(json.dumps(said), encoding="utf-8")
 
 

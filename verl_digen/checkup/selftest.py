@@ -36,7 +36,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.attention import NATIVE
-from verl_digen.checkup.checks import CheckFailed, Setting
+from verl_digen.checkup.checks import CheckFailed, Setting, cause_of
 from verl_digen.config import SamplingConfig
 from verl_digen.inputs import DEFAULT_IMAGE_PX, PromptInputs, SourceImage, source_image
 from verl_digen.models import load_model
@@ -135,7 +135,7 @@ def check_architectures(setting: Setting) -> str:
             if error is None:
                 setting.note(name, holds=test.result())
             else:
-                failed[name] = error.cause if isinstance(error, CheckFailed) else f"{type(error).__name__}: {error}"
+                failed[name] = cause_of(error)
                 setting.note(name, fails=failed[name])
     if failed:
         raise CheckFailed("; ".join(f"{name}: {cause}" for name, cause in failed.items()))

@@ -89,7 +89,7 @@ def check_run(setting: Setting) -> str:
     """
     run = RUNS[setting.folder.name]
     if run.checkpoint is None and not Path("examples/tiny_qwen_image/checkpoint").is_dir():
-        raise CheckFailed("the quick start's checkpoint is not in this folder", "start it in the checkout's folder")
+        raise CheckFailed("the quick start's checkpoint is not in this folder: start it in the checkout's folder")
     words = _words(setting, run)
     num_steps = run.num_cpu_steps if setting.is_cpu else run.num_steps
     run_dir = setting.folder / "run"

@@ -19,7 +19,6 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def run(args: Namespace) -> int:
         if args.window is not None:
             profile = windowed(profile, args.window)
         if args.whole_base:
-            profile = without_gathers(profile)
+            profile = profile.changed("--whole-base", gather_s=0.0)  # the adapter is gathered in no time
         runs = simulate_all(profile, args)
     except ValueError as error:
         print(f"digen simulate: {error}", file=sys.stderr)
@@ -137,22 +136,14 @@ def check_writable(option: str, path: Path | None) -> None:
 
 def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -> Profile:
     """The profile with another batch size."""
-    numbers, sources = profile.numbers, dict(profile.sources)
     for option, key, value in (
         ("--prompts", "num_prompts", num_prompts),
         ("--samples-per-prompt", "group_size", group_size),
     ):
         if value is not None:
             require(value >= 1, f"{option} must be >= 1", value, "leave it out for the profile's own")
-            numbers = replace(numbers, **{key: value})
-            sources[key] = f"chosen: {option}"
-    return replace(profile, numbers=numbers, sources=sources)
-
-
-def without_gathers(profile: Profile) -> Profile:
-    """The profile of an adapter whose base is whole on every rank; the adapter is gathered in no time."""
-    sources = {**profile.sources, "gather_s": "chosen: --whole-base"}
-    return replace(profile, numbers=replace(profile.numbers, gather_s=0.0), sources=sources)
+            profile = profile.changed(option, **{key: value})
+    return profile
 
 
 def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
@@ -240,19 +231,11 @@ def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
         "best_baseline": {"name": best.name, "devices": best.devices, "step_s": best.step_s},
         "runs": [
             {
-                "name": outcome.name,
-                "devices": outcome.devices,
+                **{name: value for name, value in vars(outcome).items() if name != "split"},
                 "trainer": None if outcome.split is None else str(outcome.split.trainer),
                 "generator": None if outcome.split is None else str(outcome.split.generator),
-                "num_devices": outcome.num_devices,
-                "num_samples": outcome.num_samples,
-                "step_s": outcome.step_s,
                 "speedup": best.step_s / outcome.step_s,
                 "samples_per_device_s": outcome.samples_per_device_s,
-                "idle": outcome.idle,
-                "assisted": outcome.assisted,
-                "stale": outcome.stale,
-                "bound_s": outcome.bound_s,
             }
             for outcome in runs
         ],

@@ -79,6 +79,11 @@ class Profile:
     sources: Mapping[str, str]
     """Field of `numbers` -> source."""
 
+    def changed(self, by: str, **numbers: float) -> Profile:
+        """The profile with other numbers, chosen by an option."""
+        sources = {**self.sources, **dict.fromkeys(numbers, f"chosen: {by}")}
+        return replace(self, numbers=replace(self.numbers, **numbers), sources=sources)
+
 
 def profile_names() -> list[str]:
     """Names of the shipped profiles."""
@@ -119,8 +124,7 @@ def windowed(profile: Profile, num_trained_steps: int) -> Profile:
         num_trained_steps,
         "2 are usual with a window",
     )
-    sources = {**profile.sources, "num_trained_steps": "chosen: another window"}
-    return replace(profile, numbers=replace(profile.numbers, num_trained_steps=num_trained_steps), sources=sources)
+    return profile.changed("another window", num_trained_steps=num_trained_steps)
 
 
 def parse_profile(name: str, text: str) -> Profile:
