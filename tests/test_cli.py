@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from verl_digen import cli
-from verl_digen.plan.compose import split_words
-from verl_digen.plan.memory import Memory, Phase
-from verl_digen.plan.output import _way_out
+from verl_digen.tools.plan.compose import split_words
+from verl_digen.tools.plan.memory import Memory, Phase
+from verl_digen.tools.plan.output import _way_out
 
 PROFILE = ("simulate", "--profile", "qwen-image-20b", "--devices", "32")
 

@@ -27,13 +27,13 @@ import torch
 
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.window import WindowConfig, draw_window
-from verl_digen.bench.modes import Mode
-from verl_digen.bench.runs import BenchWork, read_steps, run_dir_of, run_mode
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.inputs import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.observe.run_files import METRICS, read_lines
 from verl_digen.rollout.server import DiffusersServer
+from verl_digen.tools.bench.modes import Mode
+from verl_digen.tools.bench.runs import BenchWork, read_steps, run_dir_of, run_mode
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
 MODES = {

@@ -28,9 +28,9 @@ from statistics import median
 
 from learning_report import Curve, Run, cut, write_report
 
-from verl_digen.bench.modes import Mode
-from verl_digen.bench.runs import BenchWork, RunFailed, run_dir_of, run_mode
 from verl_digen.observe.run_files import METRICS, read_lines
+from verl_digen.tools.bench.modes import Mode
+from verl_digen.tools.bench.runs import BenchWork, RunFailed, run_dir_of, run_mode
 
 QUICKSTART = ("digen_quickstart",)
 LONG_STEPS = 60

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from verl_digen.bench import command, runs
-from verl_digen.bench.modes import MODES, interleaved, parse_modes
-from verl_digen.bench.runs import BenchWork, RunFailed, RunResult
+from verl_digen.tools.bench import command, runs
+from verl_digen.tools.bench.modes import MODES, interleaved, parse_modes
+from verl_digen.tools.bench.runs import BenchWork, RunFailed, RunResult
 
 
 def digen_bench(*arguments: str) -> int:

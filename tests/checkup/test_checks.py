@@ -17,15 +17,15 @@ from torch.nn import functional
 from verl.plugin.platform import get_platform
 
 from tests.pretend.process import on_pretend
-from verl_digen.bench.runs import RunFailed
-from verl_digen.checkup import attention, gradient, selftest, sleeping, training, update
-from verl_digen.checkup.checks import CheckFailed, Setting
-from verl_digen.checkup.runner import read_figures
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import sd3
 from verl_digen.observe.run_files import METRICS
 from verl_digen.patches import attention_gradient
+from verl_digen.tools.bench.runs import RunFailed
+from verl_digen.tools.checkup import attention, gradient, selftest, sleeping, training, update
+from verl_digen.tools.checkup.checks import CheckFailed, Setting
+from verl_digen.tools.checkup.runner import read_figures
 from verl_digen.trainer.run_output import append_metrics
 from verl_digen.weights.receiver import Live
 from verl_digen.weights.sending import own_device

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from tests.tiny_models import build_tiny
-from verl_digen.checkup import checkpoints
-from verl_digen.checkup.checkpoints import TRUE_SIZES
-from verl_digen.checkup.checks import CHECKS
-from verl_digen.checkup.training import RUNS, SMALL
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
-from verl_digen.plan.command import check_words
-from verl_digen.plan.compose import Words
+from verl_digen.tools.checkup import checkpoints
+from verl_digen.tools.checkup.checkpoints import TRUE_SIZES
+from verl_digen.tools.checkup.checks import CHECKS
+from verl_digen.tools.checkup.training import RUNS, SMALL
+from verl_digen.tools.plan.command import check_words
+from verl_digen.tools.plan.compose import Words
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = Words(gpus=1, device="H100")

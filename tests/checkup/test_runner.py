@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from verl_digen import cli
-from verl_digen.checkup import command, runner
-from verl_digen.checkup.checks import CHECKS, Setting
-from verl_digen.checkup.quickstart import override
-from verl_digen.checkup.runner import Outcome, to_table
+from verl_digen.tools.checkup import command, runner
+from verl_digen.tools.checkup.checks import CHECKS, Setting
+from verl_digen.tools.checkup.quickstart import override
+from verl_digen.tools.checkup.runner import Outcome, to_table
 
 SHORT = [name for name, check in CHECKS.items() if not check.is_full]
 PROGRAM = """

@@ -12,7 +12,7 @@ import pytest
 import verl_digen
 from tests.schedulers.flat import changed
 from verl_digen.devices import Pool, parse_pool
-from verl_digen.simulate.cluster import (
+from verl_digen.tools.simulate.cluster import (
     Split,
     baselines,
     best_baseline,
@@ -22,9 +22,9 @@ from verl_digen.simulate.cluster import (
     simulated_rules,
     steady_window,
 )
-from verl_digen.simulate.costs import assist_s, sample_s, train_s
-from verl_digen.simulate.profile import Numbers, Profile, load_profile, parse_profile, profile_names
-from verl_digen.simulate.splits import best_split
+from verl_digen.tools.simulate.costs import assist_s, sample_s, train_s
+from verl_digen.tools.simulate.profile import Numbers, Profile, load_profile, parse_profile, profile_names
+from verl_digen.tools.simulate.splits import best_split
 
 NUMBERS = Numbers(
     num_prompts=4,
