@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # the machine's devices come first, so that an argument can ask for less
-devices="$(python -W ignore -m verl_digen.checkup.quickstart)"
+devices="$(python -W ignore -m verl_digen.tools.checkup.quickstart)"
 set -- ${devices:+"$devices"} "$@"
 run_dir="outputs/digen/quickstart-$(date +%Y-%m-%d_%H-%M-%S)"
 mkdir -p "$run_dir"

@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from verl_digen import cli
-from verl_digen.plan.compose import split_words
-from verl_digen.plan.memory import Memory, Phase
-from verl_digen.plan.output import _way_out
+from verl_digen.tools.plan.compose import split_words
+from verl_digen.tools.plan.memory import Memory, Phase
+from verl_digen.tools.plan.output import _way_out
 
 PROFILE = ("simulate", "--profile", "qwen-image-20b", "--devices", "32")
 
@@ -71,13 +71,6 @@ def test_a_plan_is_refused_where_the_run_is(capsys):
     )
     assert code == 2
     assert "actor_rollout_ref.rollout.n must be >= 2" in err
-
-
-def test_a_run_without_a_timeline_is_answered_with_what_it_has(capsys, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("")
-    code, err = digen(capsys, "timeline", str(tmp_path))
-    assert code == 2
-    assert "it has finished no step yet, or an older version" in err and "metrics.jsonl has perf/*" in err
 
 
 @pytest.mark.parametrize(

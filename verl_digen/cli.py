@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import NoReturn, Protocol
 
-from verl_digen.bench import command as bench
-from verl_digen.checkup import command as doctor
-from verl_digen.export import export_command as export
-from verl_digen.export import sample_command as sample
 from verl_digen.observe.timeline import command as timeline
-from verl_digen.plan import command as plan
 from verl_digen.report import report_command as report
-from verl_digen.score import score_command as score
-from verl_digen.simulate import command as simulate
+from verl_digen.tools.bench import command as bench
+from verl_digen.tools.checkup import command as doctor
+from verl_digen.tools.export import export_command as export
+from verl_digen.tools.export import sample_command as sample
+from verl_digen.tools.plan import command as plan
+from verl_digen.tools.score import score_command as score
+from verl_digen.tools.simulate import command as simulate
 from verl_digen.user_modules import import_user_modules
 
 

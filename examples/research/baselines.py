@@ -30,7 +30,7 @@ from as_verl_omni import (
 )
 
 from verl_digen.devices import Pool
-from verl_digen.simulate.cluster import (
+from verl_digen.tools.simulate.cluster import (
     COLOCATED,
     COLOCATED_TSP,
     Outcome,
@@ -39,9 +39,9 @@ from verl_digen.simulate.cluster import (
     run_split,
     together,
 )
-from verl_digen.simulate.costs import train_s
-from verl_digen.simulate.profile import Profile, load_profile, profile_names, windowed
-from verl_digen.simulate.splits import best_split
+from verl_digen.tools.simulate.costs import train_s
+from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
+from verl_digen.tools.simulate.splits import best_split
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "baselines.md"
 DEVICE = "H800"

@@ -27,12 +27,13 @@ import torch
 
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.window import WindowConfig, draw_window
-from verl_digen.bench.modes import Mode
-from verl_digen.bench.runs import BenchWork, read_rows, run_dir_of, run_mode
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.inputs import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
+from verl_digen.observe.run_files import METRICS, read_lines
 from verl_digen.rollout.server import DiffusersServer
+from verl_digen.tools.bench.modes import Mode
+from verl_digen.tools.bench.runs import BenchWork, read_steps, run_dir_of, run_mode
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
 MODES = {
@@ -65,7 +66,7 @@ def train(names: list[str], num_steps: int, seed: int, out: Path) -> None:
         num_steps,
     )
     for name in names:
-        if not read_rows(run_dir_of(out, mode_of(name), seed)):
+        if not read_steps(run_dir_of(out, mode_of(name), seed)):
             result = run_mode(work, mode_of(name), seed, out)
             print(f"{name}: {result.wall_s:.0f} s in all", flush=True)
 
@@ -110,7 +111,7 @@ def group(uid: str, text: str, sampling: Sampling) -> list[SampleRequest]:
 
 def points(run_dir: Path) -> dict[str, Any]:
     """Rewards, shares and seconds of a run."""
-    rows = read_rows(run_dir)
+    rows = read_lines(run_dir / METRICS)
     steps = [row for row in rows if "perf/step_s" in row]
     return {
         "train": [round(row["reward/mean"], 4) for row in steps],

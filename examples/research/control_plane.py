@@ -26,8 +26,8 @@ from verl_digen.processes.relays import Together, relayed
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.schedulers.types import Assist, Commit, Generate, LoadWeights, SlotDecision, Train, TrainerDecision
-from verl_digen.simulate.cluster import Split, durations_of, simulated_rules
-from verl_digen.simulate.profile import Profile, load_profile, profile_names
+from verl_digen.tools.simulate.cluster import Split, durations_of, simulated_rules
+from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names
 
 TECHNIQUES = ("gap", "tsp", "tag")
 

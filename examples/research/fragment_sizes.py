@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from verl_digen.devices import Pool
-from verl_digen.simulate.cluster import Split, run_split, simulated_rules
-from verl_digen.simulate.profile import load_profile, profile_names, windowed
+from verl_digen.tools.simulate.cluster import Split, run_split, simulated_rules
+from verl_digen.tools.simulate.profile import load_profile, profile_names, windowed
 
 TECHNIQUES = ("gap", "tsp", "tag")
 SIZES = (8, 16, 32, 64, 128)

@@ -28,8 +28,9 @@ from statistics import median
 
 from learning_report import Curve, Run, cut, write_report
 
-from verl_digen.bench.modes import Mode
-from verl_digen.bench.runs import BenchWork, RunFailed, read_rows, run_dir_of, run_mode
+from verl_digen.observe.run_files import METRICS, read_lines
+from verl_digen.tools.bench.modes import Mode
+from verl_digen.tools.bench.runs import BenchWork, RunFailed, run_dir_of, run_mode
 
 QUICKSTART = ("digen_quickstart",)
 LONG_STEPS = 60
@@ -125,7 +126,7 @@ def mode_of(name: str, staleness: int | None = None) -> Mode:
 
 def read_run(run_dir: Path) -> Run:
     """Read a run's points from its folder; empty if it did not get that far."""
-    rows = read_rows(run_dir)
+    rows = read_lines(run_dir / METRICS)
     steps = [row for row in rows if "perf/step_s" in row]
     return Run(
         train=tuple(row["reward/mean"] for row in steps),

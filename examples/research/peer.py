@@ -15,8 +15,8 @@ from argparse import ArgumentParser
 
 from as_verl_omni import NAME, VERL_OMNI
 
-from verl_digen.bench import command
-from verl_digen.bench.modes import MODES, Mode
+from verl_digen.tools.bench import command
+from verl_digen.tools.bench.modes import MODES, Mode
 
 NUM_PROMPTS = 8
 """Prompts of a batch of the quick start, the recipe of `digen bench`."""

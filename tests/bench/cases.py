@@ -4,8 +4,8 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from verl_digen.bench.modes import MODES
-from verl_digen.bench.runs import RunResult
+from verl_digen.tools.bench.modes import MODES
+from verl_digen.tools.bench.runs import RunResult
 
 
 def finished_run(

@@ -2,14 +2,15 @@
 """`digen bench` as a user types it: what is refused before anything runs, and what a bench that ends early leaves."""
 
 import json
+import sys
 from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from verl_digen.bench import command
-from verl_digen.bench.modes import MODES, interleaved, parse_modes
-from verl_digen.bench.runs import BenchWork, RunFailed, RunResult, command_of, outcome_of
+from verl_digen.tools.bench import command, runs
+from verl_digen.tools.bench.modes import MODES, interleaved, parse_modes
+from verl_digen.tools.bench.runs import BenchWork, RunFailed, RunResult
 
 
 def digen_bench(*arguments: str) -> int:
@@ -125,37 +126,47 @@ def test_repeats_are_interleaved():
     ]
 
 
-# -- the command of a run, and its outcome -------------------------------------------------------------------
+# -- a run ----------------------------------------------------------------------------------------------------
 WORK = BenchWork(("digen_quickstart",), ("digen.seed=7", "trainer.logger=[console]"), num_steps=2)
+MAIN = """
+import json, pathlib, sys
+folder, rows = pathlib.Path(sys.argv[1]), [{"step": 0, "val/reward": 0.1}]
+print(*(f"line {number}" for number in range(100)), sep="\\n")
+rows += [{"step": step, "perf/step_s": 2.0} for step in range(1, 1 + int(sys.argv[2]))]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+sys.exit(int(sys.argv[3]))
+"""
+"""Stands in for verl's main: FOLDER STEPS CODE."""
 
 
-def ended_run(run_dir: Path, num_steps: int) -> Path:
-    (run_dir / "console.log").write_text("\n".join(f"line {number}" for number in range(100)))
-    rows = [{"step": 0, "val/reward": 0.1}, *({"step": step, "perf/step_s": 2.0} for step in range(1, num_steps + 1))]
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return run_dir
+def run_gap(out: Path, monkeypatch, *, num_done: int, exit_code: int) -> tuple[RunResult, list[str]]:
+    """Run `gap` a second time, with a main that does so many steps -> its result and its real command line."""
+    commands = []
+
+    def command_of(*given):
+        commands.append(real(*given))
+        return [sys.executable, "-c", MAIN, str(given[-1]), str(num_done), str(exit_code)]
+
+    real = runs.command_of
+    monkeypatch.setattr(runs, "command_of", command_of)
+    return runs.run_mode(WORK, MODES["gap"], 1, out), commands[0]
 
 
-def test_the_command_is_verls_main_with_the_modes_recipe_and_the_users_overrides_last(tmp_path):
-    command = command_of(WORK, MODES["gap"], tmp_path)
+def test_a_run_is_verls_main_with_the_users_overrides_last_and_has_its_steps_alone(tmp_path, monkeypatch):
+    run, command = run_gap(tmp_path, monkeypatch, num_done=2, exit_code=0)
+    assert [row["step"] for row in run.steps] == [1, 2] and run.run_dir == tmp_path / "gap-2"
     assert command[1:4] == ["-m", "verl.trainer.main_ppo", "recipe=digen_quickstart+disaggregated"]
     assert command.index("digen.gap.enable=true") < command.index("digen.seed=7")
     assert command.index("trainer.logger=[]") < command.index("trainer.logger=[console]")
     assert "trainer.total_training_steps=2" in command
-    assert f"trainer.default_local_dir={tmp_path}" in command
+    assert f"trainer.default_local_dir={run.run_dir}" in command
 
 
-def test_a_finished_run_has_its_steps_and_no_validation(tmp_path):
-    run = outcome_of(MODES["gap"], 0, ended_run(tmp_path, 2), exit_code=0, num_steps=2, wall_s=41.0)
-    assert [row["step"] for row in run.steps] == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("exit_code", "num_done", "message"), [(1, 2, "exit code 1"), (0, 1, "1 of 2 steps were done")]
-)
-def test_a_run_that_failed_or_ended_early_is_an_error_with_its_log(tmp_path, exit_code, num_done, message):
+@pytest.mark.parametrize(("exit_code", "num_done"), [(1, 2), (0, 1)])
+def test_a_run_that_failed_or_ended_early_is_an_error_with_its_log(tmp_path, monkeypatch, exit_code, num_done):
     with pytest.raises(RunFailed) as told:
-        outcome_of(MODES["gap"], 1, ended_run(tmp_path, num_done), exit_code=exit_code, num_steps=2, wall_s=41.0)
+        run_gap(tmp_path, monkeypatch, num_done=num_done, exit_code=exit_code)
     text = str(told.value)
-    assert text.startswith(f"gap, repeat 2: {message}") and str(tmp_path / "console.log") in text
+    assert text.startswith(f"gap, repeat 2: exit code {exit_code}, {num_done} of 2 steps were done; ")
+    assert str(tmp_path / "gap-2" / "console.log") in text
     assert text.endswith("line 99") and "line 80" in text and "line 79" not in text

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.bench.cases import finished_run
-from verl_digen.bench.summary import best_baseline, summarise, table, to_json
+from verl_digen.tools.bench.summary import best_baseline, summarise, table, to_json
 
 POOLS = {"perf/bubble_fraction/trainer": 0.25, "perf/bubble_fraction/generator": 0.5, "perf/overlap_s": 0.5}
 RUNS = (

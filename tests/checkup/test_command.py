@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from tests.tiny_models import build_tiny
-from verl_digen.checkup import checkpoints
-from verl_digen.checkup.checkpoints import TRUE_SIZES
-from verl_digen.checkup.checks import CHECKS
-from verl_digen.checkup.training import SMALL, TRUE_SIZE_RUNS
 from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
-from verl_digen.plan.command import check_words
-from verl_digen.plan.compose import Words
+from verl_digen.tools.checkup import checkpoints
+from verl_digen.tools.checkup.checkpoints import TRUE_SIZES
+from verl_digen.tools.checkup.checks import CHECKS
+from verl_digen.tools.checkup.training import RUNS, SMALL
+from verl_digen.tools.plan.command import check_words
+from verl_digen.tools.plan.compose import Words
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = Words(gpus=1, device="H100")
@@ -93,9 +93,14 @@ def _copy_configs(source: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(), SMALL], ids=["accelerator", "cpu"])
-@pytest.mark.parametrize("name", TRUE_SIZE_RUNS)
+@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if run.is_published])
 def test_the_words_of_a_run_of_published_size_are_taken(name: str, size: tuple[str, ...]):
-    run = TRUE_SIZE_RUNS[name]
+    run = RUNS[name]
+    assert run.checkpoint is not None
     own = (f"actor_rollout_ref.model.path={TRUE_SIZES[run.checkpoint].repository}", *run.overrides, *size)
-    config = check_words([f"recipe=[{run.recipe}]", f"actor_rollout_ref.rollout.n={run.group_size}", *own], H100)
-    assert config.actor_rollout_ref.rollout.n == run.group_size and config.actor_rollout_ref.model.lora_rank == 32
+    config = check_words([f"recipe=[{run.recipe}]", *own], H100)
+    assert config.actor_rollout_ref.rollout.n in (2, 8, 16) and config.actor_rollout_ref.model.lora_rank == 32
+
+
+def test_every_check_that_trains_has_its_run():
+    assert list(RUNS) == [name for name, check in CHECKS.items() if check.function == "training:check_run"]

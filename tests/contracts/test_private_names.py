@@ -17,7 +17,7 @@
 | FSDP2 `init_dtype_attrs` of a parameter | engine/build.py | called by the first forward; the dtype that is gathered |
 | peft `BaseTunerLayer._disable_adapters` | engine/policies.py | a forward without it, `requires_grad` untouched |
 | verl `TrainingWorker._postprocess_output` | engine/worker.py | metrics as `update` returns them |
-| verl `EngineRegistry._engines`, `RolloutReplicaRegistry._registry` | checkup/machine.py | dicts of names |
+| verl `EngineRegistry._engines`, `RolloutReplicaRegistry._registry` | tools/checkup/machine.py | dicts of names |
 | verl `CheckpointEngineRegistry._registry` | preflight/pools.py | a dict of names, and the names of verl's engines |
 | verl `_ROLLOUT_REGISTRY` | plugin.py | a dict of (name, mode) |
 | verl `RolloutReplica._server_handle`, `_server_address` | rollout/replica.py | what the public properties return |

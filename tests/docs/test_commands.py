@@ -26,7 +26,6 @@ from tests import own_parts
 from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, Block, indented_lines
 from verl_digen.cli import make_parser
 from verl_digen.config import digen_config
-from verl_digen.plan.compose import Words, compose_run, platform_of, split_words
 from verl_digen.preflight.adapter import check_teacher
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.pairs import check_pairs
@@ -41,6 +40,7 @@ from verl_digen.preflight.rewards import (
 )
 from verl_digen.preflight.rules import OF_MODEL, OF_RUN, RULES, check
 from verl_digen.reward.named import has_custom
+from verl_digen.tools.plan.compose import Words, compose_run, platform_of, split_words
 
 MAIN = ["python", "-m", "verl.trainer.main_ppo"]
 SHOW = ("--cfg", "job")

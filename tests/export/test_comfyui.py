@@ -18,12 +18,12 @@ from tests.engine.harness import LORA
 from tests.export.runs import run_config
 from tests.tiny_models import build_tiny
 from verl_digen.engine.export import PEFT_PREFIX
-from verl_digen.export.card import MAX_ROWS, model_card, validations
-from verl_digen.export.comfyui import NAMES, comfyui_tensors, require_known
-from verl_digen.export.saved_run import SavedRun
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.experts import networks_of
+from verl_digen.tools.export.card import MAX_ROWS, model_card, validations
+from verl_digen.tools.export.comfyui import NAMES, comfyui_tensors, require_known
+from verl_digen.tools.export.saved_run import SavedRun
 
 RANK, SCALE = 2, 4.0
 """alpha is 8; a power of two, so that diffusers' converters scale without rounding."""

@@ -16,8 +16,8 @@ from tests.engine.harness import LORA, assert_equal, make_engine, on_two_ranks, 
 from tests.engine.serial import plain_transformer
 from tests.export.runs import digen, save_run, trained_engine
 from tests.tiny_models import build_tiny
-from verl_digen.export.folders import save_transformer
-from verl_digen.export.saved_run import open_run
+from verl_digen.tools.export.folders import save_transformer
+from verl_digen.tools.export.saved_run import open_run
 from verl_digen.trainer.checkpoint import export_checkpoint
 
 POLICIES = {"current": "current", "ema": "average"}
@@ -186,7 +186,7 @@ def test_a_full_disk_leaves_nothing(saved, tmp_path: Path, monkeypatch, capsys):
     def no_space(*args, **given):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("verl_digen.export.folders.save_file", no_space)
+    monkeypatch.setattr("verl_digen.tools.export.folders.save_file", no_space)
     assert digen("export", saved["full"][0], "--output", tmp_path / "out") == 2
     assert "nothing was exported" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -22,11 +22,11 @@ from tests.export.runs import digen, save_run, trained_engine
 from tests.models.cases import draw_image
 from tests.tiny_models import build_tiny
 from verl_digen.data.prompts import read_prompts
-from verl_digen.export.saved_run import SavedRun, open_run
 from verl_digen.models import load_model
 from verl_digen.observe.images import save_pixels
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling.requests import sample_request
+from verl_digen.tools.export.saved_run import SavedRun, open_run
 from verl_digen.trainer.validation import validation_uid
 from verl_digen.weights.checksum import checksum
 

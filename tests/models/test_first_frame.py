@@ -19,13 +19,13 @@ from tests.tiny_models import build_tiny
 from tests.training_rows import rows_of
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
-from verl_digen.checkup.selftest import load_pipeline
 from verl_digen.inputs import PromptInputs, SourceImage
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.wan_first_frame import WanFirstFrame
 from verl_digen.sampling.requests import inputs_of
 from verl_digen.sampling.sampler import Sampler, score_rows
+from verl_digen.tools.checkup.selftest import load_pipeline
 from verl_digen.types import PathRecord, SampleRequest
 
 NAME, IMAGES = "wan2.2_ti2v_5b", ((100, 60),)

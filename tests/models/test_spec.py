@@ -29,7 +29,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import HUB_ID, locate, locate_configs, locate_index
 from verl_digen.models.random_weights import MARKER, NUM_DRAWN, STD, draw
 from verl_digen.models.spec import Tokens
-from verl_digen.plan.networks import ENCODERS, Part, count_parts
+from verl_digen.tools.plan.networks import ENCODERS, Part, count_parts
 
 
 def test_a_pipeline_that_needs_a_newer_transformers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

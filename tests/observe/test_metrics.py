@@ -20,7 +20,8 @@ from verl_digen.observe.metrics import (
     union_s,
 )
 from verl_digen.observe.numerics import FirstSteps, Remark
-from verl_digen.trainer.run_output import MetricsFile, duration, progress_line
+from verl_digen.observe.run_files import keep_until
+from verl_digen.trainer.run_output import append_metrics, duration, progress_line
 from verl_digen.types import RewardCall
 
 
@@ -94,15 +95,13 @@ def test_strict_mode_has_age_zero():
 
 def test_a_resumed_run_continues_the_metrics_file_without_repeating_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    first = MetricsFile(path)
-    first.keep_until(0)
+    keep_until(path, 0)
     for step in (1, 2, 3):
-        first.append(step, {"reward/mean": step / 10, "note": "text stays out", "array": np.float32(1)})
+        append_metrics(path, step, {"reward/mean": step / 10, "note": "text stays out", "array": np.float32(1)})
     with open(path, "a") as file:
         file.write('{"step": 4, "rew')  # the disk was full
-    resumed = MetricsFile(path)
-    resumed.keep_until(2)
-    resumed.append(3, {"reward/mean": 0.9})
+    keep_until(path, 2)
+    append_metrics(path, 3, {"reward/mean": 0.9})
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[2]["reward/mean"] == 0.9 and "note" not in rows[0]

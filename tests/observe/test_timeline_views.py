@@ -14,7 +14,6 @@ from tests.observe.timeline_runs import START_S, interval, lane, random_interval
 from verl_digen.observe.timeline import TimelineFile, command, read_timeline
 from verl_digen.observe.timeline.interval import KINDS
 from verl_digen.observe.timeline.layout import COLOURS, group_label, group_names, rows
-from verl_digen.observe.timeline.trace import COLOURS as TRACE_COLOURS
 from verl_digen.observe.timeline.trace import to_trace
 
 EVER = (float("-inf"), float("inf"))
@@ -115,7 +114,6 @@ def test_a_trace_of_anything_is_valid_and_holds_the_facts():
 
 
 def test_every_kind_has_a_colour():
-    assert set(TRACE_COLOURS) == set(KINDS)
     assert set(COLOURS) == set(KINDS) - {"step"}
     assert len(set(COLOURS.values())) == len(COLOURS)
 
@@ -163,11 +161,11 @@ def test_an_incomplete_step_is_not_the_last(run_dir):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("nowhere",), "RUN_DIR must be the folder of a run, got "),
-        (("empty",), "must hold a timeline.jsonl, which a run writes from its first step on"),
+        (("nowhere",), "RUN_DIR must be the folder of a run, its "),
+        (("empty",), "with a timeline.jsonl, which a run writes from its first step on"),
         (("begun",), "holds no complete step yet"),
-        ((".", "--step", "9"), "--step must be all, last or a complete step (1-3), got 9"),
-        ((".", "--step", "two"), "--step must be all, last or a complete step (1-3), got two"),
+        ((".", "--step", "9"), "--step must be all, last or a complete step (1 to 3), got 9"),
+        ((".", "--step", "two"), "--step must be all, last or a complete step (1 to 3), got two"),
         (("broken",), "line 1 is no line of a timeline"),
     ],
 )
@@ -179,7 +177,3 @@ def test_a_mistake_is_told_in_one_line(run_dir, capsys, argv, message):
     assert digen_timeline(run_dir / argv[0], *argv[1:]) == 2
     output = capsys.readouterr()
     assert message in output.err and output.out == "" and len(output.err.splitlines()) == 1
-
-
-def test_steps_are_listed_in_ranges():
-    assert command._ranges([1, 2, 3, 5, 8, 9]) == "1-3, 5, 8-9"

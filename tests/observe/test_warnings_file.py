@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from verl_digen.observe.run_files import WarningsFile, read_warnings
+from verl_digen.observe.run_files import WarningsFile, read_lines
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_warnings_and_errors_are_written_with_their_step(tmp_path, logger):
     logger.warning("%d groups\nfailed \u2028 again", 2)
     handler.step = 4
     logger.error("worse")
-    found = read_warnings(tmp_path / "warnings.jsonl")
+    found = read_lines(tmp_path / "warnings.jsonl")
     assert [(line["step"], line["level"], line["text"]) for line in found] == [
         (3, "WARNING", "2 groups\nfailed \u2028 again"),
         (4, "ERROR", "worse"),
@@ -42,14 +42,18 @@ def test_a_start_keeps_what_it_does_not_repeat(tmp_path, logger, resumed_after, 
     logger.addHandler(handler)
     logger.warning("setup")
     handler.keep_until(resumed_after)
-    assert [line["text"] for line in read_warnings(path)] == kept
+    assert [line["text"] for line in read_lines(path)] == kept
 
 
 def test_a_line_that_is_being_written_is_left_out_and_no_file_is_no_warning(tmp_path):
     path = tmp_path / "warnings.jsonl"
-    assert read_warnings(path) == []
+    assert read_lines(path) == []
     path.write_text('{"step": 1}\n{"st')
-    assert read_warnings(path) == [{"step": 1}]
+    assert read_lines(path) == [{"step": 1}]
+    for broken in ("no json", "[]", '{"a": 1}'):
+        path.write_text('{"step": 1}\n' + broken + "\n")
+        with pytest.raises(ValueError, match=r"line 2 must be a JSON object with a step, got .* delete that line"):
+            read_lines(path)
 
 
 def test_a_full_disk_does_not_stop_the_caller(tmp_path, logger, monkeypatch, capsys):

@@ -8,11 +8,11 @@ import torch
 
 from verl_digen.config import DigenConfig
 from verl_digen.models.flops import Flops
-from verl_digen.plan.activations import Activations, BlockBytes
-from verl_digen.plan.episodes import Episodes
-from verl_digen.plan.networks import Counts, Part, Tensors
-from verl_digen.plan.run import Dtypes, Measured, Run, Settings
-from verl_digen.simulate.splits import Limits
+from verl_digen.tools.plan.activations import Activations, BlockBytes
+from verl_digen.tools.plan.episodes import Episodes
+from verl_digen.tools.plan.networks import Counts, Part, Tensors
+from verl_digen.tools.plan.run import Dtypes, Measured, Run, Settings
+from verl_digen.tools.simulate.splits import Limits
 
 GB = 10**9
 

@@ -6,9 +6,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from verl_digen.models import load_model
-from verl_digen.plan import activations
-from verl_digen.plan.activations import trace_activations
-from verl_digen.plan.run import empty_condition
+from verl_digen.tools.plan import activations
+from verl_digen.tools.plan.activations import trace_activations
+from verl_digen.tools.plan.run import empty_condition
 
 TOKENS = 5
 

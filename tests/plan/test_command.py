@@ -14,11 +14,11 @@ from verl_digen.devices import Pool
 from verl_digen.models import MODELS, load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.published import checkpoint_folder, repositories
-from verl_digen.plan import command
-from verl_digen.plan.compose import MFU, Words, compose_run, device_of, mfu_of, platform_of, split_words
-from verl_digen.plan.output import to_text
 from verl_digen.preflight import check
 from verl_digen.sampling.recording import trained_latents
+from verl_digen.tools.plan import command
+from verl_digen.tools.plan.compose import MFU, Words, compose_run, device_of, mfu_of, platform_of, split_words
+from verl_digen.tools.plan.output import to_text
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ import torch
 
 from verl_digen.models import load_model
 from verl_digen.models.published import checkpoint_folder
-from verl_digen.plan import decoding
-from verl_digen.plan.decoding import TILED, decoding_bytes
-from verl_digen.plan.networks import count_parts
-from verl_digen.plan.peak import PeakBytes
+from verl_digen.tools.plan import decoding
+from verl_digen.tools.plan.decoding import TILED, decoding_bytes
+from verl_digen.tools.plan.networks import count_parts
+from verl_digen.tools.plan.peak import PeakBytes
 from verl_digen.types import Geometry
 
 

@@ -21,12 +21,12 @@ from verl_digen.agent_loop.episode import Episode
 from verl_digen.config import EnvironmentConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.models import load_model
-from verl_digen.plan import command
-from verl_digen.plan.episodes import Episodes, turn_geometry
-from verl_digen.plan.memory import plan_memory
-from verl_digen.plan.time import plan_time
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.store.conditions import to_columns
+from verl_digen.tools.plan import command
+from verl_digen.tools.plan.episodes import Episodes, turn_geometry
+from verl_digen.tools.plan.memory import plan_memory
+from verl_digen.tools.plan.time import plan_time
 from verl_digen.types import PromptRow, SampleRequest
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from tests.models.cases import PROMPTS
 from verl_digen.devices import PEAK_TFLOPS
 from verl_digen.models import load_model
 from verl_digen.models.flops import device_type, forward_flops, peak_flops, utilisation_metrics
-from verl_digen.plan.run import empty_condition
+from verl_digen.tools.plan.run import empty_condition
 from verl_digen.types import Geometry
 
 SIGMAS = torch.tensor([0.9, 0.95])

@@ -4,10 +4,10 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.runs import ACTIVATIONS, BLOCK, GB, make_run
-from verl_digen.plan.gathered import WHOLE_BASE, may_be_whole
-from verl_digen.plan.memory import Memory, plan_memory
-from verl_digen.plan.remedies import find_remedies
-from verl_digen.plan.run import Run
+from verl_digen.tools.plan.gathered import WHOLE_BASE, may_be_whole
+from verl_digen.tools.plan.memory import Memory, plan_memory
+from verl_digen.tools.plan.remedies import find_remedies
+from verl_digen.tools.plan.run import Run
 
 DEVICE = 80 * GB
 BASE = 16 * GB

@@ -14,9 +14,9 @@ from verl_digen.config import (
     TagConfig,
     TspConfig,
 )
-from verl_digen.plan.host import PROMPT_CACHE, page_locked_bytes
-from verl_digen.plan.memory import CONTEXT_BYTES, NCCL_BYTES, RUNTIME, plan_memory, update_bytes
-from verl_digen.plan.networks import Tensors
+from verl_digen.tools.plan.host import PROMPT_CACHE, page_locked_bytes
+from verl_digen.tools.plan.memory import CONTEXT_BYTES, NCCL_BYTES, RUNTIME, plan_memory, update_bytes
+from verl_digen.tools.plan.networks import Tensors
 
 DEVICE = 80 * GB
 

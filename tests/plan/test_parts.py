@@ -17,11 +17,11 @@ from verl_digen.inputs import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.models.published import checkpoint_folder
-from verl_digen.plan.networks import count_parts, transformer_bytes
-from verl_digen.plan.run import empty_condition, record_bytes
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.requests import num_points, sample_request
 from verl_digen.sampling.sampler import Sampler
+from verl_digen.tools.plan.networks import count_parts, transformer_bytes
+from verl_digen.tools.plan.run import empty_condition, record_bytes
 from verl_digen.types import PromptRow
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 
 from verl_digen.models import load_model
 from verl_digen.models.published import checkpoint_folder, repositories
-from verl_digen.plan.networks import count_network, count_parts
+from verl_digen.tools.plan.networks import count_network, count_parts
 from verl_digen.types import Geometry
 
 FOLDER = files("verl_digen") / "models" / "published"

@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.engine.harness import NUM_STEPS, SIZE_PX, gradients, make_batch, make_engine, process_group, train
-from verl_digen.plan.compose import Words, compose_run
-from verl_digen.plan.memory import plan_memory
-from verl_digen.plan.run import Run, read_run
+from verl_digen.tools.plan.compose import Words, compose_run
+from verl_digen.tools.plan.memory import plan_memory
+from verl_digen.tools.plan.run import Run, read_run
 
 WITHIN = 0.05
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_out.0"]}

@@ -6,10 +6,10 @@ import pytest
 
 from tests.plan.runs import BLOCK, GB, LORA, MEASURED, make_run
 from verl_digen.config import RolloutConfig
-from verl_digen.plan import remedies
-from verl_digen.plan.memory import plan_memory
-from verl_digen.plan.remedies import find_remedies
-from verl_digen.plan.run import Run
+from verl_digen.tools.plan import remedies
+from verl_digen.tools.plan.memory import plan_memory
+from verl_digen.tools.plan.remedies import find_remedies
+from verl_digen.tools.plan.run import Run
 
 
 def with_adapter(run):

@@ -11,14 +11,14 @@ from tests.plan.runs import make_run
 from tests.plan.test_command import digen_plan, small
 from tests.schedulers.flat import make_rules
 from verl_digen.devices import PEAK_TFLOPS, Pool
-from verl_digen.plan.command import split_words_of
-from verl_digen.plan.compose import Words, split_words
-from verl_digen.plan.memory import plan_memory
-from verl_digen.plan.split import plan_split, run_profile, split_lines, with_split
-from verl_digen.plan.time import plan_time
-from verl_digen.simulate.cluster import run_colocated, run_split, simulated_rules
-from verl_digen.simulate.costs import sample_s, train_s
-from verl_digen.simulate.splits import SEARCH_STEPS, Limits, placed_splits
+from verl_digen.tools.plan.command import split_words_of
+from verl_digen.tools.plan.compose import Words, split_words
+from verl_digen.tools.plan.memory import plan_memory
+from verl_digen.tools.plan.split import plan_split, run_profile, split_lines, with_split
+from verl_digen.tools.plan.time import plan_time
+from verl_digen.tools.simulate.cluster import run_colocated, run_split, simulated_rules
+from verl_digen.tools.simulate.costs import sample_s, train_s
+from verl_digen.tools.simulate.splits import SEARCH_STEPS, Limits, placed_splits
 
 MFU, H800 = 0.4, ("H800", "H800")
 

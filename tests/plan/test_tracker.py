@@ -8,7 +8,7 @@ import pytest
 
 from tests.plan.fake_engine import plan_run, shallow
 from tests.plan.tracker import CASES, DEVICE_BYTES, NO_TENSORS, depth_of, tile_bytes, track, words_of
-from verl_digen.plan.memory import plan_memory
+from verl_digen.tools.plan.memory import plan_memory
 
 pytestmark = pytest.mark.long
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from tests.plan.fake_engine import Depth, Peak, peak_of_tile, plan_run, shallow
 from verl_digen.models.checkpoint import read_config
-from verl_digen.plan.memory import RUNTIME, Memory, plan_memory
+from verl_digen.tools.plan.memory import RUNTIME, Memory, plan_memory
 
 GB = 10**9
 DEVICE_BYTES = 80 * GB

@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from verl_digen.checkup import machine
-from verl_digen.checkup.machine import Problem, Report, to_text
 from verl_digen.cli import main
+from verl_digen.tools.checkup import machine
+from verl_digen.tools.checkup.machine import Problem, Report, to_text
 
 
 def test_doctor_finds_everything_in_place_here(capsys):

@@ -15,7 +15,6 @@ from tests.models.cases import draw_image
 from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
-from verl_digen.checkup.quickstart import override
 from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config
 from verl_digen.data.dataset import DiffusionPromptDataset
@@ -28,6 +27,7 @@ from verl_digen.preflight.notes import notes
 from verl_digen.preflight.precision import check_precision
 from verl_digen.preflight.rules import check_plannable
 from verl_digen.preflight.verl_keys import check_digen
+from verl_digen.tools.checkup.quickstart import override
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 
 pytestmark = pytest.mark.slow

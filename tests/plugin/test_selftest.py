@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.tiny_models import build_tiny
-from verl_digen.checkup.selftest import Check, check_model
 from verl_digen.cli import main
 from verl_digen.models import load_model
+from verl_digen.tools.checkup.selftest import Check, check_model
 
 
 @pytest.mark.parametrize(

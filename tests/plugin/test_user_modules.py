@@ -20,9 +20,9 @@ from tests.fork_server import shared_server
 from verl_digen import cli, user_modules
 from verl_digen.config import digen_config
 from verl_digen.environments.host import EnvironmentWorker
-from verl_digen.plan.command import make_plan
 from verl_digen.preflight import check
 from verl_digen.reward.manager import DiffusionRewardManager, RewardPoolWorker
+from verl_digen.tools.plan.command import make_plan
 from verl_digen.user_modules import GROUP, KEY, import_user_modules
 
 pytestmark = pytest.mark.slow

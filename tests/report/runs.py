@@ -10,7 +10,7 @@ from PIL import Image
 from tests.observe.timeline_runs import simulated_run
 from verl_digen.observe.run_files import METRICS, START, WARNINGS, group_dir, image_path, sample_path, step_dir
 from verl_digen.observe.timeline.file import NAME, TimelineFile
-from verl_digen.trainer.run_output import MetricsFile
+from verl_digen.trainer.run_output import append_metrics
 
 HOSTILE = '</script><script>document.title = "taken"</script><!-- & "quoted" \u2028'
 """A prompt that would end the script around it."""
@@ -63,10 +63,9 @@ def metrics_of(step: int) -> dict[str, float]:
 def make_run(run_dir: Path, *, num_steps: int = 4) -> Path:
     """Write the folder of a run on separate pools that has everything, with validations at even steps."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = MetricsFile(run_dir / METRICS)
-    file.append(0, {"val/reward": 0.6})
+    append_metrics(run_dir / METRICS, 0, {"val/reward": 0.6})
     for step in range(1, num_steps + 1):
-        file.append(step, metrics_of(step))
+        append_metrics(run_dir / METRICS, step, metrics_of(step))
     for step in range(0, num_steps + 1, 2):
         add_validation(run_dir, step)
     add_groups(run_dir, 2)

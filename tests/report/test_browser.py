@@ -12,7 +12,7 @@ import pytest
 from tests.report.runs import HOSTILE, make_run
 from verl_digen.observe.run_files import METRICS, REPORT
 from verl_digen.report.page import write_report
-from verl_digen.trainer.run_output import MetricsFile
+from verl_digen.trainer.run_output import append_metrics
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (apt-get install chromium)")
@@ -81,7 +81,7 @@ def test_the_slider_shows_the_pictures_and_rewards_of_its_step(tmp_path):
 def test_a_run_that_just_began_shows_sentences_in_place_of_plots(tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    MetricsFile(run_dir / METRICS).append(0, {"val/reward": 0.5})
+    append_metrics(run_dir / METRICS, 0, {"val/reward": 0.5})
     write_report(run_dir, tmp_path / REPORT)
     dom = dom_of(tmp_path / REPORT)
     assert 'data-drawn="11"' in dom

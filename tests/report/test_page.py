@@ -14,7 +14,7 @@ from verl_digen.observe.timeline.file import NAME
 from verl_digen.report import page, pictures, timelines
 from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions
 from verl_digen.report.page import MAX_BYTES, collect, render, write_report
-from verl_digen.trainer.run_output import MetricsFile
+from verl_digen.trainer.run_output import append_metrics
 
 DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
 
@@ -115,12 +115,11 @@ def test_the_largest_page_stays_below_its_bound(tmp_path):
     prompts = [f"{number} {HOSTILE * 20}" for number in range(pictures.MAX_PROMPTS + 5)]
     for step in (0, 2, 4):
         add_validation(tmp_path, step, prompts, size=(300, 300))
-    file = MetricsFile(tmp_path / METRICS)
     wide = {f"area/some_longer_name_of_a_metric_{number}": number / 7 for number in range(MAX_COLUMNS)}
     with open(tmp_path / METRICS, "a", encoding="utf-8") as out:
         for step in range(5, MAX_ROWS + 300):
             out.write(json.dumps({"step": step, **metrics_of(step), **wide}) + "\n")
-    file.append(MAX_ROWS + 300, metrics_of(1))
+    append_metrics(tmp_path / METRICS, MAX_ROWS + 300, metrics_of(1))
     data = collect(tmp_path)
     size = len(render(data).encode())
     shown = sum(len(picture) for step in data["validations"]["pictures"] for picture in step)
@@ -138,7 +137,7 @@ def test_a_run_that_just_began_says_what_is_not_there_yet(tmp_path, has_start):
     if has_start:
         (began / START).write_text((tmp_path / "whole" / START).read_text())
     else:
-        MetricsFile(began / METRICS).append(0, {"val/reward": 0.5})
+        append_metrics(began / METRICS, 0, {"val/reward": 0.5})
     data = collect(began)
     empty = data["missing"]["empty"]
     assert empty.keys() >= {"speed", "distributions", "validations", "groups", "timeline", "warnings", "metrics"}
@@ -148,7 +147,7 @@ def test_a_run_that_just_began_says_what_is_not_there_yet(tmp_path, has_start):
 
 
 def test_a_run_of_an_older_version_shows_what_hydra_and_its_checkpoint_hold(tmp_path):
-    MetricsFile(tmp_path / METRICS).append(1, metrics_of(1))
+    append_metrics(tmp_path / METRICS, 1, metrics_of(1))
     written = tmp_path / "hydra" / "2026-01-01" / ".hydra"
     written.mkdir(parents=True)
     (written / "overrides.yaml").write_text("- recipe=digen_sd3+nft\n- digen.seed=3\n")

@@ -11,9 +11,9 @@ from PIL import Image
 from tests.reward.contract import make_picture
 from verl_digen.cli import main
 from verl_digen.reward.scorers import jpeg_compressibility
-from verl_digen.score import files
-from verl_digen.score.prompts import prompts_of
-from verl_digen.score.table import summary_of
+from verl_digen.tools.score import files
+from verl_digen.tools.score.prompts import prompts_of
+from verl_digen.tools.score.table import summary_of
 
 OWN = """
 def letters(data_source, solution_image, ground_truth, extra_info=None):
@@ -143,7 +143,7 @@ def test_the_summary_of_nothing_has_no_numbers():
 
 def test_memory_holds_few_files_at_once(folder, capsys, monkeypatch):
     """Chunks of one file give the scores that one chunk of all gives; groups stay whole."""
-    from verl_digen.score import score_command
+    from verl_digen.tools.score import score_command
 
     (folder / "prompts.txt").write_text("a\nb\na\nb")
     words = ("{diversity: 1, jpeg_compressibility: 1}", folder / "out", "--prompts", folder / "prompts.txt", "--json")

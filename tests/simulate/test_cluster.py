@@ -12,7 +12,7 @@ import pytest
 import verl_digen
 from tests.schedulers.flat import changed
 from verl_digen.devices import Pool, parse_pool
-from verl_digen.simulate.cluster import (
+from verl_digen.tools.simulate.cluster import (
     Split,
     baselines,
     best_baseline,
@@ -22,9 +22,9 @@ from verl_digen.simulate.cluster import (
     simulated_rules,
     steady_window,
 )
-from verl_digen.simulate.costs import assist_s, sample_s, train_s
-from verl_digen.simulate.profile import Numbers, Profile, load_profile, parse_profile, profile_names
-from verl_digen.simulate.splits import best_split
+from verl_digen.tools.simulate.costs import assist_s, sample_s, train_s
+from verl_digen.tools.simulate.profile import Numbers, Profile, load_profile, parse_profile, profile_names
+from verl_digen.tools.simulate.splits import best_split
 
 NUMBERS = Numbers(
     num_prompts=4,
@@ -258,7 +258,7 @@ def test_a_file_is_a_profile_too(tmp_path):
     ("change", "message"),
     [
         (lambda data: data.update(device="TPU"), "device of profile p must be one of RTX3090.*got 'TPU'"),
-        (lambda data: data["numbers"].pop("row_s"), "numbers of profile p must be .*got 'row_s'"),
+        (lambda data: data["numbers"].pop("row_s"), "numbers of profile p must be .* missing 1 .*'row_s'"),
         (lambda data: data["numbers"].update(row_s=1.0), "row_s of profile p must have a value and a source, got 1.0"),
         (lambda data: data["numbers"]["row_s"].update(value=-1), "profile p: row_s must be >= 0 and finite, got -1"),
         (

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 
 import pytest
 
-from verl_digen.simulate import command
+from verl_digen.tools.simulate import command
 
 
 def digen_simulate(*arguments: str) -> int:

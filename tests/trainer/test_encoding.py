@@ -8,8 +8,8 @@ import torch
 
 from verl_digen.config import digen_config
 from verl_digen.models import load_model
-from verl_digen.plan.compose import Words, compose_run
 from verl_digen.rollout.stored import StoredConditions
+from verl_digen.tools.plan.compose import Words, compose_run
 from verl_digen.trainer.encoding import CHUNK, encode_before, prompts_of
 from verl_digen.types import PromptRow
 

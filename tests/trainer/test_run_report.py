@@ -2,14 +2,17 @@
 """The report of a run that goes on: when it is written, and that a failure is told and harms nothing."""
 
 import logging
+import subprocess
+import sys
+from concurrent.futures import TimeoutError
 
 import pytest
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import RayTaskError
 
 from tests.report.runs import make_run
 from verl_digen.observe.run_files import REPORT
-from verl_digen.trainer import run_report
-from verl_digen.trainer.run_report import MAX_SHARE, MIN_INTERVAL_S, RunReport
+from verl_digen.report.page import refresh_report
+from verl_digen.trainer.run_output import MAX_SHARE, MIN_INTERVAL_S, RunReport
 
 
 class Clock:
@@ -17,18 +20,18 @@ class Clock:
 
 
 class Tasks:
-    """Tasks that end when `is_done` says so, after `spent_s`, or with `error`."""
+    """Tasks that are done when `is_done` says so, after `spent_s`, or with `error`."""
 
     def __init__(self):
-        self.begun, self.done, self.spent_s, self.waited_s = 0, True, 1.0, []
+        self.begun, self.is_done, self.spent_s, self.waited_s = 0, True, 1.0, []
         self.error: Exception | None = None
 
     def __call__(self, run_dir):
         self.begun += 1
         return self
 
-    def is_done(self):
-        return self.done
+    def done(self):
+        return self.is_done
 
     def result(self, wait_s):
         self.waited_s.append(wait_s)
@@ -61,7 +64,7 @@ def test_it_is_written_at_most_once_a_minute_and_at_the_end(report, tasks, clock
     report.refresh()
     assert tasks.begun == 2
     report.finish()
-    assert tasks.begun == 3 and tasks.waited_s == [0.0, 7.0, 7.0]
+    assert tasks.begun == 3 and tasks.waited_s == [7.0, 7.0, 7.0]
 
 
 def test_a_report_that_takes_long_is_written_less_often(report, tasks, clock):
@@ -77,7 +80,7 @@ def test_a_report_that_takes_long_is_written_less_often(report, tasks, clock):
 
 
 def test_a_refresh_never_waits_and_never_starts_a_second_one(report, tasks, clock):
-    tasks.done = False
+    tasks.is_done = False
     for _ in range(5):
         report.refresh()
         clock.now_s += 10 * MIN_INTERVAL_S
@@ -85,7 +88,7 @@ def test_a_refresh_never_waits_and_never_starts_a_second_one(report, tasks, cloc
 
 
 @pytest.mark.parametrize(
-    "error", [RayTaskError("_write", "traceback", OSError("no space left")), GetTimeoutError("not ready")]
+    "error", [RayTaskError("_write", "traceback", OSError("no space left")), TimeoutError("not ready")]
 )
 def test_a_failure_is_a_warning_with_a_remedy_and_the_next_one_is_written(
     report, tasks, clock, caplog, error, tmp_path
@@ -102,4 +105,9 @@ def test_a_failure_is_a_warning_with_a_remedy_and_the_next_one_is_written(
 
 def test_the_task_writes_into_the_runs_folder_and_says_how_long_it_took(tmp_path):
     make_run(tmp_path)
-    assert run_report._write(tmp_path) > 0 and (tmp_path / REPORT).stat().st_size > 1_000_000
+    assert refresh_report(tmp_path) > 0 and (tmp_path / REPORT).stat().st_size > 1_000_000
+
+
+def test_the_task_imports_neither_torch_nor_ray():
+    code = "import sys, verl_digen.report.page; print({'torch', 'ray', 'verl'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

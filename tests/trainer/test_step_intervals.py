@@ -10,6 +10,7 @@ from tests.tags import make_tag
 from verl_digen.observe.timeline import Lane, Recorder, TimelineFile, read_timeline
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
+from verl_digen.trainer.lanes import IdleLanes
 from verl_digen.types import RewardCall
 
 TRAINER = Lane("trainer", 0, "here", 2)
@@ -97,3 +98,16 @@ def test_what_ends_during_a_validation_counts_in_the_next_step(path):
     trainer.global_steps, trainer._step_began_s = 4, trainer._recorder.now_s()
     trainer._close_timeline()
     assert 0 < trainer._timeline_metrics["perf/first_group_fraction"] < 1
+
+
+def test_a_lane_that_still_waits_for_the_same_has_one_interval():
+    noting, lane = Recorder(), Lane("trainer", 0, "node", 1)
+    idle = IdleLanes(noting)
+    for reason, step in (("scoring", 1), ("scoring", 1), ("prompts", 1), ("prompts", 2)):
+        idle.wait(lane, reason, step)
+    idle.stop(lane)
+    assert [(one.reason, one.step) for one in noting.drain().intervals] == [
+        ("scoring", 1),
+        ("prompts", 1),
+        ("prompts", 2),
+    ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures and distributions of a step: what is drawn, and what TensorBoard reads."""
+"""The pictures and distributions of a step and of a validation: what is drawn, and what TensorBoard reads."""
 
 import json
 from pathlib import Path
@@ -11,8 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.tags import make_tag
 from verl_digen.config import DigenConfig
 from verl_digen.observe.group_pictures import GroupPictures
+from verl_digen.observe.images import save_pixels
+from verl_digen.observe.run_files import image_path
 from verl_digen.store.keys import SampleName, group_uid
 from verl_digen.trainer.training_pictures import TrainingPictures, distributions, draw
+from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_uid
 
 DIGEN = DigenConfig(num_logged_groups=2, logged_groups_every=5)
 
@@ -101,3 +104,38 @@ def test_tensorboard_reads_the_grid_and_the_distributions(tmp_path):
     assert written["shown"][0] == {"file": "p00000016-002.png", "prompt": "best of 3: a cat", "reward": 16.2}
     value = histogram.histogram_value
     assert (value.num, round(value.min, 3), round(value.max, 3)) == (12, 16.0, 19.2)
+
+
+# -- validations --------------------------------------------------------------------------------------------------
+def validate(run_dir: Path, step: int, reward: float) -> None:
+    """Draw two prompts of a validation of three, each with two samples, the second a video."""
+    tags = {}
+    for number in range(3):
+        uid = validation_uid(number)
+        for index in range(2):
+            tag = make_tag(reward + number / 10 + index, prompt=f"prompt {number}")
+            tags[SampleName.of(uid, index, tag).key] = tag
+        frames = torch.zeros((2, 8, 8, 3) if number == 1 else (8, 8, 3), dtype=torch.uint8)
+        save_pixels(frames, image_path(run_dir, step, uid))
+    shown = shown_samples(run_dir, step, tags, 2)
+    assert {uid: (one.prompt, one.reward) for uid, one in shown.items()} == {
+        "val-00000": ("prompt 0", reward),
+        "val-00001": ("prompt 1", reward + 0.1),
+    }
+    draw_pictures(run_dir, step, shown, True)
+
+
+def test_a_validation_has_a_grid_with_its_rewards_and_the_last_one_is_compared_with_the_first(tmp_path):
+    validate(tmp_path, 0, 0.25)
+    assert not (tmp_path / "images" / "before_after.png").exists()
+    validate(tmp_path, 10, 0.5)
+    assert (tmp_path / "images" / "before_after.png").is_file()
+    written = json.loads((tmp_path / "images" / "step_000010.json").read_text())
+    assert written[1] == {"uid": "val-00001", "prompt": "prompt 1", "reward": 0.6}
+    read = EventAccumulator(str(tmp_path / "tensorboard" / "pictures"), size_guidance={"images": 0, "tensors": 0})
+    read.Reload()
+    assert set(read.Tags()["images"]) == {"val/pictures", "val/videos/val-00001"}
+    [_, grid] = read.Images("val/pictures")
+    assert (grid.step, grid.encoded_image_string) == (10, (tmp_path / "images" / "step_000010.png").read_bytes())
+    table = read.Tensors("val/rewards/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "| prompt 1 | 0.6000 |" in table

@@ -37,7 +37,7 @@ from verl_digen.environments.host import environment_pool, start_environments
 from verl_digen.environments.registry import environment_class
 from verl_digen.errors import describe
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
-from verl_digen.observe.images import is_logged, save_pixels
+from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.reward.sample_rewards import SampleRewards
@@ -218,7 +218,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             calls=score.calls,
             episode=None if episode is None else episode.facts,
         )
-        if validate and trajectory.facts.sample_index == 0 and is_logged(row.index, self.digen.num_logged_images):
+        if validate and trajectory.facts.sample_index == 0 and row.index < self.digen.num_logged_images:
             path = image_path(self._run_dir, step, row.uid)
             await asyncio.to_thread(save_pixels, generation.pixels, path, row.images, generation.audio)
         if not validate and self._shows_group(step, row.uid):

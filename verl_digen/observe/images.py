@@ -70,11 +70,6 @@ class Shown:
         return f"{self.reward:.{digits}f}{change}  {self.prompt}"
 
 
-def is_logged(index: int, num_logged: int) -> bool:
-    """True if the validation prompt at `index` is one of those that are shown."""
-    return index < num_logged
-
-
 def save_pixels(pixels: Tensor, path: Path, images: Sequence[str] = (), audio: Audio | None = None) -> None:
     """Write uint8 [H, W, 3] to the PNG `path`; for [F, H, W, 3] the filmstrip, and the video to the GIF beside it, with
     its sound in a WAV file.

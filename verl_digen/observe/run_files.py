@@ -19,6 +19,8 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,41 @@ def pictured_steps(run_dir: Path, prefix: str) -> list[int]:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON objects of `metrics.jsonl` or `warnings.jsonl`, in order; [] without a file. A last line without its end is
+    left out: it is being written, or the disk was full.
+
+    Raises:
+        ValueError: another line is no JSON object with a step.
+    """
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    found = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict) or "step" not in value:
+            raise ValueError(
+                f"{path}: line {number} must be a JSON object with a step, got {line[:60]!r}; delete that line"
+            )
+        found.append(value)
+    return found
+
+
+def append_line(path: Path, line: Mapping[str, Any]) -> None:
+    """Append a JSON object."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def keep_until(path: Path, step: int, *, since_s: float = inf) -> None:
+    """Drop the lines that a run resumed after `step` repeats, 0: all, except those told at `since_s` or later."""
+    if path.exists():
+        kept = [one for one in read_lines(path) if 0 < step >= one["step"] or one.get("at_s", -inf) >= since_s]
+        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
 class WarningsFile(logging.Handler):
     """A handler of a logger; see the module."""
 
@@ -79,33 +116,12 @@ class WarningsFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Append a line; a failure is printed, as `logging` does for any handler."""
-        line = {
-            "at_s": record.created,
-            "step": self.step,
-            "level": record.levelname,
-            "text": record.getMessage(),
-        }
+        said = {"level": record.levelname, "text": record.getMessage()}
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            append_line(self._path, {"at_s": record.created, "step": self.step, **said})
         except OSError:
             self.handleError(record)
 
     def keep_until(self, step: int) -> None:
         """Drop warnings of earlier starts that were told after `step`; 0 drops all of theirs."""
-        if not self._path.exists():
-            return
-        kept = [
-            line
-            for line in read_warnings(self._path)
-            if line["at_s"] >= self._began_s or (step > 0 and line["step"] <= step)
-        ]
-        self._path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-
-
-def read_warnings(path: Path) -> list[dict[str, Any]]:
-    """Lines of the file, in order; [] without one. A last line that is still being written is left out."""
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].split("\n") if line]
+        keep_until(self._path, step, since_s=self._began_s)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps
+from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps, read_lines
 
 MAX_ROWS, MAX_COLUMNS = 500, 250
 MAX_DISTRIBUTIONS = 40
@@ -43,23 +43,12 @@ def rounded(value: float | None) -> float | None:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """Rows of a run's metrics.jsonl, by step; [] without it. A last line that is being written is left out.
+    """Rows of a run's metrics.jsonl, by step; of a step with two the newer one.
 
     Raises:
         ValueError: a line is no JSON object with a step.
     """
-    if not path.is_file():
-        return []
-    text = path.read_text(encoding="utf-8")
-    rows: dict[int, dict[str, float]] = {}
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            rows[int(row["step"])] = row
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path}: line {number} must be a JSON object with a step, got {line[:60]!r}; delete that line"
-            ) from error
+    rows = {row["step"]: row for row in read_lines(path)}
     return [rows[step] for step in sorted(rows)]
 
 

@@ -15,13 +15,14 @@ import os
 import pkgutil
 import re
 import tempfile
+import time
 from datetime import datetime, timezone
 from html import escape
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from verl_digen.observe.run_files import METRICS, START
+from verl_digen.observe.run_files import METRICS, REPORT, START
 from verl_digen.report.curves import columns, distributions, read_rows
 from verl_digen.report.missing import sentences
 from verl_digen.report.pictures import groups, validations
@@ -51,6 +52,13 @@ def write_report(run_dir: Path, path: Path) -> None:
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
+
+
+def refresh_report(run_dir: Path) -> float:
+    """Write the report into the run's folder -> the seconds that it took."""
+    began_s = time.monotonic()
+    write_report(run_dir, run_dir / REPORT)
+    return time.monotonic() - began_s
 
 
 def collect(run_dir: Path) -> dict[str, Any]:

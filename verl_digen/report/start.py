@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from verl_digen.observe.run_files import START, WARNINGS, read_warnings
+from verl_digen.observe.run_files import START, WARNINGS, read_lines
 
 CHECKPOINT_FILE = "global_step_*/run.json"
 RECIPES = re.compile(r"\+*recipe=\[?([^\]]*)\]?")
@@ -72,7 +72,7 @@ def warnings_of(run_dir: Path) -> dict[str, Any]:
         shown: text, level, count, first_step and last_step of each. num_left_out: further texts.
     """
     found: dict[str, dict[str, Any]] = {}
-    for line in read_warnings(run_dir / WARNINGS):
+    for line in read_lines(run_dir / WARNINGS):
         entry = found.setdefault(line["text"], {"count": 0, "first_step": line["step"]})
         entry |= {"level": line["level"], "last_step": line["step"], "count": entry["count"] + 1}
     shown = [{"text": text, **entry} for text, entry in found.items()]

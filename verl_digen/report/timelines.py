@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_digen.observe.timeline import read_timeline
-from verl_digen.observe.timeline.analysis import by_lane, num_trained_samples, overlap_s, pool_usage, step_window
+from verl_digen.observe.timeline.analysis import around_step, by_lane, pool_usage, step_metrics, step_window
 from verl_digen.observe.timeline.file import NAME, Timeline
 from verl_digen.observe.timeline.interval import UNATTRIBUTED, Interval
 from verl_digen.observe.timeline.layout import COLOURS, group_label, group_names, rows, words_of
@@ -59,13 +59,12 @@ def _chosen(timeline: Timeline, *, is_whole: bool) -> list[tuple[int, str]]:
 
 def _shown(timeline: Timeline, step: int, word: str) -> dict[str, Any]:
     window = step_window(timeline.intervals, step)
-    near = [one for one in timeline.intervals if one.start_s <= window[1] and one.end_s >= window[0]]
-    of_step = [*near, *(one for one in timeline.intervals if one.step == step and one.end_s < window[0])]
+    of_step = around_step(timeline.intervals, step)
     num_devices = timeline.num_devices[step]
     names = group_names(of_step)
     lanes, bars, num_lanes_left_out = [], [], 0
     of_pool: dict[str, int] = {}
-    for name, of_lane in by_lane(near, window).items():
+    for name, of_lane in by_lane(of_step, window).items():
         pool = of_lane[0].lane.pool
         of_pool[pool] = of_pool[pool] + 1 if pool in of_pool else 1
         if of_pool[pool] > MAX_LANES:
@@ -80,7 +79,7 @@ def _shown(timeline: Timeline, step: int, word: str) -> dict[str, Any]:
         "step": step,
         "word": word,
         "step_s": rounded(window[1] - window[0]),
-        "headline": _headline(of_step, step, num_devices, window),
+        "headline": _headline(step_metrics(of_step, step, num_devices), num_devices, window[1] - window[0]),
         "pools": _pools(of_step, step, num_devices),
         "lanes": lanes,
         "bars": longest,
@@ -116,15 +115,12 @@ def _bar(
     }
 
 
-def _headline(
-    intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int], window: tuple[float, float]
-) -> str:
+def _headline(metrics: Mapping[str, float], num_devices: Mapping[str, int], step_s: float) -> str:
     """The step's numbers in words."""
-    step_s = window[1] - window[0]
     parts = [f"{step_s:.3g} s"]
-    if num_samples := num_trained_samples(intervals, step):
-        parts.append(f"{num_samples / step_s:.3g} samples/s on {sum(num_devices.values())} devices")
-    if overlap := overlap_s(intervals, window):
+    if per_s := metrics["perf/images_per_s"]:
+        parts.append(f"{per_s:.3g} samples/s on {sum(num_devices.values())} devices")
+    if overlap := metrics["perf/overlap_s"]:
         parts.append(f"trainer and generators at work together for {overlap / step_s:.0%}")
     return " · ".join(parts)
 

@@ -113,7 +113,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         """Unix seconds, on the clock of the timeline."""
         os.environ.setdefault("TENSORBOARD_DIR", str(self.run_dir / "tensorboard"))
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._output = RunOutput.of_run(config, self.digen, self.run_dir)
+        self._output = RunOutput(config, self.digen, self.run_dir)
         self._watch = RewardWatch(self.digen.reward, self.run_dir)
 
     # -- setting up ---------------------------------------------------------------------------------------

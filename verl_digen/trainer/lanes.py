@@ -116,7 +116,7 @@ class IdleLanes:
     def wait(self, lane: Lane, reason: WaitReason, step: int) -> None:
         """Record that a lane is idle from now on, in `step`."""
         opened = self._waiting.get(lane)
-        if opened is not None and opened.work.get("reason") == reason and opened.step == step:
+        if opened is not None and (opened.begun.reason, opened.begun.step) == (reason, step):
             return
         self.stop(lane)
         self._waiting[lane] = self._recorder.begin("wait", lane, step=step, reason=reason)

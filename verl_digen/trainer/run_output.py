@@ -8,48 +8,45 @@ Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, TimeoutError
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import ray
 from omegaconf import DictConfig
+from ray.exceptions import RayError
 
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
+from verl_digen.errors import describe
 from verl_digen.observe.numerics import FirstSteps
-from verl_digen.observe.run_files import METRICS, WARNINGS, WarningsFile
-from verl_digen.trainer.run_report import RunReport
+from verl_digen.observe.run_files import METRICS, REPORT, WARNINGS, WarningsFile, append_line, keep_until
+from verl_digen.report.page import refresh_report
 from verl_digen.trainer.training_pictures import TrainingPictures
 from verl_digen.types import SampleTag
 
 logger = logging.getLogger(__name__)
 LOGGER = "verl_digen"
 """Logger whose warnings are kept."""
+MIN_INTERVAL_S = 60.0
+"""Time between two starts of the report."""
+MAX_SHARE = 0.05
 
 
 class RunOutput:
     """See the module."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        pictures: TrainingPictures,
-        digen: DigenConfig,
-    ):
-        self._metrics_file = MetricsFile(run_dir / METRICS)
+    def __init__(self, config: DictConfig, digen: DigenConfig, run_dir: Path):
+        self._metrics_path = run_dir / METRICS
         self._warnings = WarningsFile(run_dir / WARNINGS)
         logging.getLogger(LOGGER).addHandler(self._warnings)
-        self._pictures, self._digen = pictures, digen
+        self._pictures, self._digen = TrainingPictures.of_run(config, digen, run_dir), digen
         self._report = RunReport(run_dir, wait_s=digen.deadlines.setup_s) if digen.report else None
-
-    @classmethod
-    def of_run(cls, config: DictConfig, digen: DigenConfig, run_dir: Path) -> RunOutput:
-        """The output of a run's config."""
-        return cls(run_dir, TrainingPictures.of_run(config, digen, run_dir), digen)
 
     @cached_property
     def _first_steps(self) -> FirstSteps:
@@ -60,7 +57,7 @@ class RunOutput:
 
     def keep_until(self, step: int) -> None:
         """Drop what a run resumed after `step` repeats; 0 drops all."""
-        self._metrics_file.keep_until(step)
+        keep_until(self._metrics_path, step)
         self._warnings.keep_until(step)
         self._warnings.step = step
 
@@ -84,7 +81,7 @@ class RunOutput:
         """
         self._warnings.step = step
         self._pictures.log(step, samples, wandb)
-        self._metrics_file.append(step, metrics)
+        append_metrics(self._metrics_path, step, metrics)
         for remark in self._first_steps.observe(metrics):
             logger.log(logging.WARNING if remark.is_warning else logging.INFO, "%s", remark.text)
         logger.info(progress_line(metrics, step=step, num_steps=num_steps, remaining_s=remaining_s))
@@ -93,7 +90,7 @@ class RunOutput:
 
     def on_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the numbers of a validation before the first step; those of later ones are part of their step's."""
-        self._metrics_file.append(step, metrics)
+        append_metrics(self._metrics_path, step, metrics)
         if self._report is not None:
             self._report.refresh()
 
@@ -105,29 +102,80 @@ class RunOutput:
         logging.getLogger(LOGGER).removeHandler(self._warnings)
 
 
-class MetricsFile:
-    """`RUN_DIR/metrics.jsonl`: one JSON object per step, continued by a resumed run.
+class RunReport:
+    """`RUN_DIR/report.html` while the run goes on: written again and again, whole, by a task beside the run.
 
-    Example line: `{"step": 12, "reward/mean": 0.71, "perf/step_s": 2.5, ...}`
+    - `refresh` never waits. It starts the task, unless one runs or the last one began too short ago: at least
+      `MIN_INTERVAL_S`, and so that writing takes at most `MAX_SHARE` of one core's time.
+    - A report that cannot be written is a warning, and the run goes on. The page that is there stays.
+    - The task imports `verl_digen.report.page`: what that imports costs each run seconds of a core.
+
+    Args:
+        wait_s: bound of `finish`.
+        begin: starts writing the report of a run's folder -> seconds that it took.
+        now_s: a clock.
+
+    Example:
+        report = RunReport(run_dir, wait_s=600)
+        report.refresh()  # starts a task
+        report.refresh()  # nothing: it runs, or it began less than a minute ago
+        report.finish()   # waits, writes once more
     """
 
-    def __init__(self, path: Path):
-        self._path = path
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        wait_s: float,
+        begin: Callable[[Path], Future[float]] = lambda run_dir: (
+            ray.remote(num_cpus=0)(refresh_report).remote(run_dir).future()
+        ),
+        now_s: Callable[[], float] = time.monotonic,
+    ):
+        self._run_dir, self._wait_s = run_dir, wait_s
+        self._begin, self._now_s = begin, now_s
+        self._running: Future[float] | None = None
+        self._due_s = float("-inf")
+        self._began_s = 0.0
 
-    def keep_until(self, step: int) -> None:
-        """Drop the lines of steps after `step`, which a run resumed there repeats; 0 drops all."""
-        if not self._path.exists():
+    def refresh(self) -> None:
+        """Start writing, if it is due."""
+        if self._running is not None:
+            if not self._running.done():
+                return
+            self._end(self._running)
+        if self._now_s() >= self._due_s:
+            self._start()
+
+    def finish(self) -> None:
+        """Write the whole run."""
+        if self._running is not None:
+            self._end(self._running)
+        self._end(self._start())
+
+    def _start(self) -> Future[float]:
+        self._began_s = self._now_s()
+        self._due_s = self._began_s + MIN_INTERVAL_S
+        self._running = self._begin(self._run_dir)
+        return self._running
+
+    def _end(self, task: Future[float]) -> None:
+        self._running = None
+        try:
+            spent_s = task.result(self._wait_s)
+        except (RayError, TimeoutError) as error:
+            logger.warning(
+                "%s could not be written (%s); the run goes on, and `digen report %s` writes it",
+                *(self._run_dir / REPORT, describe(error), self._run_dir),
+            )
             return
-        text = self._path.read_text(encoding="utf-8")
-        lines = text[: text.rfind("\n") + 1].splitlines()  # without half a line, which a full disk leaves
-        kept = [line for line in lines if step > 0 and json.loads(line)["step"] <= step]
-        self._path.write_text("".join(line + "\n" for line in kept))
+        self._due_s = max(self._due_s, self._began_s + spent_s / MAX_SHARE)
 
-    def append(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append one step's numbers; values that are not numbers are left out."""
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **numbers}) + "\n")
+
+def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
+    """Append the numbers of a step, `{"step": 12, "reward/mean": 0.71, ...}`; other values are left out."""
+    numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
+    append_line(path, {"step": step, **numbers})
 
 
 def progress_line(metrics: Mapping[str, float], *, step: int, num_steps: int, remaining_s: float) -> str:

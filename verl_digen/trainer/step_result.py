@@ -35,31 +35,6 @@ class PoolDevices:
     """The platform's name of the first device; None for a CPU."""
 
 
-def step_utilisation(
-    metrics: Mapping[str, float], *, num_forwards: int, trainer: PoolDevices, generator: PoolDevices
-) -> dict[str, float]:
-    """`perf/tflops_per_device/POOL` and, where the device's peak is known, `perf/mfu/POOL` of one step.
-
-    | pool | useful work, calculated from the FLOPs of the layers | time, measured |
-    | --- | --- | --- |
-    | trainer | forward and backward of every trained row | `perf/train_s`, in the engine's calls |
-    | generator | all denoise steps of the trained samples | `perf/generate_s`, in which any sample was generated |
-
-    Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.row_flops`), text
-    encoding, decoding, and discarded samples. The time excludes nothing. Samples that the trainer generated are work of
-    neither pool; `perf/generate_s` includes their time, so with assistance the generator's share is a lower bound.
-
-    Args:
-        metrics: the step's metrics, with `actor/*` and `perf/*`.
-        num_forwards: samples x denoise steps; a guided step counts once.
-    """
-    trained = metrics["actor/num_rows"] * metrics[ROW_TRAINING]
-    generated = num_forwards * metrics[ROW_FORWARD]
-    return utilisation_metrics(
-        "trainer", trained, metrics["perf/train_s"], trainer.num_devices, trainer.name
-    ) | utilisation_metrics("generator", generated, metrics["perf/generate_s"], generator.num_devices, generator.name)
-
-
 GAP = "rollout/log_prob_gap_max"
 
 
@@ -137,17 +112,36 @@ def result_metrics(result: StepResult, times: StepTimes, *, num_devices: int, tr
 def utilisation(
     result: StepResult, metrics: Mapping[str, float], *, num_steps: int, devices: Mapping[str, PoolDevices]
 ) -> dict[str, float]:
-    """Utilisation of each pool in a step on real devices.
+    """`perf/tflops_per_device/POOL` and, where the device's peak is known, `perf/mfu/POOL` of one step.
+
+    | pool | useful work, calculated from the FLOPs of the layers | time, measured |
+    | --- | --- | --- |
+    | trainer | forward and backward of every trained row | `perf/train_s`, in the engine's calls |
+    | generator | all denoise steps of the trained samples | `perf/generate_s`, in which any sample was generated |
+
+    Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.row_flops`), text
+    encoding, decoding, and discarded samples. The time excludes nothing. Samples that the trainer generated are work of
+    neither pool; `perf/generate_s` includes their time, so with assistance the generator's share is a lower bound.
 
     Args:
-        metrics: `result_metrics` of the step.
-        num_steps: denoising steps of a sample.
+        metrics: `result_metrics` of the step, with `actor/*` and `perf/*`.
+        num_steps: denoising steps of a sample; a guided step counts once.
         devices: "trainer" and "generator" -> their devices.
     """
     spared = sum(tag.facts.num_shared_steps + tag.facts.num_skipped_steps for tag in result.tags)
     num_pictures = sum(len(tag.generations) for tag in result.tags)
     num_forwards = max(0, (num_pictures - result.num_assisted) * num_steps - spared)
-    return step_utilisation(metrics, num_forwards=num_forwards, **devices)
+    work = {
+        "trainer": (metrics["actor/num_rows"] * metrics[ROW_TRAINING], metrics["perf/train_s"]),
+        "generator": (num_forwards * metrics[ROW_FORWARD], metrics["perf/generate_s"]),
+    }
+    return {
+        name: value
+        for pool, (flops, seconds) in work.items()
+        for name, value in utilisation_metrics(
+            pool, flops, seconds, devices[pool].num_devices, devices[pool].name
+        ).items()
+    }
 
 
 def check_log_prob_gap(metrics: Mapping[str, float], max_gap: float | None, *, step: int) -> None:

@@ -7,18 +7,16 @@ Rewards and picture paths come back as tags; a separate task draws the grids and
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_digen.observe.images import Shown, save_before_after, save_grid
 from verl_digen.observe.metrics import reward_metrics
 from verl_digen.observe.run_files import VALIDATION, image_path, pictured_steps, step_dir, video_path
 from verl_digen.observe.trackers import log_pictures, log_table
-from verl_digen.store.keys import SampleName, parse_key
+from verl_digen.store.keys import parse_key
 from verl_digen.trainer.checkpoint import replace_text
 from verl_digen.types import SampleTag
 
@@ -64,24 +62,9 @@ def validation_metrics(tags: Mapping[str, SampleTag], num_samples: int) -> dict[
     return metrics
 
 
-def draw_pictures(
-    run_dir: Path, step: int, tags: Mapping[str, SampleTag], num_logged: int, *, to_tensorboard: bool
-) -> Any:
-    """Start drawing the grid of this validation and the before/after picture; returns a Ray reference to wait for.
-
-    Args:
-        to_tensorboard: also send the grid and the videos there.
-    """
-    samples = shown_samples(run_dir, step, tags, num_logged)
-    shown = [{"uid": uid, "prompt": entry.prompt, "reward": entry.reward} for uid, entry in samples.items()]
-    if not shown:
-        return None
-    return ray.remote(num_cpus=0)(_draw).remote(run_dir, step, shown, to_tensorboard)
-
-
 def shown_samples(run_dir: Path, step: int, tags: Mapping[str, SampleTag], num_logged: int) -> dict[str, Shown]:
     """Group id -> picture of the first sample, of the first `num_logged` validation prompts."""
-    first_samples = {name.uid: tag for name, tag in _by_name(tags) if name.sample_index == 0}
+    first_samples = {name.uid: tag for key, tag in tags.items() if (name := parse_key(key)).sample_index == 0}
     uids = [validation_uid(index) for index in range(num_logged)]
     return {
         uid: Shown(image_path(run_dir, step, uid), first_samples[uid].prompt, first_samples[uid].reward)
@@ -90,22 +73,23 @@ def shown_samples(run_dir: Path, step: int, tags: Mapping[str, SampleTag], num_l
     }
 
 
-def _by_name(tags: Mapping[str, SampleTag]) -> list[tuple[SampleName, SampleTag]]:
-    return [(parse_key(key), tag) for key, tag in tags.items()]
+def draw_pictures(run_dir: Path, step: int, shown: Mapping[str, Shown], to_tensorboard: bool) -> None:
+    """Draw the grid of this validation and the before/after picture.
 
-
-def _draw(run_dir: Path, step: int, shown: Sequence[dict[str, Any]], to_tensorboard: bool) -> None:
+    Args:
+        to_tensorboard: also send the grid and the videos there.
+    """
     grid = step_dir(run_dir, step).with_suffix(".png")
-    replace_text(step_dir(run_dir, step).with_suffix(".json"), json.dumps(list(shown)))
-    save_grid(_load(run_dir, step), grid, f"validation after {step} steps")
+    entries = [{"uid": uid, "prompt": one.prompt, "reward": one.reward} for uid, one in shown.items()]
+    replace_text(step_dir(run_dir, step).with_suffix(".json"), json.dumps(entries))
+    save_grid(list(shown.values()), grid, f"validation after {step} steps")
     if to_tensorboard:
-        videos = {entry["uid"]: video_path(image_path(run_dir, step, entry["uid"])) for entry in shown}
-        pictures = {"val/pictures": grid} | {
-            f"val/videos/{uid}": path for uid, path in videos.items() if path.is_file()
-        }
+        videos = {f"val/videos/{uid}": video_path(one.path) for uid, one in shown.items()}
         board = run_dir / "tensorboard" / "pictures"
-        log_pictures(board, step, pictures)
-        rows = [[entry["prompt"], f"{entry['reward']:.4f}"] for entry in shown]
+        log_pictures(
+            board, step, {"val/pictures": grid, **{tag: path for tag, path in videos.items() if path.is_file()}}
+        )
+        rows = [[one.prompt, f"{one.reward:.4f}"] for one in shown.values()]
         log_table(board, step, "val/rewards", ["prompt", "reward"], rows)
     steps = pictured_steps(run_dir, VALIDATION)
     first, last = steps[0], steps[-1]

@@ -89,11 +89,10 @@ class Validation:
             if len(reasons) == len(rows):
                 raise RunStopped(f"validation at step {step}: every prompt failed; the last: {reasons[-1]}")
         self.finish_pictures()
-        self._pictures = draw_pictures(
-            self._run_dir, step, tags, self._digen.num_logged_images, to_tensorboard=self._to_tensorboard
-        )
+        if shown := shown_samples(self._run_dir, step, tags, self._digen.num_logged_images):
+            draw = ray.remote(num_cpus=0)(draw_pictures)
+            self._pictures = draw.remote(self._run_dir, step, shown, self._to_tensorboard)
         if wandb is not None:
-            shown = shown_samples(self._run_dir, step, tags, self._digen.num_logged_images)
             log_to_wandb(wandb, step, {"val/pictures": list(shown.values())}, {})
         metrics = validation_metrics(tags, num_samples)
         logger.info("validation after %d steps: reward %.4f over %d pictures", step, metrics["val/reward"], len(tags))

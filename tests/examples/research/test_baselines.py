@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from verl_digen.devices import Pool
-from verl_digen.simulate.cluster import run_colocated
-from verl_digen.simulate.profile import load_profile, profile_names, windowed
+from verl_digen.tools.simulate.cluster import run_colocated
+from verl_digen.tools.simulate.profile import load_profile, profile_names, windowed
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = (ROOT / "examples" / "research",)

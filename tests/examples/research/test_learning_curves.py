@@ -11,7 +11,7 @@ import torch
 
 from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.objectives import default_config, find_objective, objective_names, policy_loss
-from verl_digen.bench.runs import run_dir_of
+from verl_digen.tools.bench.runs import run_dir_of
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs" / "algorithms"

@@ -27,7 +27,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
-from typing import NamedTuple
 
 from verl_digen.observe.metrics import union_s
 from verl_digen.observe.timeline.interval import (
@@ -51,18 +50,9 @@ TRAINING_KINDS = ("train", "assist", "commit")
 """Work of the trainer that can overlap with generation."""
 
 
-class Segment(NamedTuple):
-    """A stretch of a lane's time, spent on one thing."""
-
-    start_s: float
-    end_s: float
-    label: str
-    """One of `LABELS`."""
-
-
 @dataclass(frozen=True)
 class Usage:
-    """Device-seconds of a lane or a pool in one step."""
+    """Device-seconds of a pool in one step."""
 
     num_devices: int
     step_s: float
@@ -120,11 +110,10 @@ def by_lane(intervals: Iterable[Interval], window: Span) -> dict[str, list[Inter
     return dict(sorted(lanes.items(), key=lambda item: _place(item[1][0].lane)))
 
 
-def segments(intervals: Iterable[Interval], window: Span) -> list[Segment]:
-    """One lane's window, cut where the lane's activity changes; seconds since the window's start.
+def lane_seconds(intervals: Iterable[Interval], window: Span) -> dict[str, float]:
+    """Label -> seconds of one lane's window.
 
-    Example: generate 0-4, publish 3-6, wait 5-9 in a window 0-10 -> generate 0-4, publish 4-6, wait 6-9,
-    unattributed 9-10.
+    Example: generate 0-4, publish 3-6, wait 5-9 in a window 0-10 -> generate 4, publish 2, wait 3, unattributed 1.
     """
     start_s, end_s = window
     marks: list[tuple[float, int, int]] = []
@@ -134,31 +123,18 @@ def segments(intervals: Iterable[Interval], window: Span) -> list[Segment]:
         if begin < end:
             rank = _RANK[interval.kind if interval.reason is None else interval.reason]
             marks += [(begin, 1, rank), (end, -1, rank)]
-    cut: list[Segment] = []
+    spent: dict[str, list[float]] = defaultdict(list)
     active: list[int] = [_RANK[UNATTRIBUTED]]  # ascending; the first gets the time
     reached = 0.0
     for at, change, rank in [*sorted(marks), (end_s - start_s, 0, 0)]:
         if at > reached:
-            label = LABELS[active[0]]
-            if cut and cut[-1].label == label:
-                cut[-1] = cut[-1]._replace(end_s=at)
-            else:
-                cut.append(Segment(reached, at, label))
+            spent[LABELS[active[0]]].append(at - reached)
             reached = at
         if change > 0:
             insort(active, rank)
         elif change < 0:
             active.remove(rank)
-    return cut
-
-
-def lane_usage(intervals: Iterable[Interval], window: Span, num_devices: int = 1) -> Usage:
-    """One lane's time. A lane without devices counts as one, to say how busy it was."""
-    spent: dict[str, list[float]] = defaultdict(list)
-    for start_s, end_s, label in segments(intervals, window):
-        spent[label].append(end_s - start_s)
-    seconds = {label: num_devices * fsum(parts) for label, parts in spent.items()}
-    return _usage(seconds, num_devices, window[1] - window[0])
+    return {label: fsum(parts) for label, parts in spent.items()}
 
 
 def pool_usage(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> dict[str, Usage]:
@@ -184,16 +160,17 @@ def pool_usage(intervals: Sequence[Interval], step: int, num_devices: Mapping[st
                 f"the lanes of pool {lane.pool} must stand for at most the devices it has, got {seen[lane.pool]} of "
                 f"{dict(num_devices)} in step {step}; a replacement takes the index of the lane it replaces"
             )
-        usage = lane_usage(lane_intervals, window, lane.num_devices)
-        for label, seconds in (*usage.busy_s.items(), *usage.bubble_s.items()):
-            spent[lane.pool][label].append(seconds)
+        for label, seconds in lane_seconds(lane_intervals, window).items():
+            spent[lane.pool][label].append(lane.num_devices * seconds)
     step_s = window[1] - window[0]
     usages: dict[str, Usage] = {}
     for pool in POOLS:
         if pool in num_devices and num_devices[pool] > 0:
             spent[pool][UNATTRIBUTED].append((num_devices[pool] - seen[pool]) * step_s)
-            seconds = {label: fsum(parts) for label, parts in spent[pool].items()}
-            usages[pool] = _usage(seconds, num_devices[pool], step_s)
+            seconds = {label: fsum(spent[pool][label]) for label in LABELS if label in spent[pool]}
+            busy = {kind: seconds[kind] for kind in BUSY_KINDS if kind in seconds}
+            bubble = {reason: seconds[reason] for reason in seconds if reason not in busy}
+            usages[pool] = Usage(num_devices[pool], step_s, busy, bubble)
     return usages
 
 
@@ -272,10 +249,3 @@ def step_metrics(intervals: Sequence[Interval], step: int, num_devices_per_pool:
 
 def _place(lane: Lane) -> tuple[int, int]:
     return POOLS.index(lane.pool), lane.index
-
-
-def _usage(seconds: Mapping[str, float], num_devices: int, step_s: float) -> Usage:
-    """Order the labels as in `LABELS`, and separate work from waiting."""
-    busy = {kind: seconds[kind] for kind in BUSY_KINDS if kind in seconds}
-    bubble = {reason: seconds[reason] for reason in (*WAIT_REASONS, UNATTRIBUTED) if reason in seconds}
-    return Usage(num_devices, step_s, busy, bubble)

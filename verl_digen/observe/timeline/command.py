@@ -22,8 +22,6 @@ from verl_digen.observe.timeline.trace import to_trace
 NAME = "timeline"
 
 ALL, LAST = "all", "last"
-METRICS = "metrics.jsonl"
-"""File in the folder of every run."""
 NUM_CAUSES = 3
 """Number of causes of idle time in the table."""
 
@@ -87,19 +85,12 @@ def _causes(usage: Usage) -> str:
 
 
 def _open(run_dir: Path) -> Timeline:
-    if not run_dir.is_dir():
-        raise ValueError(f"RUN_DIR must be the folder of a run, got {str(run_dir)!r}, which is no folder")
     path = run_dir / file.NAME
     if not path.is_file():
-        if (run_dir / METRICS).is_file():
-            raise ValueError(
-                f"RUN_DIR must hold a {file.NAME}, which a run writes from its first step on; {str(run_dir)!r} holds "
-                "none: it has finished no step yet, or an older version ran it with trainer and replicas in turn; "
-                "its metrics.jsonl has perf/* of every step"
-            )
         raise ValueError(
-            f"RUN_DIR must hold a {file.NAME}, which a run writes from its first step on; {str(run_dir)!r} holds none: "
-            "give the run's trainer.default_local_dir"
+            f"RUN_DIR must be the folder of a run, its trainer.default_local_dir, with a {file.NAME}, which a run "
+            f"writes from its first step on, got {str(run_dir)!r}; the metrics.jsonl of an older run has perf/* of "
+            "every step"
         )
     return read_timeline(path)
 
@@ -113,16 +104,5 @@ def _choose(timeline: Timeline, asked: str, run_dir: Path) -> list[int]:
     if asked == LAST:
         return steps[-1:]
     if not asked.isdigit() or int(asked) not in timeline.num_devices:
-        raise ValueError(f"--step must be {ALL}, {LAST} or a complete step ({_ranges(steps)}), got {asked}")
+        raise ValueError(f"--step must be {ALL}, {LAST} or a complete step ({steps[0]} to {steps[-1]}), got {asked}")
     return [int(asked)]
-
-
-def _ranges(steps: list[int]) -> str:
-    """`1-7, 9`."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -4,7 +4,7 @@
 - Every start of the run writes a header, `{"timeline": 1, "num_devices": {"trainer": 8, "generator": 8}}`: the schema's
   version, and the devices of each pool from there on. The first line of the file is one.
 - Append only, by the driver only, whole lines in one write. An interrupted write leaves a torn last line: reading
-  skips it and says so, the next append removes it.
+  skips it and says so, `keep_until` removes it.
 - A resumed run keeps what happened until the end of the step it resumes after, work for later steps included: those
   seconds were spent, though the work is done again.
 
@@ -40,8 +40,6 @@ class Timeline:
     """Sorted by start; the parts of a cut interval are joined."""
     num_devices: Mapping[int, Mapping[str, int]]
     """Complete step -> pool -> devices."""
-    num_torn_lines: int
-    """1 if the last line was broken off, else 0."""
 
     @property
     def steps(self) -> list[int]:
@@ -62,10 +60,11 @@ class TimelineFile:
         self._is_open = False
 
     def keep_until(self, step: int) -> None:
-        """Drop the intervals that a run resumed after `step` repeats; 0 drops all."""
+        """Drop the intervals that a run resumed after `step` repeats, and a torn last line; 0 drops all. Comes before
+        `append`."""
         if not self._path.exists():
             return
-        records, _ = _read(self._path)
+        records = _read(self._path)
         end_s = None
         for record in records:
             if isinstance(record, Interval) and record.kind == "step" and record.step == step:
@@ -83,7 +82,6 @@ class TimelineFile:
         """Append intervals of the driver's clock."""
         lines = [_dump(to_line(interval)) for interval in intervals]
         if not self._is_open:
-            _remove_torn_line(self._path)
             lines.insert(0, _dump(self._header))
         with open(self._path, "a", encoding="utf-8") as file:
             file.write("".join(lines))
@@ -100,9 +98,7 @@ def read_timeline(path: Path, *, most_bytes: int | None = None) -> Timeline:
         FileNotFoundError: there is no such file.
         ValueError: it is of a later schema, or a line other than the last is broken.
     """
-    records, num_torn_lines = _read(path, most_bytes)
-    if num_torn_lines:
-        logger.warning("%s: the last line is torn, as when a run is killed while it writes; it is left out", path)
+    records = _read(path, most_bytes)
     num_devices: dict[int, Mapping[str, int]] = {}
     current: Mapping[str, int] = {}
     for record in records:
@@ -111,7 +107,7 @@ def read_timeline(path: Path, *, most_bytes: int | None = None) -> Timeline:
         elif record.kind == "step":
             num_devices[record.step] = current
     intervals = join_parts(record for record in records if isinstance(record, Interval))
-    return Timeline(tuple(intervals), num_devices, num_torn_lines)
+    return Timeline(tuple(intervals), num_devices)
 
 
 def _lines(path: Path, most_bytes: int | None) -> Generator[tuple[int, bytes], None, None]:
@@ -128,13 +124,17 @@ def _lines(path: Path, most_bytes: int | None) -> Generator[tuple[int, bytes], N
             number += 1
 
 
-def _read(path: Path, most_bytes: int | None = None) -> tuple[list[dict[str, Any] | Interval], int]:
-    """Read headers and intervals in the order of the file, and the number of torn lines."""
+def _read(path: Path, most_bytes: int | None = None) -> list[dict[str, Any] | Interval]:
+    """Read headers and intervals in the order of the file."""
     records: list[dict[str, Any] | Interval] = []
     with closing(_lines(path, most_bytes)) as lines:
         for number, text in lines:
             if not text.endswith(b"\n"):  # a complete line ends with a newline
-                return records, int(bool(text))
+                if text:
+                    logger.warning(
+                        "%s: the last line is torn, as when a run is killed while it writes; it is left out", path
+                    )
+                break
             try:
                 line = json.loads(text)
                 is_header = "timeline" in line
@@ -155,19 +155,8 @@ def _read(path: Path, most_bytes: int | None = None) -> tuple[list[dict[str, Any
                     "restore the file"
                 )
             records.append(record)
-    return records, 0
+    return records
 
 
 def _dump(line: Mapping[str, Any]) -> str:
     return json.dumps(line, separators=(",", ":")) + "\n"
-
-
-def _remove_torn_line(path: Path) -> None:
-    """Cut the file after its last whole line, so that what is appended starts on a line of its own."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        logger.warning("%s: removing the last line, which is torn (%d bytes)", path, len(content) - whole)
-        os.truncate(path, whole)

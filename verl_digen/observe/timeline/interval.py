@@ -138,22 +138,24 @@ class Interval:
             raise ValueError(f"the kind of an interval must be one of {', '.join(KINDS)}, got {self.kind!r}")
         if not 0 <= self.end_s - self.start_s < inf:
             raise ValueError(
-                f"{self._name()} must end at a moment not before its start, got {self.start_s} s to {self.end_s} s"
+                f"{self.name} must end at a moment not before its start, got {self.start_s} s to {self.end_s} s"
             )
         if self.kind == "wait" and self.reason not in WAIT_REASONS:
-            raise ValueError(f"{self._name()} needs a reason, one of {', '.join(WAIT_REASONS)}, got {self.reason!r}")
+            raise ValueError(f"{self.name} needs a reason, one of {', '.join(WAIT_REASONS)}, got {self.reason!r}")
         if self.kind != "wait" and self.reason is not None:
-            raise ValueError(f"only a wait has a reason; {self._name()} got {self.reason!r}")
+            raise ValueError(f"only a wait has a reason; {self.name} got {self.reason!r}")
         if self.kind in ("generate", "assist") and self.chunk_id is None:
-            raise ValueError(f"{self._name()} needs the chunk_id it generates")
+            raise ValueError(f"{self.name} needs the chunk_id it generates")
         if self.kind == "train" and self.fragment_id is None:
-            raise ValueError(f"{self._name()} needs the fragment_id it trains")
+            raise ValueError(f"{self.name} needs the fragment_id it trains")
 
     @property
     def duration_s(self) -> float:
         return self.end_s - self.start_s
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
+        """Kind, lane and step, for messages."""
         return f"interval {self.kind} of {self.lane.name} in step {self.step}"
 
 

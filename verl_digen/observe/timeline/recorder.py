@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypedDict
 
 from verl_digen.observe.timeline.interval import Interval, Kind, Lane
@@ -56,26 +56,15 @@ class Drained:
 class OpenInterval:
     """An interval that has begun. Made by `Recorder.begin`."""
 
-    kind: Kind
-    lane: Lane
-    step: int
-    work: IntervalFacts
-    start_s: float
+    begun: Interval
+    """From its start, 0 s long."""
     detail: dict[str, str | int | float | bool] = field(default_factory=dict)
     """May be filled until the end."""
 
     def until(self, end_s: float, *, is_cut: bool) -> Interval:
-        """The interval from `start_s`, at least 0 s long, to `end_s`."""
-        return Interval(
-            self.kind,
-            self.lane,
-            self.step,
-            self.start_s,
-            max(end_s, self.start_s),
-            is_cut=is_cut,
-            detail=dict(self.detail),
-            **self.work,
-        )
+        """The interval, at least 0 s long, to `end_s`."""
+        end_s = max(end_s, self.begun.start_s)
+        return replace(self.begun, end_s=end_s, is_cut=is_cut, detail=dict(self.detail))
 
 
 class Recorder:
@@ -105,8 +94,8 @@ class Recorder:
 
     def begin(self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[IntervalFacts]) -> OpenInterval:
         """Open an interval now; close it with `end`."""
-        opened = OpenInterval(kind, lane, step, work, self.now_s())
-        opened.until(opened.start_s, is_cut=False)  # a broken rule is raised here, where the caller is to blame
+        now_s = self.now_s()
+        opened = OpenInterval(Interval(kind, lane, step, now_s, now_s, **work))
         with self._lock:
             self._open[id(opened)] = opened
         return opened
@@ -119,7 +108,7 @@ class Recorder:
         """
         with self._lock:
             if self._open.pop(id(opened), None) is None:
-                raise RuntimeError(f"{opened.kind} of {opened.lane.name} in step {opened.step} has ended already")
+                raise RuntimeError(f"{opened.begun.name} has ended already")
             self._note(opened.until(self.now_s(), is_cut=False))
 
     @contextmanager
@@ -146,9 +135,9 @@ class Recorder:
         with self._lock:
             now_s = self.now_s()
             for opened in self._open.values():
-                if now_s > opened.start_s:
+                if now_s > opened.begun.start_s:
                     self._note(opened.until(now_s, is_cut=True))
-                    opened.start_s = now_s
+                    opened.begun = replace(opened.begun, start_s=now_s, end_s=now_s)
             drained = Drained(self._noted, self._num_lost)
             self._noted, self._num_lost = [], 0
         if drained.num_lost:

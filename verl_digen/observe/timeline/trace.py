@@ -17,24 +17,8 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from verl_digen.observe.timeline.analysis import Span, by_lane
-from verl_digen.observe.timeline.interval import POOLS, Interval, Kind, Pool, to_line
+from verl_digen.observe.timeline.interval import POOLS, Interval, Pool, to_line
 from verl_digen.observe.timeline.layout import group_label, group_names, rows
-
-COLOURS: dict[Kind, str] = {
-    "generate": "thread_state_runnable",  # blue
-    "score": "thread_state_uninterruptible",  # mauve
-    "train": "thread_state_iowait",  # orange
-    "assist": "thread_state_running",  # green
-    "commit": "terrible",  # red
-    "wake": "good",
-    "sleep": "bad",
-    "publish": "background_memory_dump",  # teal
-    "validate": "yellow",
-    "save": "generic_work",  # grey
-    "wait": "white",
-    "step": "grey",
-}
-"""Kind -> reserved colour name of chrome://tracing (catapult, tracing/base/color_scheme.html). Perfetto has its own."""
 
 
 def to_trace(intervals: Sequence[Interval], window: Span) -> dict[str, Any]:
@@ -105,7 +89,6 @@ def _event(interval: Interval, pid: int, tid: int, base_s: float, names: dict[tu
         "ph": "X",
         "name": _title(interval, names),
         "cat": interval.kind,
-        "cname": COLOURS[interval.kind],
         "pid": pid,
         "tid": tid,
         "ts": start_ns / 1000,

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of real runs through verl's main: Ray, TransferQueue, FSDP2, replicas, weight updates.
+
+- The quick start, of random weights, or as a user starts it.
+- Stable Diffusion 3.5 medium and Qwen-Image of published size with random weights (`checkpoints`), beside what
+  `digen plan` says of the same words. On a CPU the networks are tiny.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.plugin.platform import get_platform
+
+from verl_digen.models.tiny import build_tiny
+from verl_digen.tools.bench.runs import RunFailed, read_steps, train
+from verl_digen.tools.checkup.checkpoints import write_checkpoint
+from verl_digen.tools.checkup.checks import CheckFailed, Setting
+from verl_digen.tools.checkup.quickstart import quickstart_devices
+from verl_digen.torch_support import torch_facts, torch_has_accelerator_support
+
+REWARD_TOLERANCE = 0.01
+"""Difference that other kernels may make: a reward is a mean over 96 pictures, each of which can flip a step."""
+FP32 = (
+    "actor_rollout_ref.rollout.dtype=float32",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
+    "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
+)
+NOTED = (
+    *("perf/step_s", "perf/generate_s", "perf/train_s", "perf/sync_s", "perf/overhead_s", "perf/images_per_s"),
+    *("perf/mfu/trainer", "perf/mfu/generator", "rollout/log_prob_gap_max", "actor/grad_norm", "reward/mean"),
+    *("actor/num_tiles", "actor/recomputed_share", "actor/num_skipped_updates", "rollout/weight_load_s_max"),
+    *("actor/perf/max_memory_allocated_gb", "actor/perf/max_memory_reserved_gb", "actor/perf/cpu_memory_used_gb"),
+)
+"""Metrics of a step that are noted where they are there."""
+GROUPS_OF_16 = ("data.train_batch_size=2", "actor_rollout_ref.rollout.n=16", "digen.rollout.max_batch_size=32")
+SMALL = (
+    *("digen.sampling.height_px=64", "digen.sampling.width_px=64", "digen.sampling.num_steps=6"),
+    "actor_rollout_ref.rollout.n=2",
+)
+"""Overrides of a run of published size on a CPU."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that a check makes."""
+
+    num_steps: int
+    num_cpu_steps: int
+    recipe: str = "digen_quickstart"
+    checkpoint: str | None = None
+    """Key of `models.tiny.BUILDERS`, and of `checkpoints.TRUE_SIZES` for another recipe than the quick start's; None:
+    the quick start's own, in a checkout."""
+    overrides: tuple[str, ...] = ()
+    rewards: tuple[float, ...] = ()
+    """Rewards of the steps on a CPU, which are due on every device, as noise is the same."""
+
+    @property
+    def is_published(self) -> bool:
+        """True if its checkpoint has the published size."""
+        return self.recipe != "digen_quickstart"
+
+
+RUNS = {
+    "training": Run(3, 3, checkpoint="qwen_image"),
+    "quickstart": Run(5, 1),
+    "quickstart_fp32": Run(3, 3, overrides=FP32, rewards=(0.5922, 0.5845, 0.5451)),
+    "sd3": Run(2, 1, "digen_sd3", "sd3", GROUPS_OF_16),
+    "sd3_fast": Run(2, 1, "digen_sd3+flowgrpo_fast", "sd3", GROUPS_OF_16),
+    "sd3_nft": Run(2, 1, "digen_sd3+nft", "sd3", GROUPS_OF_16),
+    "qwen_image": Run(
+        *(2, 1, "digen_qwen_image", "qwen_image"), ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=8")
+    ),
+}
+"""Check -> its run."""
+
+
+def check_run(setting: Setting) -> str:
+    """Make the run of the check that the setting's folder is named for.
+
+    Raises:
+        CheckFailed: it ended with an error, without its steps or a gradient, or with other rewards than are due.
+    """
+    run = RUNS[setting.folder.name]
+    if run.checkpoint is None and not Path("examples/tiny_qwen_image/checkpoint").is_dir():
+        raise CheckFailed("the quick start's checkpoint is not in this folder: start it in the checkout's folder")
+    words = _words(setting, run)
+    num_steps = run.num_cpu_steps if setting.is_cpu else run.num_steps
+    run_dir = setting.folder / "run"
+    planning = subprocess.Popen(plan_command(setting, run, words), stdout=subprocess.PIPE) if run.is_published else None
+    try:
+        steps = train(_recipe(run), (*_devices(setting), *words), num_steps, run_dir)
+    except RunFailed as failed:
+        raise CheckFailed(f"verl's main: {failed}") from failed
+    finally:
+        for number, step in enumerate(read_steps(run_dir), 1):
+            setting.note(f"step {number}", **{key: step[key] for key in NOTED if key in step})
+        if planning is not None:
+            _note_plan(setting, planning.communicate()[0])
+    return conclude(steps, quickstart_devices(setting.num_devices), run.rewards)
+
+
+def _words(setting: Setting, run: Run) -> tuple[str, ...]:
+    """The run's overrides, besides those of its devices; writes the checkpoint and the prompts that they name."""
+    if run.checkpoint is None:
+        return run.overrides
+    size, make = ("tiny", build_tiny) if setting.is_cpu or not run.is_published else ("published", write_checkpoint)
+    checkpoint = make(run.checkpoint, setting.checkpoints / size / run.checkpoint)
+    texts = [f"{'a red circle beside ' * (number % 5 + 1)}{number} squares" for number in range(16)]
+    rows = [
+        {"prompt": text, "data_source": "doctor", "reward_model": {"style": "rule", "ground_truth": text}}
+        for text in texts
+    ]
+    prompts = setting.folder / "prompts.jsonl"
+    prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return (
+        *(f"actor_rollout_ref.model.path={checkpoint}", f"data.train_files={prompts}", f"data.val_files={prompts}"),
+        *("digen.reward.functions={jpeg_compressibility: 1.0}", "digen.report=false", *run.overrides),
+        *(SMALL if run.is_published and setting.is_cpu else ()),
+    )
+
+
+def _recipe(run: Run) -> str:
+    """Recipes of the run; on a CPU that was asked for in spite of an accelerator, with the one that says so."""
+    is_forced = get_platform().device_name == "cpu" and torch_has_accelerator_support(torch_facts())
+    first, *parts = run.recipe.split("+")
+    return "+".join([first, *(["digen_cpu"] if is_forced else []), *parts])
+
+
+def _devices(setting: Setting) -> tuple[str, ...]:
+    num_devices = quickstart_devices(setting.num_devices)
+    return f"trainer.n_gpus_per_node={num_devices}", "++ray_kwargs.ray_init.include_dashboard=false"
+
+
+def plan_command(setting: Setting, run: Run, words: Sequence[str]) -> list[str]:
+    """Command line that plans the run on the devices that it takes; where there are none, on an H100."""
+    program = "import sys; from verl_digen.cli import main; sys.exit(main())"
+    devices = (f"gpus={quickstart_devices(setting.num_devices)}", *(("device=H100",) if setting.is_cpu else ()))
+    plan = (sys.executable, "-W", "ignore", "-c", program, "plan", "--json")
+    return [*plan, f"recipe={run.recipe}", *words, *devices]
+
+
+def _note_plan(setting: Setting, text: bytes) -> None:
+    """Note what `digen plan --json` calculated; what it refuses is in the check's log."""
+    if text:
+        plan = json.loads(text)
+        phases = {f"{name}_gb": plan[name]["total_bytes"] / 1e9 for name in ("training", "generating", "decoding")}
+        names = ("generating_s", "training_s", "step_s")
+        times = {name: seconds for name in names if (seconds := plan["time"][name]) is not None}
+        setting.note("planned (calculated)", **phases, host_gb=plan["host_needed_bytes"] / 1e9, **times)
+
+
+def conclude(steps: Sequence[Mapping[str, float]], num_devices: int, rewards: Sequence[float] = ()) -> str:
+    """Metrics of the steps -> figure.
+
+    Raises:
+        CheckFailed: no step has a gradient, or rewards differ from `rewards`.
+    """
+    norms = [step["actor/grad_norm"] for step in steps]
+    updates = [step["actor/grad_norm"] for step in steps if step["actor/num_skipped_updates"] == 0]  # fp16 may overflow
+    if not updates or not all(math.isfinite(norm) and norm > 0 for norm in updates):
+        raise CheckFailed(f"{len(steps)} steps with a gradient were due, got gradient norms {norms}")
+    seconds = ", ".join(f"{step['perf/step_s']:.1f}" for step in steps)
+    gap = max(step["rollout/log_prob_gap_max"] for step in steps)
+    figure = f"{len(steps)} steps on {num_devices} device(s) in {seconds} s; log-probs differ by {gap:.0e}"
+    if not rewards:
+        return figure
+    found = [step["reward/mean"] for step in steps]
+    if max(abs(here - there) for here, there in zip(found, rewards, strict=True)) > REWARD_TOLERANCE:
+        raise CheckFailed(f"rewards must be {_numbers(rewards)}, got {_numbers(found)}")
+    return f"{figure}; rewards {_numbers(found)}"
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in values)

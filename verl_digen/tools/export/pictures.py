@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures that a policy of a checkpoint draws in this process, with the settings of the run's validation.
+
+The network, its weights and the denoising loop are those of a `diffusers` replica (`verl_digen.rollout.network`,
+`verl_digen.sampling.sampler`), on one device. Prompt number i takes the noise of validation prompt number i.
+
+Invariant (tests/export/test_sample.py): pictures equal those of a replica for a validation's requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from verl.utils.torch_dtypes import PrecisionType
+
+from verl_digen.audio import Audio
+from verl_digen.config import DigenConfig
+from verl_digen.data.prompts import Columns, read_prompts
+from verl_digen.data.splits import VAL
+from verl_digen.models.pixels import in_batches
+from verl_digen.observe.images import Shown, save_grid, save_pixels
+from verl_digen.platforms.module_memory import DeviceMemory
+from verl_digen.require import require
+from verl_digen.rollout.encoders import Encoders
+from verl_digen.rollout.network import LoadedNetwork, load_network, open_checkpoint
+from verl_digen.sampling.branches import GuidanceBranches
+from verl_digen.sampling.recording import not_finite
+from verl_digen.sampling.requests import sample_request
+from verl_digen.sampling.sampler import Sampler
+from verl_digen.tools.export.policy import PolicyWeights
+from verl_digen.tools.export.saved_run import SavedRun
+from verl_digen.trainer.validation import validation_uid
+from verl_digen.types import Condition, PromptRow, SampleRequest, move_condition
+from verl_digen.weights.checksum import Checksum
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Settings in place of the run's own; None keeps the run's."""
+
+    seed: int | None = None
+    num_steps: int | None = None
+    size_px: tuple[int, int] | None = None
+    """Height and width."""
+
+
+def changed(digen: DigenConfig, changes: Changes) -> DigenConfig:
+    """The run's settings with `changes`.
+
+    Raises:
+        ValueError: a setting that validation could not have either.
+    """
+    sampling = digen.sampling
+    if changes.num_steps is not None:
+        sampling = replace(sampling, val_num_steps=changes.num_steps)
+    if changes.size_px is not None:
+        sampling = replace(sampling, height_px=changes.size_px[0], width_px=changes.size_px[1])
+    return replace(digen, sampling=sampling, seed=digen.seed if changes.seed is None else changes.seed)
+
+
+def rows_of(run: SavedRun, texts: Sequence[str], file: str | None) -> list[PromptRow]:
+    """Prompts of the command line, else of a prompt file; numbered as validation prompts.
+
+    Raises:
+        ValueError: neither or both, or a malformed file.
+    """
+    require(bool(texts) != bool(file), "one of --prompt and --prompts must be given", [*texts, file], "give one")
+    if file:
+        columns = Columns.of(run.config.data) if "data" in run.config else Columns()
+        rows = read_prompts(file, VAL, columns)
+    else:
+        rows = [PromptRow(text, "", None) for text in texts]
+    return [replace(row, index=index, uid=validation_uid(index)) for index, row in enumerate(rows)]
+
+
+class Painter:
+    """Draws with one policy of a checkpoint.
+
+    Args:
+        digen: the run's settings, or changed ones.
+
+    Raises:
+        ValueError: see `PolicyWeights`.
+    """
+
+    def __init__(self, run: SavedRun, policy: str, digen: DigenConfig):
+        self._digen, self._step = digen, run.step
+        weights = PolicyWeights(run, policy)
+        checkpoint = open_checkpoint(run.config.actor_rollout_ref.rollout, run.model_config, num_threads=0)
+        settings = digen.rollout
+        if settings.encoders == "before":  # of the run's own prompts
+            settings = replace(settings, encoders="auto")
+        encoders = Encoders(*checkpoint, settings)
+        self._prompts = encoders.prompts
+        self._network = network = load_network(checkpoint, run.model_config)
+        _load(network, weights, carries_adapter=run.model_config.adapter_config() is not None)
+        self._decode = network.model.load_decoder(network.dtype, network.device)
+        self._decode_audio = network.model.load_audio_decoder(network.dtype, network.device)
+        modules = [network.weights.module, *self._decode.modules, *self._decode_audio.modules]
+        encoders.alternate_with(DeviceMemory(modules, network.device), changed=tuple)
+        self._sampler = Sampler(
+            network.model,
+            network.weights.module,
+            run_seed=digen.seed,
+            device=network.device,
+            latents_dtype=PrecisionType.to_dtype(digen.rollout.latents_dtype),
+            branches=GuidanceBranches(digen.rollout.split_guidance, network.device),
+        )
+
+    def draw(self, row: PromptRow, num_samples: int) -> Iterator[tuple[Tensor, Audio | None]]:
+        """Pixels uint8 [H, W, 3], or [F, H, W, 3], and the sound of each sample of one prompt.
+
+        Raises:
+            ValueError: a prompt that the encoder refuses, an image of it that cannot be read, or a sample that is not
+                finite.
+        """
+        requests = [
+            sample_request(self._digen, row, index, step=self._step, validate=True) for index in range(num_samples)
+        ]
+        size = self._digen.rollout.batch_size
+        for start in range(0, num_samples, size):
+            yield from self._draw_batch(requests[start : start + size])
+
+    def _draw_batch(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[Tensor, Audio | None]]:
+        """Pixels and sound of samples of one prompt."""
+        found = self._prompts.lookup(requests[0].branches)
+        conditions: list[Condition] = []
+        for inputs in requests[0].branches:
+            condition = found[inputs]
+            if isinstance(condition, ValueError):
+                raise condition
+            conditions.append(move_condition(condition, self._network.device))
+        positive, *negative = ([condition] * len(requests) for condition in conditions)
+        guided = requests[0].sampling.is_guided
+        _, latents = self._sampler.sample(requests, positive, negative[0] if guided else None, version=self._step)
+        geometry = requests[0].sampling.geometry
+        whole = self._network.model.completed(latents, positive)
+        pictures = in_batches(self._decode, whole, geometry, self._digen.rollout.decode_batch_size)
+        audio = self._decode_audio(whole, geometry)
+        for request, final, is_finite, sound in zip(requests, latents, pictures.is_finite, audio, strict=True):
+            if (error := not_finite(request, final, self._step, is_finite, sound)) is not None:
+                raise error
+        return zip(pictures.pixels, audio, strict=True)
+
+
+@torch.no_grad()
+def _load(network: LoadedNetwork, weights: PolicyWeights, *, carries_adapter: bool) -> None:
+    """Load a policy into a replica's network, as a weight update would."""
+    tensors = weights.adapter().items() if carries_adapter else weights.full(network.dtype)
+    take, sent = network.weights.begin_live(), Checksum()
+    for named in tensors:
+        sent.add(named[1])
+        take([named])
+    network.weights.seal(sent.value)
+    network.weights.switch()
+
+
+def save_pictures(painter: Painter, rows: Sequence[PromptRow], num_samples: int, folder: Path, title: str) -> None:
+    """Draw and save all prompts into `folder`: PROMPT-SAMPLE.png, of a video its filmstrip and a GIF, sound as WAV, and
+    grid.png."""
+    shown = []
+    for row in rows:
+        for index, (pixels, audio) in enumerate(painter.draw(row, num_samples)):
+            path = folder / f"{row.index:05d}-{index:02d}.png"
+            save_pixels(pixels, path, row.images, audio)
+            shown.append(Shown(path, row.text, None))
+    save_grid(shown, folder / "grid.png", title)

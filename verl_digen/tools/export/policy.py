@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of one policy of a checkpoint, under the names that other tools use.
+
+The network is built without weights, for its names and its adapter's layers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+from peft import get_peft_model_state_dict
+from peft.tuners.lora import LoraConfig
+from torch import Tensor
+
+from verl_digen.engine.build import add_adapter
+from verl_digen.engine.copies import AVERAGE
+from verl_digen.engine.export import ADAPTER, BASE_LAYER, is_adapter, merge, mergeable, plain_name
+from verl_digen.engine.saved_state import SavedState
+from verl_digen.require import require_one_of
+from verl_digen.tools.export.base import BaseWeights
+from verl_digen.tools.export.saved_run import SavedRun
+
+TYPED = {AVERAGE: "ema"}
+"""Policy -> how it is typed, where that is another word."""
+NOT_RANK_0 = 1
+"""Rank for which an adapter is made without reading weights."""
+
+
+class PolicyWeights:
+    """Weights of policy `name`.
+
+    Raises:
+        ValueError: the checkpoint lacks files or this policy, or is of another network.
+    """
+
+    def __init__(self, run: SavedRun, name: str):
+        self._run, self._saved = run, SavedState(run.actor)
+        known = {TYPED.get(policy, policy): policy for policy in self._saved.policies}
+        require_one_of("--policy", name := TYPED.get(name, name), known)
+        self._policy = known[name]
+        state = self.network.state_dict()
+        self._shapes = {name: state[name].shape for name in state if is_adapter(name) or not run.is_lora}
+        """State-dict name -> shape of the tensors that trained, in order."""
+        self._saved.require_shapes(self._shapes, "name the base checkpoint of the run with --base")
+
+    @cached_property
+    def network(self) -> Any:
+        """The network, with its adapter, all on the meta device."""
+        module = self._run.model.load_structure(torch.float32)
+        return add_adapter(module, self._run.model_config, NOT_RANK_0) if self._run.is_lora else module
+
+    @property
+    def adapter_config(self) -> LoraConfig:
+        """The adapter's peft config."""
+        config = self.network.peft_config[ADAPTER]
+        assert isinstance(config, LoraConfig)
+        return config
+
+    @cached_property
+    def _base(self) -> BaseWeights:
+        return BaseWeights(self._run.model.path, self._run.model.experts)
+
+    # -- tensors ------------------------------------------------------------------------------------------
+    def full(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the networks, of an adapter merged into the base, in order, one at a time.
+
+        Args:
+            dtype: of floating tensors; None: that of the base checkpoint's tensor. A merged weight is rounded once.
+
+        Raises:
+            ValueError: an adapter that cannot be merged, or a base checkpoint without a tensor.
+        """
+        tensors = self._merged() if self._run.is_lora else self._trained()
+        for name, value in tensors:
+            if value.is_floating_point():
+                value = value.to(self._base.dtype(name) if dtype is None else dtype)
+            yield name, value
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        return self._saved.tensors(self._policy, self._shapes)
+
+    @torch.no_grad()
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        layers, adapter = mergeable(self.network, "--format merged"), dict(self._trained())
+        for name in self.network.state_dict():
+            if is_adapter(name):
+                continue
+            value = self._base.tensor(plain_name(name))
+            if name in layers:
+                layer = name.removesuffix(f"{BASE_LAYER}weight")
+                down, up = (adapter[f"{layer}.{part}.{ADAPTER}.weight"].float() for part in ("lora_A", "lora_B"))
+                value = merge(value, layers[name], down, up)
+            yield plain_name(name), value
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The adapter's tensors under peft's names, "base_model.model.LAYER.lora_A.weight"."""
+        # save_embedding_layers: "auto" asks the Hugging Face hub about the base model
+        return get_peft_model_state_dict(self.network, state_dict=dict(self._trained()), save_embedding_layers=False)

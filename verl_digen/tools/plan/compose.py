@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The config of a run from its command line, composed as by verl's main, and the plan's own words.
+
+- `gpus`, `gpu_mem`, `device`, `host_mem`, `mfu` and `prompt_tokens` are not keys of the config; everything else goes to
+  Hydra.
+- On a machine without an accelerator, any of the first three plans a run on accelerators: the config is then composed
+  as it would be there, without `recipe=digen_cpu`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from verl_digen.devices import DEVICE_GB, Pool, parse_pool
+from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
+from verl_digen.tools.simulate.layout import NODE_SIZE, arrange, pool_overrides, pooled_nodes, type_overrides
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+GB = 10**9
+
+MFU = 0.4
+"""Assumed share of the peak: 6.1 steps/s of FLUX.1 at 1024 px on an H100 are 0.46 (huggingface.co/fireworks-ai/
+FLUX.1-dev-fp8-flumina), and training also communicates."""
+MEASURED_MFU = {"Stable Diffusion 3, SD3Transformer2DModel": (3e9, 0.21)}
+"""Title of a network -> (its most parameters, share of an H100's peak that a run of it reached in generation and in
+training, docs/gpu_results.md), in place of the assumed one."""
+PROMPT_TOKENS = 128
+"""Assumed length of a prompt, for networks that read prompts without padding."""
+POOL_KEYS = (
+    *("trainer.nnodes", "trainer.n_gpus_per_node"),
+    *("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"),
+)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Assumptions of the plan that are not in the config."""
+
+    gpus: Annotated[int | None, In("[1, inf]"), "give the devices of the run"] = None
+    """Devices of the whole run; separate pools share them equally. None: as configured."""
+    pools: tuple[Pool, Pool] | None = None
+    """Devices that train and devices that generate, by `gpus=20xH800+24xA100`."""
+    gpu_mem: Annotated[float | None, In("(0, inf]"), "e.g. 80"] = None
+    """GB of one device; None: the memory of `device`."""
+    device: Annotated[str | None, OneOf(DEVICE_GB)] = None
+    """Type of device; None: this machine's."""
+    host_mem: Annotated[float | None, In("(0, inf]"), "e.g. 1000"] = None
+    """GB of host memory of one node; None: no verdict."""
+    mfu: Annotated[float | None, In("(0, 1]"), f"{MFU} is assumed without it"] = None
+    """Share of the peak; None: the measured one of the network, else `MFU`."""
+    prompt_tokens: Annotated[int, In("[1, inf]")] = PROMPT_TOKENS
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", null=None)
+        require(
+            self.pools is None or self.device is None,
+            "device must be left out where gpus names types",
+            self.device,
+            "drop one or the other",
+        )
+        for pool in self.pools or ():
+            require_one_of("gpus", pool.device, tuple(DEVICE_GB))
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of `host_mem`."""
+        return None if self.host_mem is None else int(self.host_mem * GB)
+
+    @property
+    def names_accelerator(self) -> bool:
+        """True if any of `gpus`, `gpu_mem`, `device` is given: the run is planned for accelerators."""
+        return any(value is not None for value in (self.gpus, self.pools, self.gpu_mem, self.device))
+
+    @property
+    def types(self) -> tuple[str, str] | None:
+        """Types of the devices that train and of those that generate; None if no word names them."""
+        if self.pools is not None:
+            return self.pools[0].device, self.pools[1].device
+        return None if self.device is None else (self.device, self.device)
+
+
+def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
+    """Split command-line words into the plan's own and Hydra's overrides.
+
+    Raises:
+        ValueError: a word is not KEY=VALUE, or a value is not a number.
+
+    Example:
+        split_words(["recipe=digen_qwen_image", "gpus=8"])  # Words(gpus=8), ["recipe=digen_qwen_image"]
+    """
+    kinds: dict[str, Any] = {
+        "gpus": int,
+        "gpu_mem": float,
+        "device": str,
+        "host_mem": float,
+        "mfu": float,
+        "prompt_tokens": int,
+    }
+    own: dict[str, Any] = {}
+    overrides = []
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
+        require(
+            bool(separator and key.strip()) or argument.startswith("~"),
+            "words must be KEY=VALUE",
+            argument,
+            "see --help",
+        )
+        meant = suggestion(key, kinds)
+        is_known = "." in key or key in kinds or not meant
+        require(is_known, "words must be keys of the config, or of the plan", argument, f"{meant}see --help")
+        if key not in kinds:
+            overrides.append(argument)
+            continue
+        if key == "gpus" and {"x", "+"} & set(value):
+            own |= _typed_pools(value)
+            continue
+        try:
+            own[key] = kinds[key](value)
+        except ValueError:
+            raise ValueError(f"{key} must be a number, got {value!r}; e.g. {key}=8") from None
+    return Words(**own), overrides
+
+
+def _typed_pools(text: str) -> dict[str, Any]:
+    """Words of `8xH100`, `2x24GB`, or of devices that train + devices that generate."""
+    parts = [part.partition("x") for part in text.split("+")]
+    require(
+        len(parts) <= 2 and all(number.isdecimal() and kind for number, _, kind in parts),
+        "gpus must be a number, with a type or a memory, or devices that train + devices that generate",
+        text,
+        "e.g. gpus=8xH100, gpus=2x24GB, or gpus=20xH800+24xA100",
+    )
+    (number, _, kind), *others = parts
+    if others:
+        trainer, generator = (parse_pool("gpus", part, default_device=part) for part in text.split("+"))
+        return {"pools": (trainer, generator)}
+    memory = re.fullmatch(r"(\d+)GB", kind)
+    return {"gpus": int(number), **({"device": kind} if memory is None else {"gpu_mem": float(memory[1])})}
+
+
+def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
+    """Compose the config as verl's main does, with Hydra's record of the command line, which checks read.
+
+    Raises:
+        ValueError: Hydra cannot compose it; with the first line of Hydra's message.
+    """
+    import verl  # noqa: F401 - loads the plugin, and with it the recipes
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf import read_write
+    from omegaconf.errors import OmegaConfBaseException
+
+    from verl_digen.preflight.recipes import check_recipes
+
+    overrides = list(overrides)
+    with platform_of(words), initialize_config_module("verl.trainer.config", version_base=None):
+        try:
+            config = compose("ppo_trainer", overrides=overrides, return_hydra_config=True)
+            check_recipes(config)
+            if words.gpus is None and words.pools is None:
+                return config
+            given = [key for key in POOL_KEYS if any(word.partition("=")[0].lstrip("+") == key for word in overrides)]
+            require(not given, "gpus must be left out where the pools are given", given, "drop one or the other")
+            pools = _pools(words, is_split(config))
+            with read_write(config), read_write(config.hydra):  # composing again takes as long as all the rest
+                config.merge_with_dotlist(pools)
+                config.hydra.overrides.task.extend(pools)
+            return config
+        except (HydraException, OmegaConfBaseException) as error:
+            lines = str(error).strip().splitlines()
+            recipes = next((line.partition(", recipes: ")[2] for line in lines if ", recipes: " in line), "")
+            more = f"; recipes: {recipes}" if recipes else ""
+            raise ValueError(f"the config cannot be composed: {lines[0]}{more}") from error
+
+
+def is_split(config: DictConfig) -> bool:
+    """True if trainer and generator have separate devices."""
+    return not config.actor_rollout_ref.hybrid_engine
+
+
+def _pools(words: Words, split: bool) -> list[str]:
+    """Overrides that give each pool its devices."""
+    if words.pools is not None:
+        return _pools_of_types(*words.pools, split=split)
+    gpus = words.gpus
+    assert gpus is not None
+    require(not split or gpus % 2 == 0, "gpus must be even with separate pools", gpus, "give the pools' own keys")
+    num_devices = gpus // 2 if split else gpus
+    num_nodes = -(-num_devices // NODE_SIZE)
+    require(
+        num_devices % num_nodes == 0,
+        f"gpus must fill nodes of {NODE_SIZE} evenly",
+        gpus,
+        "give trainer.nnodes and trainer.n_gpus_per_node",
+    )
+    keys = POOL_KEYS if split else POOL_KEYS[:2]
+    return [f"{key}={num_nodes if key.endswith('nnodes') else num_devices // num_nodes}" for key in keys]
+
+
+def _pools_of_types(trainer: Pool, generator: Pool, *, split: bool) -> list[str]:
+    """Overrides for pools that each have devices of their own type."""
+    given = f"{trainer}+{generator}"
+    require(split, "gpus must be a number where trainer and replicas share devices", given, "add recipe disaggregated")
+    shapes = arrange(pooled_nodes((trainer, generator), ()), trainer, generator)
+    assert shapes is not None  # pools of nodes with one device each can always be placed
+    return [*pool_overrides(*shapes), *type_overrides(trainer, generator)]
+
+
+@contextmanager
+def platform_of(words: Words) -> Iterator[None]:
+    """Set the platform that the run is planned for: this machine's, or NVIDIA's if `words` name accelerators and it has
+    none."""
+    from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
+
+    here = get_platform()
+    if here.device_name != "cpu" or not words.names_accelerator:
+        yield
+        return
+    planned = PlatformRegistry.get("nvidia")
+    assert planned is not None
+    logger = logging.getLogger("verl.plugin.platform.platform_manager")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns about every change of platform
+    set_platform(planned())
+    try:
+        yield
+    finally:
+        set_platform(here)
+        logger.setLevel(level)
+
+
+def mfu_of(title: str, num_params: int) -> float:
+    """Share of its device's peak that a network reaches: measured, else `MFU`."""
+    most_params, share = MEASURED_MFU.get(title, (0, MFU))
+    return share if num_params <= most_params else MFU
+
+
+def device_of(words: Words) -> tuple[str | None, int | None]:
+    """(type of device, bytes of its memory) of the plan; None if unknown. Of two types: that of the trainer, and the
+    smaller memory.
+
+    Without an accelerator, here or in `words`, the memory is this machine's.
+    """
+    from verl.plugin.platform import get_platform
+
+    from verl_digen.models.flops import device_type
+
+    here = get_platform()
+    kind, found = words.device, None
+    if words.pools is not None:
+        kinds = [pool.device for pool in words.pools]
+        smallest = min(DEVICE_GB[kind] for kind in kinds) * GB
+        return kinds[0], smallest if words.gpu_mem is None else int(words.gpu_mem * GB)
+    if kind is None and not (here.device_name == "cpu" and words.names_accelerator):
+        if here.device_name == "cpu" or here.is_available():
+            _, found = here.device_module.mem_get_info()
+        if here.device_name != "cpu" and here.is_available():
+            kind = device_type(here.device_module.get_device_name(0))
+    elif kind is not None:
+        found = DEVICE_GB[kind] * GB
+    return kind, found if words.gpu_mem is None else int(words.gpu_mem * GB)

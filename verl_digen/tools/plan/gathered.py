@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that a training device gathers: bytes that they take, and bytes that a step moves.
+
+With `actor_rollout_ref.model.whole_base` a frozen base stays on every device, in the compute dtype, beside its shard;
+tiles gather the adapter alone. auto follows the engine's rule (`verl_digen.engine.whole_base`), from planned bytes.
+
+Invariant (tests/plan/test_gathered.py): a step gathers no more with a whole base than with a sharded one.
+"""
+
+from __future__ import annotations
+
+from verl_digen.tools.plan.host import Items
+from verl_digen.tools.plan.run import Run
+from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
+
+WHOLE_BASE = "frozen base, whole"
+GATHERED = "gathered parameters"
+PASSES = 2
+"""Gathers of a tile, in forward and in backward, with `reshard_after_forward`."""
+
+
+def may_be_whole(run: Run) -> bool:
+    """True if the base may be kept whole: `whole_base` is not false, and there is a base that is sharded."""
+    settings = run.settings
+    if not settings.is_lora or settings.whole_base is False:
+        return False
+    return settings.whole_base is True or (settings.num_shards > 1 and FSDP2_HAS_SEVERAL_GROUPS)
+
+
+def whole_base_bytes(run: Run) -> int:
+    """Bytes of the frozen base on one device, if it is whole."""
+    counts = run.measured.counts
+    return (counts.num_params - counts.num_trained) * run.settings.dtypes.compute.itemsize
+
+
+def gathered(run: Run, block: int, *, is_whole: bool) -> Items:
+    """Unsharded parameters while a block runs backward: its own, those of the one before, which is prefetched, and
+    those outside all blocks. Before the first block come those that are sharded as blocks and never recomputed. Beside
+    a whole base they are trained ones alone."""
+    counts, itemsize = run.measured.counts, run.settings.dtypes.compute.itemsize
+    traced = run.measured.training.blocks
+    if is_whole:
+        base = {WHOLE_BASE: whole_base_bytes(run)}
+        if not run.settings.reshard:
+            return base | {GATHERED: counts.num_trained * itemsize}
+        trained = [0, *(one.num_trained for one in traced), 0]
+        outside = counts.num_trained // run.measured.num_experts - sum(trained)
+        return base | {GATHERED: (trained[block] + trained[block + 1] + max(0, outside)) * itemsize}
+    if not run.settings.reshard:
+        return {GATHERED: counts.num_params * itemsize}
+    blocks = [one.num_params for one in traced]
+    before = counts.num_params // run.measured.num_experts - sum(blocks) - counts.outside_blocks
+    blocks = [max(0, before), *blocks, 0]
+    return {GATHERED: (blocks[block] + blocks[block + 1] + counts.outside_blocks) * itemsize}
+
+
+def gathered_in_step(run: Run, num_tiles: int, *, is_whole: bool) -> int:
+    """Bytes that one training device receives in a step for forwards and backwards of `num_tiles` tiles.
+
+    Without policies, which add forwards, and without the trainer's own samples. A whole base is gathered once in a
+    step: as often as where replicas take turns with the trainer; on separate pools once in a run.
+    """
+    settings, counts = run.settings, run.measured.counts
+    itemsize, shards = settings.dtypes.compute.itemsize, settings.num_shards
+    passes = num_tiles * (PASSES if settings.reshard else 1)
+    experts = run.measured.num_experts
+    at_tiles = (counts.num_trained if is_whole else counts.num_params) * itemsize // experts * passes
+    once = whole_base_bytes(run) if is_whole else 0
+    return (at_tiles + once) * (shards - 1) // shards

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory of the fullest node: one of the trainer with its replicas, or of either pool.
+
+| item | bytes on a node |
+| --- | --- |
+| checkpoint | the whole network, which rank 0 reads and sends to the others |
+| offloaded parameters, optimizer | each shard in page-locked memory of its own, rounded up to a power of two |
+| frozen base that ranks hold whole | one copy per node, not rounded; replicas of the same dtype wait with it |
+| copies of the weights | EMA, `old`, reference, teacher: with offloaded parameters only, not page-locked |
+| inputs of recomputed blocks | with `enable_activation_offload`: those of one tile per rank |
+| replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update |
+| | has, once per node on GPUs, else per replica; with encoders on the host all, what trains per replica |
+| prompt cache | `digen.rollout.embed_cache_size` prompts of the planned length per `diffusers` replica |
+| staged weight updates | one update per replica with devices of its own; the others load updates as they arrive |
+
+PyTorch's allocator of page-locked memory rounds every allocation up to a power of two (`CachingHostAllocator`), and
+verl offloads with `non_blocking=True`, which allocates there. Left out: the processes themselves, about 2 GB each, and
+TransferQueue's copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from verl_digen.tools.plan.networks import Tensors
+from verl_digen.tools.plan.run import Run, frozen_copies, policies_that_follow
+
+Items = dict[str, int]
+"""Name -> bytes."""
+PROMPT_CACHE = "prompt cache"
+
+
+def host_memory(
+    run: Run,
+    resident: Items,
+    networks: Items,
+    *,
+    in_turns: bool,
+    update_bytes: int,
+    queue_bytes: int,
+    input_bytes: int,
+) -> Items:
+    """Items of the fullest node.
+
+    Args:
+        resident: a trainer rank's state, see `memory.trainer_state`.
+        networks: a replica's networks, see `memory.replica`.
+        in_turns: encoders and transformer wait for one another on the host.
+        update_bytes: one weight update.
+        queue_bytes: trajectories and conditions of a step.
+        input_bytes: inputs of blocks that wait for recomputation, of one trainer rank.
+    """
+    settings = run.settings
+    # ranks that generate leave the device while encoders are on it
+    moved = replace(settings, param_offload=True, optimizer_offload=True) if in_turns and settings.draws else settings
+    counts = run.measured.counts
+    read = counts.param_bytes + counts.num_int8 * settings.dtypes.model.itemsize
+    trainer = {"checkpoint of rank 0 while it loads": read}
+    trainer |= _offloaded(replace(run, settings=moved), resident)
+    if input_bytes:
+        trainer["inputs of recomputed blocks"] = settings.trainer_devices_per_node * input_bytes
+    replicas = max(1, settings.generator_devices_per_node // settings.tensor_parallel)
+    generator = {"staged weight updates": replicas * update_bytes} if settings.is_split else {}
+    if settings.frees_replica or in_turns:
+        generator["replicas that wait"] = _waiting(run, networks, in_turns=in_turns)
+    if settings.is_ours:
+        generator[PROMPT_CACHE] = replicas * cached_prompts(run)
+    queue = {"trajectories and conditions": queue_bytes}
+    if settings.is_split:
+        return queue | max(trainer, generator, key=lambda items: sum(items.values()))
+    return queue | trainer | generator
+
+
+def cached_prompts(run: Run) -> int:
+    """Bytes of a replica's prompt cache, full."""
+    return run.settings.digen.rollout.embed_cache_size * run.measured.embedding_bytes
+
+
+def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
+    """Host copies of the replicas of a node that sleep, or whose encoders take turns with the transformer."""
+    settings, names = run.settings, {*networks} - {PROMPT_CACHE}
+    if not settings.is_ours:
+        return settings.generator_devices_per_node * sum(networks[name] for name in names)
+    # after a sleep the next update brings what it sends
+    trained = "adapter" if settings.is_lora and not settings.merges_lora else "transformer"
+    names -= {trained}
+    server = sum(networks[name] for name in names)
+    own = settings.generator_devices_per_node * networks.get(trained, 0) if in_turns else 0
+    if settings.shares_host_copies:
+        is_trainers = _keeps_base(run) and settings.dtypes.model == settings.dtypes.rollout
+        return own + server - (networks["transformer"] if is_trainers and "transformer" in names else 0)
+    return own + settings.generator_devices_per_node * server
+
+
+def _offloaded(run: Run, resident: Items) -> Items:
+    """State of a node's trainer ranks between two trainings."""
+    settings, tensors = run.settings, run.measured.tensors
+    ranks, items = settings.trainer_devices_per_node, {}
+    trained = [tensor for tensor in tensors if tensor.is_trained]
+    if settings.param_offload:
+        buffers = run.measured.counts.buffer_bytes
+        own = trained if _keeps_base(run) else tensors
+        items["offloaded parameters"] = ranks * (_shards(run, own) + buffers)
+        if _keeps_base(run):
+            frozen = (tensor.num * tensor.num_bytes for tensor in tensors if not tensor.is_trained)
+            items["frozen base, offloaded"] = sum(frozen)
+        frozen = frozen_copies(settings.digen, is_lora=settings.is_lora)
+        copies = int(settings.digen.ema.enable) + len(frozen) + len(policies_that_follow(settings.digen))
+        if copies:
+            items["copies of the weights"] = ranks * copies * resident["gradients"]
+    if settings.optimizer_offload:
+        items["offloaded optimizer"] = ranks * 2 * _shards(run, trained)
+    return items
+
+
+def _keeps_base(run: Run) -> bool:
+    """True if an offload leaves the frozen base in a host copy of the node, see `verl_digen.engine.offload`."""
+    settings = run.settings
+    is_whole = settings.is_lora and settings.num_shards == 1
+    return is_whole and settings.param_offload and settings.is_accelerated and settings.shares_host_copies
+
+
+def _shards(run: Run, tensors: Iterable[Tensors]) -> int:
+    """Bytes that one rank's shards of these tensors take in host memory."""
+    total = 0
+    for tensor in tensors:
+        shard = -(-tensor.num_bytes // run.settings.num_shards)
+        total += tensor.num * (page_locked_bytes(shard) if run.settings.is_accelerated else shard)
+    return total
+
+
+def page_locked_bytes(num_bytes: int) -> int:
+    """Bytes that PyTorch page-locks for an allocation.
+
+    Example:
+        page_locked_bytes(5), page_locked_bytes(8)  # 8, 8
+    """
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0

@@ -1,0 +1,447 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes on every device, on the host and on the wire, item by item.
+
+Per device, while it trains and while it generates. FSDP2 shards parameters in their own dtypes:
+
+| item | bytes on one device |
+| --- | --- |
+| parameters | each in its dtype / shards; frozen ones in fsdp_config.model_dtype, adapters in fp32 |
+| gathered | the block that runs, the one that is prefetched, and all outside blocks; compute dtype |
+| frozen base, whole | with `whole_base`, beside its shards: all of it; compute dtype; only trained ones are gathered |
+| gradients | trained parameters / shards, in their dtype |
+| unreduced gradients | trained parameters in the reduce dtype if `digen.tsp.reduce` defers, else two blocks' |
+| optimizer | 2 numbers per trained parameter / shards |
+| EMA, other policies | trained parameters / shards each; the reference of an adapter is the bare model |
+| activations | rows of a tile x bytes per row, see `activations` |
+| replica | transformer, text encoders and VAE, in the dtypes in which they load; what stays while its device trains |
+| encoders on the host | `digen.rollout.encoders`: they take the transformer's place, see `Memory.encoding` |
+| VAE of assistance | with `digen.tag.policy`, where the trainer generates too |
+| prompt cache | of `vllm_omni`, `digen.rollout.embed_cache_size` prompts of the planned length; stays |
+| contexts and NCCL | `CONTEXT_BYTES` per process, `NCCL_BYTES` where ranks communicate; estimates |
+| decoding | the peak of one picture or video, see `decoding`, x those decoded together; in tiles if one does not fit |
+
+Left out: text encoding, kernel workspaces, and what a timeshared reward holds while it is awake; its process's context
+is counted. `engine.memory.MARGIN` of the memory is left free for them.
+
+Invariants
+- tests/plan/test_reality.py: parameters, gradients and optimizer within 5 % of a real engine's tensors.
+- tests/plan/test_tracker.py: a training tile within 5 % of what PyTorch's memory tracker counts of the engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+
+from verl_digen.engine.memory import MARGIN, gradients_may_wait
+from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
+from verl_digen.tools.plan.gathered import gathered, gathered_in_step, may_be_whole, whole_base_bytes
+from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
+from verl_digen.tools.plan.run import Run, frozen_copies, policies_read, policies_that_follow
+
+WAITING = "trainer that waits"
+RUNTIME = "contexts and NCCL (estimated)"
+
+CONTEXT_BYTES = 500_000_000
+"""A process's CUDA context with the code of its libraries. Estimate: nvidia-smi shows 0.4 to 0.6 GB for an idle process
+of PyTorch on A100 and H100; not measured here."""
+NCCL_BYTES = 1_000_000_000
+"""Buffers of a trainer rank's communicators. Estimate: 2 communicators (all ranks, and FSDP2's mesh) of 16 to 32
+channels with about 10 MB for each; not measured here."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Memory of one device while it trains or generates."""
+
+    items: Items
+    """Fixed part, independent of the number of rows."""
+    row_bytes: int
+    """Bytes per row of a tile, or per sample of a generated batch."""
+    num_rows: int
+    """Rows or samples that run at once."""
+    rows_name: str
+
+    @property
+    def total(self) -> int:
+        """All bytes of the phase."""
+        return sum(self.items.values()) + self.row_bytes * self.num_rows
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory plan of a run."""
+
+    training: Phase
+    num_recomputed: int
+    """Blocks that backward recomputes, the first ones."""
+    num_blocks: int
+    """Blocks that it could recompute."""
+    generating: Phase
+    decoding: Phase
+    """Follows on generating, on the same device."""
+    encoding: Phase | None
+    """Comes before it, if encoders wait on the host; else they are part of both."""
+    limit_bytes: int | None
+    """Memory of a device, less the margin; None if unknown."""
+    host: Items
+    """Host memory of the fullest node: one of the trainer with its replicas, or of either pool."""
+    step: Items
+    """Traffic of a step."""
+    is_base_whole: bool
+    """True if the frozen base stays whole on every training device."""
+    gathered_bytes: int
+    """Weights that a training device receives in a step, in as few tiles as the rows allow."""
+    checkpoint_bytes: int
+
+    @property
+    def recomputed_share(self) -> float:
+        """Share of the blocks that backward recomputes."""
+        return self.num_recomputed / self.num_blocks
+
+    @property
+    def fits(self) -> bool | None:
+        """True if all phases fit; None if the memory is unknown."""
+        return None if self.limit_bytes is None else self.peak_bytes <= self.limit_bytes
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        return self.training, *self.of_replica
+
+    @property
+    def of_replica(self) -> tuple[Phase, ...]:
+        """Phases of a device that generates."""
+        return self.generating, self.decoding, *([] if self.encoding is None else [self.encoding])
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the phase that needs most."""
+        return max(phase.total for phase in self.phases)
+
+    @property
+    def replica_bytes(self) -> int:
+        """Bytes of a device that generates."""
+        return max(phase.total for phase in self.of_replica)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the fullest node needs."""
+        return sum(self.host.values())
+
+
+def plan_memory(run: Run, device_bytes: int | None) -> Memory:
+    """Plan a run's memory on devices of `device_bytes` bytes each; None if unknown."""
+    limit = None if device_bytes is None else int(device_bytes * (1 - MARGIN))
+    resident = trainer_state(run)
+    in_turns = encoders_take_turns(run, device_bytes)
+    networks, encoders = replica(run), _parts(run, decode=False)
+    beside_training, beside_generating = _shared_devices(run, resident, 0 if in_turns else sum(encoders.values()))
+    beside_generating |= _runtime(run, trains=not run.settings.is_split, generates=not run.settings.draws)
+    resting = {*encoders} if in_turns else set()
+    # ranks that generate leave the device to the encoders
+    beside_encoding = _without(beside_generating, {WAITING} if run.settings.draws else ())
+    of_replica = _without(networks, resting) | beside_generating
+    runtime = _runtime(run, trains=True, generates=not (run.settings.is_split or run.settings.draws))
+    tile = _choose_tile(run, resident, beside_training | _assistant(run) | runtime, device_bytes)
+    return Memory(
+        training=tile.phase,
+        num_recomputed=tile.num_recomputed,
+        num_blocks=len(run.measured.training.blocks),
+        generating=_generating(run, of_replica | _gathered_to_generate(run, tile), limit),
+        decoding=_decoding(run, of_replica, limit),
+        encoding=Phase(encoders | beside_encoding, 0, 1, "prompt at a time") if in_turns else None,
+        limit_bytes=limit,
+        host=host_memory(
+            run,
+            resident,
+            networks,
+            in_turns=in_turns,
+            update_bytes=update_bytes(run),
+            queue_bytes=sum(_queue(run).values()),
+            input_bytes=_offloaded_inputs(run, tile),
+        ),
+        step=_step(run),
+        is_base_whole=tile.is_base_whole,
+        gathered_bytes=gathered_in_step(run, tile.num_tiles, is_whole=tile.is_base_whole),
+        checkpoint_bytes=_checkpoint(run),
+    )
+
+
+def _generating(run: Run, items: Items, limit: int | None) -> Phase:
+    """A batch of samples; with `max_batch_size=auto` of as many as fit."""
+    settings, sample = run.settings, run.measured.sampling.largest_block
+    most = settings.digen.rollout.batch_size
+    # ranks that generate in step do not decide by their memory
+    is_alone = not settings.draws or settings.num_trainer_devices == 1
+    if settings.digen.rollout.fits_batches and settings.is_ours and is_alone and limit is not None:
+        most = min(most, max(1, (limit - sum(items.values())) // sample))
+    return Phase(items, sample, most, "samples of a batch")
+
+
+def _gathered_to_generate(run: Run, tile: Tile) -> Items:
+    """Parameters that a rank gathers for a forward; all of them only where there is room."""
+    if not run.settings.draws:
+        return {}
+    found = [gathered(run, block, is_whole=tile.is_base_whole) for block in range(len(run.measured.training.blocks))]
+    return max(found, key=lambda items: sum(items.values()))
+
+
+def _decoding(run: Run, items: Items, limit: int | None) -> Phase:
+    """Samples that are decoded together; one in tiles where a whole one does not fit."""
+    whole, tiled = run.measured.decoding_bytes, run.measured.tiled_bytes
+    takes_tiles = run.settings.is_ours and tiled < whole
+    if takes_tiles and limit is not None and sum(items.values()) + whole > limit:
+        return Phase(items, tiled, 1, "sample decoded in tiles")
+    return Phase(items, whole, _num_decoded(run), "samples decoded together")
+
+
+def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:
+    """Memory of a device that no tensor of ours takes, by the processes on it."""
+    if not run.settings.is_accelerated:
+        return {}
+    num_rewards = len(run.settings.digen.reward.timeshared)
+    return {RUNTIME: (trains + generates + num_rewards) * CONTEXT_BYTES + trains * NCCL_BYTES}
+
+
+def _assistant(run: Run) -> Items:
+    """The VAE of a trainer rank that also generates (`verl_digen.engine.assistant`), and what decodes sound."""
+    if run.settings.digen.tag.policy == "off":
+        return {}
+    decoders = (run.measured.parts[name] for name in run.measured.decoders)
+    return {"VAE of assistance": sum(part.num_bytes for part in decoders)}
+
+
+def _num_decoded(run: Run) -> int:
+    digen = run.settings.digen
+    if digen.sampling.num_frames > 1 or not run.settings.is_ours:
+        return 1
+    return min(digen.rollout.decode_batch_size, digen.rollout.batch_size)
+
+
+# -- a trainer's device ---------------------------------------------------------------------------------------
+def trainer_state(run: Run) -> Items:
+    """Parameters, gradients, optimizer and copies of one rank while it trains, all on the device."""
+    settings, counts = run.settings, run.measured.counts
+    shard = -(-counts.trained_bytes // settings.num_shards)
+    items = {
+        "parameters": -(-counts.param_bytes // settings.num_shards) + counts.buffer_bytes,
+        "gradients": shard,
+        "optimizer": 2 * shard,
+    }
+    if _has_average_here(run):
+        items["EMA"] = shard
+    for policy in _following_here(run):
+        items[f"policy {policy}"] = shard
+    frozen = frozen_copies(settings.digen, is_lora=settings.is_lora)
+    if not settings.param_offload:
+        items |= dict.fromkeys(frozen, shard)
+    if policies_read(settings.digen) & {*frozen, *policies_that_follow(settings.digen)}:
+        items["weights that a policy replaces"] = shard
+    return items
+
+
+def _has_average_here(run: Run) -> bool:
+    """True if the EMA copy stays on the device, also while it generates."""
+    return run.settings.digen.ema.enable and not run.settings.param_offload
+
+
+def _following_here(run: Run) -> tuple[str, ...]:
+    """Policies whose copies stay on the device."""
+    return () if run.settings.param_offload else policies_that_follow(run.settings.digen)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Training with the tiles that the engine would choose."""
+
+    phase: Phase
+    num_recomputed: int
+    num_tiles: int
+    """Tiles of a rank in a step, if all of its rows train in one call."""
+    is_base_whole: bool
+
+
+def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> Tile:
+    """The engine's choice, from planned bytes in place of measured ones.
+
+    Args:
+        beside: what else is on the device while it trains.
+    """
+    settings, activations = run.settings, run.measured.training
+    num_blocks, fixed = len(activations.blocks), _fixed_blocks(run, device_bytes)
+    when = _when_to_reduce(run, resident, device_bytes)
+
+    @cache
+    def beside_rows(block: int, gradients: int, is_whole: bool) -> tuple[Items, int]:
+        weights = gathered(run, block, is_whole=is_whole) | _unreduced(run, resident, when, block, gradients)
+        return (items := resident | weights | beside), sum(items.values())
+
+    def moments(num_recomputed: int, *, is_whole: bool = False) -> Iterator[tuple[Items, int, int]]:
+        number = num_recomputed if fixed is None else fixed
+        for moment in activations.moments(number, offloads=settings.offloads_activations):
+            items, size = beside_rows(moment.block, moment.gradient_bytes, is_whole)
+            yield items, size, -(-moment.row_bytes // settings.sequence_parallel)
+
+    def rows_that_fit(num_recomputed: int, taken: int = 0) -> int:
+        if device_bytes is None:
+            return 1
+        room = int(device_bytes * (1 - MARGIN)) - taken
+        return min((room - size) // max(row_bytes, 1) for _, size, row_bytes in moments(num_recomputed))
+
+    num_groups = settings.num_trainer_devices // settings.sequence_parallel
+    num_rows = math.ceil(run.num_trained_rows / num_groups)
+    samples, steps = settings.digen.tsp.extents
+    wanted = {"num_blocks": num_blocks if fixed is None else 0, "num_rows": num_rows}
+    choose = partial(choose_tile, samples=samples, steps=steps, **wanted)
+    choice, is_whole = choose(rows_that_fit), False
+    if may_be_whole(run):
+        rows_beside = partial(rows_that_fit, taken=whole_base_bytes(run))
+        beside_whole = choose(rows_beside, is_whole=True)
+        fits = rows_beside(beside_whole.num_recomputed) >= min(beside_whole.shape.size, num_rows)
+        is_cheaper = device_bytes is not None and fits and prefers_whole_base(choice, beside_whole, **wanted)
+        if settings.whole_base is True or is_cheaper:
+            choice, is_whole = beside_whole, True
+    num_tiles, num_rows = -(-num_rows // choice.shape.size), min(choice.shape.size, num_rows)
+    found = moments(choice.num_recomputed, is_whole=is_whole)
+    items, _, row_bytes = max(found, key=lambda moment: moment[1] + num_rows * moment[2])
+    num_recomputed = choice.num_recomputed if fixed is None else fixed
+    return Tile(Phase(items, row_bytes, num_rows, "rows of a tile"), num_recomputed, num_tiles, is_whole)
+
+
+def _offloaded_inputs(run: Run, tile: Tile) -> int:
+    """Host memory of one rank for the inputs of recomputed blocks."""
+    if not run.settings.offloads_activations:
+        return 0
+    inputs = sum(block.inputs for block in run.measured.training.blocks[: tile.num_recomputed])
+    return tile.phase.num_rows * -(-inputs // run.settings.sequence_parallel)
+
+
+def _fixed_blocks(run: Run, device_bytes: int | None) -> int | None:
+    """Recomputed blocks if memory does not decide."""
+    wanted, all_blocks = run.settings.recompute, len(run.measured.training.blocks)
+    if wanted == "auto" and not run.settings.is_accelerated:
+        return 0
+    if wanted == "auto" and device_bytes is None:
+        return all_blocks
+    if isinstance(wanted, int):
+        return min(wanted, all_blocks)
+    return {"auto": None, "all": all_blocks, "none": 0}[wanted]
+
+
+def _when_to_reduce(run: Run, resident: Items, device_bytes: int | None) -> str:
+    """Value of `digen.tsp.reduce`; "auto" follows the engine's own rule."""
+    settings = run.settings
+    if settings.digen.tsp.reduce != "auto":
+        return settings.digen.tsp.reduce
+    free = None if device_bytes is None else device_bytes - sum(resident.values())
+    unreduced = run.measured.counts.num_trained * settings.dtypes.reduce.itemsize
+    return "batch" if settings.is_lora or (free is not None and gradients_may_wait(unreduced, free)) else "tile"
+
+
+def _unreduced(run: Run, resident: Items, when: str, block: int, gradients: int) -> Items:
+    """Unreduced gradients while a block runs backward: those that it has made, and those that wait."""
+    counts, itemsize = run.measured.counts, run.settings.dtypes.reduce.itemsize
+    if when == "tile":  # of the block that ran before, in a buffer of the reduction
+        waiting = [*(block.num_trained for block in run.measured.training.blocks), 0, 0][block + 1] * itemsize
+    else:
+        waiting = counts.num_trained * itemsize
+        if when == "batch":  # block by block they become the reduced gradient, which is counted
+            waiting = max(0, waiting - resident["gradients"])
+    return {f"unreduced gradients ({when})": waiting + gradients}
+
+
+def _without(items: Items, names: Collection[str]) -> Items:
+    return {name: size for name, size in items.items() if name not in names}
+
+
+# -- a replica's device ---------------------------------------------------------------------------------------
+def replica(run: Run) -> Items:
+    """Networks of one device of a replica; text encoders and VAE are unsharded on each. A rank that generates has no
+    others."""
+    settings, measured = run.settings, run.measured
+    if settings.draws:
+        return _parts(run, decode=False) | _parts(run, decode=True)
+    items = {"transformer": -(-measured.transformer_bytes // settings.tensor_parallel)}
+    if settings.is_lora and not settings.merges_lora:
+        items["adapter"] = measured.counts.trained_bytes
+    if measured.fp8_bytes:
+        items["layers in fp8"] = measured.fp8_bytes
+    items |= _parts(run, decode=False) | _parts(run, decode=True)
+    if not settings.is_ours:
+        items[PROMPT_CACHE] = cached_prompts(run)
+    return items
+
+
+def _parts(run: Run, *, decode: bool) -> Items:
+    """Networks of a replica that decode, or those that encode; no encoders if prompts were encoded before the run."""
+    if not decode and run.settings.is_ours and run.settings.digen.rollout.encoders == "before":
+        return {}
+    of_kind = {name: part for name, part in run.measured.parts.items() if (name in run.measured.decoders) is decode}
+    return {name.replace("_", " "): part.num_bytes for name, part in of_kind.items()}
+
+
+def encoders_take_turns(run: Run, device_bytes: int | None) -> bool:
+    """True if a replica's encoders are on its device for an encoding alone, in place of its other networks."""
+    settings, size = run.settings, run.measured.transformer_bytes + sum(_parts(run, decode=False).values())
+    moves = settings.is_accelerated and settings.is_ours
+    return moves and settings.digen.rollout.hosts_encoders(size, device_bytes)
+
+
+def _transformer_params(run: Run) -> int:
+    """Parameters of the transformer without an adapter, exported tables included."""
+    counts = run.measured.counts
+    return counts.num_params - (counts.num_trained if run.settings.is_lora else 0) + counts.exported_buffers
+
+
+def _shared_devices(run: Run, resident: Items, encoder_bytes: int) -> tuple[Items, Items]:
+    """(items a replica leaves on its device during training, items the trainer leaves during generation).
+
+    Args:
+        encoder_bytes: of encoders that stay with the replica.
+    """
+    settings = run.settings
+    if settings.is_split:
+        return {}, {}
+    networks = _without(replica(run), _parts(run, decode=False))
+    if settings.draws:
+        networks, encoder_bytes = {}, 0  # decoders and encoders leave the device
+    left = networks.get(PROMPT_CACHE, 0) if settings.frees_replica else sum(networks.values()) + encoder_bytes
+    parked = 0 if settings.param_offload else resident["parameters"]
+    parked += 0 if settings.optimizer_offload else resident["optimizer"]
+    parked += resident["EMA"] if _has_average_here(run) else 0
+    parked += sum(resident.get(policy, 0) for policy in frozen_copies(settings.digen, is_lora=settings.is_lora))
+    parked += sum(resident[f"policy {policy}"] for policy in _following_here(run))
+    return ({} if settings.draws else {"replica that waits": left}), {WAITING: parked}
+
+
+# -- outside the devices --------------------------------------------------------------------------------------
+def update_bytes(run: Run) -> int:
+    """Bytes of one weight update to one replica."""
+    settings = run.settings
+    if settings.draws:
+        return 0
+    if settings.is_lora and not settings.merges_lora:
+        return run.measured.counts.num_trained * settings.dtypes.rollout.itemsize
+    return _transformer_params(run) * settings.dtypes.rollout.itemsize
+
+
+def _queue(run: Run) -> Items:
+    settings, measured = run.settings, run.measured
+    return {
+        "trajectories": settings.num_begun * settings.episodes.num_turns * measured.trajectory_bytes,
+        "conditions": settings.num_conditions * measured.condition_bytes,
+    }
+
+
+def _step(run: Run) -> Items:
+    return _queue(run) | {"weights to all replicas": update_bytes(run) * run.settings.num_replicas}
+
+
+def _checkpoint(run: Run) -> int:
+    """Bytes of a checkpoint: trained weights, optimizer, copies that follow, and the export if configured."""
+    counts, settings = run.measured.counts, run.settings
+    num_copies = int(settings.digen.ema.enable) + len(policies_that_follow(settings.digen))
+    exported = (counts.trained_bytes if settings.is_lora else counts.param_bytes) if settings.exports else 0
+    return (3 + num_copies) * counts.trained_bytes + exported  # weights and two moments; a frozen base is not saved

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as a table with a verdict, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_digen.algorithms.outside import mean_steps_taken
+
+if TYPE_CHECKING:
+    from verl_digen.config import DigenConfig
+    from verl_digen.tools.plan.compose import Words
+    from verl_digen.tools.plan.memory import Items, Memory, Phase
+    from verl_digen.tools.plan.remedies import Remedy
+    from verl_digen.tools.plan.run import Run, Settings
+    from verl_digen.tools.plan.split import SplitPlan
+    from verl_digen.tools.plan.time import StepTime
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All results of the plan."""
+
+    run: Run
+    memory: Memory
+    time: StepTime
+    device: str | None
+    device_bytes: int | None
+    mfu: float
+    """Share of the device's peak, measured or assumed."""
+    words: Words
+    remedies: list[Remedy]
+    split: SplitPlan | None
+    """None: the type of device is not known, or its generation is not timed."""
+    split_words: str
+    """Words for `split.best`, if it is proposed; or why a run would refuse it."""
+
+    @property
+    def host_fits(self) -> bool | None:
+        """True if the node's host memory suffices; None if it is not known."""
+        return None if self.words.host_bytes is None else self.memory.host_bytes <= self.words.host_bytes
+
+
+def _selected(settings: Settings) -> str:
+    if settings.num_trained_samples == settings.num_samples:
+        return ""
+    return f" of {settings.num_trained_samples // settings.num_prompts} samples"
+
+
+def _passed_over(digen: DigenConfig) -> str:
+    """Mean number of steps that evaluate the network, where the solver passes over some."""
+    outside, sampling = digen.sampling.outside, digen.sampling
+    if not outside.passes_over:
+        return ""
+    return f" ({mean_steps_taken(outside, digen.window, sampling.num_steps):.3g} evaluated on average)"
+
+
+# -- for people -------------------------------------------------------------------------------------------------
+def to_text(plan: Plan) -> str:
+    """The plan as a table and a verdict."""
+    settings, measured, memory = plan.run.settings, plan.run.measured, plan.memory
+    counts, sampling = measured.counts, settings.digen.sampling
+    size = f"{sampling.height_px}x{sampling.width_px}"
+    size += f"x{sampling.num_frames}" if sampling.num_frames > 1 else ""
+    experts = f" in {measured.num_experts} experts" if measured.num_experts > 1 else ""
+    guided, is_episode = ", guided" if settings.is_guided else "", settings.digen.environment.is_on
+    lines = [
+        f"{measured.title}: {counts.num_weights / 1e9:.2f} B parameters{experts}, "
+        f"{counts.num_trained / 1e9:.3f} B trained",
+        f"{size}, {sampling.num_steps} steps{_passed_over(settings.digen)}{guided}; "
+        f"{settings.num_prompts} prompts x {settings.group_size} samples x "
+        f"{_turns(settings)}{measured.rows_per_group / settings.group_size:g} trained steps{_selected(settings)}; "
+        f"{_pools(plan)}",
+        *_episodes(settings),
+        "",
+        *_phase("a device that trains", memory.training),
+        f"  backward recomputes {memory.num_recomputed} of {memory.num_blocks} blocks",
+        "",
+        *_phase("a device that generates", memory.generating),
+        "the same device, when it decodes",
+        *_rows(memory.decoding, "decoding"),
+        *_encoding(memory.encoding),
+        "",
+        "host memory of a node",
+        *_items(memory.host),
+        _line("together", memory.host_bytes),
+        "in a step",
+        *_items(memory.step),
+        _line("weights that a training device gathers, at least", memory.gathered_bytes),
+        _line(f"of it one {'turn' if is_episode else 'sample'}'s trajectory", measured.trajectory_bytes),
+        _line(f"of it one {'turn' if is_episode else 'prompt'}'s condition", measured.condition_bytes),
+        "on disk",
+        _line("a checkpoint", memory.checkpoint_bytes),
+        "",
+        *_seconds(plan),
+        *_split(plan),
+        "",
+        *_verdict(plan),
+        _host_verdict(plan),
+        *_timeshared(plan),
+    ]
+    return "\n".join(lines)
+
+
+def _turns(settings: Settings) -> str:
+    is_on = settings.digen.environment.is_on
+    return f"at most {settings.episodes.num_turns} turns x " if is_on else ""
+
+
+def _episodes(settings: Settings) -> list[str]:
+    """Lines on episodes: how many there are at the same time, and what that asks of the environment's processes."""
+    if not settings.digen.environment.is_on:
+        return []
+    held, at_once = settings.episodes_per_replica, settings.episodes_at_once
+    lines = [
+        f"episodes: {settings.num_begun} begin in a step; at the same time {at_once}, at most {held} on a replica and "
+        f"about {-(-at_once // settings.episodes.num_workers)} at an agent loop worker"
+    ]
+    largest = settings.digen.rollout.batch_size
+    if settings.is_split and held <= largest:
+        lines.append(
+            f"  a replica generates {largest} pictures together: more digen.gap.slots_per_replica keep it at work "
+            "while episodes wait for their environment"
+        )
+    if at_once > settings.episodes.num_calls:
+        lines.append(
+            f"  the environment runs {settings.episodes.num_calls} calls at the same time: raise "
+            "digen.environment.num_workers or concurrent"
+        )
+    return lines
+
+
+def _pools(plan: Plan) -> str:
+    settings = plan.run.settings
+    device = plan.device or "device"
+    if settings.is_split:
+        other = f"{plan.words.types[1]} " if plan.words.types is not None and plan.words.types[1] != device else ""
+        return f"{settings.num_trainer_devices} {device} train, {settings.num_generator_devices} {other}generate"
+    return f"{settings.num_trainer_devices} {device} do both"
+
+
+def _phase(title: str, phase: Phase) -> list[str]:
+    return [title, *_items(phase.items), *_rows(phase, "activations")]
+
+
+def _encoding(phase: Phase | None) -> list[str]:
+    if phase is None:
+        return []
+    title = "the same device, when it encodes prompts: the transformer waits on the host"
+    return [title, *_items(phase.items), _line("together", phase.total)]
+
+
+def _rows(phase: Phase, what: str) -> list[str]:
+    rows = f"{phase.num_rows} {phase.rows_name} x {_gb(phase.row_bytes).strip()}"
+    return [_line(f"{what}, {rows}", phase.row_bytes * phase.num_rows), _line("together", phase.total)]
+
+
+def _items(items: Items) -> list[str]:
+    return [_line(name, size) for name, size in items.items()]
+
+
+def _line(name: str, size: int) -> str:
+    return f"  {name:<58} {_gb(size)}"
+
+
+def _gb(size: int) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if size >= factor:
+            return f"{size / factor:>8.2f} {unit}"
+    return f"{size / 1e3:>8.2f} kB"
+
+
+def _seconds(plan: Plan) -> list[str]:
+    time = plan.time
+    work = (
+        f"{time.generating_flops / 1e15:.3g} PFLOP to generate, {time.training_flops / 1e15:.3g} to train "
+        "(a step; without encoding, decoding, rewards)"
+    )
+    if plan.device is None or time.generating_s is None or time.training_s is None or time.step_s is None:
+        return [work, "no seconds: the peak of this device is not known; device=H100 plans for one"]
+    return [
+        work,
+        f"calculated, not measured, at {plan.mfu:.0%} of the peak of "
+        f"{' and '.join(dict.fromkeys(plan.words.types or (plan.device,)))}: "
+        f"{time.generating_s:.1f} s to generate, {time.training_s:.1f} s to train, "
+        f"a step in {time.step_s:.1f} s or more",
+        time.run_words(plan.run.settings),
+    ]
+
+
+def _split(plan: Plan) -> list[str]:
+    """Lines on the best split."""
+    from verl_digen.tools.plan.split import split_lines
+
+    return [] if plan.split is None else split_lines(plan.split, plan.split_words)
+
+
+def _verdict(plan: Plan) -> list[str]:
+    memory = plan.memory
+    if memory.limit_bytes is None or plan.device_bytes is None:
+        return ["no verdict: the device's memory is not known; gpu_mem=80 plans for 80 GB"]
+    limit = f"{memory.limit_bytes / 1e9:.1f} of {plan.device_bytes / 1e9:.0f} GB"
+    peak = memory.peak_bytes
+    if memory.fits:
+        return [f"FITS  {peak / 1e9:.1f} GB are needed (calculated), {limit} may be used"]
+    lines = [f"DOES NOT FIT  {peak / 1e9:.1f} GB are needed (calculated), {limit} may be used"]
+    lines += [
+        f"  then {remedy.override}: {remedy.training_bytes / 1e9:.1f} GB to train, "
+        f"{remedy.generating_bytes / 1e9:.1f} to generate{', fits' if remedy.fits else ''}"
+        for remedy in plan.remedies
+    ]
+    if not plan.remedies or not plan.remedies[-1].fits:
+        lines.append(f"  no setting makes it fit; {_way_out(memory)}")
+    return lines
+
+
+def _host_verdict(plan: Plan) -> str:
+    needed = f"{plan.memory.host_bytes / 1e9:.1f} GB of host memory"
+    if plan.words.host_bytes is None:
+        return f"the fullest node needs {needed} (calculated); host_mem=1000 compares it with 1000 GB"
+    given = f"{plan.words.host_bytes / 1e9:.0f} GB"
+    if plan.host_fits:
+        return f"FITS THE HOST  {needed} are needed on the fullest node (calculated), it has {given}"
+    return (
+        f"DOES NOT FIT THE HOST  {needed} are needed on the fullest node (calculated), it has {given}; use fewer "
+        "devices per node, offload less (actor_rollout_ref.actor.fsdp_config.param_offload, optimizer_offload), or "
+        "encode prompts before the run (digen.rollout.encoders=before)"
+    )
+
+
+def _timeshared(plan: Plan) -> list[str]:
+    """Remark on rewards that take turns with the replicas, whose weights the plan does not know."""
+    names = [entry.name for entry in plan.run.settings.digen.reward.timeshared]
+    if not names or plan.run.settings.is_split:
+        return []
+    kept = plan.memory.generating.items["trainer that waits"] / 1e9
+    return [
+        f"NOT COUNTED  the weights of timeshared rewards ({', '.join(names)}): awake they need room beside the "
+        f"{kept:.1f} GB that the trainer keeps; asleep they lie in host memory, once per device of the node"
+    ]
+
+
+def _way_out(memory: Memory) -> str:
+    """Advice if no setting helps: smaller samples, unless the weights alone are too large."""
+    assert memory.limit_bytes is not None
+    weights = sum(memory.generating.items.values())
+    if weights > memory.limit_bytes:
+        return (
+            f"what a replica holds before it generates is {weights / 1e9:.1f} GB, so use devices with more memory, or "
+            "recipe=...+vllm_omni with actor_rollout_ref.rollout.tensor_model_parallel_size"
+        )
+    return "lower digen.sampling.height_px, width_px or num_frames"
+
+
+# -- for programs -----------------------------------------------------------------------------------------------
+def to_json(plan: Plan) -> dict[str, Any]:
+    """Every number of the plan; bytes, seconds, FLOPs."""
+    settings, measured, memory = plan.run.settings, plan.run.measured, plan.memory
+    return {
+        "model": measured.title,
+        "parameters": asdict(measured.counts),
+        "parts": {name: part.num_params for name, part in measured.parts.items()},
+        "num_trainer_devices": settings.num_trainer_devices,
+        "num_generator_devices": settings.num_generator_devices,
+        "is_split": settings.is_split,
+        "device": plan.device,
+        "device_bytes": plan.device_bytes,
+        "activations": {
+            "all_recomputed_bytes": measured.training.row_bytes(memory.num_blocks),
+            "none_recomputed_bytes": measured.training.row_bytes(0),
+            "inputs_bytes": sum(block.inputs for block in measured.training.blocks),
+        },
+        "num_blocks": memory.num_blocks,
+        "num_recomputed": memory.num_recomputed,
+        "training": _phase_json(memory.training),
+        "generating": _phase_json(memory.generating),
+        "decoding": _phase_json(memory.decoding),
+        "encoding": memory.encoding and _phase_json(memory.encoding),
+        "host": memory.host,
+        "host_needed_bytes": memory.host_bytes,
+        "host_bytes": plan.words.host_bytes,
+        "host_fits": plan.host_fits,
+        "step": memory.step,
+        "is_base_whole": memory.is_base_whole,
+        "gathered_bytes": memory.gathered_bytes,
+        "trajectory_bytes": measured.trajectory_bytes,
+        "condition_bytes": measured.condition_bytes,
+        "rows_per_sample": plan.run.rows_per_sample,
+        "episodes": _episodes_json(settings),
+        "checkpoint_bytes": memory.checkpoint_bytes,
+        "forward_flops": measured.flops.forward,
+        "time": asdict(plan.time),
+        "mfu": plan.mfu,
+        "limit_bytes": memory.limit_bytes,
+        "fits": memory.fits,
+        "remedies": [asdict(remedy) for remedy in plan.remedies],
+        "split": _split_json(plan),
+    }
+
+
+def _split_json(plan: Plan) -> dict[str, Any] | None:
+    split = plan.split
+    return split and {
+        "given": None if split.given is None else str(split.given),
+        "given_s": split.given_s,
+        "together": split.together,
+        "together_s": split.together_s,
+        "best": None if split.best is None else str(split.best.split),
+        "best_s": split.best_s,
+        "gain": split.gain,
+        "words": plan.split_words,
+    }
+
+
+def _episodes_json(settings: Settings) -> dict[str, Any] | None:
+    if not settings.digen.environment.is_on:
+        return None
+    return {
+        "num_turns": settings.episodes.num_turns,
+        "num_begun": settings.num_begun,
+        "num_conditions": settings.num_conditions,
+        "at_once": settings.episodes_at_once,
+        "per_replica": settings.episodes_per_replica,
+    }
+
+
+def _phase_json(phase: Phase) -> dict[str, Any]:
+    return {
+        "items": phase.items,
+        "row_bytes": phase.row_bytes,
+        "num_rows": phase.num_rows,
+        "total_bytes": phase.total,
+    }

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Score pictures and videos with any reward, from the shell.
+
+    digen score jpeg_compressibility out/ --prompt ''
+    digen score ocr out/ --prompts test.txt
+    digen score '{ocr: 1.0, pickscore: {weight: 0.5, path: ~/PickScore_v1}}' a.png b.png --prompt 'a sign "CAT"' --json
+
+A reward is a name, several names with commas, FILE.py:NAME, or a mapping as in digen.reward.functions. A prompt comes
+from --prompt, --prompts, a text file beside the picture (NAME.txt), or metadata.jsonl in its folder (columns file_name
+and prompt). Progress goes to stderr, results to stdout.
+
+Exit code 0 if every file has a score, 1 if one has none (the reason is printed), 2 if nothing can be scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_digen.tools.score.rewards import LocalRewards
+    from verl_digen.tools.score.table import Line
+    from verl_digen.types import PromptRow, RewardInput
+
+NAME = "score"
+CHUNK_BYTES = 256 * 2**20
+"""Pixels in memory at once, unless one file or group has more."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare options and arguments."""
+    parser.add_argument("reward", metavar="REWARD", help="name(s), FILE.py:NAME, or {name: {weight: 1.0, ...}}")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="pictures, videos, .npy arrays, or folders of them")
+    parser.add_argument("--prompt", help="the prompt of all files")
+    parser.add_argument("--prompts", metavar="FILE", help="prompt file with a row per file, by order or file_name")
+    parser.add_argument("--json", action="store_true", help="print one JSON document in place of a table")
+    parser.add_argument("--device", help="e.g. cpu or cuda:1; this machine's accelerator without it")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="seconds of one call before it counts as failed")
+    parser.add_argument("--verbose", action="store_true", help="show each failure with its traceback as it happens")
+    parser.add_argument("--max-retries", type=int, default=0, help="retries of a sample whose reward failed")
+
+
+def run(args: Namespace) -> int:
+    """Score and print."""
+    from verl_digen.tools.score import files as found_files
+    from verl_digen.tools.score import table
+    from verl_digen.tools.score.prompts import prompts_of
+    from verl_digen.tools.score.rewards import LocalRewards, chosen_device, parse
+
+    try:
+        entries = parse(args.reward)
+        paths = found_files.find(args.files)
+        rows = prompts_of(paths, prompt=args.prompt, prompt_file=args.prompts)
+        rewards = LocalRewards(
+            entries, chosen_device(args.device), max_retries=args.max_retries, timeout_s=args.timeout_s
+        )
+    except ValueError as error:
+        print(f"digen score: {error}", file=sys.stderr)
+        return 2
+    with _quiet(not args.verbose):
+        lines = asyncio.run(_score_all(rewards, paths, rows))
+    show = table.as_json if args.json else table.as_table
+    print(show(lines, rewards.entries))
+    return 1 if any(line.errors for line in lines) else 0
+
+
+@contextmanager
+def _quiet(is_quiet: bool) -> Iterator[None]:
+    """Keep each failure's traceback from stderr: the result says what failed and why."""
+    logger = logging.getLogger("verl_digen.reward")
+    level = logger.level
+    if is_quiet:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+async def _score_all(rewards: LocalRewards, paths: Sequence[Path], rows: Sequence[PromptRow]) -> list[Line]:
+    """One line per file, in the order of `paths`."""
+    from tqdm import tqdm
+
+    from verl_digen.tools.score.table import Line
+
+    order = range(len(paths))
+    if rewards.compare_groups:
+        order = sorted(order, key=lambda number: (rows[number].uid, number))
+    lines: dict[int, Line] = {}
+    with tqdm(total=len(paths), unit="file", file=sys.stderr, disable=None) as bar:
+        for chunk in _chunks(paths, rows, order, keep_groups=rewards.compare_groups):
+            scored = await rewards.score([sample for _, sample in chunk if not isinstance(sample, str)])
+            scores = iter(scored)
+            for number, sample in chunk:
+                name, text = str(paths[number]), rows[number].text
+                if isinstance(sample, str):
+                    lines[number] = Line(name, text, {}, {"file": sample}, None)
+                else:
+                    score = next(scores)
+                    lines[number] = Line(name, text, score.parts, score.errors, score.total)
+            bar.update(len(chunk))
+    return [lines[number] for number in range(len(paths))]
+
+
+def _chunks(
+    paths: Sequence[Path], rows: Sequence[PromptRow], order: Sequence[int], *, keep_groups: bool
+) -> Iterator[list[tuple[int, RewardInput | str]]]:
+    """(position, sample, or why its file cannot be read) of as many files as fit `CHUNK_BYTES`; whole groups."""
+    from verl_digen.tools.score.files import read
+    from verl_digen.types import RewardInput
+
+    chunk: list[tuple[int, RewardInput | str]] = []
+    num_bytes, members = 0, dict[str, int]()
+    for number in order:
+        row = rows[number]
+        is_new_group = row.uid not in members
+        if chunk and num_bytes >= CHUNK_BYTES and (is_new_group or not keep_groups):
+            yield chunk
+            chunk, num_bytes = [], 0
+        members[row.uid] = members.get(row.uid, -1) + 1
+        try:
+            pixels = read(paths[number])
+        except ValueError as error:
+            chunk.append((number, str(error)))
+            continue
+        chunk.append((number, RewardInput(pixels, row, members[row.uid])))
+        num_bytes += pixels.nbytes
+    if chunk:
+        yield chunk

@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated steps of a run on a cluster, technique by technique.
+
+- Disaggregated runs are played by the live planner (`schedulers.simulation.PlannerRun`); a colocated one is a sum.
+- Steady state: the first `WARM_UP_STEPS` steps are left out.
+- Durations of the parts are those of `verl_digen.tools.simulate.costs`.
+
+Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
+
+Invariants
+- With a shipped profile, no technique makes a step longer by more than 1 %: the search for assists looks at one batch.
+- Idle shares lie between 0 and 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+from verl_digen.devices import Pool
+from verl_digen.require import require
+from verl_digen.schedulers.durations import KnownDurations
+from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
+from verl_digen.schedulers.simulation import TECHNIQUES, PlannerRun
+from verl_digen.schedulers.types import TRAINER
+from verl_digen.tools.simulate.costs import assist_s, lower_bound_s, sample_s, train_s
+from verl_digen.tools.simulate.profile import Profile
+
+WARM_UP_STEPS = 2
+"""Steps until a run is steady: the first has nothing begun early, the second was begun by the first."""
+
+COLOCATED, COLOCATED_TSP, BARRIER = "colocated", "colocated+tsp", "barrier"
+BASELINES = (COLOCATED, COLOCATED_TSP, BARRIER)
+"""Names of runs in which generation and training do not overlap; other runs are compared with the fastest of them."""
+
+SAME_SAMPLES = 1e-6
+"""Tolerance in samples: two amounts of work closer than this are equal."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training pool and generating pool."""
+
+    trainer: Pool
+    generator: Pool
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of both pools."""
+        return self.trainer.num_devices + self.generator.num_devices
+
+    def __str__(self) -> str:
+        return f"{self.trainer} + {self.generator}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run in its steady state."""
+
+    name: str
+    devices: str
+    """The devices, in words."""
+    split: Split | None
+    """None: colocated."""
+    num_devices: int
+    num_samples: int
+    """Samples per step."""
+    step_s: float
+    idle: dict[str, float]
+    """Pool -> idle share of its device-seconds, 0 to 1."""
+    assisted: float
+    """Share of the samples that the trainer generated."""
+    stale: float
+    """Share of the groups that were begun one version early."""
+    bound_s: float | None = None
+    """Lower bound of `step_s` for these pools and techniques, see `tools.simulate.costs`; None: colocated."""
+
+    @property
+    def samples_per_device_s(self) -> float:
+        """Images or videos per second and device, over ALL devices."""
+        return self.num_samples / self.step_s / self.num_devices
+
+
+def simulated_rules(
+    profile: Profile, split: Split, techniques: Collection[str], *, stale_fraction: float = 1.0
+) -> BatchRules:
+    """The planner's rules: the config's defaults, except the techniques and the profile's numbers."""
+    numbers = profile.numbers
+    return BatchRules(
+        num_prompts=numbers.num_prompts,
+        group_size=numbers.group_size,
+        rows_per_group=numbers.group_size * numbers.num_trained_steps,
+        gap=GapConfig(enable="gap" in techniques),
+        tag=TagConfig(policy="bts" if "tag" in techniques else "off"),
+        staleness=StalenessConfig(max_versions=1 if "tcss" in techniques else 0, fraction=stale_fraction),
+        max_chunk_size=numbers.max_chunk_size,
+        num_trainer_ranks=split.trainer.num_devices,
+    )
+
+
+def run_split(
+    profile: Profile,
+    split: Split,
+    techniques: Collection[str],
+    *,
+    num_steps: int,
+    stale_fraction: float = 1.0,
+    rules: BatchRules | None = None,
+) -> Outcome:
+    """Simulate a disaggregated run; with "tcss", `stale_fraction` of a batch may be begun early.
+
+    Args:
+        rules: replaces `simulated_rules`, the defaults of a run.
+
+    Raises:
+        ValueError: an unknown technique, too few steps, or a trainer that is too small.
+    """
+    _check_run(profile, split, techniques, num_steps)
+    if rules is None:
+        rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
+    rules = replace(rules, slots_per_replica=1)  # a slot is a device, which takes no time between two chunks
+    width = len(str(split.generator.num_devices))  # names are in order also as text
+    slots = [f"slot{index:0{width}d}" for index in range(split.generator.num_devices)]
+    run = PlannerRun(
+        rules,
+        durations_of(profile, split, slots, rules, has_tsp="tsp" in techniques),
+        slots,
+        num_batches=num_steps,
+        commit_s=profile.numbers.commit_s,
+        keeps_events=False,
+    )
+    run.play()
+    return _steady_outcome(profile, split, techniques, run)
+
+
+def _check_run(profile: Profile, split: Split, techniques: Collection[str], num_steps: int) -> None:
+    """Require known techniques, enough steps and a trainer that is large enough."""
+    for technique in techniques:
+        require(technique in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", technique, "drop it")
+    require(
+        num_steps > WARM_UP_STEPS + 1,
+        f"--steps must be > {WARM_UP_STEPS + 1}: {WARM_UP_STEPS} are left out, and with tcss the last one",
+        num_steps,
+        "40 are enough",
+    )
+    least = profile.numbers.min_trainer_devices
+    require(
+        split.trainer.num_devices >= least,
+        f"--trainer must be >= {least} devices, which hold the training state of {profile.model}",
+        split.trainer.num_devices,
+        "give it more",
+    )
+
+
+def durations_of(
+    profile: Profile,
+    split: Split,
+    slots: Sequence[str],
+    rules: BatchRules,
+    *,
+    has_tsp: bool,
+) -> KnownDurations:
+    """Durations of every chunk, assist and fragment that the rules allow."""
+    numbers, num_ranks = profile.numbers, split.trainer.num_devices
+    slowdown = split.trainer.slowdown(profile.device)
+    most_rounds = rules.assist_rounds(rules.assist_sizes(len(slots))[-1])
+    max_groups = rules.largest_fragment if rules.gap.enable else numbers.num_prompts
+    return KnownDurations(
+        sample_s=dict.fromkeys(slots, sample_s(numbers, split.generator.slowdown(profile.device))),
+        assisted_s=[assist_s(numbers, count * num_ranks, num_ranks, slowdown) for count in range(1, most_rounds + 1)],
+        scoring_s=numbers.score_s,
+        fragment_s=[
+            train_s(numbers, count, num_ranks, slowdown=slowdown, has_tsp=has_tsp) for count in range(1, max_groups + 1)
+        ],
+    )
+
+
+def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str], run: PlannerRun) -> Outcome:
+    """Outcome of a run that was played, over its steady steps."""
+    num_prompts, num_slots = profile.numbers.num_prompts, split.generator.num_devices
+    num_samples = num_prompts * profile.numbers.group_size
+    slot_sample_s = sample_s(profile.numbers, split.generator.slowdown(profile.device))
+    ahead = _generated_ahead(run, slot_sample_s, num_samples)
+    if "tcss" in techniques:
+        ahead.pop()  # nothing is begun early in the last step, because no step follows
+    first, last = steady_window(ahead)
+    # samples that the window consumed but did not regenerate are charged the time all slots take to generate them
+    charged_s = max(0.0, ahead[first] - ahead[last]) * slot_sample_s / num_slots
+    window_s = run.commits_s[last] - run.commits_s[first]
+    busy_s = {pool: seconds - run.busy_at_commit_s[first][pool] for pool, seconds in run.busy_at_commit_s[last].items()}
+    num_steady, reports = last - first, run.reports[first + 1 : last + 1]
+    return Outcome(
+        name="+".join(technique for technique in TECHNIQUES if technique in techniques) or BARRIER,
+        devices=str(split),
+        split=split,
+        num_devices=split.num_devices,
+        num_samples=num_samples,
+        step_s=(window_s + charged_s) / num_steady,
+        idle={
+            "trainer": max(0.0, 1 - busy_s[TRAINER] / window_s),  # not -0.0 by rounding
+            "generator": max(0.0, 1 - busy_s["generator"] / window_s / num_slots),
+        },
+        assisted=sum(report.num_assisted for report in reports) / num_steady / num_samples,
+        stale=sum(report.stale_groups.get(1, 0) for report in reports) / num_steady / num_prompts,
+        bound_s=lower_bound_s(profile, split.trainer, split.generator, techniques),
+    )
+
+
+def steady_window(ahead: Sequence[float]) -> tuple[int, int]:
+    """(first, last) commit of the steady steps, the first `WARM_UP_STEPS` left out: whole periods of the run.
+
+    The window with the smallest change of `ahead` per step; ties: the longest, then the earliest. O(steps^2).
+
+    Args:
+        ahead: [commits] samples generated and not trained at each commit; at least `WARM_UP_STEPS` + 1 entries.
+
+    Example:
+        steady_window([9.0, 4.0, 5.0, 6.0, 4.0, 5.0])   # (1, 4): three steps, a period
+    """
+
+    def change_per_step(window: tuple[int, int]) -> int:
+        first, last = window
+        return round(abs(ahead[last] - ahead[first]) / (last - first) / SAME_SAMPLES)
+
+    windows = combinations(range(WARM_UP_STEPS - 1, len(ahead)), 2)
+    return min(windows, key=lambda window: (change_per_step(window), window[0] - window[1], window[0]))
+
+
+def _generated_ahead(run: PlannerRun, slot_sample_s: float, num_samples: int) -> list[float]:
+    """[commits] samples that slots have generated for later steps at each commit; a half-done one counts as half."""
+    ahead, needed = [], 0
+    for report, busy_s in zip(run.reports, run.busy_at_commit_s, strict=True):
+        needed += num_samples - report.num_assisted
+        ahead.append(busy_s["generator"] / slot_sample_s - needed)
+    return ahead
+
+
+def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str | None = None) -> Outcome:
+    """Simulate a baseline: all devices generate, the last samples are scored, all devices train, and so on.
+
+    Args:
+        devices: the devices in words; None: `pool`, "together".
+
+    step = ceil(P*G / N) * (T step_s + decode_s) + score_s + switch_s + training of P groups on N ranks + commit_s
+    """
+    numbers, num_devices = profile.numbers, pool.num_devices
+    slowdown = pool.slowdown(profile.device)
+    num_samples = numbers.num_prompts * numbers.group_size
+    num_rounds = -(-num_samples // num_devices)
+    training_s = numbers.commit_s + train_s(
+        numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=has_tsp
+    )
+    step_s = num_rounds * sample_s(numbers, slowdown) + numbers.score_s + numbers.switch_s + training_s
+    busy_s = num_samples / num_devices * sample_s(numbers, slowdown) + training_s
+    name = COLOCATED_TSP if has_tsp else COLOCATED
+    return turns_outcome(profile, pool, name, step_s=step_s, busy_s=busy_s, devices=devices)
+
+
+def turns_outcome(
+    profile: Profile, pool: Pool, name: str, *, step_s: float, busy_s: float, devices: str | None = None
+) -> Outcome:
+    """Outcome of a run in which all devices of `pool` do one part of a step after the other.
+
+    Args:
+        busy_s: seconds of a step in which a device works, mean over the devices.
+        devices: the devices in words; None: `pool`, "together".
+    """
+    return Outcome(
+        name=name,
+        devices=f"{pool} together" if devices is None else devices,
+        split=None,
+        num_devices=pool.num_devices,
+        num_samples=profile.numbers.num_prompts * profile.numbers.group_size,
+        step_s=step_s,
+        idle={"all": 1 - busy_s / step_s},
+        assisted=0.0,
+        stale=0.0,
+    )
+
+
+def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
+    """Colocated runs: all devices of `pools` together, without and with TSP.
+
+    Devices of two types together run at the slower type's speed; each type alone is a baseline too, if it holds the
+    training state.
+    """
+    everything = together(profile, pools)
+    found: list[tuple[Pool, str | None]] = [(everything, None)]
+    if len({pool.device for pool in pools}) > 1:
+        found = [(everything, f"{everything.num_devices} together, as {everything.device}")]
+        found += [(pool, f"{pool} alone") for pool in pools if pool.num_devices >= profile.numbers.min_trainer_devices]
+    return [
+        run_colocated(profile, pool, has_tsp=has_tsp, devices=devices)
+        for pool, devices in found
+        for has_tsp in (False, True)
+    ]
+
+
+def together(profile: Profile, pools: Sequence[Pool]) -> Pool:
+    """All devices as one pool, at the speed of the slowest type."""
+    slowest = max(pools, key=lambda pool: pool.slowdown(profile.device)).device
+    return Pool(sum(pool.num_devices for pool in pools), slowest)
+
+
+def best_baseline(runs: Iterable[Outcome]) -> Outcome:
+    """The fastest run without overlap: one of `baselines`, or the barrier."""
+    return min((run for run in runs if run.name in BASELINES), key=lambda run: run.step_s)
+
+
+def ladder(techniques: Iterable[str]) -> list[tuple[str, ...]]:
+    """Cumulative sets of techniques: none, then one more at a time, in the order of `TECHNIQUES`."""
+    chosen = [technique for technique in TECHNIQUES if technique in set(techniques)]
+    return [tuple(chosen[:count]) for count in range(len(chosen) + 1)]

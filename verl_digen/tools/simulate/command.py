@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulate steps and idle time on a cluster, technique by technique, and find the best split of its devices.
+
+Plays the planner that runs live, with the defaults of its settings, on the durations of a profile: of a shipped one,
+calculated from FLOPs and bandwidths, or of your own JSON file with measured ones. A prediction is as good as its
+profile, and knows no variance. Ratios are to the fastest run that overlaps nothing: colocated, with and without TSP, or
+two pools with a barrier.
+
+    digen simulate --profile qwen-image-20b --devices 32
+    digen simulate --profile qwen-image-20b --devices 4 --window 2
+    digen simulate --run outputs/mine --device H100            which split would be faster for this run?
+    digen simulate --profile my.json --trainer 16xH800 --generator 24xH20 --techniques gap,tsp
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_digen.devices import parse_pool
+from verl_digen.require import require
+from verl_digen.schedulers.simulation import TECHNIQUES
+from verl_digen.tools.simulate.cluster import (
+    Outcome,
+    Split,
+    baselines,
+    best_baseline,
+    ladder,
+    run_split,
+)
+from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
+from verl_digen.tools.simulate.splits import best_split
+
+NAME = "simulate"
+
+MAX_SEARCHED = 4096
+"""Maximum number of devices for a search of the best split: half a minute per row of the table, on one core."""
+
+DEFAULT_STEPS = 40
+"""Default number of simulated steps, the first two included. With tcss, generation may take 20 steps to get as far
+ahead as it is allowed."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    measured = parser.add_mutually_exclusive_group(required=True)
+    measured.add_argument("--profile", help=f"{', '.join(profile_names())}, or a JSON file")
+    measured.add_argument(
+        "--run", type=Path, metavar="RUN_DIR", help="a run on separate pools, from its timeline; its devices by default"
+    )
+    parser.add_argument("--device", help="type of the run's devices, e.g. H100")
+    parser.add_argument("--devices", help="all devices, e.g. 32 or 32xH100; the best split is searched")
+    parser.add_argument(
+        "--trainer", help="devices that train, e.g. 16 or 16xH800; with --generator, in place of --devices"
+    )
+    parser.add_argument("--generator", help="devices that generate")
+    parser.add_argument(
+        "--techniques",
+        default=",".join(TECHNIQUES),
+        help="added one by one, some of %(default)s (default: all)",
+    )
+    parser.add_argument("--prompts", type=int, help="prompts of a step, in place of the profile's")
+    parser.add_argument("--samples-per-prompt", type=int, help="in place of the profile's")
+    parser.add_argument("--window", type=int, help="trained steps of a sample, in place of the profile's")
+    parser.add_argument(
+        "--whole-base",
+        action="store_true",
+        help="an adapter is trained and its base kept whole on every rank, so that no weights are gathered",
+    )
+    parser.add_argument(
+        "--stale-fraction", type=float, default=1.0, help="of a batch, with tcss (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="simulated steps (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the runs and the profile's numbers")
+
+
+def run(args: Namespace) -> int:
+    try:
+        check_writable("--json", args.json)
+        profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
+        if args.window is not None:
+            profile = windowed(profile, args.window)
+        if args.whole_base:
+            profile = profile.changed("--whole-base", gather_s=0.0)  # the adapter is gathered in no time
+        runs = simulate_all(profile, args)
+    except ValueError as error:
+        print(f"digen simulate: {error}", file=sys.stderr)
+        return 2
+    print(table(profile, runs))
+    if args.json is not None:
+        args.json.write_text(json.dumps(to_json(profile, runs), indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def chosen_profile(args: Namespace) -> Profile:
+    """The profile; of a run, with the run's devices in place of missing ones.
+
+    Raises:
+        ValueError: there is no such profile or run.
+    """
+    require(
+        (args.run is None) == (args.device is None),
+        "--run needs --device, the type of the run's devices, and no profile does",
+        args.device,
+        "give both or neither",
+    )
+    if args.run is None:
+        return load_profile(args.profile)
+    from verl_digen.tools.simulate.measured_run import run_profile  # imports torch, which is slow
+
+    profile, num_devices = run_profile(args.run, args.device)
+    if (args.devices, args.trainer, args.generator) == (None, None, None):
+        args.devices = num_devices
+    return profile
+
+
+def check_writable(option: str, path: Path | None) -> None:
+    """Raise ValueError unless `path` can be written: before the work begins, so that no result is lost."""
+    if path is None:
+        return
+    folder = path.parent
+    require(
+        folder.is_dir()
+        and os.access(folder, os.W_OK | os.X_OK)
+        and not path.is_dir()
+        and (os.path.exists(path) or not path.is_symlink()),
+        f"{option} must be a file in a folder that is there and can be written",
+        str(path),
+        "make the folder, or name another",
+    )
+
+
+def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -> Profile:
+    """The profile with another batch size."""
+    for option, key, value in (
+        ("--prompts", "num_prompts", num_prompts),
+        ("--samples-per-prompt", "group_size", group_size),
+    ):
+        if value is not None:
+            require(value >= 1, f"{option} must be >= 1", value, "leave it out for the profile's own")
+            profile = profile.changed(option, **{key: value})
+    return profile
+
+
+def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
+    """Simulate the baselines, then one technique more at a time; each at its own best split unless one is given."""
+    techniques = [name for name in args.techniques.split(",") if name]
+    for name in techniques:
+        require(name in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", name, "drop it")
+    options = {"num_steps": args.steps, "stale_fraction": args.stale_fraction}
+    given: Split | None = None
+    if args.trainer is not None and args.generator is not None:
+        given = Split(
+            parse_pool("--trainer", args.trainer, default_device=profile.device),
+            parse_pool("--generator", args.generator, default_device=profile.device),
+        )
+    num_options = sum(option is not None for option in (args.devices, args.trainer, args.generator))
+    require(
+        num_options == (2 if args.devices is None else 1) and (args.devices is None) == (given is not None),
+        "the cluster must be --devices, or --trainer and --generator",
+        f"{num_options} of these options",
+        "give either the one or the other two",
+    )
+    if given is None:
+        pool = parse_pool("--devices", str(args.devices), default_device=profile.device)
+        require(
+            pool.num_devices <= MAX_SEARCHED,
+            f"--devices must be <= {MAX_SEARCHED}: every split that is tried is simulated, device by device",
+            pool.num_devices,
+            "give the split, --trainer and --generator",
+        )
+        pools = [pool]
+    else:
+        pools = [given.trainer, given.generator]
+    runs = baselines(profile, pools)
+    for chosen in ladder(techniques):
+        split = best_split(profile, pools[0], chosen, **options) if given is None else given
+        runs.append(run_split(profile, split, chosen, **options))
+    return runs
+
+
+def table(profile: Profile, runs: Sequence[Outcome]) -> str:
+    """The runs as a text table, each compared with the fastest baseline."""
+    numbers, best = profile.numbers, best_baseline(runs)
+    width = max(len(outcome.devices) for outcome in runs) + 1
+    names = max(20, *(len(outcome.name) for outcome in runs))
+    lines = [
+        f"{profile.model}: {profile.setting}",
+        f"{numbers.num_prompts} prompts x {numbers.group_size} samples per step, {numbers.num_trained_steps} of "
+        f"{numbers.num_steps} denoise steps trained",
+        f"simulated, not measured; best baseline: {best.name} ({best.devices}), {best.step_s:.1f} s/step",
+        "",
+        f"{'run':<{names}} {'devices':<{width}} {'s/step':>8} {'samples/s/device':>17} {'x best':>8} "
+        f"{'trainer idle':>13} {'generator idle':>15} {'assisted':>9} {'stale':>6} {'at least':>9}",
+    ]
+    for outcome in runs:
+        idle = [outcome.idle["all"]] * 2 if outcome.split is None else list(outcome.idle.values())
+        lines.append(
+            f"{outcome.name:<{names}} {outcome.devices:<{width}} {outcome.step_s:>8.1f} "
+            f"{outcome.samples_per_device_s:>17.4f} {best.step_s / outcome.step_s:>7.2f}x "
+            f"{idle[0]:>13.1%} {idle[1]:>15.1%} {outcome.assisted:>9.1%} "
+            f"{outcome.stale:>6.1%} {_bound(outcome):>9}"
+        )
+    lines += [
+        "",
+        "x best: times as fast as the best baseline. stale: share of groups begun under weights one version old; 0 %",
+        "is strict. at least: calculated, a step in which nobody waits.",
+    ]
+    return "\n".join(lines)
+
+
+def _bound(outcome: Outcome) -> str:
+    return "-" if outcome.bound_s is None else f"{outcome.bound_s:.1f}"
+
+
+def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
+    """The runs, and every input number with its source."""
+    best = best_baseline(runs)
+    return {
+        "profile": profile.name,
+        "model": profile.model,
+        "setting": profile.setting,
+        "device": profile.device,
+        "numbers": {
+            key: {"value": value, "source": profile.sources[key]} for key, value in vars(profile.numbers).items()
+        },
+        "best_baseline": {"name": best.name, "devices": best.devices, "step_s": best.step_s},
+        "runs": [
+            {
+                **{name: value for name, value in vars(outcome).items() if name != "split"},
+                "trainer": None if outcome.split is None else str(outcome.split.trainer),
+                "generator": None if outcome.split is None else str(outcome.split.generator),
+                "speedup": best.step_s / outcome.step_s,
+                "samples_per_device_s": outcome.samples_per_device_s,
+            }
+            for outcome in runs
+        ],
+    }

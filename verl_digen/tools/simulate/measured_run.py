@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A profile of a run on separate pools, from what it left in its folder: `start.json` and `timeline.jsonl`.
+
+Medians over the chunks, fragments and calls of its newest steps, without the first ones of the run. What a timeline
+does not say is assumed:
+
+| not in a timeline | assumed |
+| --- | --- |
+| gathering of weights, where the trainer never assists | part of a row's time |
+| whether an assist gathered them once, or at every step | at every step, with its time spread over them |
+| switching of a colocated run | no time |
+
+Invariant (tests/simulate/test_measured_run.py): the profile gives back the durations that a timeline holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_digen.config import digen_config
+from verl_digen.devices import known_device
+from verl_digen.observe.run_files import START
+from verl_digen.observe.timeline import Interval, read_timeline
+from verl_digen.observe.timeline.file import NAME as TIMELINE
+from verl_digen.observe.timeline.interval import join_parts
+from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
+from verl_digen.require import require
+from verl_digen.sampling.requests import rows_per_group
+from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
+
+WARM_UP_STEPS = 2
+MAX_STEPS = 20
+"""Maximum number of steps that are read."""
+ONE_TILE = 10**9
+"""Rows of a tile: the cost of tiles is in the measured time of a row."""
+
+
+def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
+    """The profile of a run, and the number of its devices.
+
+    Args:
+        device: their type, one of `verl_digen.devices`.
+
+    Raises:
+        ValueError: it was no run on separate pools, had an environment, or did too few steps.
+    """
+    known_device("--device", device)
+    for name in (START, TIMELINE):
+        require((run_dir / name).is_file(), f"--run must be a run's folder, with a {name}", str(run_dir), "name it")
+    config: Any = OmegaConf.create(json.loads((run_dir / START).read_text(encoding="utf-8"))["config"])
+    num_ranks, num_generators = num_trainer_devices(config), num_generator_devices(config)
+    steps = _steps(run_dir, {"trainer": num_ranks, "generator": num_generators})
+    require(
+        num_generators > 0 and not digen_config(config).environment.is_on and len(steps) > 0,
+        f"--run must have separate pools, no environment, and more than {WARM_UP_STEPS} steps",
+        str(run_dir),
+        "digen plan proposes a split before a run",
+    )
+    setting = (
+        f"measured with {num_ranks} + {num_generators} devices, {median(step.step_s for step in steps):.3g} s a step "
+        f"(median of {len(steps)})"
+    )
+    sources = dict.fromkeys((field.name for field in fields(Numbers)), "measured: this run's timeline and config")
+    return Profile("run", run_dir.name, setting, device, _numbers(config, steps), sources), num_ranks + num_generators
+
+
+def _steps(run_dir: Path, devices: Mapping[str, int]) -> list[StepParts]:
+    """The newest steps; only those with these devices, because a run may be resumed on others."""
+    timeline = read_timeline(run_dir / TIMELINE)
+    alike = [step for step in timeline.steps if devices.items() <= timeline.num_devices[step].items()]
+    newest = alike[WARM_UP_STEPS:][-MAX_STEPS:]
+    return [parts for step in newest if (parts := step_parts(timeline.intervals, step)) is not None]
+
+
+def _numbers(config: Any, steps: Sequence[StepParts]) -> Numbers:
+    digen, num_ranks, group_size = digen_config(config), num_trainer_devices(config), config.actor_rollout_ref.rollout.n
+    num_steps, num_rows = digen.num_generation_steps, -(-rows_per_group(digen, group_size) // group_size)
+    # a replica of k devices counts as k slots of one device each, with together its speed
+    on_slot_s = slot_sample_s(chunk for step in steps for chunk in step.chunks)
+    step_s = on_slot_s * num_replica_devices(config) / digen.slots_per_replica / num_steps
+    return Numbers(
+        num_prompts=config.data.train_batch_size,
+        group_size=group_size,
+        num_steps=num_steps,
+        num_trained_steps=num_rows,
+        max_chunk_size=digen.rollout.batch_size,
+        rows_per_tile=ONE_TILE,
+        min_trainer_devices=1,
+        min_gathering_devices=NEVER,
+        step_s=step_s,
+        decode_s=0.0,
+        row_s=rank_row_s((part for step in steps for part in step.fragments), num_ranks, num_rows),
+        gather_s=_gather_s([part for step in steps for part in step.assists], num_ranks, num_steps, step_s),
+        score_s=median([seconds for step in steps for seconds in step.scores_s] or [0.0]),
+        commit_s=median(step.commit_s for step in steps),
+        switch_s=0.0,
+    )
+
+
+def _gather_s(assists: Sequence[tuple[int, float]], num_ranks: int, num_steps: int, step_s: float) -> float:
+    """Seconds of gathering the weights, where it is what an assist waits for; 0.0 if it is not, or nothing assisted."""
+    if not assists or num_ranks == 1:
+        return 0.0
+    excess = [seconds / num_steps - -(-number // num_ranks) * step_s for number, seconds in assists]
+    if median(excess) <= 0:
+        return 0.0
+    return median(seconds / num_steps for _, seconds in assists) * num_ranks / (num_ranks - 1)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Work of one step: (samples, seconds) of each call."""
+
+    step_s: float
+    """The step's own extent, without checkpoints."""
+    commit_s: float
+    """Optimizer step and publication together."""
+    chunks: list[tuple[int, float]] = field(default_factory=list)
+    assists: list[tuple[int, float]] = field(default_factory=list)
+    fragments: list[tuple[int, float]] = field(default_factory=list)
+    scores_s: list[float] = field(default_factory=list)
+
+
+def step_parts(intervals: Iterable[Interval], step: int) -> StepParts | None:
+    """Work that served `step`; None if it has no extent, chunk or fragment.
+
+    Args:
+        intervals: of this step, and of the one before, in which its first chunks may lie.
+    """
+    own = [interval for interval in join_parts(intervals) if interval.step == step]
+    seconds = {kind: sum(part.duration_s for part in own if part.kind == kind) for kind in ("step", "save")}
+    # replicas take weights on their own lanes, while others work: only the trainer's part holds up the step
+    ends = [part for part in own if part.kind in ("commit", "publish") and part.lane.pool == "trainer"]
+    parts = StepParts(
+        seconds["step"] - seconds["save"],
+        sum(part.duration_s for part in ends),
+        chunks=_calls(own, "generate"),
+        assists=_calls(own, "assist"),
+        fragments=_calls(own, "train"),
+        # from a chunk's pixels to its scores; a reward's own calls have lanes of their own, from 1 on
+        scores_s=[part.duration_s for part in own if part.kind == "score" and part.lane.index == 0],
+    )
+    return parts if parts.step_s > 0 and parts.chunks and parts.fragments else None
+
+
+def _calls(intervals: Iterable[Interval], kind: str) -> list[tuple[int, float]]:
+    return [(part.num_samples, part.duration_s) for part in intervals if part.kind == kind and part.num_samples > 0]
+
+
+def slot_sample_s(chunks: Iterable[tuple[int, float]]) -> float:
+    """Seconds of a sample in a slot."""
+    return median(seconds / number for number, seconds in chunks)
+
+
+def rank_row_s(fragments: Iterable[tuple[int, float]], num_ranks: int, num_rows: int) -> float:
+    """Seconds of a row on a rank; the fullest rank has a fragment's rows / ranks, rounded up.
+
+    Args:
+        num_rows: rows of a sample.
+    """
+    return median(seconds / -(-number * num_rows // num_ranks) for number, seconds in fragments)
