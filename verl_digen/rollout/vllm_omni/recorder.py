@@ -156,7 +156,7 @@ class RecordingPipeline:
             num_shared_steps=recording.num_shared_steps,
         )
         record = {
-            "error": not_finite(request, recording.latents[0], trajectory.version, decoded.is_finite[0], audio),
+            "error": not_finite(request, recording.latents[0], trajectory.facts.version, decoded.is_finite[0], audio),
             "trajectory": trajectory,
             "pixels": decoded.pixels[0].cpu(),
             "audio": audio,
