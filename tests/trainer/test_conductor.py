@@ -98,35 +98,6 @@ def test_a_ready_fragment_goes_before_an_assist():
     assert {type(one) for one, ready in zip(decided, num_ready, strict=True) if not ready} == {Assist, Wait, Commit}
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_stale_groups_have_one_version_within_the_bound_and_none_is_lost(seed):
-    rng = random.Random(seed)
-    max_versions, num_prompts = rng.randint(1, 3), rng.randint(1, 4)
-    fraction = rng.choice([0.25, 0.5, 1.0])
-    pools = Pools(rng, lose_slot_at=rng.choice([None, None, 9]))
-    conductor = make_conductor(
-        pools,
-        num_prompts=num_prompts,
-        slots=("s0", "s1", "s2"),
-        max_versions=max_versions,
-        fraction=fraction,
-        assist=rng.choice(["off", "always"]),
-    )
-    outcomes = run(conductor, num_batches=5, between=rng.randint(0, 40), drains=rng.random() < 0.2)
-    allowance = conductor.planner.rules.stale_allowance
-    for number, outcome in enumerate(outcomes):
-        assert len(outcome.groups) == num_prompts
-        assert outcome.condition_keys == {f"conditions of {uid}" for uid in outcome.groups}
-        ages = []
-        for tags in outcome.groups.values():
-            assert sorted(tags) == list(range(GROUP_SIZE))
-            (version,) = {tag.facts.version for tag in tags.values()}
-            ages.append(number - version)
-        for age in range(1, 6):
-            assert sum(found >= age for found in ages) <= allowance(age)
-    assert len(pools.trained) == len(set(pools.trained)) == 5 * num_prompts
-
-
 def test_generation_of_the_next_batch_goes_on_while_the_caller_does_something_else():
     pools = Pools()
     conductor = make_conductor(pools, num_prompts=4, max_versions=1)
