@@ -15,31 +15,31 @@
 | FSDPMemTracker `memory_tracking`, `_FSDPModMemStats` | tests/plan/fake_engine.py | an expert that does not run |
 | FSDP2 `mp_policy` of a parameter | engine/gradients.py | the reduce dtype |
 | FSDP2 `init_dtype_attrs` of a parameter | engine/build.py | called by the first forward; the dtype that is gathered |
-| peft `BaseTunerLayer._disable_adapters` | engine/policies.py | a forward without it, `requires_grad` untouched |
-| verl `TrainingWorker._postprocess_output` | engine/worker.py | metrics as `update` returns them |
-| verl `EngineRegistry._engines`, `RolloutReplicaRegistry._registry` | tools/checkup/machine.py | dicts of names |
+| peft `BaseTunerLayer._disable_adapters` | engine/policies.py | a forward without it (tests/engine) |
+| verl `TrainingWorker._postprocess_output` | engine/worker.py | a commit's metrics (tests/engine/test_worker.py) |
+| verl `EngineRegistry._engines`, `RolloutReplicaRegistry._registry` | tools/checkup/machine.py | names (tests/plugin) |
 | verl `CheckpointEngineRegistry._registry` | preflight/pools.py | a dict of names, and the names of verl's engines |
-| verl `_ROLLOUT_REGISTRY` | plugin.py | a dict of (name, mode) |
+| verl `_ROLLOUT_REGISTRY` | plugin.py | a dict of (name, mode) (test_verl_surface.py) |
 | verl `RolloutReplica._server_handle`, `_server_address` | rollout/replica.py | what the public properties return |
 | verl `register`'s attributes of a method | engine/worker.py | dispatch and `blocking` are kept with the method |
-| TransferQueue `KVBatchMeta` and the `kv_*` calls | store/, trainer/ | names of fields and parameters |
-| Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | which is a kind of which |
+| TransferQueue `KVBatchMeta` and the `kv_*` calls | store/, trainer/ | names of fields and parameters (tests/store) |
+| Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | kinds (tests/chaos) |
 | Ray `_private.state.actors` | processes/actors.py | an actor that starts again (tests/processes/test_workers.py) |
 | Ray `_private.services.find_bootstrap_address`, `_private.utils.get_num_cpus` | cluster.py | two functions |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
 | Ray `ActorHandle.__ray_call__` | trainer/lanes.py | runs a function in any actor (tests/trainer/test_replicas.py) |
 | TransferQueue client `_loop` | store/client.py | runs its blocking calls (tests/e2e/test_hangs.py) |
 | Hydra `JobReturn._return_value` | preflight/callback.py | the exception, unraised |
-| omegaconf `_get_node`, `_is_none` | config/load.py | a child as a node, not as its value |
-| TensorBoard `_get_file_writer` | observe/trackers.py | encoded pictures as they are |
+| omegaconf `_get_node`, `_is_none` | config/load.py, preflight/ | a child as a node (tests/plugin) |
+| TensorBoard `_get_file_writer` | observe/trackers.py | encoded pictures as they are (tests/observe) |
 | plotly `package_data/plotly.min.js` | report/page.py | one script that fetches nothing (tests/report) |
 | diffusers `_repeated_blocks`, `_no_split_modules` | models/kernels.py | blocks (tests/models/test_kernels.py) |
-| torch `_dynamo.config`, `_functorch.config` | models/kernels.py | two names; unknown ones raise |
-| diffusers `_unpack_latents`, `_prepare_latent_image_ids` | models/ | the packing of two pipelines |
+| torch `_dynamo.config`, `_functorch.config` | models/kernels.py | unknown names raise (tests/models/test_kernels.py) |
+| diffusers `_unpack_latents`, `_prepare_latent_image_ids` | models/ | the packing of two pipelines (tests/models) |
 | diffusers `_encode_vae_image`, `_pack_latents` | models/ | latents of images (tests/models) |
 | diffusers `_patchify_latents`, `_unpatchify_latents`, `_resize_if_exceeds_area` | models/ | FLUX.2's (tests/models) |
 | diffusers `_get_image_latents`, `_get_image_embeds` | models/ | an image of HunyuanVideo 1.5 (tests/models) |
-| diffusers `_cp_plan`, `ContextParallelConfig`, -`Input`, -`Output` | models/ | tokens split and gathered by a plan |
+| diffusers `_cp_plan`, `ContextParallelConfig`, -`Input`, -`Output` | models/ | the plan of a split (tests/models) |
 | verl `use_remove_padding`, `use_ulysses_sp`, `is_mp_src_rank_with_outputs` | engine/ | ranks that share rows |
 
 `test_overrides.py` has the methods we override, `tests/vllm_omni` what we use of vLLM-Omni.
@@ -47,7 +47,6 @@
 
 import inspect
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -235,43 +234,7 @@ def state_of(part: nn.Module) -> Any:
     return cast("Any", part)._get_fsdp_state()
 
 
-# -- peft -----------------------------------------------------------------------------------------------------------
-def test_peft_runs_without_the_adapter_and_lets_it_train_all_the_same():
-    from peft import LoraConfig, get_peft_model
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    base = nn.Sequential(nn.Linear(3, 3))
-    expected = base(ROWS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it knows no such architecture
-        adapted: Any = get_peft_model(cast("Any", base), LoraConfig(target_modules=["0"], init_lora_weights=False))
-    layer = next(part for part in adapted.modules() if isinstance(part, BaseTunerLayer))
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert not torch.allclose(adapted(ROWS), expected)
-    layer._disable_adapters = True
-    assert torch.equal(adapted(ROWS), expected)
-    layer._disable_adapters = False
-    assert not torch.allclose(adapted(ROWS), expected)
-    assert {name for name, parameter in adapted.named_parameters() if parameter.requires_grad} == trained != set()
-
-
 # -- verl -----------------------------------------------------------------------------------------------------------
-def test_verl_turns_an_engines_output_into_metrics():
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.engine_workers import TrainingWorker
-
-    class Engine:
-        def get_data_parallel_group(self) -> None:
-            return None
-
-    worker: Any = object.__new__(TrainingWorker)
-    worker.engine, worker.flops_counter, worker.device_name = Engine(), None, "cpu"
-    output = {"loss": [1.0, 2.0], "metrics": {"grad_norm": torch.tensor(4.0), "lr": 0.1, "kl": [0.5]}}
-    made = worker._postprocess_output(
-        output, global_token_num=None, delta_time=0.0, forward_only=False, images_seqlens=None
-    )
-    metrics = tu.get(made, "metrics")
-    assert (metrics["loss"], metrics["grad_norm"], metrics["lr"], metrics["kl"]) == (3.0, 4.0, 0.1, [0.5])
 
 
 def test_verls_engines_for_weights_between_pools_are_the_known_ones() -> None:
@@ -285,19 +248,6 @@ def test_verls_engines_for_weights_between_pools_are_the_known_ones() -> None:
     assert "naive" in CheckpointEngineRegistry._registry
 
 
-def test_verls_registries_are_dicts_that_hold_what_the_plugin_filed():
-    from verl.workers.engine import EngineRegistry
-    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    import verl_digen.trainer.register  # noqa: F401 - files the engines
-    from verl_digen.rollout.registry import REPLICAS
-
-    assert set(REPLICAS) <= set(RolloutReplicaRegistry._registry)
-    assert ("diffusers", "async") in _ROLLOUT_REGISTRY
-    assert "fsdp2" in EngineRegistry._engines["diffusion_model"]
-
-
 def test_a_replicas_server_is_what_its_properties_return():
     from verl_digen.rollout.replica import DiffusersReplica
 
@@ -306,43 +256,7 @@ def test_a_replicas_server_is_what_its_properties_return():
     assert (replica.server_handle, replica.server_address) == ("handle", "address")
 
 
-# -- TransferQueue --------------------------------------------------------------------------------------------------
-def test_transfer_queues_calls_have_the_parameters_that_are_given_by_name():
-    import transfer_queue as tq
-
-    given = {
-        "kv_batch_put": {"keys", "partition_id", "fields", "tags"},
-        "async_kv_batch_put": {"keys", "partition_id", "fields", "tags"},
-        "async_kv_put": {"key", "partition_id", "tag"},
-        "kv_batch_get": {"keys", "partition_id", "select_fields"},
-        "kv_clear": {"keys", "partition_id"},
-        "kv_list": {"partition_id"},
-    }
-    for name, names in given.items():
-        assert names <= set(inspect.signature(getattr(tq, name)).parameters), name
-        assert inspect.iscoroutinefunction(getattr(tq, name)) == name.startswith("async_")
-
-
-def test_a_batch_of_transfer_queues_is_made_of_keys_and_tags():
-    from transfer_queue import KVBatchMeta
-
-    batch = KVBatchMeta(partition_id="train", keys=["a", "b"], tags=[{"reward": 1.0}, {"reward": 2.0}])
-    assert (batch.partition_id, batch.keys, len(batch)) == ("train", ["a", "b"], 2)
-    assert [tag["reward"] for tag in batch.tags] == [1.0, 2.0]
-
-
-# -- Ray, Hydra, omegaconf, TensorBoard, diffusers ------------------------------------------------------------------
-def test_a_blip_and_a_death_of_an_actor_are_told_apart_and_both_are_actor_errors():
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayError, RayTaskError
-
-    assert issubclass(ActorUnavailableError, RayActorError) and issubclass(ActorDiedError, RayActorError)
-    assert not issubclass(ActorUnavailableError, ActorDiedError) and not issubclass(
-        ActorDiedError, ActorUnavailableError
-    )
-    assert issubclass(RayActorError, RayError) and issubclass(RayTaskError, RayError)
-    assert not issubclass(RayTaskError, RayActorError), "an exception in a method is not the death of its actor"
-
-
+# -- Hydra and diffusers --------------------------------------------------------------------------------------------
 def test_hydra_keeps_the_exception_of_a_job_without_raising_it():
     from hydra.core.utils import JobReturn, JobStatus
 
@@ -353,66 +267,12 @@ def test_hydra_keeps_the_exception_of_a_job_without_raising_it():
         _ = failed.return_value
 
 
-def test_omegaconf_hands_out_children_as_nodes():
-    from omegaconf import DictConfig, OmegaConf
-
-    config = OmegaConf.create({"section": {"key": 1}, "nothing": DictConfig(None), "key": 2})
-    section, nothing = config._get_node("section"), config._get_node("nothing")
-    assert isinstance(section, DictConfig) and not section._is_none()
-    assert isinstance(nothing, DictConfig) and nothing._is_none(), "config['nothing'] is None"
-    assert not isinstance(config._get_node("key"), DictConfig)
-
-
-def test_tensorboard_takes_a_summary_that_was_made_elsewhere(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(tmp_path)) as writer:
-        writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag="a", simple_value=2.0)]), 7)
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("a")] == [(7, 2.0)]
-
-
-def test_diffusers_packs_latents_as_its_pipelines_say():
-    from diffusers import FluxPipeline, QwenImagePipeline
-
-    packed = torch.arange(2 * 6 * 16, dtype=torch.float32).reshape(2, 6, 16)  # 2 x 3 patches of 2 x 2 latents
-    unpacked = QwenImagePipeline._unpack_latents(packed, height=32, width=48, vae_scale_factor=8)
-    assert unpacked.shape == (2, 4, 1, 4, 6)
-    assert torch.equal(unpacked[0, :, 0, 0, 0], packed[0, 0, ::4]), "a patch is channels x 2 x 2"
-    ids = FluxPipeline._prepare_latent_image_ids(1, 2, 3, torch.device("cpu"), torch.float32)
-    assert ids.tolist() == [[0.0, row, column] for row in (0.0, 1.0) for column in (0.0, 1.0, 2.0)]
-
-
-def test_diffusers_plans_say_where_tokens_are_split_and_gathered():
-    from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
-    from diffusers.models._modeling_parallel import ContextParallelConfig, ContextParallelInput, ContextParallelOutput
-
-    for network in (QwenImageTransformer2DModel, WanTransformer3DModel):
-        plan = network._cp_plan
-        assert isinstance(plan["proj_out"], ContextParallelOutput)
-        assert all(isinstance(part, ContextParallelOutput | dict) for part in plan.values())
-        split = [part for parts in plan.values() if isinstance(parts, dict) for part in parts.values()]
-        assert split and all(isinstance(part, ContextParallelInput) for part in split)
-    assert ContextParallelConfig(ulysses_degree=2).mesh_dim_names == ("ring", "ulysses")
-    assert {"config", "cp_plan"} <= inspect.signature(WanTransformer3DModel.enable_parallelism).parameters.keys()
-
-
 def test_verl_wants_packed_text_where_ranks_share_rows():
     """If it does not any more, `ShardedTransformer` need not say that there is."""
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
     source = inspect.getsource(FSDPEngine.__init__)
     assert "ulysses_sequence_parallel_size > 1 and not self.use_remove_padding" in source
-
-
-def test_settings_of_torch_compile_have_the_values_that_compiled_blocks_change():
-    assert torch._dynamo.config.recompile_limit >= 8
-    assert torch._functorch.config.donated_buffer in (True, False)
-    with pytest.raises(AttributeError):
-        torch._dynamo.config.recompile_limits = 8
 
 
 @pytest.mark.skipif(Version(diffusers.__version__) < Version("0.42"), reason="earlier ones count a CPU")

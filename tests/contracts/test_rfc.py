@@ -296,11 +296,6 @@ class Failing:
         return await self.server.generate(request_id, prompt_ids, params)
 
 
-def test_a_sample_that_fails_fails_the_call(server: Any):
-    with pytest.raises(OSError, match="the replica is ill"):
-        run_batch(Failing(server), is_scored=False)  # type: ignore[arg-type]
-
-
 def comparing(seen: list[Any]) -> Callable[..., Any]:
     """A reward of groups that notes what it compares."""
 
