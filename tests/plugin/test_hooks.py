@@ -24,19 +24,15 @@ def make_module(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_filing_a_callback_imports_nothing(make_module):
-    name = make_module("digen_hooks_lazy")
-    after_import(name, lambda: None)
-    assert name not in sys.modules
-
-
-def test_callback_runs_once_after_the_module_is_complete(make_module):
+def test_callbacks_run_once_in_their_order_after_the_module_is_complete_and_import_nothing(make_module):
     name = make_module("digen_hooks_once")
     seen = []
-    after_import(name, lambda: seen.append(sys.modules[name].loaded))
+    for number in range(3):
+        after_import(name, lambda number=number: seen.append((number, sys.modules[name].loaded)))
+    assert name not in sys.modules
     importlib.import_module(name)
     importlib.import_module(name)
-    assert seen == [True]
+    assert seen == [(number, True) for number in range(3)]
 
 
 def test_callback_of_an_imported_module_runs_at_once(make_module):
@@ -45,15 +41,6 @@ def test_callback_of_an_imported_module_runs_at_once(make_module):
     seen = []
     after_import(name, lambda: seen.append(name))
     assert seen == [name]
-
-
-def test_callbacks_run_in_the_order_they_were_filed(make_module):
-    name = make_module("digen_hooks_order")
-    seen = []
-    for number in range(3):
-        after_import(name, lambda number=number: seen.append(number))
-    importlib.import_module(name)
-    assert seen == [0, 1, 2]
 
 
 def test_callback_may_import_the_module_itself(make_module):

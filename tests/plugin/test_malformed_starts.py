@@ -274,76 +274,65 @@ def _with_config(**changed):
     return damage
 
 
+OF_TRANSFORMER = [
+    (_with_config(num_layers=1), "has weights that the network lacks: transformer_blocks.1."),
+    (_with_config(num_layers=3), "/transformer' has no weights for transformer_blocks.2."),
+    (_with_config(num_layers="many"), "which describes none (TypeError"),
+    (_with_config(in_channels=60), "/transformer' has other shapes for img_in.weight"),
+    (_with_weights(None), "transformer' has no weights; download it, or rename them"),
+    (_linked_to_nothing, "must hold diffusion_pytorch_model.safetensors, or parts and the "),
+    (_with_weights(lambda data: data[:-1]), "was cut short: "),
+    (_with_weights(lambda data: b"\x04\0\0\0\0\0\0\0junk"), "was cut short: 12 bytes; download"),
+    (_sharded(["diffusion_pytorch_model-00001.safetensors"]), "lacks diffusion_pytorch_model-00001.safetensors; "),
+    (_sharded(has_index=False), "has diffusion_pytorch_model-00000.safetensors, diffusion_pytorch_model-00001."),
+    (_with_config(_class_name=None), "that names a network of diffusers, got _class_name=None"),
+    (_with_config(quantization_config={"quant_method": "bitsandbytes"}), "weights that train, but"),
+    (
+        _renamed("diffusion_pytorch_model.fp16.safetensors"),
+        "has diffusion_pytorch_model.fp16.safetensors; ",
+    ),
+    (_renamed("diffusion_pytorch_model.bin", b"PK" + bytes(3000)), "was cut short: 3002 bytes; download"),
+    (_renamed("diffusion_pytorch_model.bin", b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
+]
+OF_OTHERS = [
+    (_with_weights(lambda data: data[:1000]), "was cut short: 1000 bytes; download"),
+    (_with_weights(None), "has no weights"),
+    (_with_weights(lambda data: b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
+    (_renamed("model.fp16.safetensors"), "model.fp16.safetensors; download it, or rename them"),
+    (_renamed("weights.safetensors"), "model.safetensors, or parts and the "),
+    (_sharded(tensor="a.b"), "-00000.safetensors' has no a.b; take both from the same checkpoint"),
+    (lambda folder: (folder / "config.json").write_text("{}"), "a class in each config.json, but"),
+    (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    (_with_config(quantization_config={"load_in_4bit": True}), "encoders in plain weights, but"),
+]
+OF_TOKENIZER = [
+    (lambda folder: (folder / "tokenizer.json").unlink(), "must hold the vocabulary of its tokenizer"),
+    (
+        lambda folder: (folder / "tokenizer.json").write_text("version https://git-lfs"),
+        "is a pointer of Git LFS; fetch",
+    ),
+]
+
+
+@pytest.fixture
+def checkpoint(runnable, tmp_path):
+    """A copy of the checkpoint, which a test may damage."""
+    return shutil.copytree(runnable[1].partition("=")[2], tmp_path / "checkpoint")
+
+
 @pytest.mark.parametrize(
-    ("damage", "found"),
+    ("part", "damage", "found"),
     [
-        (_with_config(num_layers=1), "has weights that the network lacks: transformer_blocks.1."),
-        (_with_config(num_layers=3), "/transformer' has no weights for transformer_blocks.2."),
-        (_with_config(num_layers="many"), "which describes none (TypeError"),
-        (_with_config(in_channels=60), "/transformer' has other shapes for img_in.weight"),
-        (_with_weights(None), "transformer' has no weights; download it, or rename them"),
-        (_linked_to_nothing, "must hold diffusion_pytorch_model.safetensors, or parts and the "),
-        (_with_weights(lambda data: data[:-1]), "was cut short: "),
-        (_with_weights(lambda data: b"\x04\0\0\0\0\0\0\0junk"), "was cut short: 12 bytes; download"),
-        (_sharded(["diffusion_pytorch_model-00001.safetensors"]), "lacks diffusion_pytorch_model-00001.safetensors; "),
-        (_sharded(has_index=False), "has diffusion_pytorch_model-00000.safetensors, diffusion_pytorch_model-00001."),
-        (_with_config(_class_name=None), "that names a network of diffusers, got _class_name=None"),
-        (_with_config(quantization_config={"quant_method": "bitsandbytes"}), "weights that train, but"),
-        (
-            _renamed("diffusion_pytorch_model.fp16.safetensors"),
-            "has diffusion_pytorch_model.fp16.safetensors; ",
-        ),
-        (_renamed("diffusion_pytorch_model.bin", b"PK" + bytes(3000)), "was cut short: 3002 bytes; download"),
-        (_renamed("diffusion_pytorch_model.bin", b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
+        *(("transformer", *one) for one in OF_TRANSFORMER),
+        *((part, *one) for part in ("vae", "text_encoder") for one in OF_OTHERS),
+        *(("tokenizer", *one) for one in OF_TOKENIZER),
+        ("vae", lambda folder: _half(folder), "/vae' has no weights for "),
     ],
 )
-def test_weights_that_are_not_whole_are_told_before_they_are_loaded(start, runnable, tmp_path, damage, found):
-    path = tmp_path / "checkpoint"
-    shutil.copytree(runnable[1].partition("=")[2], path)
-    damage(path / "transformer")
-    said = said_of(start, *runnable, f"actor_rollout_ref.model.path={path}")
+def test_a_checkpoint_that_is_not_whole_is_told_before_it_is_loaded(start, runnable, checkpoint, part, damage, found):
+    damage(checkpoint / part)
+    said = said_of(start, *runnable, f"actor_rollout_ref.model.path={checkpoint}")
     assert said is not None and said.startswith("actor_rollout_ref.model.path must hold") and found in said
-
-
-@pytest.mark.parametrize("part", ["vae", "text_encoder"])
-@pytest.mark.parametrize(
-    ("damage", "found"),
-    [
-        (_with_weights(lambda data: data[:1000]), "was cut short: 1000 bytes; download"),
-        (_with_weights(None), "has no weights"),
-        (_with_weights(lambda data: b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
-        (_renamed("model.fp16.safetensors"), "model.fp16.safetensors; download it, or rename them"),
-        (_renamed("weights.safetensors"), "model.safetensors, or parts and the "),
-        (_sharded(tensor="a.b"), "-00000.safetensors' has no a.b; take both from the same checkpoint"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "a class in each config.json, but"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json"),
-        (_with_config(quantization_config={"load_in_4bit": True}), "encoders in plain weights, but"),
-    ],
-)
-def test_other_parts_of_a_checkpoint_are_looked_at_too(start, runnable, tmp_path, part, damage, found):
-    path = tmp_path / "checkpoint"
-    shutil.copytree(runnable[1].partition("=")[2], path)
-    damage(path / part)
-    said = said_of(start, *runnable, f"actor_rollout_ref.model.path={path}")
-    assert said is not None and said.startswith("actor_rollout_ref.model.path must hold") and found in said
-
-
-@pytest.mark.parametrize(
-    ("damage", "found"),
-    [
-        (lambda path: (path / "tokenizer" / "tokenizer.json").unlink(), "must hold the vocabulary of its tokenizer"),
-        (
-            lambda path: (path / "tokenizer" / "tokenizer.json").write_text("version https://git-lfs"),
-            "is a pointer of Git LFS; fetch",
-        ),
-        (lambda path: _half(path / "vae"), "/vae' has no weights for "),
-    ],
-)
-def test_a_tokenizer_without_words_and_a_decoder_without_weights_are_refused(start, runnable, tmp_path, damage, found):
-    path = tmp_path / "checkpoint"
-    shutil.copytree(runnable[1].partition("=")[2], path)
-    damage(path)
-    assert found in said_of(start, *runnable, f"actor_rollout_ref.model.path={path}")
 
 
 @pytest.mark.parametrize("name", BUILDERS)
@@ -359,13 +348,11 @@ def _half(network):
 
 @pytest.mark.parametrize("damage", [_sharded(), _pickled])
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
-def test_weights_in_several_files_or_pickles_are_accepted(start, runnable, tmp_path, damage, part):
-    path = tmp_path / "checkpoint"
-    shutil.copytree(runnable[1].partition("=")[2], path)
-    damage(path / part)
+def test_weights_in_several_files_or_pickles_are_accepted(start, runnable, checkpoint, damage, part):
+    damage(checkpoint / part)
     if damage is _pickled and part == "text_encoder":
-        (path / part / "model.bin").rename(path / part / "pytorch_model.bin")
-    assert said_of(start, *runnable, f"actor_rollout_ref.model.path={path}") is None
+        (checkpoint / part / "model.bin").rename(checkpoint / part / "pytorch_model.bin")
+    assert said_of(start, *runnable, f"actor_rollout_ref.model.path={checkpoint}") is None
 
 
 @pytest.mark.parametrize(
