@@ -3,20 +3,18 @@
 
 import json
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
+from verl_digen import cli
 from verl_digen.tools.bench import command, runs
 from verl_digen.tools.bench.modes import MODES, interleaved, parse_modes
 from verl_digen.tools.bench.runs import BenchWork, RunFailed, RunResult
 
 
 def digen_bench(*arguments: str) -> int:
-    parser = ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(arguments))
+    return cli.main(["bench", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -43,9 +41,7 @@ def test_what_cannot_run_is_one_line_before_anything_runs(arguments, message, tm
 
 def test_devices_of_rewards_count_for_every_mode():
     def setup_of(*arguments: str) -> command.BenchSetup:
-        parser = ArgumentParser()
-        command.add_arguments(parser)
-        return command._setup(parser.parse_args(arguments))
+        return command._setup(cli.make_parser().parse_args(["bench", *arguments]))
 
     assert setup_of().num_devices == 2
     setup = setup_of("--", "digen.reward.functions={jpeg_compressibility: {weight: 1.0, num_workers: 3, num_gpus: 1}}")
@@ -61,8 +57,16 @@ def test_an_earlier_bench_is_not_written_over(tmp_path, capsys):
 STEP = {"perf/step_s": 2.0, "perf/images_per_s": 4.0, "reward/mean": 0.5}
 
 
-@pytest.mark.parametrize("ends", [RunFailed("gap, repeat 3: exit code 1"), KeyboardInterrupt()], ids=["fails", "stops"])
-def test_the_repeats_that_are_whole_are_shown_when_a_run_fails_or_is_stopped(tmp_path, monkeypatch, capsys, ends):
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        (RunFailed("gap: exit code 1"), 1, "gap: exit code 1"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_the_repeats_that_are_whole_are_shown_when_a_run_fails_or_is_stopped(
+    tmp_path, monkeypatch, capsys, ends, code, said
+):
     def run_mode(work, mode, repeat, out):
         if (repeat, mode.name) == (2, "gap"):
             raise ends
@@ -70,14 +74,10 @@ def test_the_repeats_that_are_whole_are_shown_when_a_run_fails_or_is_stopped(tmp
 
     monkeypatch.setattr(command, "run_mode", run_mode)
     arguments = ("--modes", "barrier,gap", "--repeats", "4", "--steps", "3", "--out", str(tmp_path))
-    if isinstance(ends, RunFailed):
-        assert digen_bench(*arguments) == 1
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            digen_bench(*arguments)
+    assert digen_bench(*arguments) == code
     told = capsys.readouterr()
     assert "only 2 of 4 repeats are whole" in told.out and "run 5/8: barrier #3" in told.out
-    assert told.err == (f"digen bench: {ends}\n" if isinstance(ends, RunFailed) else "")
+    assert told.err == f"digen bench: {said}\n"
     found = json.loads((tmp_path / "bench.json").read_text())
     assert found["setting"]["num_repeats"] == 2 and len(found["runs"]) == 4
 

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -129,9 +128,7 @@ def test_a_budget_ends_a_check_and_leaves_out_those_that_no_longer_fit(
 
 
 def arguments(*words: str):
-    parser = ArgumentParser()
-    command.add_arguments(parser)
-    return parser.parse_args(words)
+    return cli.make_parser().parse_args(["doctor", *words])
 
 
 def test_options_choose_the_checks_and_the_exit_code_is_theirs(

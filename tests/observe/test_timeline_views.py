@@ -3,7 +3,6 @@
 
 import json
 import random
-from argparse import ArgumentParser
 from collections import defaultdict
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +10,8 @@ from itertools import pairwise
 import pytest
 
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
-from verl_digen.observe.timeline import TimelineFile, command, read_timeline
+from verl_digen import cli
+from verl_digen.observe.timeline import TimelineFile, read_timeline
 from verl_digen.observe.timeline.interval import KINDS
 from verl_digen.observe.timeline.layout import COLOURS, group_label, group_names, rows
 from verl_digen.observe.timeline.trace import to_trace
@@ -127,9 +127,7 @@ def run_dir(tmp_path):
 
 
 def digen_timeline(*argv):
-    parser = ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args([str(word) for word in argv]))
+    return cli.main(["timeline", *map(str, argv)])
 
 
 def test_the_last_complete_step_is_shown_by_default(run_dir, capsys):

@@ -3,11 +3,11 @@
 
 import json
 import re
-from argparse import ArgumentParser
 
 import pytest
 
 from tests.tiny_models import build_tiny
+from verl_digen import cli
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import digen_config
 from verl_digen.devices import Pool
@@ -30,9 +30,7 @@ WAN_14B = (
 
 
 def digen_plan(*words: str) -> int:
-    parser = ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(words))
+    return cli.main(["plan", *words])
 
 
 def small(path) -> list[str]:

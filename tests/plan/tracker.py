@@ -4,12 +4,10 @@
     python -m tests.plan.tracker                       # every recipe on 8 and 64 ranks: half an hour of one core
     python -m tests.plan.tracker digen_sd3 --ranks 8
     python -m tests.plan.tracker --cards               # recipes of one card: four minutes of one core
-    python -m tests.plan.tracker digen_qwen_image --check-depth 12
 
 A peak grows by the same number of bytes with every block, so that it is tracked in two networks of few blocks and
 extended to the published number. Where blocks are of two kinds, both grow in the published proportion; Stable Diffusion
-3.5, where that is 13 to 11, is tracked whole. `--check-depth` tracks a third depth and prints how far it is from the
-line.
+3.5, where that is 13 to 11, is tracked whole.
 """
 
 import os
@@ -104,24 +102,6 @@ CARDS = (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    case: Case
-    num_ranks: int
-    num_rows: int
-    reduce: str
-    tracked_bytes: int
-    planned_bytes: int
-    memory: Memory
-
-    @property
-    def difference(self) -> float:
-        """Share by which the plan is above the tracker."""
-        return self.planned_bytes / self.tracked_bytes - 1
-
-
 def words_of(case: Case) -> list[str]:
     """Words of a run whose samples divide among 64 ranks, or of one on one card."""
     if case.card_gb is not None:
@@ -159,13 +139,6 @@ def plan_case(case: Case, num_ranks: int) -> Memory:
     """The plan of a recipe with its published network."""
     device_bytes = DEVICE_BYTES if case.card_gb is None else case.card_gb * GB
     return plan_memory(plan_run(words_of(case), num_ranks, case.repository), device_bytes)
-
-
-def measure(case: Case, num_ranks: int) -> Row:
-    """One line of the table."""
-    memory = plan_case(case, num_ranks)
-    tracked = track_published(case, num_ranks, memory)
-    return Row(case, num_ranks, memory.training.num_rows, reduce_of(memory), tracked, tile_bytes(memory), memory)
 
 
 def track_published(case: Case, num_ranks: int, memory: Memory) -> int:
@@ -213,26 +186,14 @@ def published_depth(case: Case) -> int:
     return times
 
 
-def check_depth(case: Case, num_ranks: int, times: int) -> str:
-    """A third depth against the line through two."""
+def line(case: Case, num_ranks: int) -> str:
+    """The row of a recipe in Markdown."""
     memory = plan_case(case, num_ranks)
-    few, slope = track_line(case, num_ranks, memory)
-    tracked = track(case, depth_of(case, times), num_ranks, memory, recomputed_of(case, times, memory)).total
-    difference = tracked / (few + slope * (times - case.few)) - 1
+    tracked, planned = track_published(case, num_ranks, memory), tile_bytes(memory)
     return (
-        f"{case.name}, {num_ranks} ranks, {dict(depth_of(case, times))}: tracked {tracked} bytes, {difference:+.3%} "
-        f"from the line through {case.few} and {case.more} ({slope / 1e6:.1f} MB more each)"
-    )
-
-
-def line(row: Row) -> str:
-    """The row in Markdown."""
-    memory = row.memory
-    verdict = "fits" if memory.fits else "does not fit"
-    return (
-        f"| {row.case.name} | {row.num_ranks} | {row.num_rows} | {memory.num_recomputed} of {memory.num_blocks} | "
-        f"{row.tracked_bytes / GB:.2f} GB | {row.planned_bytes / GB:.2f} GB | {row.difference:+.1%} | "
-        f"{memory.peak_bytes / GB:.1f} GB, {verdict} |"
+        f"| {case.name} | {num_ranks} | {memory.training.num_rows} | {memory.num_recomputed} of {memory.num_blocks} | "
+        f"{tracked / GB:.2f} GB | {planned / GB:.2f} GB | {planned / tracked - 1:+.1%} | "
+        f"{memory.peak_bytes / GB:.1f} GB, {'fits' if memory.fits else 'does not fit'} |"
     )
 
 
@@ -243,20 +204,15 @@ def main() -> None:
     parser.add_argument("--cards", action="store_true", help="recipes of one card")
     parser.add_argument("--large", action="store_true", help="the sizes above the recipes'")
     parser.add_argument("--only", type=int, metavar="NUMBER", nargs="+", help="numbers of the cases, from 0")
-    parser.add_argument("--check-depth", type=int, metavar="BLOCKS")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.INFO)
-    if args.check_depth is None:
-        print(HEADER, flush=True)
+    print(HEADER, flush=True)
     cases = CARDS if args.cards else LARGE if args.large else CASES
     for case in cases if args.only is None else [cases[number] for number in args.only]:
         ranks = args.ranks if case.card_gb is None else [1]
         for num_ranks in ranks if not args.recipes or case.recipe in args.recipes else ():
-            if args.check_depth is not None:
-                print(check_depth(case, num_ranks, args.check_depth), flush=True)
-            else:
-                print(line(measure(case, num_ranks)), flush=True)
+            print(line(case, num_ranks), flush=True)
 
 
 if __name__ == "__main__":

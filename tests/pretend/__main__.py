@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Table of docs/gpu.md: stalls of every architecture by phase; the main prints it, `--write` puts it into the page.
+"""Table of docs/gpu.md: stalls of every architecture by phase; the main prints it, and the lines that stall."""
 
-It measures all architectures, and prints the lines that stall, too.
-"""
-
-import sys
 import tempfile
 from pathlib import Path
 
@@ -48,14 +44,6 @@ def documented() -> dict[str, dict[str, int]]:
     return rows
 
 
-def write(rows: dict[str, dict[str, int]]) -> None:
-    """Replace the document's table."""
-    text = DOCUMENT.read_text()
-    start = text.index(f"| {' | '.join(HEAD)} |")
-    end = text.index("\n\n", start) + 1
-    DOCUMENT.write_text(text[:start] + render(rows) + text[end:])
-
-
 def main() -> None:
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -65,8 +53,6 @@ def main() -> None:
             for phase, record in measured.records.items():
                 print(name, phase, *record.lines(), sep="\n    ")
     print(render(rows))
-    if "--write" in sys.argv[1:]:
-        write(rows)
 
 
 if __name__ == "__main__":

@@ -2,17 +2,14 @@
 """`digen simulate` as a user runs it."""
 
 import json
-from argparse import ArgumentParser
 
 import pytest
 
-from verl_digen.tools.simulate import command
+from verl_digen import cli
 
 
 def digen_simulate(*arguments: str) -> int:
-    parser = ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(arguments))
+    return cli.main(["simulate", *arguments])
 
 
 def test_table_and_json_tell_the_same_runs(tmp_path, capsys):
