@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from tests.chaos.faults import Fault, Kind
 from tests.chaos.simulation import Simulation, Verdict, simulate
 from tests.chaos.world import World
 
@@ -79,20 +78,6 @@ def test_a_resumed_run_trains_the_batches_of_one_that_went_on(world):
     resumed = Watched(world, resumes=saved)
     assert not whole.verdict.problems and not resumed.verdict.problems
     assert resumed.trained(SAVED) == whole.trained(SAVED) and all(resumed.trained(SAVED).values())
-
-
-def test_a_validation_after_a_checkpoint_waits_for_the_groups_that_were_begun_and_has_the_newest_weights():
-    run = Watched(replace(WORLD, validates=(1, 2)))
-    assert not run.verdict.problems, "checks compare each validation sample's version with its step"
-    assert run.verdict.end == "whole"
-
-
-@pytest.mark.parametrize("kind", [Kind.DIES_BEFORE, Kind.HANGS, Kind.SLOW])
-def test_a_replica_that_fails_during_a_checkpoint_costs_no_sample(kind):
-    for call in range(8, 13):  # calls of the first replica around the first checkpoint
-        run = Watched(WORLD.with_faults(Fault("server 0", "generate", call, kind)))
-        assert not run.verdict.problems, run.verdict
-        assert run.verdict.end == "whole"
 
 
 def test_a_run_that_ends_between_publishing_and_saving_resumes_from_the_checkpoint_before():

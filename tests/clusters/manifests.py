@@ -25,8 +25,12 @@ def schema_problems(where: str, manifest: Mapping[str, Any]) -> Iterator[str]:
         yield f"{where}.{'.'.join(map(str, error.path))}: {error.message[:200]}"
 
 
-def pod_problems(where: str, template: Mapping[str, Any], claims: set[str]) -> Iterator[str]:
-    """Problems of a pod template: by its schema, mounts without a volume, volumes of no claim."""
+def group_problems(group: Mapping[str, Any], claims: set[str]) -> Iterator[str]:
+    """Problems of a group of Ray's pods: their schema, mounts without a volume, volumes of no claim, Ray's options."""
+    where, template = group.get("groupName", "head"), group["template"]
+    for option, value in group["rayStartParams"].items():
+        if not isinstance(value, str):
+            yield f"{where}.rayStartParams.{option} must be a string, got {value!r}"
     pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
     if wrong := [*schema_problems(where, pod)]:
         yield from wrong
@@ -37,36 +41,19 @@ def pod_problems(where: str, template: Mapping[str, Any], claims: set[str]) -> I
         for mount in container.get("volumeMounts", []):
             if mount["name"] not in volumes:
                 yield f"{where}: no volume {mount['name']}"
-        for kind in ("requests", "limits"):
-            if not all(isinstance(value, str) for value in container["resources"][kind].values()):
-                yield f"{where}: resources.{kind} must be strings"
     for volume in volumes.values():
         if "persistentVolumeClaim" in volume and volume["persistentVolumeClaim"]["claimName"] not in claims:
             yield f"{where}: volume {volume['name']} is of no claim of the file"
-
-
-def ray_job_problems(job: Mapping[str, Any], claims: set[str]) -> Iterator[str]:
-    """Problems of a RayJob's pods, and of Ray's options."""
-    cluster = job["spec"]["rayClusterSpec"]
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        name = group.get("groupName", "head")
-        for option, value in group["rayStartParams"].items():
-            if not isinstance(value, str):
-                yield f"{name}.rayStartParams.{option} must be a string, got {value!r}"
-        yield from pod_problems(name, group["template"], claims)
 
 
 def manifest_problems(text: str) -> list[str]:
     """Problems of a file with claims and one RayJob."""
     objects = [*yaml.safe_load_all(text)]
     claims = {one["metadata"]["name"] for one in objects if one["kind"] == "PersistentVolumeClaim"}
-    found: list[str] = []
-    for one in objects:
-        if one["kind"] == "RayJob":
-            found += ray_job_problems(one, claims)
-        else:
-            found += schema_problems(one["kind"], one)
-    return found
+    cluster = ray_job(text)["rayClusterSpec"]
+    groups = (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    found = [problem for group in groups for problem in group_problems(group, claims)]
+    return found + [problem for one in objects if one["kind"] != "RayJob" for problem in schema_problems("claim", one)]
 
 
 def ray_job(text: str) -> Mapping[str, Any]:

@@ -74,12 +74,9 @@ def test_a_folder_is_its_one_file_of_the_split(tmp_path, name, key):
     ("files", "key", "told"),
     [
         (("train.txt", "train.jsonl"), TRAIN, "with several of them (train.jsonl, train.txt); name one or several of"),
-        (("train.txt", "train_metadata.jsonl"), TRAIN, "with several of them"),
         (("test.txt", "val.txt"), VAL, "(test or validation or val), got the folder"),
         (("train.txt",), VAL, "with none; name one or several of those in it, e.g. data.val_files="),
-        (("test.txt",), TRAIN, "with none; name one or several of those in it, e.g. data.train_files="),
         (("README.md",), TRAIN, "with none; the folder has none of .parquet"),
-        ((), VAL, "with none; the folder has none of .parquet"),
     ],
 )
 def test_a_folder_without_exactly_one_file_of_the_split_is_refused(tmp_path, files, key, told):

@@ -130,11 +130,6 @@ def test_a_wrong_order_is_refused_with_the_right_one(compose_main):
         check_recipes(compose_main("recipe=nft+digen_sd3"))
 
 
-def test_a_slip_in_joined_recipes_says_which_was_meant(compose_main):
-    with pytest.raises(MissingConfigException, match=r"'recipe/nfft'(.|\n)*did you mean nft\?"):
-        compose_main("recipe=digen_sd3+nfft")
-
-
 def test_a_recipe_appended_to_a_yamls_own_is_refused_or_an_error_of_hydra(own, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"{SEARCH}defaults: [ppo_trainer, recipe: digen_sd3, _self_]\n{MINE}")
     with pytest.raises(ValueError, match=r"got '\+recipe=digen_flux'; type recipe=digen_flux: it replaces digen_sd3"):

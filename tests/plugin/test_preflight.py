@@ -100,24 +100,6 @@ def tiny_video(tmp_path):
     return build_tiny("wan2.2_a14b", tmp_path / "video")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("digen.sampling.num_frames=80", "digen.sampling.num_frames must be 1 plus a multiple of 4 for this Wan"),
-        (
-            "digen.sampling.width_px=40",
-            "digen.sampling.width_px must be a multiple of 16 for this Wan checkpoint, got 40",
-        ),
-        (
-            "digen.sampling.guidance_scale=3.5",
-            "digen.sampling.guidance_scale must be null for this Wan",
-        ),
-    ],
-)
-def test_a_video_that_the_model_cannot_make_is_refused(start, runnable, tiny_video, override, message):
-    assert message in problem(start, *runnable, f"actor_rollout_ref.model.path={tiny_video}", override)
-
-
 def test_a_checkpoint_without_one_of_its_parts_is_refused_before_anything_starts(start, runnable, tiny_video):
     shutil.rmtree(tiny_video / "transformer_2")
     index = json.loads((tiny_video / "model_index.json").read_text())
@@ -351,17 +333,14 @@ def test_sizes_of_images_are_those_of_the_models_pipeline(start, runnable, tmp_p
 @pytest.mark.parametrize(
     ("checkpoint", "pipeline"),
     [
-        ("flux_dev", "FluxFillPipeline"),
         ("qwen_image", "QwenImageLayeredPipeline"),
-        ("qwen_image", "QwenImageImg2ImgPipeline"),
-        ("wan2.1", "WanVideoToVideoPipeline"),
         ("wan2.1", "LTXPipeline"),
     ],
 )
 def test_a_pipeline_that_is_not_supported_is_refused_before_anything_starts_whatever_its_transformer(
     start, runnable, tmp_path, checkpoint, pipeline
 ):
-    """All but the last have the transformer of the pipeline that the checkpoint was made for."""
+    """The first has the transformer of the pipeline that the checkpoint was made for."""
     path = build_tiny(checkpoint, tmp_path / "checkpoint")
     index = json.loads((path / "model_index.json").read_text())
     (path / "model_index.json").write_text(json.dumps(index | {"_class_name": pipeline}))
@@ -727,17 +706,9 @@ def test_columns_that_hold_an_edits_images_are_named(start, runnable, tmp_path):
     assert "got 0; set data.image_key=image, the column that has paths" in problem(start, *runnable, *overrides)
 
 
-@pytest.mark.parametrize("content", [b"version https://git-lfs", b"", b"<svg/>"])
-@pytest.mark.parametrize("is_table", [False, True])
-def test_an_image_of_a_prompt_that_is_no_picture_is_refused(start, runnable, tmp_path, content, is_table):
-    path, place = build_tiny("qwen_image_edit_plus", tmp_path / "edit"), "line 4 of"
-    draw_image(tmp_path / "a.png", (64, 64))
-    (tmp_path / "b.png").write_bytes(content)
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": "a", "images": [f"{name}.png"]}) + "\n" for name in "aaab"))
-    if is_table:
-        file, place = tmp_path / "rows.parquet", "row 1 of"
-        pq.write_table(pa.table({"prompt": ["a"] * 4, "images": [[{"bytes": content, "path": None}]] * 4}), file)
+def test_an_image_in_a_table_that_is_no_picture_is_refused(start, runnable, tmp_path):
+    path, file = build_tiny("qwen_image_edit_plus", tmp_path / "edit"), tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["a"] * 4, "images": [[{"bytes": b"<svg/>", "path": None}]] * 4}), file)
     files = f"data.train_files={file}", f"data.val_files={file}"
     said = problem(start, *runnable, f"actor_rollout_ref.model.path={path}", *files)
-    assert place in said and "an image of a prompt must be " in said
+    assert "row 1 of" in said and "an image of a prompt must be " in said

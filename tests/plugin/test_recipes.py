@@ -67,17 +67,6 @@ def test_an_objectives_name_in_a_list_says_which_recipe_is_its(compose_main):
     assert {path.stem for path in RECIPES.glob("*.yaml")} >= {*OBJECTIVES.values()}
 
 
-def test_episodes_of_the_tiny_edit_model_are_its_recipe_with_the_environment_and_no_function(compose_main):
-    typed = compose_main(
-        "recipe=digen_tiny_edit",
-        "digen.environment.path=examples/drawn_world/shape_edits.py:ShapeEdits",
-        "digen.environment.options={num_turns: 3}",
-        "digen.environment.max_turns=3",
-        "~digen.reward.recipe_functions.shape_edit",
-    )
-    assert job(compose_main("recipe=digen_edit_episodes")) == job(typed)
-
-
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
 def test_every_recipe_composes_at_the_root(compose_main, name):
     assert "# @package _global_" in (RECIPES / f"{name}.yaml").read_text()

@@ -94,12 +94,9 @@ def test_a_run_says_its_reward_at_start_and_warns_if_it_saves_nothing(
         assert len(said) == 2 and said[1].startswith("verl-digen: trainer.save_freq=-1: no checkpoint will be saved")
 
 
-@pytest.fixture(scope="module")
-def composed() -> DictConfig:
-    from hydra import compose, initialize_config_module
-
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", overrides=["recipe=digen_quickstart"])
+@pytest.fixture
+def composed(start) -> DictConfig:
+    return start("recipe=digen_quickstart")
 
 
 def refused(check, config: DictConfig, **changes: object) -> str:

@@ -64,15 +64,10 @@ def run_of(task: str, folder: Path, checkpoint: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("task", REWARDS)
-def test_flow_grpos_files_as_they_are_pass_all_checks_with_the_tasks_recipe(start, tiny_sd3, dataset, task):
-    overrides = run_of(task, dataset(task), tiny_sd3)
-    assert REWARDS[task] in BUILT_IN
-    preflight.check(start(*overrides))
-
-
-@pytest.mark.parametrize("task", REWARDS)
-def test_prompts_of_a_tasks_folder_reach_the_reward_with_what_it_needs(start, tiny_sd3, dataset, task):
+def test_flow_grpos_files_pass_all_checks_and_reach_the_tasks_reward_with_what_it_needs(start, tiny_sd3, dataset, task):
     config = start(*run_of(task, dataset(task), tiny_sd3))
+    assert REWARDS[task] in BUILT_IN
+    preflight.check(config)
     train, val = prompts_of(config, "train").prompts, prompts_of(config, "val").prompts
     assert (len(train), len(val)) == (24, 3)
     assert {prompt.data_source for prompt in [*train, *val]} == {task}

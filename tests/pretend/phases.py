@@ -53,8 +53,6 @@ class Measured:
     """Stalls of the denoise step with most stalls; the last step, which nothing delimits, is left out."""
     log_prob_gap: float
     """Largest difference between log-probs at generation and their replay."""
-    num_tensors: int
-    """Tensors of a weight update."""
     has_gradients: bool
     """True if backward reached parameters, with finite numbers."""
     memory_asleep: int
@@ -101,7 +99,7 @@ def measure(name: str, path: Path) -> Measured:
     again, _ = server._sampler.sample(asked, found, negatives, version=1)
     assert torch.equal(again[0].record.latents, trajectories[0].record.latents)  # the weights are the same
     worst_step = max(after - before for before, after in pairwise(starts))
-    return Measured(records, worst_step, training[0], len(host), training[1], asleep)
+    return Measured(records, worst_step, training[0], training[1], asleep)
 
 
 def make_server(path: Path, max_batch_size: int | str = 4, **rollout: Any) -> DiffusersServer:

@@ -18,13 +18,9 @@ from verl_digen.weights.receiver import WeightReceiver
 from verl_digen.weights.sending import DIRECT_MB, BoundedSender, Wire, _on_the_wire
 
 CPU = torch.device("cpu")
-COPIES = {
-    torch.ops.aten.copy_.default: 1,
-    torch.ops.aten._to_copy.default: 0,
-    torch.ops.aten.clone.default: 0,
-    torch.ops.aten.cat.default: 0,
-}
-"""Operators that copy numbers; those with 1 copy their second argument."""
+ATEN = torch.ops.aten
+COPIES = (ATEN.copy_.default, ATEN._to_copy.default, ATEN.clone.default, ATEN.cat.default)
+"""Operators that copy numbers."""
 LARGE = (DIRECT_MB << 20) // 2 + 1
 """bf16 numbers of a tensor just too large for a bucket of a live update."""
 
