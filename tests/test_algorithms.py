@@ -92,7 +92,3 @@ def test_an_objective_of_forward_points_has_a_recipe():
     assert VARIANTS.keys() <= forward
     forward = {VARIANTS.get(name, name) for name in forward}
     assert forward <= {objective for objective, _, _ in TABLE.values()}
-
-
-def test_readme_links_the_page():
-    assert "docs/algorithms/README.md" in (ROOT / "README.md").read_text()

@@ -6,8 +6,6 @@ In this process, with a tiny Qwen-Image. vLLM-Omni's names: tests/vllm_omni/test
 
 import asyncio
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -156,9 +154,7 @@ def generated(server: DiffusersServer) -> DataProto:
         return run_batch(server, is_scored=True)
 
 
-def test_the_package_has_every_name_and_imports_nothing_heavy():
-    code = "import sys, verl_digen; assert not {'torch', 'verl', 'ray'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_the_package_has_every_name():
     assert {name for name in verl_digen.RFC_NAMES if "vllm_omni" not in verl_digen.RFC_NAMES[name]} == {
         name for name in verl_digen.RFC_NAMES if "vLLM" not in name and not name.startswith("QwenImage")
     }

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.e2e.conftest import CHECKPOINT, run_main, steps_of
-from tests.e2e.test_training import assert_succeeded
+from tests.e2e.conftest import CHECKPOINT, assert_succeeded, run_main, steps_of
 from tests.engine.teacher import ADAPTER, save_adapter
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

@@ -47,6 +47,8 @@ PUBLISHED = {
     "Lightricks/LTX-2": (19e9, 0.02),
 }
 """Repository -> (parameters of the transformer, tables included; relative tolerance)."""
+SLOW = ("stabilityai/stable-diffusion-3.5-medium",)
+"""Its position table takes long to compute."""
 TEXT_ENCODERS = {
     "Qwen/Qwen-Image": {"text_encoder": 7.07e9},  # Qwen2.5-VL-7B without language head and vision tower
     # Qwen2.5-VL-7B without language head; the VAE's half that encodes images
@@ -92,7 +94,9 @@ def test_every_part_names_its_source_and_its_check_and_is_used():
     assert used == parts.keys()
 
 
-@pytest.mark.parametrize("repository", sorted(PUBLISHED.keys() - {"stabilityai/stable-diffusion-3.5-medium"}))
+@pytest.mark.parametrize(
+    "repository", [pytest.param(one, marks=pytest.mark.long if one in SLOW else []) for one in sorted(PUBLISHED)]
+)
 def test_networks_have_as_many_parameters_as_published(repository):
     expected, tolerance = PUBLISHED[repository]
     with checkpoint_folder(repository) as folder:
@@ -106,12 +110,6 @@ def test_networks_have_as_many_parameters_as_published(repository):
             parts = count_parts(model, torch.bfloat16, as_loaded_by_us=True)
             for name, number in TEXT_ENCODERS[repository].items():
                 assert parts[name].num_params == pytest.approx(number, rel=0.01)
-
-
-@pytest.mark.long
-def test_sd3_5_medium_has_as_many_parameters_as_published():
-    """A separate, slow test: its position table takes long to compute."""
-    test_networks_have_as_many_parameters_as_published("stabilityai/stable-diffusion-3.5-medium")
 
 
 def test_the_folder_is_gone_afterwards_and_a_local_one_stays(tiny_qwen_image):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from verl_digen.algorithms.kl import kl_loss
 from verl_digen.algorithms.objectives import default_config, policy_loss
@@ -26,25 +25,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny("sd3", tmp_path_factory.mktemp("plain_sd3") / "checkpoint")
 
 
-def make_run(checkpoint: Path, mode: str, *options: str) -> Any:
-    from plain_sd3 import Run, parse
-
-    return Run(parse([str(checkpoint), "--mode", mode, *SIZES.split(), *BATCHES.split(), *options]))
-
-
-def sampled(run: Any) -> tuple[range, Tensor, Tensor]:
-    """Window, latents and log-probs of a batch that is sampled in one go."""
-    run.texts = run.encode()
-    window = range(run.mode.window or len(run.sde))
-    return (window, *run.generate(window, run.rows)[:2])
-
-
 @pytest.mark.parametrize("mode", ["cfg", "fast"])
 def test_gradients_are_those_of_verl_digens_loss_with_some_ratios_clipped(checkpoint, mode):
-    run = make_run(checkpoint, mode)
+    from plain_sd3 import Run, parse
+
+    run: Any = Run(parse([str(checkpoint), "--mode", mode, *SIZES.split(), *BATCHES.split()]))
     for each in run.adapter:
         each.data.add_(0.01)
-    _, path, log_probs = sampled(run)
+    run.texts = run.encode()
+    path, log_probs, *_ = run.generate(range(run.mode.window or len(run.sde)), run.rows)
     window, path, log_probs = range(1, 2), path[1:3], log_probs[1:2]
     advantages, settings = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.5, 2.0]), run.mode
     old_log_probs = log_probs + settings.clip * torch.tensor([2.0, -2.0, 2.0, -2.0, 0.0, 0.5])
