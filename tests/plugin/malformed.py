@@ -277,7 +277,7 @@ TOGETHER = [
     ),
     (
         ("trainer.n_gpus_per_node=1", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"),
-        "ulysses_sequence_parallel_size must divide the trainer's ranks (1): so many ranks share a row",
+        "ulysses_sequence_parallel_size must divide the trainer's ranks (1): that many ranks share a row",
     ),
     (
         (f"{ACTOR}.ulysses_sequence_parallel_size=2",),
