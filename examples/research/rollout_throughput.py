@@ -80,7 +80,7 @@ def back_ends(model: str, dtype: str) -> dict[str, Generate]:
 
 
 async def images_per_s(generate: Generate, num_concurrent: int, sampling: Sampling) -> float:
-    """`MAX_CONCURRENT` images, so many at a time."""
+    """`MAX_CONCURRENT` images, up to that many at a time."""
     numbers = iter(range(MAX_CONCURRENT))
 
     async def work() -> None:

@@ -263,11 +263,11 @@ TOGETHER = [
             "digen.reward.recipe_functions.diversity={weight: 1, timeshare: true}",
             *(f"{ROLLOUT}.val_kwargs.n=2", f"{ROLLOUT}.free_cache_engine=false"),
         ),
-        "functions.diversity.timeshare must be false with actor_rollout_ref.rollout.free_cache_engine=false",
+        f"{ROLLOUT}.free_cache_engine must be true with digen.reward.recipe_functions.diversity.timeshare=true",
     ),
     (
         (f"digen.reward.functions={{drm: {{noise_level: 2, {LATENTS[1:]}}}",),
-        "digen.reward.functions.drm: noise_level must lie in [0, 1], got 2",
+        "digen.reward.functions.drm.noise_level must lie in [0, 1], got 2",
     ),
     (("digen.reward.functions={yes_no: 1.0}",), "functions.yes_no.url must name a server where reward.reward_model."),
     ((f"{MODEL}.target_modules={{a: b}}",), "must be a text, got {'a': 'b'}; null takes the model's own list"),
@@ -277,7 +277,7 @@ TOGETHER = [
     ),
     (
         ("trainer.n_gpus_per_node=1", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"),
-        "ulysses_sequence_parallel_size must divide the trainer's ranks (1): so many ranks share a row",
+        "ulysses_sequence_parallel_size must divide the trainer's ranks (1): that many ranks share a row",
     ),
     (
         (f"{ACTOR}.ulysses_sequence_parallel_size=2",),

@@ -113,8 +113,8 @@ def validate(run_dir: Path, step: int, reward: float) -> None:
     for number in range(3):
         uid = validation_uid(number)
         for index in range(2):
-            tag = make_tag(reward + number / 10 + index, prompt=f"prompt {number}")
-            tags[SampleName.of(uid, index, tag).key] = tag
+            tag = make_tag(reward + number / 10 + index, uid=uid, sample_index=index, prompt=f"prompt {number}")
+            tags[SampleName.of(tag.facts).key] = tag
         frames = torch.zeros((2, 8, 8, 3) if number == 1 else (8, 8, 3), dtype=torch.uint8)
         save_pixels(frames, image_path(run_dir, step, uid))
     shown = shown_samples(run_dir, step, tags, 2)

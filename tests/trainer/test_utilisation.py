@@ -6,7 +6,7 @@ import pytest
 from tests.tags import make_tag
 from verl_digen.config import RolloutConfig
 from verl_digen.errors import RunStopped
-from verl_digen.trainer.lanes import call_intervals, host_of, told
+from verl_digen.trainer.lanes import call_intervals, host_of, joined_name
 from verl_digen.trainer.step_result import (
     GAP,
     PoolDevices,
@@ -94,7 +94,7 @@ def test_a_server_is_on_the_node_of_its_address(address, host):
 
 
 def test_a_lane_on_several_nodes_says_how_many():
-    assert told(["b", "b"]) == "b" and told(["b", "a", "c", "a"]) == "a and 2 more"
+    assert joined_name(["b", "b"]) == "b" and joined_name(["b", "a", "c", "a"]) == "a and 2 more"
 
 
 def test_a_call_of_a_reward_is_one_interval_on_its_own_lane_with_the_groups_it_scored():

@@ -40,7 +40,7 @@ def parquet_rows(
     try:
         schema = pyarrow.parquet.read_schema(path)
     except (OSError, pyarrow.lib.ArrowException):
-        pass  # told below
+        pass  # reported below
     else:
         for name in _of_images(schema, images):
             require_form(schema.field(name).type, f"{key}: {name} of {str(path)!r}")

@@ -298,9 +298,9 @@ def base_fingerprint(module: nn.Module) -> str:
     """
     frozen = [value for value in module.parameters() if not value.requires_grad]
     heads = [local_shard(value).flatten()[: min(FINGERPRINT_NUMBERS, value.shape[1:].numel())] for value in frozen]
-    told = [sha256(torch.cat([head.float() for head in heads]).cpu().numpy().tobytes()).hexdigest() if heads else ""]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    digest = [sha256(torch.cat([head.float() for head in heads]).cpu().numpy().tobytes()).hexdigest() if heads else ""]
+    dist.broadcast_object_list(digest, src=0)
+    return digest[0]
 
 
 # -- folders ----------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 """A dry run that survives one rank's lack of memory: that rank goes through the collectives that are left.
 
 The other ranks wait for it in FSDP2's next all-gather. So it frees what the dry run took and runs again with fewer
-rows, in which the collectives that it has taken part in are left out. The weights of that run are zeros as far as
-their all-gathers were left out; a dry run's numbers are discarded. All ranks are then at the same place, and agree on
+rows, in which the collectives that it has taken part in are left out. In that run, weights whose all-gather is left
+out are zeros; a dry run's numbers are discarded. All ranks are then at the same place, and agree on
 smaller tiles.
 
 Possible where the only collectives of a forward and backward are FSDP2's own over one mesh dimension: not with replicas

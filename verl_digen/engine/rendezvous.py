@@ -4,7 +4,7 @@
 verl has the kernel hand a port to a task, which frees it; rank 0 listens on it seconds later. A socket that another
 process of the start opens in between may get that port, and the run ends with `DistNetworkError ... EADDRINUSE`.
 
-    driver: group.init_model() -> `dispatch` asks rank 0 for a port -> every rank is told it, and meets there
+    driver: group.init_model() -> `dispatch` asks rank 0 for a port -> every rank gets it, and meets there
 
 Without room outside that range verl's port stays.
 """
@@ -39,7 +39,7 @@ _random = SystemRandom()
 
 
 def dispatch(group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dispatch function of verl's `register`: ask rank 0 for a port, and pass it to every rank as the first argument.
+    """Dispatch function for verl's `register`: ask rank 0 for a port, and pass it to every rank as the first argument.
 
     Args:
         group: verl's worker group of `DiffusionWorker`s.

@@ -126,7 +126,7 @@ class DiffusionModel(ABC):
         return {"height": geometry.height_px, "width": geometry.width_px}
 
     def pipeline_of(self, geometry: Geometry) -> str:
-        """Class of the diffusers pipeline that makes pictures of prompts with so many images."""
+        """Class of the diffusers pipeline that makes pictures of this geometry."""
         return self.pipeline
 
     def pipeline_start(self, latents: Tensor, geometry: Geometry) -> Tensor:

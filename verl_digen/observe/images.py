@@ -63,7 +63,7 @@ class Shown:
     """Change of the reward since the picture that this one is compared with."""
 
     def caption(self, digits: int) -> str:
-        """The reward, with so many decimals, its change, and the prompt."""
+        """The reward with `digits` decimals, its change, and the prompt."""
         if self.reward is None:
             return self.prompt
         change = "" if self.change is None else f" ({self.change:+.{digits}f})"

@@ -51,7 +51,7 @@ class FirstSteps:
     def __init__(self, clip_widths: Mapping[str, float], *, is_recorded: bool, num_steps: int = NUM_STEPS):
         self._clip_widths, self._is_recorded, self._num_steps = clip_widths, is_recorded, num_steps
         self._gaps: list[tuple[float, float]] | None = []
-        """(mean, max) of each step without stale samples; None: told already."""
+        """(mean, max) of each step without stale samples; None: reported already."""
         self._sizes: list[Mapping[str, float]] | None = []
         self._num_seen = 0
 

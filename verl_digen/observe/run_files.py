@@ -99,7 +99,7 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
 
 
 def keep_until(path: Path, step: int, *, since_s: float = inf) -> None:
-    """Drop the lines that a run resumed after `step` repeats, 0: all, except those told at `since_s` or later."""
+    """Drop the lines that a run resumed after `step` repeats, 0: all, except warnings given at `since_s` or later."""
     if path.exists():
         kept = [one for one in read_lines(path) if 0 < step >= one["step"] or one.get("at_s", -inf) >= since_s]
         path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
@@ -123,5 +123,5 @@ class WarningsFile(logging.Handler):
             self.handleError(record)
 
     def keep_until(self, step: int) -> None:
-        """Drop warnings of earlier starts that were told after `step`; 0 drops all of theirs."""
+        """Drop warnings that earlier starts gave after `step`; 0 drops all of theirs."""
         keep_until(self._path, step, since_s=self._began_s)

@@ -8,7 +8,7 @@ a node that has it; Ray counts the devices themselves as usual.
 Everything is checked before the first process starts: Ray would wait forever for devices that do not exist.
 
 Invariant (tests/platforms/test_placement.py): a config that passes `check_placement` can be placed on an idle cluster,
-as far as nodes of a type and their devices are concerned.
+where nodes of a type and their devices are concerned.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _device_options(share: float, digen: DigenConfig) -> dict[str, Any]:
 
 
 def _share_options(share: float) -> dict[str, Any]:
-    """Options of an actor with so many devices, or a share of one."""
+    """Options of an actor with this number of devices, or with a share of one."""
     device = get_platform().ray_resource_name()
     if not share or device != "GPU":
         return {"resources": {device: share} if share else {}}

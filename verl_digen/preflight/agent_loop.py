@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for agent loops (ours, or one of the user's own, named in a file of verl's form), environments and trees."""
+"""Rules for agent loops (ours, or the user's, named in a file as verl reads it), environments and trees."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def check_weight_path(config: DictConfig) -> None:
 
 
 def check_weight_package(config: DictConfig) -> None:
-    """Require the package of one of verl's own engines for weights between pools."""
+    """Require the packages that verl's own engines for weights between pools need."""
     section, mode = config.actor_rollout_ref.rollout.checkpoint_engine, config.trainer.v1.trainer_mode
     if mode == COLOCATED or section.backend not in VERLS_ENGINES:
         return
@@ -209,7 +209,7 @@ def check_weight_package(config: DictConfig) -> None:
 
 
 def _registered_engines(section: DictConfig) -> set[str]:
-    """Names of the engines that send weights between pools, as far as their packages are installed."""
+    """Names of the engines that send weights between pools and whose packages are installed."""
     from verl.checkpoint_engine import CheckpointEngineRegistry
     from verl.utils.import_utils import import_external_libs
 

@@ -238,7 +238,7 @@ def _check_custom(config: DictConfig) -> None:
 def _extra(section: DictConfig) -> Mapping[str, Any]:
     """Keyword arguments that the user gives the function."""
     values: Any = OmegaConf.to_container(section, resolve=True)
-    extra = values.get("reward_kwargs")  # a key of verl's that is absent by default
+    extra = values.get("reward_kwargs")  # verl reads it, and it is absent by default
     require(
         extra is None or isinstance(extra, dict),
         f"{CUSTOM_KEY}.reward_kwargs must be a mapping of arguments",

@@ -56,7 +56,7 @@ PACE = (
     *("actor_rollout_ref.actor.optim", "actor_rollout_ref.rollout.n", "data.train_batch_size"),
     *("digen.sampling", "digen.ema", "digen.staleness", "digen.seed"),
 )
-"""Keys that people change when they continue a run: told."""
+"""Keys that people change when they continue a run: a change is reported."""
 NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"total_training_steps"}
 """Last names of keys that say where and how long: a reward's processes, and the steps that verl writes into `optim`."""
 MAX_SHOWN = 6

@@ -34,7 +34,7 @@ OPEN = frozenset(
     }
 )
 EMPTY = frozenset({"trainer.v1.sync"})
-"""Sections that are empty in verl's yaml, and not the user's: they belong to a trainer of verl's."""
+"""Sections that are empty in verl's yaml, and not the user's: they belong to another trainer of verl."""
 EXTRA: Mapping[str, frozenset[str]] = {
     "data.custom_cls": frozenset({"checkpoint"}),
     "reward.custom_reward_function": frozenset({"reward_kwargs"}),

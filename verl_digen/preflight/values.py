@@ -219,8 +219,8 @@ UNUSED: Mapping[str, str] = {
     "there is no critic, and the actor would not be trained until then; leave it out": "trainer: critic_warmup",
     "there is no critic; trainer.max_actor_ckpt_to_keep counts checkpoints": "trainer: max_critic_ckpt_to_keep",
     "checkpoints are written under trainer.default_local_dir alone; copy them": "trainer: default_hdfs_dir",
-    "no code of verl's waits for it any more; leave it out": "trainer: ray_wait_register_center_timeout",
-    "it belongs to a trainer of verl's; leave it out, recipe=...+disaggregated has separate pools": (
+    "verl no longer waits for it; leave it out": "trainer: ray_wait_register_center_timeout",
+    "it belongs to another trainer of verl; leave it out, recipe=...+disaggregated has separate pools": (
         "trainer.v1: colocate_async.num_warmup_batches separate_async.num_warmup_batches "
         "separate_async.parameter_sync_step"
     ),
@@ -331,7 +331,7 @@ REFUSED: Mapping[str, str] = {
     "critic.enable": "a group's own rewards are its baseline (digen.advantage); leave it out",
     "distillation.enabled": "recipe opd distils, from an adapter (digen.loss.teacher); leave it out",
 }
-"""Features of verl's that our runs do not have, and the remedy."""
+"""Features of verl that our runs do not have, and the remedy."""
 
 
 def unused_keys() -> Iterator[tuple[str, Any, str]]:

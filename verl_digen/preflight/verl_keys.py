@@ -47,7 +47,7 @@ def check_shards(config: DictConfig) -> None:
     require(
         ranks % sharing == 0,
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size must divide the trainer's ranks "
-        f"({ranks}): so many ranks share a row",
+        f"({ranks}): that many ranks share a row",
         sharing,
         "change it, or trainer.nnodes x trainer.n_gpus_per_node",
     )

@@ -191,7 +191,7 @@ def _parts(items: Sequence[Item], size: int) -> list[Sequence[Item]]:
 
 
 def ranks_of(worker_group: Any, *, answer_s: float) -> Together:
-    """The ranks of verl's worker group of `DiffusionWorker`; see `reach` for the errors."""
+    """The ranks of a worker group of `DiffusionWorker`; see `reach` for the errors."""
     # verl binds a worker's methods under the prefix of its role, and names the class of a bound method by it
     prefix = type(worker_group.begin).__name__.removesuffix("begin")
     return reach([Process(actor, prefix) for actor in worker_group.workers], answer_s=answer_s)

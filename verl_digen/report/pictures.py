@@ -120,8 +120,8 @@ def _uid(entry: Any) -> str:
 def _by_group(entries: Sequence[Any], pictures: Sequence[str | None]) -> list[list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for entry, picture in zip(entries, pictures, strict=True):
-        told = {"prompt": entry["prompt"][:MAX_PROMPT_CHARS], "reward": rounded(entry["reward"]), "picture": picture}
-        found.setdefault(_uid(entry), []).append(told)
+        sample = {"prompt": entry["prompt"][:MAX_PROMPT_CHARS], "reward": rounded(entry["reward"]), "picture": picture}
+        found.setdefault(_uid(entry), []).append(sample)
     return list(found.values())
 
 

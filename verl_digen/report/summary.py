@@ -80,8 +80,8 @@ def _speed(trained: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
         if name.startswith("perf/bubble_fraction/")
     }
     if idle:
-        told = " · ".join(f"{pool} {share:.0%}" for pool, share in idle.items())
-        shown.append(_tile("Idle", f"{max(idle.values()):.0%}", told))
+        shares = " · ".join(f"{pool} {share:.0%}" for pool, share in idle.items())
+        shown.append(_tile("Idle", f"{max(idle.values()):.0%}", shares))
     return shown
 
 

@@ -83,8 +83,8 @@ def formula(weights: Mapping[str, float], combine: str = "sum", entries: Sequenc
     late = [name for name in watching if name in known and known[name].when == VALIDATION]
     logged = [labels[name] for name in watching if name not in late]
     groups = (("only logged", logged), ("only at validation", [labels[name] for name in late]))
-    told = "; ".join(f"{what}: {', '.join(names)}" for what, names in groups if names)
-    after = f" ({told})" if told else ""
+    named = "; ".join(f"{what}: {', '.join(names)}" for what, names in groups if names)
+    after = f" ({named})" if named else ""
     if combine == "sum":
         return f"reward = {' + '.join(f'{weight:g} x {name}' for name, weight in trained.items())}{after}"
     if combine == "gdpo":

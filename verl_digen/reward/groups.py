@@ -88,7 +88,7 @@ class GroupRooms:
     async def _call(self, members: Sequence[Waiting]) -> None:
         try:
             scores = await self._score_group([sample for sample, _ in members])
-        except Exception as error:  # every sample of the group is told
+        except Exception as error:  # raised for every sample of the group
             for _, answer in members:
                 _refuse(answer, error)
             return

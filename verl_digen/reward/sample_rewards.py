@@ -118,7 +118,7 @@ class SampleRewards:
             self._groups.fail(uid, index, error)
 
     def settled(self, uid: str, indices: Collection[int]) -> None:
-        """Forget the failures of samples that were told to the driver."""
+        """Forget the failures of samples that the driver knows of."""
         self._groups.settled(uid, indices)
 
     async def _scores(self, scope: Literal["sample", "group"], samples: Sequence[RewardInput]) -> list[PartScores]:

@@ -181,7 +181,7 @@ class BatchScorer:
             try:
                 async with self._calling:
                     outcomes = await self._score_batch([samples for samples, _ in batch], len(self._pending))
-            except Exception as error:  # every caller is told
+            except Exception as error:  # raised at every caller
                 outcomes = [error] * len(batch)
             tell((answer for _, answer in batch), outcomes)
 

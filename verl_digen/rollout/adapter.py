@@ -32,7 +32,7 @@ class DiffusersServerAdapter(BaseRollout):
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **kwargs: Any):
         super().__init__(config, model_config, device_mesh, **kwargs)
-        # a replica on its own devices has an explicit rank and switches when it is told to
+        # a replica on its own devices has an explicit rank and switches on request
         self._takes_turns = replica_rank < 0
         self.replica_rank = torch.distributed.get_rank() if self._takes_turns else replica_rank
         self.is_leader_rank = True  # verl asks; a replica has one rank

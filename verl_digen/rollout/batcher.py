@@ -109,7 +109,7 @@ class RequestBatcher:
 
     @property
     def waiting(self) -> list[SampleRequest]:
-        """Requests of later batches, as far as they have come; from any thread."""
+        """Requests of later batches that have arrived; from any thread."""
         return [request for request, _ in self._pending]
 
     def pause(self) -> None:
@@ -138,7 +138,7 @@ class RequestBatcher:
                 batch = self._batch = self._take()
                 try:
                     answers = await self._execute([request for request, _ in batch], self._is_unwanted)
-                except Exception as error:  # every caller of the batch is told
+                except Exception as error:  # raised at every caller of the batch
                     tell((answer for _, answer in batch), [error] * len(batch))
                     continue
                 await self._until_answered()
@@ -147,15 +147,15 @@ class RequestBatcher:
 
     async def _answer(self, batch: list[Entry], answers: Answers) -> None:
         """Tell the callers of a batch that has run."""
-        told: Sequence[Generation | Exception] = [RuntimeError(STOPPED)] * len(batch)
+        outcomes: Sequence[Generation | Exception] = [RuntimeError(STOPPED)] * len(batch)
         try:
-            told = await answers
-            if len(told) != len(batch):
-                raise RuntimeError(f"a batch of {len(batch)} requests got {len(told)} answers")
+            outcomes = await answers
+            if len(outcomes) != len(batch):
+                raise RuntimeError(f"a batch of {len(batch)} requests got {len(outcomes)} answers")
         except Exception as error:
-            told = [error] * len(batch)
+            outcomes = [error] * len(batch)
         finally:
-            tell((answer for _, answer in batch), told)
+            tell((answer for _, answer in batch), outcomes)
 
     async def _until_answered(self) -> None:
         if self._answering is not None and not self._answering.done():

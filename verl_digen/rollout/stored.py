@@ -35,7 +35,7 @@ KEY = "digen.rollout.encoders"
 NOT_ENCODERS = ("transformer", "scheduler")
 """Beginnings of the folders of a checkpoint that no encoder reads."""
 READ_WHOLE, NUM_BLOCKS, BLOCK = 4 << 20, 64, 64 << 10
-"""Bytes up to which a file is hashed whole; of larger ones so many blocks of so many bytes are, evenly spread."""
+"""Bytes up to which a file is hashed whole; of larger ones NUM_BLOCKS evenly spread blocks of BLOCK bytes are."""
 
 
 class StoredConditions:

@@ -46,7 +46,7 @@ from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
 
 TEXT_STEP = 64
-"""Prompts whose lengths differ by less than so many tokens count as equally long in what a forward takes of memory."""
+"""Prompts whose lengths differ by fewer tokens than this count as equally long in what a forward takes of memory."""
 
 
 class SamplingStopped(Exception):

@@ -115,7 +115,7 @@ class SlotPool:
         """Mark a loading slot idle, with `version`."""
         slot = self._slots[slot_id]
         if slot.state != "loading":
-            raise RuntimeError(f"a slot loads weights when told to, got {slot_id!r}, which is {slot.state}")
+            raise RuntimeError(f"a slot loads weights after `unload`, got {slot_id!r}, which is {slot.state}")
         slot.version = version
         slot.state = "idle"
         self._enter(slot)

@@ -50,7 +50,7 @@ async def put_condition(key: str, positive: Condition, negative: Condition | Non
 
 
 def own_condition_keys(uids: Collection[str]) -> frozenset[str]:
-    """Keys of the conditions that these groups have for themselves, as far as they are stored. Lists the partition."""
+    """Keys of the conditions that these groups have for themselves and that are stored. Lists the partition."""
     if not uids:
         return frozenset()
     import transfer_queue as tq

@@ -90,7 +90,7 @@ class ColocatedTrainer(DiffusionTrainer):
         for name, of_reward in workers.items():
             require_same_places(name, of_reward, self.actor_rollout_wg.workers)
         self._reward_processes = RewardProcesses(workers, self.digen.deadlines)
-        self._reward_processes.wake()  # makes them; what is wrong with their weights is told now
+        self._reward_processes.wake()  # makes them, so that broken weights are reported now
         self._reward_processes.sleep()
         self._turns = Turns(
             self._reward_processes, sleep_replicas=self._sleep_replicas, wake_replicas=self._wake_replicas

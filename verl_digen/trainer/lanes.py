@@ -39,7 +39,7 @@ def host_of(server_address: str, names: Mapping[str, str], driver: str) -> str:
     return driver if address in ("127.0.0.1", "::1", "localhost", "") else address
 
 
-def told(hosts: Sequence[str]) -> str:
+def joined_name(hosts: Sequence[str]) -> str:
     """One name for a lane on several nodes: `node-1`, or `node-1 and 3 more`."""
     distinct = sorted(set(hosts))
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} and {len(distinct) - 1} more"
@@ -48,7 +48,7 @@ def told(hosts: Sequence[str]) -> str:
 def hosts_of(workers: Sequence[Any], answer_s: float) -> str:
     """Name for the lane of these Ray actors; this node's if they do not answer within `answer_s`."""
     try:
-        return told(ray.get([worker.__ray_call__.remote(_host) for worker in workers], timeout=answer_s))
+        return joined_name(ray.get([worker.__ray_call__.remote(_host) for worker in workers], timeout=answer_s))
     except RayError as error:
         logger.warning("the trainer's ranks do not say which node they are on (%s); the timeline shows this one", error)
         return socket.gethostname()

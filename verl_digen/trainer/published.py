@@ -31,7 +31,7 @@ class BatchOutcome:
     """Published samples that were not trained."""
     doubtful_groups: frozenset[str]
     """uids of groups with samples whose scoring timed out: conditions of their own may have been published under keys
-    that no tag told."""
+    that no tag names."""
 
 
 @dataclass

@@ -50,9 +50,9 @@ class TrainerServer(BatchingServer):
         self._prompt_cache = facts[0]["prompt_cache"]
         if (fitted := facts[0]["fitted"]) is not None:
             self._batcher.max_batch_size = fitted
-        told: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        told.set_result([answers[place] for place in range(len(requests))])
-        return told
+        outcomes: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        outcomes.set_result([answers[place] for place in range(len(requests))])
+        return outcomes
 
     async def connect(self, ranks: Together, device: str | None) -> None:
         """Take all ranks, and their accelerator, None on a CPU."""

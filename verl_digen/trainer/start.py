@@ -98,8 +98,8 @@ def problem_here(path: str, *, use_shm: bool) -> str | None:
 def keep_for_good(processes: Sequence[Any]) -> None:
     """Exempt everything that this process and these Ray actors hold now from the garbage collector.
 
-    The modules and the model of a process are half a million objects. Every so many new objects the collector looks
-    through all of them and finds nothing: 0.28 s each time (measured). With 7,700 samples a step that is every second
+    The modules and the model of a process are half a million objects. From time to time the collector looks through all
+    of them and finds nothing: 0.28 s each time (measured). With 7,700 samples a step that is every second
     or third step, and a rank that pauses holds up all others. Afterwards it takes 6 ms at most.
 
     Raises:

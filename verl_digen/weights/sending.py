@@ -141,5 +141,5 @@ async def _on_the_wire(
 
 
 def own_device(name: str) -> torch.device:
-    """The current device of verl's platform `name`, with its index unless it is the CPU: IPC opens handles by index."""
+    """The current device of the platform `name`, with its index unless it is the CPU: IPC opens handles by index."""
     return torch.device(name) if name == "cpu" else torch.device(name, torch.accelerator.current_device_index())

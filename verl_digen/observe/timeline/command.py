@@ -75,11 +75,11 @@ def to_table(intervals: Sequence[Interval], step: int, num_devices: Mapping[str,
 
 
 def _causes(usage: Usage) -> str:
-    told: Mapping[str, float] = {reason: seconds for reason, seconds in usage.bubble_s.items() if seconds > 0}
-    largest = sorted(told, key=lambda reason: -told[reason])
-    parts = [f"{reason} {told[reason] / usage.capacity_s:.1%}" for reason in largest[:NUM_CAUSES]]
+    bubbles: Mapping[str, float] = {reason: seconds for reason, seconds in usage.bubble_s.items() if seconds > 0}
+    largest = sorted(bubbles, key=lambda reason: -bubbles[reason])
+    parts = [f"{reason} {bubbles[reason] / usage.capacity_s:.1%}" for reason in largest[:NUM_CAUSES]]
     if len(largest) > NUM_CAUSES:
-        rest = sum(told[reason] for reason in largest[NUM_CAUSES:])
+        rest = sum(bubbles[reason] for reason in largest[NUM_CAUSES:])
         parts.append(f"{len(largest) - NUM_CAUSES} more {rest / usage.capacity_s:.1%}")
     return ", ".join(parts) or "-"
 

@@ -3,7 +3,7 @@
 
 Score: 1 - min(distance, length) / length, from 0 to 1 (`verl_digen/reward/text_match.py`, flow_grpo's rule). The
 question is the one that Qwen's OCR models are asked by default. An answer that says nothing means that there is no
-text, and has score 0; one that was cut off at `max_tokens` is compared as far as it goes. A video gets the mean over
+text, and has score 0; one that was cut off at `max_tokens` is compared up to there. A video gets the mean over
 its frames.
 
 Model: any that reads, e.g. Qwen/Qwen2.5-VL-7B-Instruct (Apache 2.0), served by vLLM or SGLang.

@@ -87,7 +87,7 @@ class ServerReward(Reward):
         async def ask(chunk: list[int]) -> None:
             try:
                 outcomes: Sequence[Result | Exception] = await self._exchange([parts[number] for number in chunk])
-            except Exception as error:  # each of its samples is told
+            except Exception as error:  # raised for each of its samples
                 outcomes = [error] * len(chunk)
             found.update(zip(chunk, outcomes, strict=True))
 

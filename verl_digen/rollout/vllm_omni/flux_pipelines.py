@@ -7,7 +7,7 @@ one request of theirs, which makes text to image, with three things replaced:
 | in the pipeline | what it gets |
 | --- | --- |
 | latents before the first step | those of all recordings, one row each |
-| `encode_prompt` | the conditions of all recordings, told apart by the marks `PROMPT` and `NEGATIVE` |
+| `encode_prompt` | the conditions of all recordings, distinguished by the marks `PROMPT` and `NEGATIVE` |
 | `predict_noise` | the tokens of the images behind those of the picture, and their places, both from the model file |
 
 - Images are prepared and encoded by the model file (`edit_pipelines.EncodesImages`), once per content.

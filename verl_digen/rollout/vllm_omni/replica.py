@@ -11,7 +11,7 @@ from verl_digen.rollout.birth import BornOnDevices, PlacedReplica
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer
 
 SERVER_PREFIX = "vllm_omni_"
-"""Prefix of verl's server names; `ServerAdapter` looks them up by `{rollout.name}_`."""
+"""Prefix of the server names that verl uses; `ServerAdapter` looks them up by `{rollout.name}_`."""
 
 
 class vLLMOmniReplica(PlacedReplica, vLLMReplica):

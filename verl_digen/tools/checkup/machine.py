@@ -132,7 +132,7 @@ def _check_plugin(report: Report) -> None:
         report.add_problem("verl does not know the plugin: its entry point is not installed", "pip install verl-digen")
     else:
         report.add_problem(
-            f"verl was told not to load the plugin (VERL_USE_EXTERNAL_PLUGINS={policy})",
+            f"verl is set not to load the plugin (VERL_USE_EXTERNAL_PLUGINS={policy})",
             "unset VERL_USE_EXTERNAL_PLUGINS, or add `digen` to its list",
         )
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calculate before the first out-of-memory whether a run fits its devices, what it moves, and how long a step takes.
 
-The words are those of verl's main; nothing is downloaded for a local folder or a checkpoint this knows. Beside them
+The words are overrides as verl's main takes them, and those below. Nothing is downloaded for a local folder, or for a
+checkpoint that this knows.
   gpus=8              devices of the whole run (separate pools share them), in place of the pools' own keys; also
                       gpus=8xH100, gpus=2x24GB, or of two types gpus=20xH800+24xA100, which train and which generate
   gpu_mem=80          GB of each

@@ -100,7 +100,7 @@ ENCODERS = ("text_encoder", "image_encoder")
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of an encoder or of the VAE, as far as a replica keeps them."""
+    """Parameters of an encoder or of the VAE that a replica keeps."""
 
     num_params: int
     num_bytes: int

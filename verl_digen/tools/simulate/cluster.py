@@ -239,19 +239,25 @@ def _generated_ahead(run: PlannerRun, slot_sample_s: float, num_samples: int) ->
 def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str | None = None) -> Outcome:
     """Simulate a baseline: all devices generate, the last samples are scored, all devices train, and so on.
 
+        replicas   ceil(P*G / N) * (T step_s + decode_s) + switch_s: weights move to the host and back in every step
+        ranks      `costs.assist_s` of P*G samples: the trainer's ranks generate, and nothing moves
+        step = the faster of the two + score_s + training of P groups on N ranks + commit_s
+
+    Without TSP, replicas generate: what others do.
+
     Args:
         devices: the devices in words; None: `pool`, "together".
-
-    step = ceil(P*G / N) * (T step_s + decode_s) + score_s + switch_s + training of P groups on N ranks + commit_s
     """
     numbers, num_devices = profile.numbers, pool.num_devices
     slowdown = pool.slowdown(profile.device)
     num_samples = numbers.num_prompts * numbers.group_size
-    num_rounds = -(-num_samples // num_devices)
     training_s = numbers.commit_s + train_s(
         numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=has_tsp
     )
-    step_s = num_rounds * sample_s(numbers, slowdown) + numbers.score_s + numbers.switch_s + training_s
+    generating_s = -(-num_samples // num_devices) * sample_s(numbers, slowdown) + numbers.switch_s
+    if has_tsp:
+        generating_s = min(generating_s, assist_s(numbers, num_samples, num_devices, slowdown))
+    step_s = generating_s + numbers.score_s + training_s
     busy_s = num_samples / num_devices * sample_s(numbers, slowdown) + training_s
     name = COLOCATED_TSP if has_tsp else COLOCATED
     return turns_outcome(profile, pool, name, step_s=step_s, busy_s=busy_s, devices=devices)

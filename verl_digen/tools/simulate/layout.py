@@ -88,7 +88,7 @@ def _fits(nodes: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def pool_overrides(trainer: Shape, generator: Shape) -> list[str]:
-    """Overrides of verl's main for these shapes."""
+    """Overrides that give verl's main these shapes."""
     return [
         f"trainer.nnodes={trainer.nnodes}",
         f"trainer.n_gpus_per_node={trainer.per_node}",

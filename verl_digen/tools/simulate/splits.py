@@ -46,7 +46,7 @@ class Limits:
     replica_devices: int = 1
 
     def allows_trainer(self, num_ranks: int) -> bool:
-        """True if a trainer may have so many ranks."""
+        """True if a trainer may have this number of ranks."""
         shards = self.fsdp_size in (-1, 0) or self.fsdp_size >= num_ranks or num_ranks % self.fsdp_size == 0
         return shards and num_ranks % self.sequence_parallel == 0
 
