@@ -2,15 +2,19 @@
 """A client over fake replicas: one that hangs is killed, one that is slow is waited for."""
 
 import asyncio
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
+import cloudpickle
 import pytest
 import ray
+from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
-from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
+from verl_digen.agent_loop.server_manager import DiffusionServerClient, DiffusionServerManager, ServerClient
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.errors import RunStopped
 from verl_digen.processes import actors
@@ -168,3 +172,22 @@ def test_a_replica_out_of_reach_for_longer_than_a_blip_or_dead_is_left_for_anoth
 def test_without_a_replica_the_run_stops(monkeypatch):
     with pytest.raises(RunStopped, match="every rollout replica is lost"):
         generate(monkeypatch, dead=Server(errors=[ActorDiedError()]))
+
+
+@pytest.mark.parametrize("keeps_one_server", [True, False])
+def test_one_server_that_is_never_replaced_has_no_process_that_balances(monkeypatch, keeps_one_server):
+    killed: list[Any] = []
+    monkeypatch.setattr(ray, "kill", killed.append)
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "trainer", "nnodes": 1}, "model": {}}})
+    config.actor_rollout_ref.rollout.disaggregation = {"enabled": False}
+    given: Any = SimpleNamespace(config=config, worker_group=object(), rollout_resource_pool=None, start_rank=0)
+    given.rollout_replicas, given.server_handles, given.server_addresses = [], ["server"], ["address"]
+    given.global_load_balancer = "balancer"
+    monkeypatch.setattr("verl.workers.rollout.llm_server.get_rollout_replica_class", lambda *args, **kwargs: object)
+    client: Any = DiffusionServerManager.adopt(given, keeps_one_server=keeps_one_server).get_client()
+    client = pickle.loads(cloudpickle.dumps(client))  # as it travels to agent loop workers
+    if keeps_one_server:
+        assert killed == ["balancer"]
+        assert [asyncio.run(client._acquire_server(name))[1] for name in "ab"] == ["server", "server"]
+    else:
+        assert killed == [] and client._load_balancer == "balancer"

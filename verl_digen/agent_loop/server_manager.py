@@ -188,8 +188,13 @@ class DiffusionServerManager(LLMServerManager):
     The RFC's `AsyncDiffusionServerManager` is such a client."""
 
     @classmethod
-    def adopt(cls, manager: LLMServerManager) -> DiffusionServerManager:
-        """Take over the replicas that verl's trainer launched through `manager`."""
+    def adopt(cls, manager: LLMServerManager, *, keeps_one_server: bool) -> DiffusionServerManager:
+        """Take over the replicas that verl's trainer launched through `manager`.
+
+        Args:
+            keeps_one_server: True for one server that is never replaced. Its samples need no balancer, whose process
+                would import verl to count to one.
+        """
         adopted = cls(
             manager.config,
             worker_group=manager.worker_group,
@@ -200,8 +205,13 @@ class DiffusionServerManager(LLMServerManager):
         adopted.server_handles = manager.server_handles
         adopted.server_addresses = manager.server_addresses
         adopted.global_load_balancer = manager.global_load_balancer
+        if keeps_one_server:
+            ray.kill(manager.global_load_balancer)
+            adopted.global_load_balancer = None
         return adopted
 
     def get_client(self, client_cls: type[LLMServerClient] | None = None, **kwargs: Any) -> LLMServerClient:
         """A client for agent loop workers."""
+        if self.global_load_balancer is None:
+            return AsyncDiffusionServerManager(self.config, self.server_handles)
         return super().get_client(client_cls or DiffusionServerClient, **kwargs)

@@ -45,6 +45,7 @@ from verl_digen.processes.relays import Route, end_relays, ranks_of
 from verl_digen.processes.supervision import LoopThread, Supervision, within
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.reward.named import find as find_reward
+from verl_digen.rollout.registry import TRAINER
 from verl_digen.store.client import cancel_calls, controller
 from verl_digen.store.keys import TRAIN, group_uid
 from verl_digen.store.samples import to_batch
@@ -164,7 +165,8 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             super()._setup()
             reward.num_workers, model.enable = num_reward_workers, has_reward_model
         self.reward_loop_manager = reward_loop_manager
-        self.llm_server_manager = DiffusionServerManager.adopt(self.llm_server_manager)
+        draws_itself = self.config.actor_rollout_ref.rollout.name == TRAINER
+        self.llm_server_manager = DiffusionServerManager.adopt(self.llm_server_manager, keeps_one_server=draws_itself)
         self._rank_processes = ranks_of(self.actor_rollout_wg, answer_s=self.digen.deadlines.answer_s)
         self._ranks = TrainerRanks(self._rank_processes)
         self._validation = Validation(

@@ -112,8 +112,8 @@ class Replicas:
             for replica in lost:
                 end_processes(replica)
             self._checkpoint_manager.remove_replicas(lost)
-            removed = self._server_manager.global_load_balancer.remove_servers.remote(addresses)
-            ray.get(removed, timeout=self._deadlines.answer_s)
+            if (balancer := self._server_manager.global_load_balancer) is not None:
+                ray.get(balancer.remove_servers.remote(addresses), timeout=self._deadlines.answer_s)
         if not self._all:
             raise ReplicasLost
         return addresses
