@@ -256,11 +256,11 @@ def test_updates_come_between_trajectories_and_with_every_weight(served):
         replica.update(full_weights(replica.path, version).items(), version).result()
         for asked, got in zip(requests * 2, [*ray.get(under_way), *replica.generate(requests)], strict=True):
             found = got.trajectory
-            assert found.version == found.last_version
-            versions.add(found.version)
+            assert found.facts.version == found.facts.last_version
+            versions.add(found.facts.version)
             if asked.sample_index == 0:
-                network.load_state_dict(full_weights(replica.path, found.version))
-                expected = by_sampler(replica.path, network, asked, found.version)
+                network.load_state_dict(full_weights(replica.path, found.facts.version))
+                expected = by_sampler(replica.path, network, asked, found.facts.version)
                 torch.testing.assert_close(found.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)
     assert {1, 2} <= versions
     assert_found(replica, load_weights, load_nothing, LOST)
@@ -299,7 +299,7 @@ def test_a_trajectory_has_the_adapter_it_was_asked_for(adapted):
         under_way += [(version, asked, adapted.submit(asked)) for asked in requests]
     for version, asked, answer in under_way:
         found = ray.get(answer).trajectory
-        assert (found.version, found.last_version) == (version, version)
+        assert (found.facts.version, found.facts.last_version) == (version, version)
         if asked.sample_index == 0:
             expected = by_sampler(adapted.path, adapter_weights(adapted, version)[0], asked, version)
             torch.testing.assert_close(found.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)

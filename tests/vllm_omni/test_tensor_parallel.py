@@ -64,7 +64,7 @@ def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here,
         for asked, got in zip(requests, answers, strict=True):
             expected = by_sampler(tiny_qwen_image, network, asked, version)
             found = got.trajectory
-            assert (found.version, found.last_version) == (version, version)
+            assert (found.facts.version, found.facts.last_version) == (version, version)
             torch.testing.assert_close(found.record.latents, expected.record.latents, atol=TOLERANCE, rtol=0)
             torch.testing.assert_close(found.record.log_probs, expected.record.log_probs, atol=TOLERANCE, rtol=0)
     taken = [ray.get(server.__ray_call__.remote(lambda server: server._taken))]

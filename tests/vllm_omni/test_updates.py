@@ -65,12 +65,15 @@ def test_weights_change_between_trajectories_and_none_is_lost(full_replica, lora
     replica, weights_of = (lora_replica, adapter_weights) if is_adapter else (full_replica, load_weights)
     replica.update(weights_of(replica, 1)[1].items(), 1).result()
     asked, trajectories = generate_while_updating(replica, lambda version: weights_of(replica, version)[1], 1)
-    assert [(one.uid, one.sample_index) for one in trajectories] == [(one.uid, one.sample_index) for one in asked]
-    assert all(one.version == one.last_version for one in trajectories)
-    assert len({one.version for one in trajectories}) > 1, "updates came in between"
+    facts = [one.facts for one in trajectories]
+    assert [(one.uid, one.sample_index) for one in facts] == [(one.uid, one.sample_index) for one in asked]
+    assert all(one.version == one.last_version for one in facts)
+    assert len({one.version for one in facts}) > 1, "updates came in between"
     for number in random.Random(2).sample(range(NUM_TRAJECTORIES), NUM_CHECKED):
         found = trajectories[number]
-        expected = by_sampler(replica.path, weights_of(replica, found.version)[0], asked[number], found.version)
+        expected = by_sampler(
+            replica.path, weights_of(replica, found.facts.version)[0], asked[number], found.facts.version
+        )
         torch.testing.assert_close(found.record.latents, expected.record.latents, atol=1e-4, rtol=0)
     print("last update:", replica.health()["last_update"])
     replica.update(weights_of(replica, 0)[1].items(), 0).result()
