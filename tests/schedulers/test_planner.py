@@ -588,7 +588,7 @@ def test_a_bubble_says_why_nobody_can_work():
         (lambda planner: planner.on_trained(0, 1.0), "fragment 0 ended, but the trainer is busy with None"),
         (lambda planner: planner.on_committed(0), "batch 0 was committed, but the trainer is busy with None"),
         (lambda planner: planner.on_published(1), r"must lie in \[0, 0\], got 1"),
-        (lambda planner: planner.on_loaded("a", 1), "loads weights when told to"),
+        (lambda planner: planner.on_loaded("a", 1), "loads weights after `unload`"),
         (lambda planner: planner.on_slot_joined("a", replica="a", version=0), "joins once"),
         (lambda planner: planner.on_slot_joined("b", replica="b", version=3), "published versions"),
         (lambda planner: planner.on_prompts(0, ["p9"]), "drawn as wanted"),

@@ -40,8 +40,8 @@ def test_a_slot_that_loads_is_not_handed_out_and_comes_back_with_its_version():
     assert not pool.has(0)
 
 
-def test_a_slot_loads_only_when_told_to():
-    with pytest.raises(RuntimeError, match="loads weights when told to, got 'a', which is idle"):
+def test_a_slot_loads_only_after_unload():
+    with pytest.raises(RuntimeError, match="loads weights after `unload`, got 'a', which is idle"):
         pool_of("a").load("a", 1)
 
 
