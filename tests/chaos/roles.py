@@ -34,7 +34,7 @@ from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.sampling.requests import SINGLE_TURN
-from verl_digen.store.keys import CONDITIONS, parse_key
+from verl_digen.store.keys import CONDITIONS
 from verl_digen.types import Generation, PartScore, PromptRow, RewardCall, RewardInput, SampleRequest
 
 DENOISE_S, ANSWER_S, SCORE_S, TRAIN_S, COMMIT_S, LOAD_S = 2.0, 0.1, 0.5, 1.5, 0.5, 1.0
@@ -314,8 +314,7 @@ class Rank:
             self._checks.require(sample.key in rows, "lost", f"no row {sample.key} when it is trained")
             found = sample.facts.condition_key in conditions
             self._checks.require(found, "lost", f"no conditions of {sample.facts.uid} when it is trained")
-            _, index, version = parse_key(sample.key)
-            groups.setdefault(sample.facts.uid, []).append((index, version))
+            groups.setdefault(sample.facts.uid, []).append((sample.facts.sample_index, sample.facts.version))
         self._checks.on_fragment(self.num_commits, groups)
         self._uids += groups
         await self._work("accumulate", TRAIN_S)

@@ -25,8 +25,9 @@ from verl_digen.trainer.run_output import append_metrics, duration, progress_lin
 from verl_digen.types import RewardCall
 
 
-def tag(reward, start=0.0, version=4, **parts):
-    return make_tag(reward, version=version, parts=parts, generated=(start, start + 2), scored=(start + 2, start + 2.5))
+def tag(reward, start=0.0, version=4, uid="p0", **parts):
+    spans = {"generated": (start, start + 2), "scored": (start + 2, start + 2.5)}
+    return make_tag(reward, uid=uid, version=version, parts=parts, **spans)
 
 
 def test_union_counts_overlapping_time_once():
@@ -35,7 +36,7 @@ def test_union_counts_overlapping_time_once():
 
 
 def test_reward_metrics_report_parts_alone_and_count_groups_without_spread():
-    metrics = reward_metrics([tag(1.0, a=2.0), tag(0.0, a=4.0), tag(0.5), tag(0.5)], ["g1", "g1", "g2", "g2"])
+    metrics = reward_metrics([tag(1.0, a=2.0), tag(0.0, a=4.0), tag(0.5, uid="p1"), tag(0.5, uid="p1")])
     assert metrics["reward/mean"] == 0.5 and metrics["reward/a"] == 3.0
     assert metrics["reward/zero_spread_groups"] == 1
     assert metrics["reward/std"] == pytest.approx(np.std([1, 0, 0.5, 0.5]))
@@ -72,13 +73,13 @@ def test_skipped_steps_are_a_share_of_all_steps_and_told_where_steps_may_be_skip
 def test_values_of_a_trees_nodes_spread_by_depth_and_edges_are_counted_once():
     nodes = [(0, 0), (0, 1), (2, 2), (2, 3)]
     tags = [make_tag(reward, nodes=own) for reward, own in zip((1.0, 3.0, 5.0, 11.0), nodes, strict=True)]
-    equal = [make_tag(0.0, nodes=own) for own in nodes]
-    assert tree_metrics([*tags, *equal], ["a"] * 4 + ["b"] * 4) == {
+    equal = [make_tag(0.0, uid="p1", nodes=own) for own in nodes]
+    assert tree_metrics([*tags, *equal]) == {
         "branches/num_edges": 12.0,
         "branches/value_std_of_2_nodes": 3.0 / 2,
         "branches/value_std_of_4_nodes": pytest.approx(14**0.5 / 2),
     }
-    assert tree_metrics([make_tag(1.0)], ["a"]) == {}
+    assert tree_metrics([make_tag(1.0)]) == {}
 
 
 def test_overhead_is_what_no_generation_scoring_or_training_covers():
@@ -113,7 +114,7 @@ def test_durations_read_naturally(seconds, text):
 
 
 def test_the_progress_line_shows_step_reward_throughput_and_time_left():
-    metrics = reward_metrics([tag(0.5)], ["g"]) | perf_metrics([tag(0.5)], step_s=3, train_s=1, sync_s=0, num_devices=1)
+    metrics = reward_metrics([tag(0.5)]) | perf_metrics([tag(0.5)], step_s=3, train_s=1, sync_s=0, num_devices=1)
     line = progress_line(metrics, step=3, num_steps=10, remaining_s=70)
     assert line.startswith("step 3/10 | reward 0.500") and line.endswith("eta 1m10s") and "0.3 images/s" in line
 

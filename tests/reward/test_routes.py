@@ -104,8 +104,7 @@ def test_gdpo_normalises_the_rewards_that_a_group_has():
 
 
 def test_a_metric_is_the_mean_over_the_samples_that_have_the_part():
-    tags = [make_tag(parts={"a": 1.0, "b": 4.0}), make_tag(parts={"a": 3.0})]
-    found = reward_metrics(tags, ["g0", "g1"])
+    found = reward_metrics([make_tag(parts={"a": 1.0, "b": 4.0}), make_tag(uid="p1", parts={"a": 3.0})])
     assert (found["reward/a"], found["reward/b"]) == (2.0, 4.0)
 
 

@@ -255,8 +255,8 @@ def test_what_was_published_for_nothing_is_handed_out_to_be_cleared():
 def test_the_first_row_of_a_sample_that_was_generated_again_is_to_be_cleared():
     published, tags = PublishedSamples(), [make_tag(uid="p000", sample_index=2, version=version) for version in (0, 1)]
     first, second = (SampleName.of(tag.facts) for tag in tags)
-    for name, tag in zip((first, second), tags, strict=True):
-        published.add(name, tag, is_wanted=True)
+    for tag in tags:
+        published.add(tag, is_wanted=True)
     assert published.groups == {"p000": {2: tags[1]}} and published.unwanted == [first] != [second]
 
 

@@ -99,8 +99,8 @@ def test_a_lane_on_several_nodes_says_how_many():
 
 def test_a_call_of_a_reward_is_one_interval_on_its_own_lane_with_the_groups_it_scored():
     batch, judged, function = (RewardCall(name, 1.0, 3.0, 2, 5) for name in ("ocr", "judge", "shapes"))
-    samples = {"a_0_4": make_tag(calls=(function, batch)), "b_1_4": make_tag(calls=(batch, judged))}
-    found = call_intervals(samples, ["judge", "ocr"], "node-0", step=7)
+    tags = [make_tag(uid="a", calls=(function, batch)), make_tag(uid="b", calls=(batch, judged))]
+    found = call_intervals(tags, ["judge", "ocr"], "node-0", step=7)
     assert [(one.lane.name, one.group_ids, one.detail["reward"]) for one in found] == [
         ("reward/2", ("a", "b"), "ocr"),
         ("reward/1", ("b",), "judge"),
@@ -114,7 +114,7 @@ def test_a_call_of_a_reward_is_one_interval_on_its_own_lane_with_the_groups_it_s
 def test_a_validation_counts_what_failed_and_has_the_mean_reward_of_all_and_of_each_source():
     facts = [(0.5, "drawbench"), (1.5, "drawbench"), (4.0, "ocr"), (0.0, "ocr"), (1.0, "ocr")]
     tags = {
-        f"val-{index:05d}_0_7": make_tag(reward, version=7, data_source=source)
+        f"val-{index:05d}_0_7": make_tag(reward, uid=f"val-{index:05d}", version=7, data_source=source)
         for index, (reward, source) in enumerate(facts)
     }
     found = validation_metrics(tags, num_samples=6)

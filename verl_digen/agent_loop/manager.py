@@ -202,13 +202,13 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Score one generation, or one episode by its last picture too, and save its picture where that is wanted."""
         episode = output if isinstance(output, Episode) else None
         generation = output.generation if isinstance(output, Episode) else output
-        trajectory = generation.trajectory
-        self._being_generated.ended(trajectory.facts.uid, trajectory.facts.sample_index)
+        facts = generation.trajectory.facts
+        self._being_generated.ended(facts.uid, facts.sample_index)
         group_size = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
         score, scored = await self._score(generation, row, group_size, validate=validate)
         score = score if episode is None else episode.scored(score)
         tag = SampleTag(
-            facts=replace(trajectory.facts, condition_key=self._condition_key(trajectory.facts)),
+            facts=replace(facts, condition_key=self._condition_key(facts)),
             reward=score.total,
             parts=score.parts,
             prompt=row.text,
@@ -218,24 +218,16 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             calls=score.calls,
             episode=None if episode is None else episode.facts,
         )
-        if validate and trajectory.facts.sample_index == 0 and row.index < self.digen.num_logged_images:
+        if validate and facts.sample_index == 0 and row.index < self.digen.num_logged_images:
             path = image_path(self._run_dir, step, row.uid)
             await asyncio.to_thread(save_pixels, generation.pixels, path, row.images, generation.audio)
         if not validate and self._shows_group(step, row.uid):
-            shown = (
-                step,
-                row.uid,
-                trajectory.facts.sample_index,
-                score.total,
-                generation.pixels,
-                row.images,
-                generation.audio,
-            )
+            shown = step, row.uid, facts.sample_index, score.total, generation.pixels, row.images, generation.audio
             await asyncio.to_thread(self._group_pictures.offer, *shown)
         conditions: Mapping[str, ConditionPair] = {} if episode is None else episode.conditions
         if generation.condition is not None:
             conditions = {tag.facts.condition_key: (generation.condition, generation.negative_condition)}
-        return ScoredSample(trajectory, conditions, tag)
+        return ScoredSample(generation.trajectory, conditions, tag)
 
     def _shows_group(self, step: int, uid: str) -> bool:
         """True if the best and the worst sample of the training group `uid` are saved."""
@@ -254,13 +246,13 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self, generation: Generation, row: PromptRow, group_size: int, *, validate: bool
     ) -> tuple[Score, tuple[float, float]]:
         """Have the rewards score the sample -> (score, (start, end) in unix time). Pixels are sent only to them."""
-        trajectory = generation.trajectory
+        facts = generation.trajectory.facts
         if self.digen.trains_pairs and not validate:
-            return pair_score(trajectory.facts.sample_index)
-        row, index = replace(row, uid=trajectory.facts.uid), trajectory.facts.sample_index
+            return pair_score(facts.sample_index)
+        row, index = replace(row, uid=facts.uid), facts.sample_index
         pixels, latents = generation.pixels.numpy(), generation.latents
         sample = RewardInput(pixels, row, index, is_validation=validate, latents=latents, audio=generation.audio)
-        return await self._rewards.score(sample, version=trajectory.facts.version, group_size=group_size)
+        return await self._rewards.score(sample, version=facts.version, group_size=group_size)
 
     async def _publish(self, uid: str, partition: str, samples: list[ScoredSample], step: int) -> None:
         """Put the group's rows, and its prompt's conditions once, into TransferQueue."""

@@ -67,13 +67,13 @@ def union_s(intervals: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def reward_metrics(tags: Sequence[SampleTag], groups: Sequence[str]) -> dict[str, float]:
-    """`reward/*` of a batch; `groups` holds each sample's uid."""
+def reward_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
+    """`reward/*` of a batch."""
     rewards = [tag.reward for tag in tags]
     by_group: dict[str, set[float]] = defaultdict(set)
     parts: dict[str, list[float]] = defaultdict(list)
-    for tag, group in zip(tags, groups, strict=True):
-        by_group[group].add(tag.reward)
+    for tag in tags:
+        by_group[tag.facts.uid].add(tag.reward)
         for name, value in tag.parts.items():
             parts[name].append(value)
     return {
@@ -136,16 +136,13 @@ def skipping_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
     return {"rollout/skipped_step_share": sum(tag.facts.num_skipped_steps for tag in tags) / num_steps}
 
 
-def tree_metrics(tags: Sequence[SampleTag], groups: Sequence[str]) -> dict[str, float]:
+def tree_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
     """`branches/*` of groups that are trees: trained edges, and the std of the values of a group's nodes at the depths
     with that many of them, mean over groups. A value is the mean reward of the leaves below a node. {} without trees.
-
-    Args:
-        groups: uid of each sample.
     """
     members: dict[str, list[SampleTag]] = {}
-    for tag, group in zip(tags, groups, strict=True):
-        members.setdefault(group, []).append(tag)
+    for tag in tags:
+        members.setdefault(tag.facts.uid, []).append(tag)
     num_edges, spreads = 0, {}
     for own in members.values():
         of_group: dict[int, float] = {}

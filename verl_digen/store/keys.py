@@ -38,12 +38,6 @@ class SampleName(NamedTuple):
         return f"{self.uid}_{self.sample_index}_{self.version}"
 
 
-def parse_key(key: str) -> SampleName:
-    """Inverse of `SampleName.key`."""
-    uid, sample_index, version = key.rsplit("_", 2)
-    return SampleName(uid, int(sample_index), int(version))
-
-
 def own_condition_key(uid: str, key: str) -> str:
     """Key of conditions that a group has for itself: those of an episode's turns, and of prompts that an agent loop
     rewrote.

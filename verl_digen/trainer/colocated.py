@@ -39,7 +39,7 @@ from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.pool_sizes import num_trainer_devices
 from verl_digen.reward.named import pool_entries
-from verl_digen.store.keys import CONDITIONS, TRAIN, parse_key
+from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
 from verl_digen.store.prompts import list_partition
 from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
@@ -152,10 +152,9 @@ class ColocatedTrainer(DiffusionTrainer):
             global_steps=self.global_steps, partition_id=TRAIN, batch_size=self.config.data.train_batch_size
         )
         self.on_sample_end()
-        tags = {parse_key(key): tag for key, tag in from_batch(batch).items()}
         groups: dict[str, dict[int, SampleTag]] = {}
-        for name in sorted(tags):
-            groups.setdefault(name.uid, {})[name.sample_index] = tags[name]
+        for tag in sorted(from_batch(batch).values(), key=lambda tag: SampleName.of(tag.facts)):
+            groups.setdefault(tag.facts.uid, {})[tag.facts.sample_index] = tag
         return groups
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:

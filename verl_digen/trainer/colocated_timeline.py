@@ -23,7 +23,6 @@ from pathlib import Path
 
 from verl_digen.observe.timeline import Interval, Kind, Lane, TimelineFile
 from verl_digen.observe.timeline.file import NAME
-from verl_digen.store.keys import parse_key
 from verl_digen.trainer.lanes import call_intervals
 from verl_digen.trainer.turns import RewardTurn
 from verl_digen.types import SampleTag
@@ -67,11 +66,11 @@ class ColocatedTimeline:
             turns: changes since the last step was written; validations in between have theirs.
         """
         groups: dict[str, list[SampleTag]] = {}
-        for key, tag in samples.items():
-            groups.setdefault(parse_key(key).uid, []).append(tag)
+        for tag in samples.values():
+            groups.setdefault(tag.facts.uid, []).append(tag)
         generated = [self._generated(step, uid, tags) for uid, tags in groups.items()]
         changed = [self._changed(turn, step) for turn in turns]
-        scored = [*self._scored(step, groups), *call_intervals(samples, self._names, self._host, step=step)]
+        scored = [*self._scored(step, groups), *call_intervals(samples.values(), self._names, self._host, step=step)]
         frame = Interval("step", Lane("driver", 0, self._host, 0), step, *extent)
         work = [self._worked(kind, span, step, groups, len(samples)) for kind, span in self._work]
         self._work = []

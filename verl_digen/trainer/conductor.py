@@ -181,13 +181,13 @@ class Conductor:
         for replica in joining:
             self._slots.join(replica, version)
         self._may_draw = True
-        self._go_on()
+        self._feed()
         self._may_draw = False
 
     async def drain(self) -> None:
         """Wait until no chunk is in flight and every slot has the newest weights; `run_batch` resumes feeding."""
         self._may_begin = False
-        self._go_on()
+        self._feed()
         await self._calls.run(self._all_ended())
 
     async def _all_ended(self) -> None:
@@ -228,7 +228,7 @@ class Conductor:
         A free trainer asks the planner after every event, and between two events at most once more, at the moment that
         the planner named. If that moment passes too (a slot is slower than predicted), it waits for the next event.
         """
-        self._go_on()
+        self._feed()
         if self._open is None:  # else it waited for a replica
             what, bound = f"step {self._step}: opening a batch in the trainer", self.deadlines.bound("train", TRAINER)
             await self._calls.call(self.trainer.begin(), what=what, bound=bound)
@@ -383,10 +383,9 @@ class Conductor:
         self._on_failed(chunk, scored.failures)
         published = self._published_with(chunk)
         for index, tag in scored.tags.items():
-            name = SampleName.of(tag.facts)
-            check_one_version(name, tag)
-            used = self.planner.on_scored(chunk.id, {index: tag.reward}, name.version, self.recorder.now_s())
-            published.add(name, tag, is_wanted=index in used)
+            check_one_version(tag.facts)
+            used = self.planner.on_scored(chunk.id, {index: tag.reward}, tag.facts.version, self.recorder.now_s())
+            published.add(tag, is_wanted=index in used)
 
     def _on_failed(self, chunk: Chunk, failures: Mapping[int, str]) -> None:
         if not failures or chunk.id in self._withdrawn:

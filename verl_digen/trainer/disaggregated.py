@@ -356,7 +356,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _close_timeline(self) -> None:
         """Write the step's intervals to disk, and keep the metrics made of them for the step's other metrics."""
         end_s = self._recorder.now_s()
-        calls = call_intervals(self._result.samples, self._reward_names, self._driver.host, step=self.global_steps)
+        calls = call_intervals(
+            self._result.samples.values(), self._reward_names, self._driver.host, step=self.global_steps
+        )
         step = Interval("step", self._driver, self.global_steps, self._step_began_s, end_s)
         intervals = self._write_intervals(step, *calls)
         recent = [*self._previous_intervals, *intervals]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from ray.exceptions import RayError
 
 from verl_digen.observe.timeline import Interval, Lane, Recorder, WaitReason
 from verl_digen.observe.timeline.recorder import OpenInterval
-from verl_digen.store.keys import parse_key
 from verl_digen.types import RewardCall, SampleTag
 
 logger = logging.getLogger(__name__)
@@ -78,19 +77,18 @@ class Joining:
     """New names, never used by a slot before."""
 
 
-def call_intervals(samples: Mapping[str, SampleTag], names: Sequence[str], host: str, *, step: int) -> list[Interval]:
+def call_intervals(tags: Iterable[SampleTag], names: Sequence[str], host: str, *, step: int) -> list[Interval]:
     """The calls of rewards that scored samples of a step, each once: samples of one call share it.
 
     Args:
-        samples: key -> tag.
         names: rewards with processes of their own; each has a lane without devices, from `reward/1` on.
         host: where the lanes are drawn.
     """
     groups: dict[RewardCall, dict[str, None]] = {}
-    for key, tag in samples.items():
+    for tag in tags:
         for call in tag.calls:
             if call.reward in names:
-                groups.setdefault(call, {})[parse_key(key).uid] = None
+                groups.setdefault(call, {})[tag.facts.uid] = None
     return [
         Interval(
             "score",

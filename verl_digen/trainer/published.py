@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from verl_digen.schedulers.types import BatchReport, Fragment
 from verl_digen.store.keys import SampleName
-from verl_digen.types import GroupTags, SampleTag
+from verl_digen.types import GroupTags, SampleFacts, SampleTag
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class PublishedSamples:
     doubtful: list[SampleName] = field(default_factory=list)
     """Samples whose scoring timed out: they may have been published."""
 
-    def add(self, name: SampleName, tag: SampleTag, *, is_wanted: bool) -> None:
+    def add(self, tag: SampleTag, *, is_wanted: bool) -> None:
         """Add a sample: to its group, or to the unwanted ones. One that its group has was generated before a restart
         under newer weights, and is unwanted from now on."""
         self.condition_keys.update(tag.turn_keys)
         if not is_wanted:
-            self.unwanted.append(name)
+            self.unwanted.append(SampleName.of(tag.facts))
             return
-        group = self.groups.setdefault(name.uid, {})
-        if name.sample_index in group:
-            self.unwanted.append(SampleName.of(group[name.sample_index].facts))
-        group[name.sample_index] = tag
+        group = self.groups.setdefault(tag.facts.uid, {})
+        if (before := group.get(tag.facts.sample_index)) is not None:
+            self.unwanted.append(SampleName.of(before.facts))
+        group[tag.facts.sample_index] = tag
 
     def of_fragment(self, fragment: Fragment) -> dict[str, dict[int, SampleTag]]:
         """Samples of the fragment: uid -> sample index -> tag."""
@@ -94,14 +94,14 @@ class PublishedSamples:
         )
 
 
-def check_one_version(name: SampleName, tag: SampleTag) -> None:
+def check_one_version(facts: SampleFacts) -> None:
     """Require a sample to be generated under one weight version.
 
     Raises:
         RuntimeError: it was not.
     """
-    if name.version != tag.facts.last_version:
+    if facts.version != facts.last_version:
         raise RuntimeError(
-            f"sample {name.sample_index} of group {name.uid} was generated under weight versions {name.version} and "
-            f"{tag.facts.last_version}; it must be one"
+            f"sample {facts.sample_index} of group {facts.uid} was generated under weight versions {facts.version} and "
+            f"{facts.last_version}; it must be one"
         )

@@ -19,7 +19,6 @@ from verl_digen.observe.metrics import (
     training_metrics,
     tree_metrics,
 )
-from verl_digen.store.keys import parse_key
 from verl_digen.types import SampleTag
 
 ROW_FORWARD = "actor/row_forward_flops"
@@ -59,11 +58,6 @@ class StepResult:
         """Tags of the samples, in order."""
         return list(self.samples.values())
 
-    @property
-    def groups(self) -> list[str]:
-        """Group id of each sample, in order."""
-        return [parse_key(key).uid for key in self.samples]
-
 
 @dataclass(frozen=True)
 class StepTimes:
@@ -89,11 +83,11 @@ def result_metrics(result: StepResult, times: StepTimes, *, num_devices: int, tr
     return {
         **training_metrics(result.training),
         **result.facts,
-        **reward_metrics(result.tags, result.groups),
+        **reward_metrics(result.tags),
         **call_metrics(result.tags),
         **sharing_metrics(result.tags),
         **skipping_metrics(result.tags),
-        **tree_metrics(result.tags, result.groups),
+        **tree_metrics(result.tags),
         **episode_metrics(result.tags),
         **staleness_metrics(result.tags, trained_version=trained_version),
         **perf_metrics(

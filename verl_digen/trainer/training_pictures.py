@@ -28,7 +28,7 @@ from verl_digen.observe.images import Shown, save_grid
 from verl_digen.observe.run_files import group_dir
 from verl_digen.observe.trackers import log_histograms, log_pictures, log_to_wandb
 from verl_digen.reward.named import has_custom
-from verl_digen.store.keys import group_number, parse_key
+from verl_digen.store.keys import group_number
 from verl_digen.trainer.checkpoint import replace_text
 from verl_digen.types import SampleTag
 
@@ -90,11 +90,10 @@ class TrainingPictures:
     def _groups(self, step: int, samples: Mapping[str, SampleTag]) -> dict[str, dict[int, SampleTag]]:
         """The groups to show, at most `digen.num_logged_groups`."""
         groups: dict[str, dict[int, SampleTag]] = {}
-        for key, tag in samples.items():
-            name = parse_key(key)
-            number = group_number(name.uid)
+        for tag in samples.values():
+            number = group_number(tag.facts.uid)
             if is_group_logged(self._digen, step=step, number=number, num_prompts=self._num_prompts):
-                groups.setdefault(name.uid, {})[name.sample_index] = tag
+                groups.setdefault(tag.facts.uid, {})[tag.facts.sample_index] = tag
         return dict(sorted(groups.items())[: self._digen.num_logged_groups])
 
     def finish(self) -> None:

@@ -16,7 +16,6 @@ from verl_digen.observe.images import Shown, save_before_after, save_grid
 from verl_digen.observe.metrics import reward_metrics
 from verl_digen.observe.run_files import VALIDATION, image_path, pictured_steps, step_dir, video_path
 from verl_digen.observe.trackers import log_pictures, log_table
-from verl_digen.store.keys import parse_key
 from verl_digen.trainer.checkpoint import replace_text
 from verl_digen.types import SampleTag
 
@@ -49,11 +48,10 @@ def validation_uid(index: int) -> str:
 
 def validation_metrics(tags: Mapping[str, SampleTag], num_samples: int) -> dict[str, float]:
     """`val/*` of one validation. `tags`: sample key -> tag; `num_samples`: number of samples requested."""
-    keys = sorted(tags)
-    rewards = reward_metrics([tags[key] for key in keys], [parse_key(key).uid for key in keys])
+    rewards = reward_metrics([tags[key] for key in sorted(tags)])
     metrics = {name.replace("reward/", "val/reward_", 1): value for name, value in rewards.items()}
     metrics["val/reward"] = metrics.pop("val/reward_mean")
-    metrics["val/failed_samples"] = float(num_samples - len(keys))
+    metrics["val/failed_samples"] = float(num_samples - len(tags))
     by_source: dict[str, list[float]] = {}
     for tag in tags.values():
         by_source.setdefault(tag.data_source, []).append(tag.reward)
@@ -64,7 +62,7 @@ def validation_metrics(tags: Mapping[str, SampleTag], num_samples: int) -> dict[
 
 def shown_samples(run_dir: Path, step: int, tags: Mapping[str, SampleTag], num_logged: int) -> dict[str, Shown]:
     """Group id -> picture of the first sample, of the first `num_logged` validation prompts."""
-    first_samples = {name.uid: tag for key, tag in tags.items() if (name := parse_key(key)).sample_index == 0}
+    first_samples = {tag.facts.uid: tag for tag in tags.values() if tag.facts.sample_index == 0}
     uids = [validation_uid(index) for index in range(num_logged)]
     return {
         uid: Shown(image_path(run_dir, step, uid), first_samples[uid].prompt, first_samples[uid].reward)
