@@ -8,7 +8,7 @@
 
 * A window cuts the schedule into two runs of steps, before and after it. Of n steps in a run ceil(share n) are taken,
   each to the place in the model's own schedule where the next one begins. So the sigmas at which a window begins and
-  ends, and every step within it, are those of the whole schedule.
+  ends, and every step within it, match the whole schedule.
 * A multistep solver reads the sigmas between which it steps, so it keeps its order on the coarser schedule. With
   Euler's step passing over a step is the same as to take it with the velocity of the step before.
 
@@ -38,7 +38,7 @@ ROUNDING = 1e-9
 @dataclass(frozen=True)
 class Outside:
     """`digen.sampling.outside`: how the steps before and after a window are sampled in training. Rows of the window are
-    exact with any value: their recorded log-probs are those of its steps, given the latents where it begins."""
+    exact with any value: their recorded log-probs belong to its steps, given the latents where it begins."""
 
     cache: Annotated[float, In("[0, 1)"), "0.1 is usual; 0 evaluates the network at every step"] = 0.0
     """A step outside the window takes the velocity of the last network evaluation again, if the velocity is predicted

@@ -39,7 +39,7 @@ class SamplingConfig:
     """true: a picture or video has the shape of an image of its prompt and about the area of height_px x width_px, by
     the rule of `image_sizes`; false: every one is height_px x width_px."""
     image_sizes: Annotated[str, OneOf(IMAGE_SIZES)] = "qwen_image_edit"
-    """Rule for the sizes of images, that of the model's pipeline (`verl_digen/image_sizes.py`).
+    """The model pipeline's rule for sizes of images (`verl_digen/image_sizes.py`).
     qwen_image_edit: sides in multiples of 32 px; the last image shapes the picture. flux_kontext: an image is read at
     one of FLUX.1 Kontext's 17 sizes, scaled; the picture's sides are multiples of 16 px. flux2: an image is only ever
     made smaller; sides are multiples of 16 px, and the first image shapes the picture. wan, wan_ti2v: sides of a video
@@ -124,7 +124,7 @@ class AdvantageConfig:
     eps: Annotated[float, In("(0, inf]")] = 1e-4
     """Added to the std. 1e-4 (flow_grpo), 1e-8 (DanceGRPO)."""
     best_of: int | None = None
-    """Samples of each group that train: the better half of them those of highest reward, the other half those of
+    """Samples of each group that train: half of them with the highest rewards, the other half with the
     lowest. The others count for the group's mean and std. 8 of 24 in DanceGRPO (HunyuanVideo). null: all."""
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of datasets that the `datasets` library reads: those of the Hugging Face hub, and what `save_to_disk` wrote.
+"""Rows of datasets that the `datasets` library reads: the Hugging Face hub's, and what `save_to_disk` wrote.
 
 Pictures are not decoded: a row has references to them.
 """

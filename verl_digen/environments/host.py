@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process of environments: holds those of many episodes, and runs their calls concurrently; and the Ray actors of it.
+"""Process of environments: holds many episodes', and runs their calls concurrently; and the Ray actors of it.
 
 | event | consequence |
 | --- | --- |

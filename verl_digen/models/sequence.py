@@ -6,7 +6,7 @@
       -> blocks; in attention each device has all tokens of its share of the heads (diffusers' all-to-all)
       -> velocity, gathered, the same on every device of the group
 
-- Layers, attention and all collectives are those of diffusers' context parallelism. A plan says where tokens are split
+- Layers, attention and all collectives come from diffusers' context parallelism. A plan says where tokens are split
   and gathered; `ModelSpec.sequence` holds it, or says that the network's class does.
 - A loss of the gathered velocity gives each device the part of the gradient that comes through its own tokens. The
   group's sum is the gradient of the row, also for layers that every device runs whole, such as the timestep's.

@@ -28,7 +28,7 @@ from verl_digen.observe.run_files import audio_path, group_dir, sample_path, vid
 from verl_digen.types import GroupTags
 
 KEPT_STEPS = 2
-"""Steps whose groups may still be generated: that of the newest sample and the one before, with stale samples."""
+"""Steps whose groups may still be generated: the newest sample's and the one before, with stale samples."""
 
 
 def is_step_logged(digen: DigenConfig, step: int) -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that nothing reads: added on the command line with `+`, or in a recipe of the user's.
+"""Keys that nothing reads: added on the command line with `+`, or in a user's recipe.
 
 Hydra refuses an unknown key unless it is added. A section's keys are the fields of its dataclass (`_target_`), which
-verl makes of it in the workers, and those of verl's own yaml. Not checked, because their keys are the user's:
+verl makes of it in the workers, and of verl's own yaml. Not checked, because their keys are the user's:
 
 - mappings inside a dataclass's section (`engine_kwargs`, `override_optimizer_config`, `mixed_precision`, `wrap_policy`,
   `profiler.tool_config`, `custom`), and sections that are empty in verl's yaml (`sampler_kwargs`);

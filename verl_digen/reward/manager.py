@@ -109,7 +109,7 @@ class DiffusionRewardManager(RewardProcess, RewardManagerBase):
     """Scores samples with the run's reward functions that have no pool of their own.
 
     Args:
-        compute_score: the user's function beside those of `digen.reward.functions`, or None.
+        compute_score: the user's function beside `digen.reward.functions`, or None.
         reward_router_address: address of the router to verl's reward model, if the run has one.
         tokenizer, reward_model_tokenizer: verl's creation gives them; a picture's reward reads no tokens.
 
@@ -145,7 +145,7 @@ class DiffusionRewardManager(RewardProcess, RewardManagerBase):
         """Score the one sample of `data`.
 
         Args:
-            data: `responses` is uint8 pixels [1, (F,) H, W, 3]; the prompt's columns are those of `loop_row`. Optional:
+            data: `responses` is uint8 pixels [1, (F,) H, W, 3]; the prompt's columns are `loop_row`'s. Optional:
                 `audio`, its sound. The functions are those that score such a sample in a run, a training one unless
                 `meta_info` has `validate`.
 

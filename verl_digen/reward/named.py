@@ -36,7 +36,7 @@ OWN_MANAGER = "DiffusionRewardManager"
 
 
 def find(entry: RewardEntry) -> type[Reward]:
-    """The class that an entry stands for; that of a function is a `FunctionReward`. Its arguments are not checked.
+    """The class that an entry stands for; for a function a `FunctionReward`. Its arguments are not checked.
 
     Raises:
         ValueError: unknown name (lists the built-in ones), a module or file that cannot be loaded or lacks it, or

@@ -90,7 +90,7 @@ class SampleRewards:
         """Score one sample -> (score, (start, end) in unix time).
 
         Args:
-            version: weight version that generated it; samples of a group are compared with those of the same version.
+            version: weight version that generated it; samples of a group are compared with others of the same version.
             group_size: samples of its group.
 
         Raises:

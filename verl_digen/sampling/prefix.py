@@ -14,8 +14,8 @@ A step that a sample's solver passes over (`digen.sampling.outside`) runs nothin
 
 Samples of a group in other batches are not looked at: each batch runs what its own samples need.
 
-Invariants (tests/sampling/test_prefix.py, test_tree.py): latents at a window's start are bitwise those of a sample that
-is generated alone; without a tree, a batch in which samples share these steps is bitwise the one in which each runs
+Invariants (tests/sampling/test_prefix.py, test_tree.py): latents at a window's start equal those of a sample generated
+alone bit for bit; without a tree, a batch in which samples share these steps is bitwise the one in which each runs
 them; leaves of one subtree are bitwise equal up to their split.
 """
 

@@ -65,7 +65,7 @@ def policy_output(name: str) -> tuple[str, str] | None:
 
 
 def latents_of(points: Points, policies: Iterable[str]) -> tuple[str, ...]:
-    """Inputs [N, ...] that rows of these points have, with those of further `policies`."""
+    """Inputs [N, ...] that rows of these points have, with further `policies`'."""
     outputs = OUTPUTS[points]
     return (*RECORDED[points], *outputs, *(f"{policy}_{output}" for policy in policies for output in outputs))
 
@@ -149,7 +149,7 @@ def all_samples(rewards: Sequence[float]) -> Sequence[int]:
 
 
 def best_and_worst(rewards: Sequence[float], count: int) -> Sequence[int]:
-    """Select `count` samples, half of them those of highest reward and half those of lowest, or all if there are fewer.
+    """Select `count` samples, half with the highest and half with the lowest rewards, or all if there are fewer.
     Of equal samples the first is the better one. Source: DanceGRPO, arXiv 2505.07818.
 
     Example:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One update on its way into a worker of vLLM-Omni: staged in host memory, or loaded as it arrives.
 
-vLLM-Omni casts what it loads to the network's dtype. So the checksum that the network must have afterwards is that of
+vLLM-Omni casts what it loads to the network's dtype. So the network's checksum afterwards must be the one of
 the cast numbers; it is computed as they pass.
 """
 

@@ -8,7 +8,7 @@ A, B, C), the first steps of each are left out, medians are taken over the rest.
     digen bench --modes barrier,gap+tsp --steps 8 -- actor_rollout_ref.rollout.n=8
     digen simulate --run OUT/gap+tsp-1 --device H100         afterwards: other splits, on the durations of a run
 
-What is after `--` goes to verl. The devices are those of --trainer and --generator. A colocated run gets all of them,
+What is after `--` goes to verl. --trainer and --generator give the devices. A colocated run gets all of them,
 in turns: as many ranks and as many replicas as devices. Without accelerators a device is an equal share of the cores:
 on 2 cores a colocated run has two ranks and two replicas of one core each, any other mode a rank and a replica. Modes
 are compared with the best baseline, the fastest that overlaps nothing. images/s per device are over all devices, those
@@ -100,7 +100,7 @@ class BenchSetup:
     num_trainer: int
     num_generator: int
     num_reward_devices: int
-    """Devices of rewards, beside those of the two pools; every mode has them."""
+    """Devices of rewards, beside the two pools'; every mode has them."""
 
     @property
     def num_shared(self) -> int:

@@ -4,7 +4,7 @@
 - The first `num_warm_up` steps of every run are left out.
 - A ratio is computed per repeat, of runs that followed each other, and the median of these is taken: a machine that
   gets slower over the hours changes it little.
-- Devices are those of all pools, rewards included, the same number for every mode, whichever of them idle.
+- Devices of all pools count, rewards included, the same number for every mode, whichever of them idle.
 - Modes are compared with the best baseline: the fastest that overlaps nothing, of those that were run.
 
 *Invariants (tests/bench/test_summary.py):* the order of the runs does not matter; a mode's ratio to itself is 1;
