@@ -18,7 +18,6 @@ from pathlib import Path
 from as_verl_omni import (
     NAME,
     PUBLISHED,
-    SOURCE_OF,
     VERL_OMNI,
     WINDOW,
     Reward,
@@ -239,14 +238,6 @@ def published_table(profile: Profile) -> list[str]:
     return lines_of([*head, "source"], body)
 
 
-def way_table() -> list[str]:
-    """Numbers of verl-omni's way and their sources."""
-    return lines_of(
-        ["number", "value", "source"],
-        [[f"`{name}`", f"{value:.3g}", SOURCE_OF[name]] for name, value in vars(VERL_OMNI).items()],
-    )
-
-
 def summary_table(own: Sequence[Row], windowed_rows: Sequence[Row]) -> list[str]:
     """Speed-ups over the four profiles, from the smallest to the largest."""
 
@@ -289,7 +280,6 @@ def tables(progress: Callable[[str], None] = lambda _: None) -> dict[str, list[s
         "summary": summary_table(own, windowed_rows),
         "levers": lever_table(profiles, LADDER_SIZE),
         "published": published_table(calibrated),
-        "way": way_table(),
     }
 
 

@@ -52,7 +52,6 @@ def test_a_row_that_is_simulated_again_lies_in_the_range_of_the_page(script, siz
 
 def test_the_page_shows_the_calibration_as_it_is(script):
     assert block("published") == script.published_table(QWEN)
-    assert block("way") == script.way_table()
 
 
 def test_the_pages_text_agrees_with_its_tables(script):
