@@ -16,17 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from as_verl_omni import (
-    LOGGED_PARTS,
     NAME,
     PUBLISHED,
-    SOURCE_OF,
     VERL_OMNI,
     WINDOW,
     Reward,
     Way,
     run_verl_omni,
     simulated_step_s,
-    step_parts,
 )
 
 from verl_digen.devices import Pool
@@ -39,7 +36,6 @@ from verl_digen.tools.simulate.cluster import (
     run_split,
     together,
 )
-from verl_digen.tools.simulate.costs import train_s
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
 from verl_digen.tools.simulate.splits import best_split
 
@@ -64,8 +60,6 @@ GAP_TSP, STRICT, EVERYTHING = "gap+tsp", "gap+tsp+tag", "gap+tsp+tag+tcss"
 NUM_STEPS = 40
 """Simulated steps of a run with separate pools, the default of `digen simulate`."""
 
-RUNS = (NAME, ELSEWHERE, COLOCATED, COLOCATED_TSP, GAP_TSP, STRICT, EVERYTHING)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -82,14 +76,6 @@ class Comparison:
     def speedup(self, name: str, over: str) -> float:
         """Factor by which the run `name` is faster than `over`."""
         return self.runs[over].step_s / self.runs[name].step_s
-
-    @property
-    def training_share(self) -> float:
-        """Share of training and commit in the step of `COLOCATED_TSP`, all of which no other way makes shorter."""
-        numbers, num_devices = self.profile.numbers, self.together.num_devices
-        slowdown = self.together.slowdown(self.profile.device)
-        training_s = train_s(numbers, numbers.num_prompts, num_devices, slowdown=slowdown, has_tsp=True)
-        return (training_s + numbers.commit_s) / self.runs[COLOCATED_TSP].step_s
 
 
 def with_reward(profile: Profile, reward_s: float) -> Profile:
@@ -204,71 +190,6 @@ def lines_of(head: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
 
 
-def seconds_table(found: Sequence[Row]) -> list[str]:
-    """Seconds of a step, each way."""
-    return lines_of(
-        ["simulated s/step", "devices", *RUNS],
-        [seconds_cells(row.plain) for row in found],
-    )
-
-
-def seconds_cells(compared: Comparison) -> list[str]:
-    """Cells of a row of `seconds_table`."""
-    times = [f"{compared.runs[name].step_s:.1f}" for name in RUNS]
-    return [f"`{compared.profile.name}`", compared.devices, *times]
-
-
-def ratio_table(found: Sequence[Row]) -> list[str]:
-    """Factors between ways, and the reasons."""
-    head = [
-        *("simulated, times as fast", "devices", "strict over colocated + TSP", "everything on over colocated + TSP"),
-        *("its stale groups", "everything on over verl-omni's way", "the same, its reward elsewhere"),
-        "the same, its reward model on both sides",
-        *("share of training", "idle: colocated + TSP", "strict: trainer", "strict: generator"),
-    ]
-    return lines_of(head, [ratio_cells(row) for row in found])
-
-
-def ratio_cells(row: Row) -> list[str]:
-    """Cells of a row of `ratio_table`."""
-    plain = row.plain
-    return [
-        *(f"`{plain.profile.name}`", plain.devices),
-        *(f"{plain.speedup(name, COLOCATED_TSP):.2f}" for name in (STRICT, EVERYTHING)),
-        f"{plain.runs[EVERYTHING].stale:.0%}",
-        *(f"{value:.2f}" for value in row.over_verl_omni.values()),
-        f"{plain.training_share:.0%}",
-        f"{plain.runs[COLOCATED_TSP].idle['all']:.0%}",
-        *(f"{plain.runs[STRICT].idle[pool]:.0%}" for pool in ("trainer", "generator")),
-    ]
-
-
-def alone_table(own: Sequence[Row], windowed_rows: Sequence[Row]) -> list[str]:
-    """Two types of devices, against all of them at the slower one's speed and against the faster ones alone."""
-    body = []
-    for row in (row for row in (*own, *windowed_rows) if row.is_mixed):
-        plain = row.plain
-        body.append(
-            [
-                *(f"`{plain.profile.name}`", trained(plain.profile)),
-                *(f"{plain.runs[name].step_s:.1f}" for name in (COLOCATED_TSP, ALONE, STRICT, EVERYTHING)),
-                *(f"{plain.speedup(name, COLOCATED_TSP):.2f}" for name in (STRICT, EVERYTHING)),
-                *(f"{plain.speedup(name, ALONE):.2f}" for name in (STRICT, EVERYTHING)),
-            ]
-        )
-    head = [
-        *("simulated", "window", "colocated + TSP, all 44 as A100, s", f"the {MIXED[0]} alone, s", "strict, s"),
-        *(
-            "everything on, s",
-            "strict over all",
-            "everything over all",
-            "strict over the H800",
-            "everything over the H800",
-        ),
-    ]
-    return lines_of(head, body)
-
-
 def lever_table(profiles: Sequence[Profile], size: int) -> list[str]:
     """Every step from verl-omni's way to everything on: seconds, and the factor to the line above."""
     pool = Pool(size, DEVICE)
@@ -317,24 +238,8 @@ def published_table(profile: Profile) -> list[str]:
     return lines_of([*head, "source"], body)
 
 
-def parts_table(profile: Profile) -> list[str]:
-    """Parts of the logged step and of the simulated one."""
-    simulated = step_parts(windowed(profile, WINDOW), Pool(4, DEVICE))
-    body = [[name, f"{seconds:.1f}", f"{simulated[name]:.1f}"] for name, seconds in LOGGED_PARTS.items()]
-    body.append(["step", f"{sum(LOGGED_PARTS.values()):.1f}", f"{sum(simulated.values()):.1f}"])
-    return lines_of(["part", "published s (pull request #52)", "simulated s"], body)
-
-
-def way_table() -> list[str]:
-    """Numbers of verl-omni's way and their sources."""
-    return lines_of(
-        ["number", "value", "source"],
-        [[f"`{name}`", f"{value:.3g}", SOURCE_OF[name]] for name, value in vars(VERL_OMNI).items()],
-    )
-
-
-def aims_table(own: Sequence[Row], windowed_rows: Sequence[Row]) -> list[str]:
-    """Aims and what came out, over the four profiles."""
+def summary_table(own: Sequence[Row], windowed_rows: Sequence[Row]) -> list[str]:
+    """Speed-ups over the four profiles, from the smallest to the largest."""
 
     def spread(values: Iterable[float]) -> str:
         ordered = sorted(values)
@@ -352,18 +257,18 @@ def aims_table(own: Sequence[Row], windowed_rows: Sequence[Row]) -> list[str]:
             *(spread(row.over_verl_omni[place] for row in of_size[32]) for place in ("free", "elsewhere", "both")),
         ]
 
-    aims = [
-        ("strict over colocated + TSP, 32 H800", "0.97"),
-        ("everything on over colocated + TSP, 32 H800", "above 1"),
-        ("everything on over colocated + TSP, 256 H800", "1.15"),
-        ("strict over colocated + TSP at the slower speed, 20 H800 + 24 A100", "1.8"),
-        ("strict over colocated + TSP on the 20 H800 alone", "-"),
-        ("everything on over verl-omni's way as published, 32 H800", "2.1"),
-        ("the same, its reward elsewhere", "-"),
-        ("the same, its reward model on both sides", "-"),
+    names = [
+        "strict over colocated + TSP, 32 H800",
+        "everything on over colocated + TSP, 32 H800",
+        "everything on over colocated + TSP, 256 H800",
+        "strict over colocated + TSP at the slower speed, 20 H800 + 24 A100",
+        "strict over colocated + TSP on the 20 H800 alone",
+        "everything on over verl-omni's way as published, 32 H800",
+        "the same, its reward elsewhere",
+        "the same, its reward model on both sides",
     ]
-    head = ["simulated, times as fast; the four profiles' range", "aim", "the profiles' windows", f"window of {WINDOW}"]
-    return lines_of(head, [[*aim, *cells] for aim, *cells in zip(aims, body(own), body(windowed_rows), strict=True)])
+    head = ["simulated speed-up, the four profiles' range", "the profiles' windows", f"window of {WINDOW}"]
+    return lines_of(head, [*zip(names, body(own), body(windowed_rows), strict=True)])
 
 
 def tables(progress: Callable[[str], None] = lambda _: None) -> dict[str, list[str]]:
@@ -372,16 +277,9 @@ def tables(progress: Callable[[str], None] = lambda _: None) -> dict[str, list[s
     profiles = [windowed(load_profile(name), WINDOW) for name in profile_names()]
     calibrated = load_profile(CALIBRATED)
     return {
-        "aims": aims_table(own, windowed_rows),
-        "seconds": seconds_table(own),
-        "ratios": ratio_table(own),
-        "seconds, window of 2": seconds_table(windowed_rows),
-        "ratios, window of 2": ratio_table(windowed_rows),
-        "two types": alone_table(own, windowed_rows),
+        "summary": summary_table(own, windowed_rows),
         "levers": lever_table(profiles, LADDER_SIZE),
         "published": published_table(calibrated),
-        "parts": parts_table(calibrated),
-        "way": way_table(),
     }
 
 

@@ -9,7 +9,7 @@
 Runs follow one another, 2 to 3 minutes each on 2 idle CPU cores. Finished ones are not run again (a longer one serves,
 too, and takes the place of a shorter one when it has ended), one that was cut short starts afresh, and one that fails
 is told at the end. Writes learning.json (all points), .png and .md (the table); learning_long.* of runs of 60 steps, if
-there are any, and learning_stale.* of two pools. `--docs` puts them into that folder. Seconds of training are the
+there are any, and learning_stale.* of two pools. `--docs` puts learning.* into that folder. Seconds of training are the
 number of steps times the median seconds of a step, without validation: that of `--timing`, where it was measured.
 
 A further objective is a line in `CURVES`. `make quickstart` before, for the environment.
@@ -260,7 +260,7 @@ def main() -> None:
     for name, (collect, num_steps) in reports.items():
         found = collect(num_steps, runs, timing)
         if found:
-            write_report(found, num_steps, args.out, name, args.docs)
+            write_report(found, num_steps, args.out, name, args.docs if name == "learning" else None)
         curves += found
     write_timing(curves, args.out / "timing.json")
     sys.exit("\n\n".join(failures) if failures else 0)

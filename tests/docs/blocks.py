@@ -5,8 +5,6 @@ A block is fenced and names its language. A comment above it, which no reader se
 
     <!-- on: recipe=digen_sd3 -->        its lines of KEY=VALUE are added to these words
     <!-- not run: REASON -->             nothing here can check it; the shell's syntax is checked all the same
-
-A line --8<-- "PATH" stands for the lines of that file, as on the site (mkdocs.yml, pymdownx.snippets).
 """
 
 import re
@@ -20,7 +18,6 @@ PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 LANGUAGES = ("bash", "diff", "json", "python", "text", "yaml", "dockerfile")
 FENCE = re.compile(r"^( *)```(.*)$")
 MARKER = re.compile(r"^<!-- (on|not run): (.+) -->$")
-INCLUDED = re.compile(r'^--8<-- "(.+)"$')
 VARIABLE = re.compile(r"^[A-Z_]+=\S*$")
 """A word in front of a command that sets a variable of its environment."""
 
@@ -78,8 +75,7 @@ def blocks_of(page: Path) -> Iterator[Block]:
             yield Block(name, start, language, body, markers.get("on"), markers.get("not run"))
             opened, markers = None, {}
         else:
-            included = INCLUDED.match(line)
-            text += (ROOT / included[1]).read_text(encoding="utf-8").splitlines() if included else [line]
+            text.append(line)
     assert opened is None, f"{name}:{opened and opened[0]}: the block has no end"
 
 

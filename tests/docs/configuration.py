@@ -93,24 +93,23 @@ def own_objectives() -> list[str]:
 
 
 def losses() -> Iterator[str]:
-    """Keys that all losses have, and those of each."""
+    """Keys that all losses have, and one row for each setting with the objectives that have it."""
     shared = frozenset(field.name for field in fields(LossConfig))
-    yield from ("## digen.loss", "", "`name` chooses the objective ([formulas](algorithms/objectives.md)); these", "")
-    yield from ("settings all objectives have:", "", "| key | default | meaning |", "| --- | --- | --- |")
-    yield "| `name` | `flow_grpo` | objective: one of " + ", ".join(f"`{name}`" for name in own_objectives()) + " |"
+    yield from ("## digen.loss", "", "`name` chooses the objective ([formulas](algorithms/objectives.md)).", "")
+    yield from ("| key | default | meaning | objectives |", "| --- | --- | --- | --- |")
+    yield f"| `name` | `flow_grpo` | objective: one of {', '.join(f'`{name}`' for name in own_objectives())} | all |"
     yield (
         "| `old_log_probs` | `auto` | denominator of the ratio. auto: the update's own first pass where one optimizer "
         "step takes the whole batch, else recompute; with stale samples rollout. recompute: a forward with the engine "
-        "before the update. rollout: as recorded |"
+        "before the update. rollout: as recorded | all |"
     )
-    yield from (*table(LossConfig)[2:], "")
-    seen: dict[type, list[str]] = {}
+    yield from (f"{row} all |" for row in table(LossConfig)[2:])
+    names: dict[str, list[str]] = {}
     for name in own_objectives():
-        seen.setdefault(find_objective(name).loss.config, []).append(name)
-    for config, names in seen.items():
-        rows = table(config, shared)
-        if len(rows) > 2:
-            yield from (f"### {', '.join(names)}", "", *rows, "")
+        for row in table(find_objective(name).loss.config, shared)[2:]:
+            names.setdefault(row, []).append(f"`{name}`")
+    yield from (f"{row} {', '.join(names[row])} |" for row in sorted(names, key=lambda row: row.split()[1]))
+    yield ""
 
 
 def generated() -> str:

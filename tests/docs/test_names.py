@@ -23,6 +23,7 @@ METRIC = re.compile(
     r"`((?:actor|advantage|batch|bts|episodes|hacking|perf|reward_calls|reward|rollout|staleness|tag)/[\w/]+)`"
 )
 FILE = re.compile(r"`((?:verl_digen|tests|examples|recipes|patches)/[\w/.]+\.(?:py|yaml|sh|md|json|txt))(?:::\w+)?`")
+SETUP = (ROOT / "setup.py").read_text()
 OPEN = ("digen.reward.functions", "digen.reward.recipe_functions", "digen.environment.options")
 """Mappings whose keys are the user's."""
 
@@ -139,19 +140,25 @@ def test_links_of_the_readme_lead_to_files():
         assert links and not [link for link in links if not (ROOT / link).exists()]
 
 
-def test_every_page_is_in_the_navigation():
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+PAGE_BYTES, DOCS_BYTES = 12_000, 240_000
+"""A page, apart from the generated one, and all pages."""
 
-    def pages(items) -> Iterator[str]:
-        for item in items:
-            if isinstance(item, str):
-                yield item
-            else:
-                for below in item.values():
-                    yield from pages(below)
 
-    found = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
-    assert sorted(pages(nav)) == sorted(found)
+def test_every_page_is_in_the_navigation_and_short():
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+    def pages(item) -> Iterator[str]:
+        if isinstance(item, str):
+            yield item
+        else:
+            for below in item.values() if isinstance(item, dict) else item:
+                yield from pages(below)
+
+    found = {path.relative_to(ROOT / "docs").as_posix(): path.stat().st_size for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(pages(site["nav"])) == sorted(found)
+    assert [name for name, size in found.items() if size > PAGE_BYTES] == [PAGE.name]
+    assert sum(found.values()) <= DOCS_BYTES, "take away what a reader does not need"
+    assert site.get("repo_url") == re.search(r'(?m)^HOME: str \| None = (?:"(.*)"|None)$', SETUP)[1]  # type: ignore[index]
 
 
 def test_the_page_of_the_configuration_is_what_the_dataclasses_say():

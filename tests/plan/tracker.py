@@ -200,7 +200,7 @@ def line(case: Case, num_ranks: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipes", nargs="*", help="names of recipes; none: all")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8])
     parser.add_argument("--cards", action="store_true", help="recipes of one card")
     parser.add_argument("--large", action="store_true", help="the sizes above the recipes'")
     parser.add_argument("--only", type=int, metavar="NUMBER", nargs="+", help="numbers of the cases, from 0")

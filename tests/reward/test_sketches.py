@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rewards that docs/extending.md shows work as they stand there."""
+"""The rewards and the objective in docs/extending.md work as they stand there."""
 
 import re
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 def sketches() -> list[str]:
-    section = PAGE.read_text().split("## A reward model on a GPU")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## A reward class")[1].split("\n## ")[0]
     return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
@@ -81,7 +81,7 @@ KNOWN: dict[str, Any] = {
 
 
 def test_a_sketched_objective_can_be_registered_and_computed():
-    section = PAGE.read_text().split("## An objective of your own")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("## An objective\n")[1].split("\n## ")[0]
     code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
     exec(compile(code, PAGE.name, "exec", dont_inherit=True), dict(KNOWN))
     objective = find_objective("my_matching")

@@ -41,21 +41,19 @@ class Outside:
     exact with any value: their recorded log-probs belong to its steps, given the latents where it begins."""
 
     cache: Annotated[float, In("[0, 1)"), "0.1 is usual; 0 evaluates the network at every step"] = 0.0
-    """A step outside the window takes the velocity of the last network evaluation again, if the velocity is predicted
-    to have changed by less than this share of its norm since then; each sample decides by itself
-    (`verl_digen.algorithms.step_cache`). 0: every step evaluates the network. For solver euler, on `diffusers`
-    replicas, without trainers that assist."""
+    """A step outside the window reuses the velocity of the last network evaluation if it is predicted to have changed
+    by less than this share of its norm; each sample decides by itself (`verl_digen.algorithms.step_cache`). 0: off. For
+    solver euler on `diffusers` replicas, without trainers that assist."""
     cache_max_skips: Annotated[int, In("[1, inf]"), "2 is usual; outside.cache=0 skips none"] = DEFAULT_MAX_SKIPS
-    """Most steps in a row that take one velocity again."""
+    """Most steps in a row that reuse one velocity."""
     solver_before: Annotated[float, In("(0, 1]")] = 1.0
-    """Share of the steps before the window that `digen.sampling.solver` takes, rounded up; the others are passed over
-    and each taken step is longer."""
+    """Share of the steps before the window that the solver takes, rounded up; each taken step is longer."""
     solver_after: Annotated[float, In("(0, 1]")] = 1.0
     """Share of the steps after the window, likewise. 0.4 in MixGRPO-Flash, with solver dpm2."""
     fp8: bool = False
-    """Multiply in fp8 (e4m3; a scale per token and per output channel) in the linear layers of the repeated blocks at
-    steps outside the window; a replica keeps a byte more per weight of them. For devices with fp8 such as H100, on
-    `diffusers` replicas of one device, without `digen.compile`, without trainers that assist."""
+    """Multiply in fp8 (e4m3; a scale per token and per output channel) in the linear layers of the repeated blocks
+    outside the window; a replica keeps one more byte per weight. For devices with fp8 such as H100, on `diffusers`
+    replicas of one device, without `digen.compile` and trainers that assist."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.sampling.outside.")

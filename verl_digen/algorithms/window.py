@@ -43,8 +43,8 @@ class WindowConfig:
     range: tuple[int, int] | None = None
     """consecutive: (lo, hi), the window lies within steps lo .. hi-1. null: the first half, (0, T // 2)."""
     shift_every: Annotated[int | None, In("[1, inf]"), "null keeps the window where it is"] = None
-    """consecutive: optimizer steps after which `range` moves on by one denoise step; past the schedule's end
-    it starts over (MixGRPO, with size = hi - lo: 25, MixGRPO-Flash 20). null: it stays."""
+    """consecutive: optimizer steps after which `range` moves on by one denoise step; it starts over at the schedule's
+    end (MixGRPO, with size = hi - lo: 25, MixGRPO-Flash 20). null: it stays."""
     fraction: Annotated[float, In("(0, 1]")] = 0.6
     """fraction: share of the stochastic steps that is trained, at least one step. 0.6 in DanceGRPO."""
 

@@ -66,22 +66,21 @@ class DigenConfig:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     """Timeouts of everything the run waits for, see `verl_digen.processes.deadlines`."""
     attention_backend: str = NATIVE
-    """Attention kernel of the network, by diffusers' name (`verl_digen.attention`): native leaves the choice to
-    PyTorch, flash is flash-attn's, _flash_3_hub FlashAttention 3. Kernels without masks have texts of one length in
-    each forward: then more tiles, and guidance in two forwards. For trainer and replicas;
-    `digen.rollout.attention_backend` for the replicas alone."""
+    """Attention kernel by diffusers' name (`verl_digen.attention`), for trainer and replicas: native is PyTorch's
+    choice, flash is flash-attn, _flash_3_hub FlashAttention 3. Without masks, a forward has texts of one length: more
+    tiles, and guidance in two forwards."""
     compile: bool = False
-    """Compile the repeated blocks with `torch.compile` (inductor). The first calls of each kind take seconds to minutes
-    longer. For trainer and replicas; `digen.rollout.compile` for the replicas alone."""
+    """Compile the repeated blocks with `torch.compile` (inductor), for trainer and replicas. The first calls of each
+    kind take seconds to minutes longer."""
     max_refills_per_step: Annotated[int | None, In("[0, inf]"), "null means as many as the batch has prompts"] = None
     """Maximum groups replaced per step because a sample failed; 0: none. null: the number of prompts of a batch."""
     num_logged_images: Annotated[int, In("[0, inf]"), "0 logs none"] = 16
     """Validation prompts shown in the picture grids."""
     num_logged_groups: Annotated[int, In("[0, inf]"), "0 logs none"] = 4
-    """Training groups of which the best and the worst sample are shown, in a step that is a multiple of
-    `logged_groups_every`; 0: none, and no distributions of rewards either."""
+    """Training groups whose best and worst sample are shown every `logged_groups_every` steps; 0: none, and no
+    distributions of rewards."""
     logged_groups_every: Annotated[int, In("[1, inf]"), "digen.num_logged_groups=0 shows none"] = 10
-    """Steps from one step whose training groups are shown to the next."""
+    """Steps between two steps whose training groups are shown."""
     report: bool = True
     """Keep `report.html` of the run up to date, about once a minute, in a process beside the run. `digen report RUN`
     writes it too."""

@@ -34,11 +34,10 @@ class PoolSettings:
     max_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]")] = 8
     """Maximum samples of one call."""
     batch_wait_s: Annotated[float, In("[0, inf]")] = 0.05
-    """Time in s that a call with fewer samples waits after each sample for a further one."""
+    """Time in s that a call with fewer samples waits after each sample for another."""
     timeshare: bool = False
-    """True: one process on each device of the trainer and its replicas, in place of `num_workers` and `num_gpus`. The
-    reward's weights are on the device while the reward scores, and in host memory while replicas generate and the
-    trainer trains; samples are scored once all of the batch are generated."""
+    """True: one process on each device of the trainer and its replicas, in place of `num_workers` and `num_gpus`. It
+    scores when all samples of the batch are generated, and its weights wait in host memory otherwise."""
 
 
 @dataclass(frozen=True)
@@ -123,21 +122,16 @@ class RewardConfig:
     """Rewards of a sample. verl's `reward.custom_reward_function` is added as `custom`."""
 
     functions: Any = None
-    """Name -> weight, or a mapping of `weight`, `reward` (what the name stands for, where it is no built-in name or
-    import path itself), `when` (always, or validation: training samples are not scored), `gold` (true: a reward of
-    weight 0 that `hacking` watches, at validation alone unless `when` says otherwise), `data_sources` (list: it scores
-    prompts of these alone), `num_workers`, `num_gpus`, `max_batch_size`, `batch_wait_s` (a pool of its own),
-    `timeshare` (true: it takes turns with the replicas on their devices), and arguments. A weight of 0 only logs.
-    null: `recipe_functions`."""
+    """Name -> weight, or a mapping of keys (`weight`, `reward`, `when`, `gold`, `data_sources`, the pool's keys below,
+    and arguments; docs/rewards.md has the table). A weight of 0 only logs. null: `recipe_functions`."""
     recipe_functions: dict[str, Any] = field(default_factory=dict)
     """The recipe's rewards, in the form of `functions`, which replaces them all; `recipe_functions.NAME=...` adds one,
     or changes one."""
     custom_weight: float = 1.0
     """Weight of `reward.custom_reward_function`, if there is one."""
     combine: str = "sum"
-    """sum: the reward is the weighted sum. gdpo: each reward is normalised in its group, then the weighted sum of these
-    is what `digen.advantage` scales. Or package.module.function, or FILE.py:function, of (values, weights) by name,
-    which returns the reward."""
+    """sum: the weighted sum. gdpo: the weighted sum of rewards that are each normalised in their group. Or
+    package.module.function or FILE.py:function of (values, weights) by name, which returns the reward."""
     max_retries: Annotated[int, In(f"[0, {MAX_RETRIES}]")] = 2
     """Retries before a sample fails: of a reward that raised, and of a sample whose reward worker died."""
     timeout_s: Annotated[float, In("(0, inf]")] = 300.0

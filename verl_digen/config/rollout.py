@@ -27,49 +27,43 @@ class RolloutConfig:
     """Settings of diffusion replicas that verl's `actor_rollout_ref.rollout` lacks."""
 
     max_batch_size: Annotated[int | str, In(f"[1, {MAX_SAMPLES}]", "auto"), "memory decides"] = 8
-    """Maximum samples that a replica denoises together (memory decides). auto: as many as fit into the device's memory,
-    64 at most, on a `diffusers` replica or one rank that generates; measured at the first batches of each kind, and
-    halved if one runs out of memory nevertheless. On a CPU and in `vllm_omni` replicas it is 8. Chunks of separate
-    pools are cut, and memory is planned, for 8 too."""
+    """Most samples that a replica denoises together. auto: as many as fit, at most 64, on a `diffusers` replica or one
+    rank that generates; measured at the first batches of each kind, and halved if one runs out of memory. On a CPU, in
+    `vllm_omni` replicas, for chunks of separate pools and in plans auto is 8."""
     split_guidance: bool | str = "auto"
-    """Run the two branches of classifier-free guidance one after the other, in half the memory, rather than in one
-    forward, while a `diffusers` replica or the trainer generates. auto: a replica, or one rank that generates, does
-    where both together would not fit, measured at the first step of each kind of batch; never on a CPU. The numbers
-    differ by rounding."""
+    """Run the two branches of guidance in two forwards, in half the memory, while a `diffusers` replica or the trainer
+    generates. auto: where one forward would not fit, measured at the first step of each kind of batch, on a replica or
+    one rank that generates; never on a CPU. The numbers differ by rounding."""
     encoders: Annotated[str, OneOf(ENCODERS)] = AUTO
-    """Place of the text encoders of a `diffusers` replica, or of a rank that generates, between two encodings. device:
-    on its device. host: in host memory; to encode they take the transformer's place on the device, once for all prompts
-    that wait, which costs a copy of both to the device. before: nowhere; all prompts of the run are encoded before any
-    transformer is loaded, and read from `conditions_dir`. auto: on the host, if they and the transformer take more than
-    half of the device's memory. On a CPU nothing moves; a `vllm_omni` replica keeps them on its device."""
+    """Place of the text encoders of a `diffusers` replica, or of a rank that generates. device: beside the transformer.
+    host: in host memory; to encode all waiting prompts they take the transformer's place. before: nowhere; all prompts
+    are encoded before any transformer is loaded, into `conditions_dir`. auto: host, if they and the transformer take
+    more than half of the device. Without effect on a CPU and for `vllm_omni` replicas."""
     conditions_dir: str = "~/.cache/verl_digen/conditions"
-    """Folder of `encoders=before`, which all nodes share. Later runs with the same encoders read what is there."""
+    """Folder of `encoders=before`, shared by all nodes and reused by later runs with the same encoders."""
     conditions_gb: Annotated[float, In("(0, inf]")] = 100.0
-    """Largest size of that folder in GB. What was not used for longest leaves it."""
+    """Largest size of that folder in GB; the least recently used conditions are removed."""
     attention_backend: str | None = None
-    """Attention kernel of the replicas. null: as the trainer, `digen.attention_backend`; a `vllm_omni` replica runs its
-    own kernel of that kind, unless `engine_kwargs.vllm_omni.diffusion_attention_backend` names one. Other kernels than
-    the trainer's round differently, which `rollout/log_prob_gap_max` shows."""
+    """Attention kernel of the replicas. null: `digen.attention_backend`; a `vllm_omni` replica runs its own kernel of
+    that kind, unless `engine_kwargs.vllm_omni.diffusion_attention_backend` names one. Different kernels round
+    differently, see `rollout/log_prob_gap_max`."""
     compile: bool | None = None
-    """Compile the repeated blocks of a `diffusers` replica. null: as the trainer, `digen.compile`. A `vllm_omni`
-    replica compiles by `actor_rollout_ref.rollout.enforce_eager`."""
+    """Compile the repeated blocks of a `diffusers` replica. null: `digen.compile`. A `vllm_omni` replica compiles by
+    `actor_rollout_ref.rollout.enforce_eager`."""
     decode_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]"), "memory decides"] = 4
-    """Maximum pictures that a VAE decodes together, in `diffusers` replicas and in trainers that generate; videos are
-    decoded one by one. What runs out of memory is decoded one by one, and one that does, in tiles. A picture of 1024 px
-    takes about 1.6 GB while it is decoded (calculated for FLUX's VAE in bf16).
-    A `vllm_omni` replica decodes one by one."""
+    """Most pictures that a VAE decodes together, in `diffusers` replicas and trainers that generate; videos and
+    `vllm_omni` replicas decode one by one. What runs out of memory is decoded one by one, then in tiles. A picture of
+    1024 px takes about 1.6 GB (calculated for FLUX's VAE in bf16)."""
     batch_wait_s: Annotated[float, In("[0, 600]")] = 0.05
-    """Time that a `diffusers` replica waits after each request for a further one before it starts a batch that is not
-    full; a `vllm_omni` replica too, if its pipeline runs in one go, but at most five times as long in total. With step
-    execution it adds requests to a running batch. A chunk of separate pools starts when all its samples are there; only
-    requests of colocated runs, validations and episodes wait."""
+    """Time that a `diffusers` replica waits after each request for another before it starts a batch that is not full; a
+    `vllm_omni` replica whose pipeline runs in one go at most five times as long in total. Only for requests of
+    colocated runs, validations and episodes: a chunk of separate pools starts when it is complete."""
     num_kept_adapters: Annotated[int, In(f"[2, {MAX_SAMPLES}]")] = 4
     """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
-    while requests in flight use that many versions."""
+    while that many are in use."""
     update_timeout_s: Annotated[float, In("(0, inf]")] = 600.0
-    """Longest wait in s between two parts of a weight update of a replica, on either side. The trainer
-    gathers a tensor of a sharded model between two parts, which takes seconds; `digen.deadlines.train_s` bounds the
-    whole update."""
+    """Longest wait in s between two parts of a replica's weight update, on either side; `digen.deadlines.train_s`
+    limits the whole update."""
     allow_untested_versions: bool = False
     """Start a `vllm_omni` replica with other versions of vLLM and vLLM-Omni than those it was tested with."""
     embed_cache_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]")] = 1024
@@ -83,9 +77,9 @@ class RolloutConfig:
     latents_dtype: Annotated[str, OneOf(DTYPES)] = "float32"
     """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
     max_log_prob_gap: Annotated[float | None, In("(0, inf]"), "null turns the gate off"] = None
-    """Largest difference, in nats, between a recorded log-prob and the trainer's own before the run stops
-    (`rollout/log_prob_gap_max`). null: it is only reported, because what is healthy depends on dtype and noise level:
-    fp32 shows 1e-5. In bf16, set it to about ten times the value of the run's first steps."""
+    """Largest difference, in nats, between a recorded log-prob and the trainer's (`rollout/log_prob_gap_max`) before
+    the run stops. null: only reported. fp32 shows 1e-5; in bf16, set it to about ten times the value of the first
+    steps."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.rollout.")

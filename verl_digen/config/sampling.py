@@ -37,17 +37,16 @@ class SamplingConfig:
     """Frames of a video; 1 is an image."""
     size_from_image: bool = False
     """true: a picture or video has the shape of an image of its prompt and about the area of height_px x width_px, by
-    the rule of `image_sizes`; false: every one is height_px x width_px."""
+    the rule of `image_sizes`; false: height_px x width_px."""
     image_sizes: Annotated[str, OneOf(IMAGE_SIZES)] = "qwen_image_edit"
-    """The model pipeline's rule for sizes of images (`verl_digen/image_sizes.py`).
-    qwen_image_edit: sides in multiples of 32 px; the last image shapes the picture. flux_kontext: an image is read at
-    one of FLUX.1 Kontext's 17 sizes, scaled; the picture's sides are multiples of 16 px. flux2: an image is only ever
-    made smaller; sides are multiples of 16 px, and the first image shapes the picture. wan, wan_ti2v: sides of a video
-    are multiples of 16 or 32 px, at most the area. hunyuan_video15: a list of sizes in steps of 16 px. With the last
-    three the network reads an image at the size of the video, with the others at `image_px`."""
+    """Rule of the model's pipeline for sizes (`verl_digen/image_sizes.py`). qwen_image_edit: multiples of 32 px, the
+    shape of the last image. flux_kontext: an image is read at one of 17 sizes; multiples of 16 px. flux2: images only
+    shrink; multiples of 16 px, the shape of the first image. wan, wan_ti2v: multiples of 16 or 32 px within the area.
+    hunyuan_video15: a list of sizes in steps of 16 px. The last three read an image at the size of the video, the
+    others at `image_px`."""
     image_px: Annotated[int, In(f"[{SIDE_MULTIPLE}, {MAX_SIDE_PX}]")] = DEFAULT_IMAGE_PX
-    """Side of the square whose area an edit model reads each image of a prompt at, with the image's shape. 1024 is that
-    of the pipelines; less costs less: an image has as many tokens as a picture of its size."""
+    """Side of the square whose area an edit model reads each image of a prompt at, in the image's shape. 1024 as in the
+    pipelines; a smaller image has fewer tokens."""
     planned_images: Annotated[int | None, In("[0, inf]"), "null is the least that the model reads"] = None
     """Images of a prompt that `digen plan` and the FLOPs of a step count; null is the least that the model reads."""
     num_steps: Annotated[int, In(f"[2, {MAX_STEPS}]"), USUAL_STEPS] = 10
@@ -57,15 +56,13 @@ class SamplingConfig:
     negative_prompt: str = " "
     """Negative prompt of every sample whose data row names none; used with guidance only."""
     shared_initial_noise: bool = False
-    """All samples of a group start from the same noise in training (DanceGRPO's choice); in validation, which takes no
-    noise afterwards, each has its own. With a window that begins later
-    (`digen.window.kind=consecutive`), a `diffusers` replica runs the steps before it once for all samples of a group
-    that it denoises together."""
+    """All samples of a group start from the same noise in training (DanceGRPO). With a window that begins later
+    (`digen.window.kind=consecutive`), the steps before it run once for all samples of a group in a batch."""
     solver: Annotated[str, OneOf(SOLVERS)] = "euler"
-    """Solver of the steps that no window makes stochastic, in training. euler; ddim, another name of it: for flow
-    matching DDIM without noise is Euler's step. dpm2 (second-order multistep DPM-Solver++; MixGRPO-Flash, DiffusionNFT)
-    and unipc (UniPC of order 2, which Wan's checkpoints name) are closer to the ODE's solution for as many forwards. sa
-    (SA-Solver; AWM) takes noise of its own, and is for objectives that train finished pictures."""
+    """Solver of the deterministic steps in training. euler, or ddim, the same for flow matching. dpm2 (second-order
+    multistep DPM-Solver++; MixGRPO-Flash, DiffusionNFT) and unipc (UniPC of order 2, as Wan's checkpoints) are closer
+    to the ODE's solution at the same cost. sa (SA-Solver; AWM) takes noise, for objectives that train finished
+    pictures."""
     sa_noise: Annotated[float, In("[0, inf)")] = 0.4
     """Noise of solver sa: 0.4 for GenEval and OCR, 0 for PickScore in AWM's recipes."""
     sa_low: float = 0.3

@@ -53,6 +53,6 @@ class PlacementConfig:
     generator_accelerator: str | None = None
     """Type of the `actor_rollout_ref.rollout.nnodes` x `n_gpus_per_node` devices (`recipe=...+disaggregated`)."""
     reward_accelerator: str | None = None
-    """Type of the nodes of all reward workers: the `reward.num_workers` that hold functions, which divide the devices
-    of `reward.reward_model.{nnodes,n_gpus_per_node}` where `reward.reward_model.enable_resource_pool` is true, and the
+    """Type of the nodes of all reward workers: the `reward.num_workers`, which divide the devices of
+    `reward.reward_model.{nnodes,n_gpus_per_node}` if `reward.reward_model.enable_resource_pool` is true, and the
     `num_workers` of each reward of `digen.reward.functions`."""

@@ -54,17 +54,16 @@ class GapConfig:
     """Samples of one group that a slot generates together. auto: a group is spread over all replicas, within what
     `digen.rollout.max_batch_size` lets a replica denoise at once. 1: every sample is sent on its own."""
     slots_per_replica: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
-    """Chunks in flight per replica: one that it generates, and others that wait, so that it is busy while samples are
-    sent and the next chunk is requested. auto: 2; with `digen.tag.policy` 1, because the trainer cannot generate a
-    chunk that waits; with `digen.environment` 1, where it is the number of episodes."""
+    """Chunks in flight per replica: one is generated, the others wait there, so that the replica stays busy between
+    chunks. auto: 2; 1 with `digen.tag.policy`, because the trainer cannot generate a chunk that waits, and with
+    `digen.environment`, where it is the number of episodes."""
     min_groups_per_fragment: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
-    """A smaller fragment trains only when no further group is expected. auto: what is ready trains, unless a group
-    that is expected soon joins it and the batch then ends earlier, by the measured fixed part of a training call and
-    the predicted times, and no assist may fill the time. 1: what is ready trains at once."""
+    """A smaller fragment trains only when no further group is expected. auto: ready groups train, unless waiting for
+    the next group is predicted to end the batch earlier and no assist may fill the time. 1: ready groups train at
+    once."""
     max_groups_per_fragment: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
-    """Groups that completed while the trainer was busy merge into one fragment up to this. auto: 8, or where
-    these have fewer than 3 rows per rank as many as have a sample for every rank, at most a quarter of the batch;
-    chosen by simulation, see `verl_digen.schedulers.rules`."""
+    """Most groups that merge into one fragment while the trainer is busy. auto: 8, or if these have fewer than 3 rows
+    per rank, a sample for every rank and at most a quarter of the batch (`verl_digen.schedulers.rules`)."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.gap.")
@@ -100,7 +99,7 @@ class QueueConfig:
     replicate_prompts: bool = True
     """Samples of a group are sent independently. False: a whole group per slot."""
     extra_prompts: Annotated[int, In("[0, 10000]"), "0: none"] = 0
-    """Groups begun in addition to the batch's; once enough are complete, the surplus is dropped."""
+    """Groups begun in addition to the batch's; the surplus is dropped once enough are complete."""
     drop_zero_spread: bool = False
     """A group whose rewards are all equal carries no gradient: it is dropped and replaced, within
     `digen.max_refills_per_step`."""
@@ -137,9 +136,9 @@ class StalenessConfig:
     """Limits on how far generation may run ahead of training on separate pools. Every group records its one version."""
 
     max_versions: Annotated[int, In("[0, inf]"), "0 is on-policy"] = 0
-    """Versions that a group may be behind the weights it trains. 0: strictly on-policy. 1: TCSS; a replica without a
-    chunk left begins the next batch under the weights it has, where the trainer assists with groups that end before it
-    would have generated them. More: bounded asynchrony, with an off-policy loss."""
+    """Versions that a group may be behind the weights it trains. 0: strictly on-policy. 1: TCSS; a replica without work
+    begins the next batch under its current weights; if the trainer assists, only with groups that end before it would
+    have generated them. More: bounded asynchrony, with an off-policy loss."""
     fraction: Annotated[float, In("(0, 1]"), "digen.staleness.max_versions=0 turns staleness off"] = 1.0
     """Share of a batch that may be `max_versions` behind; the whole batch may be less behind. ROLL Flash's
     async_generation_ratio is max_versions - 1 + fraction."""

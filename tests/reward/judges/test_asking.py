@@ -139,8 +139,8 @@ def test_a_picture_is_made_smaller_and_never_larger(size, fits):
     assert fitted(Image.new("RGB", size), 64).size == fits
 
 
-# -- the examples of docs/rewards.md are what Hydra takes from a shell, and pass the checks of a run ---------
-PAGE = Path(__file__).parents[3] / "docs" / "rewards.md"
+# -- the examples of docs/judges.md are what Hydra takes from a shell, and pass the checks of a run ---------
+PAGE = Path(__file__).parents[3] / "docs" / "judges.md"
 
 
 def examples() -> list[str]:

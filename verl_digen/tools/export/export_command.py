@@ -7,7 +7,7 @@
 RUN is a run's folder, its trainer.default_local_dir. Shards of all ranks are put together on the CPU; no GPU, no Ray.
 Formats: diffusers (networks, or an adapter for load_lora_weights), peft (an adapter), merged (base + adapter),
 comfyui (an adapter).
-See docs/export.md.
+See docs/checkpoints.md.
 
 Exit code 0, or 2 if nothing could be exported; then nothing is left behind.
 """
