@@ -37,6 +37,7 @@ from verl_digen.data.splits import name_splits
 from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
+from verl_digen.observe.health import gap_metrics
 from verl_digen.observe.metrics import training_metrics
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.pool_sizes import has_reward_model
@@ -267,6 +268,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         found = result_metrics(self._result, times, num_devices=num_devices, trained_version=global_steps - 1)
         found |= utilisation(self._result, found, num_steps=self.digen.num_generation_steps, devices=self._pool_devices)
         found |= {
+            **gap_metrics(found, self._output.clip_width),
             "perf/save_s": saving_s,
             **self._replicas.metrics(published=global_steps),
             "training/global_step": global_steps,
