@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster in this process whose workers start with their imports done (`tests/fork_server.py`).
+"""A Ray cluster in this process whose workers start with their imports done, and the server that forks them.
 
-An actor that needs PyTorch and verl is ready after 2 s of a core in place of 6.
+An actor that needs PyTorch and verl is ready after 2 s of a core in place of 6. Ray and verl are imported by each
+process: many clusters and jobs, with variables of their own, share one server.
 """
 
 import os
@@ -9,18 +10,31 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest import mock
 
+import psutil
 import ray
 
-from tests.fork_server import shared_server
+from verl_digen.processes.forks import ForkServer, start
 
 # Ray's workers are nice (15) by default: beside other tests on the same cores they would get about 1 % of them.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name is Ray's
 
 NUM_STARTS = 3
 """Ray gives its own processes 30 s to start, a number in its code; on busy cores they may need longer."""
+
+
+@cache
+def shared_server() -> ForkServer:
+    """The server of this process; it forks for `-m MODULE` too."""
+    return start({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}, modules=(), with_modules=True)
+
+
+def forked() -> list[psutil.Process]:
+    """The processes that it forked and that are alive, and their children."""
+    return psutil.Process(shared_server().process.pid).children(recursive=True)
 
 
 @contextmanager

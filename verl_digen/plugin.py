@@ -8,7 +8,7 @@ callbacks that fill verl's registries when verl imports the modules that own the
 | --- | --- | --- |
 | now | platform `cpu` | every process |
 | `omegaconf` | resolver of the recipes' `rollout.name` | every process |
-| `hydra` | `recipe=NAME` on verl's main | driver |
+| `hydra` | `recipe=NAME` on verl's main; its fork server, on one machine without accelerator | driver |
 | `verl.trainer.ppo.v1` | trainers | task runner |
 | `verl.workers.engine` | training engine | trainer ranks |
 | `verl.workers.rollout.replica` | replicas | task runner |
@@ -43,6 +43,10 @@ def _register_recipes() -> None:
     from verl_digen.recipe_source import register
 
     register()
+
+
+def _start_fork_server() -> None:
+    importlib.import_module("verl_digen.processes.forked_run").start_early()
 
 
 def _register_resolver() -> None:
@@ -100,6 +104,7 @@ def _reporting_failure(noun: str, register: Callable[[], None]) -> Callable[[], 
 _reporting_failure("platform", _register_platform)()
 after_import("omegaconf", _reporting_failure("resolver", _register_resolver))
 after_import("hydra", _reporting_failure("recipes", _register_recipes))
+after_import("hydra", _reporting_failure("fork server", _start_fork_server))
 after_import("verl.trainer.ppo.v1", _reporting_failure("trainers", _register_trainers))
 after_import("verl.workers.engine", _reporting_failure("engine", _register_engine))
 after_import("verl.workers.rollout.replica", _reporting_failure("replicas", _register_replicas))

@@ -2,7 +2,7 @@
 """Runs of verl's own main entry: real Ray, TransferQueue, FSDP2 on gloo.
 
 `three_steps` starts as a user types it. The processes of the other runs are forks that have PyTorch and other libraries
-imported already (`tests/fork_server.py`), which saves most of a short run's time.
+imported already (`tests/local_ray.py`), which saves most of a short run's time.
 """
 
 import json
@@ -21,8 +21,7 @@ import psutil
 import pytest
 import torch
 
-from tests.fork_server import shared_server
-from tests.local_ray import NUM_STARTS
+from tests.local_ray import NUM_STARTS, forked, shared_server
 from tests.reward.judges.chat_server import ChatServer, likely, pictures_in
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.engine.saved_state import SavedState
@@ -107,7 +106,7 @@ def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: floa
     except subprocess.TimeoutExpired:
         kill_all(process)
         raise AssertionError(f"the run goes on after {timeout_s} s: {_log_of(run_dir).read_text()[-5000:]}") from None
-    for left in shared_server().processes():  # one that a test has stopped cannot end, and looks like the next run's
+    for left in forked():  # one that a test has stopped cannot end, and looks like the next run's
         with suppress(psutil.NoSuchProcess):
             left.kill()
     return Run(process.returncode, _log_of(run_dir).read_text(), run_dir)
@@ -137,7 +136,7 @@ def run_main(
 
 def processes_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """Processes of a run that goes on; no other run of this pytest process may."""
-    return psutil.Process(process.pid).children(recursive=True) + shared_server().processes()
+    return psutil.Process(process.pid).children(recursive=True) + forked()
 
 
 def trained_weights(run_dir: Path, step: int, policy: str = "current") -> dict[str, torch.Tensor]:

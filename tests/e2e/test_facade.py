@@ -11,7 +11,7 @@ import torch
 
 from tests.contracts.test_verl_surface import replaced
 from tests.e2e.conftest import CHECKPOINT, ROOT, SGD, SMALL, Run, assert_succeeded, run_main, trained_weights
-from tests.fork_server import shared_server
+from tests.local_ray import shared_server
 from verl_digen.models import load_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]

@@ -17,7 +17,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from tests.fork_server import shared_server
+from tests.local_ray import shared_server
 
 Compose = Callable[..., DictConfig]
 

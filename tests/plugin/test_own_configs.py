@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
-from tests.fork_server import shared_server
+from tests.local_ray import shared_server
 from tests.plugin.conftest import start_main
 from verl_digen.preflight.recipes import check_recipes, named_recipes
 

@@ -8,7 +8,7 @@ from hydra._internal.core_plugins.importlib_resources_config_source import Impor
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from omegaconf import OmegaConf
 
-from tests.fork_server import shared_server
+from tests.local_ray import shared_server
 from tests.plugin.conftest import start_main
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.unknown import unknown_problems

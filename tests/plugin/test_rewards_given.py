@@ -85,7 +85,9 @@ def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main,
 def test_a_run_says_its_reward_at_start_and_warns_if_it_saves_nothing(
     start, runnable, capsys, tmp_path, save_freq, lines
 ):
-    config = start(*runnable, f"trainer.save_freq={save_freq}", f"trainer.default_local_dir={tmp_path}/run")
+    no_forks = "+ray_kwargs.ray_init.runtime_env.py_executable=python"
+    run_dir = f"trainer.default_local_dir={tmp_path}/run"
+    config = start(*runnable, f"trainer.save_freq={save_freq}", run_dir, no_forks)
     Callbacks(config).on_run_start(config=config, config_name="ppo_trainer")
     said = capsys.readouterr().err.splitlines()
     if lines is not None:

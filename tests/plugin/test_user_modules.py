@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from verl.utils.config import omega_conf_to_dataclass
 
 from tests import own_parts
-from tests.fork_server import shared_server
+from tests.local_ray import shared_server
 from verl_digen import cli, user_modules
 from verl_digen.config import digen_config
 from verl_digen.environments.host import EnvironmentWorker

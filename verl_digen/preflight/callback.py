@@ -21,7 +21,7 @@ import ray
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.errors import RunStopped, describe, plain
 from verl_digen.observe.run_files import END
@@ -30,6 +30,7 @@ from verl_digen.preflight.notes import notes
 from verl_digen.preflight.rules import check
 from verl_digen.preflight.run_folder import claim
 from verl_digen.preflight.start import save_start
+from verl_digen.processes.forked_run import fork_workers
 from verl_digen.trainer.checkpoint import newest_checkpoint, replace_text
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -75,6 +76,8 @@ class Preflight(Callback):
         if self._lock is not None:  # of the job before
             self._lock.close()
         self._notes, self._lock = _check_or_exit(config)
+        ray_init = OmegaConf.select(config, "ray_kwargs.ray_init")
+        fork_workers({} if ray_init is None else OmegaConf.to_container(ray_init, resolve=True))  # type: ignore[arg-type]
 
 
 def checked(config: DictConfig) -> tuple[list[str], IO[str]]:

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's side of `verl_digen.processes.forks`: when a run has a fork server, and when that starts.
+
+The server needs as long as the driver does to reach Ray. So verl's main starts it from the middle of its own imports,
+when the config is not known yet, with the variables of recipe `digen_cpu`; a run that has others starts a new one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import yaml
+from verl.plugin.platform import get_platform
+
+from verl_digen import recipes
+from verl_digen.cluster import joins_cluster
+from verl_digen.processes.forks import ForkServer, is_fork, start
+
+_servers: list[ForkServer] = []
+"""The server of this process, if there is one."""
+
+
+def start_early() -> None:
+    """Start the server if this process is verl's main with a recipe."""
+    main, *words = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else [""]
+    is_run = main == "verl.trainer.main_ppo" and not any(word.startswith("-") for word in words)
+    if is_run and any(word.startswith("recipe=") for word in words) and _is_alone(None):
+        _servers.append(start(_recipe_variables()))
+
+
+def fork_workers(ray_init: Mapping[str, Any]) -> None:
+    """Have Ray, which has not started yet, start the workers of this run as forks, where that is possible.
+
+    Args:
+        ray_init: the arguments that it will be started with. With an interpreter of the user's, there are no forks.
+    """
+    if is_fork() or ray.is_initialized():  # of a server that forks its workers too; for an earlier job
+        return
+    runtime_env = ray_init.get("runtime_env") or {}
+    variables = runtime_env.get("env_vars") or {}
+    has_own = _is_alone(ray_init.get("address")) and not runtime_env.get("py_executable")
+    if _servers and not (has_own and _servers[0].variables == variables):
+        _servers.pop().end()
+    if has_own:
+        if not _servers:
+            _servers.append(start(variables))
+        sys.executable = str(_servers[0].python)  # Ray starts workers with it
+
+
+def _is_alone(address: str | None) -> bool:
+    """True if this machine is the whole cluster and has no accelerator."""
+    return get_platform().device_name == "cpu" and not joins_cluster(address)
+
+
+def _recipe_variables() -> dict[str, str]:
+    file = Path(recipes.__path__[0]) / "digen_cpu.yaml"
+    return yaml.safe_load(file.read_text())["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]
