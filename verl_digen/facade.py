@@ -34,7 +34,7 @@ DECIDED_BY = {
     "tokenizer": "the checkpoint at actor_rollout_ref.model.path brings its own",
     "processor": "the checkpoint at actor_rollout_ref.model.path brings its own",
     "role_worker_mapping": "the ranks are DiffusionWorkers",
-    "resource_pool_manager": "trainer.nnodes and trainer.n_gpus_per_node, and with separate pools those of "
+    "resource_pool_manager": "trainer.nnodes and trainer.n_gpus_per_node, and with separate pools the keys of "
     "actor_rollout_ref.rollout, say which devices are taken",
     "ray_worker_group_cls": "the ranks are in verl's RayWorkerGroup",
     "train_dataset": "data.train_files names the prompts, and data.custom_cls.path and .name a class of your own",
@@ -134,7 +134,7 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         return self._by_hand.reward_loop_manager.compute_rm_score(batch)
 
     def compute_old_log_prob(self, batch: DataProto) -> DataProto:
-        """Evaluate `old_log_probs` [N, K], those of the recorded transitions under the current weights, and their means
+        """Evaluate `old_log_probs` [N, K] of the recorded transitions under the current weights, and their means
         `latent_sample_means` [N, K, ...]."""
         names = {"old_log_probs": "log_probs", "latent_sample_means": "latent_sample_means"}
         return self._evaluate("compute_log_prob", batch, names, compute_loss=False)

@@ -35,7 +35,7 @@ def _register_platform() -> None:
 
     from verl_digen.platforms.cpu import CpuPlatform
 
-    if "cpu" not in PlatformRegistry.registered_names():  # that of verl or another plugin takes precedence
+    if "cpu" not in PlatformRegistry.registered_names():  # verl's or another plugin's takes precedence
         PlatformRegistry.register(platform="cpu")(CpuPlatform)
 
 

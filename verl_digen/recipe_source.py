@@ -255,7 +255,7 @@ def _defaults(config: Any) -> list[Any]:
 
 
 def _names_parts(config: Container) -> bool:
-    """True if the config's defaults name a config of verl's actor, as those of `ppo_trainer` do."""
+    """True if the config's defaults name a config of verl's actor, as `ppo_trainer`'s do."""
     return any(str(key).endswith(PART) for entry in _defaults(config) if OmegaConf.is_dict(entry) for key in entry)
 
 

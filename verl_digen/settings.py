@@ -82,7 +82,7 @@ class EpisodeFacts:
     """Facts about the episode that a sample is. Written by the agent loop, read by the trainer and by metrics."""
 
     turns: tuple[Turn, ...]
-    """At least one. The sample's K points are those of its turns, in order."""
+    """At least one. The sample's K points are its turns' points, in order."""
     is_exceeded: bool = False
     """True if it ended at `digen.environment.max_turns`, and not because the environment was done."""
     num_retries: int = 0

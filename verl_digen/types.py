@@ -102,7 +102,7 @@ class SampleRequest:
     """Requests that it comes together with; no sample depends on it. None: others may follow at any time."""
 
     def noise_index(self, step: int) -> int:
-        """Number of the sample in its group whose noise a stochastic step takes: its own, or that of its node."""
+        """Number of the sample in its group whose noise a stochastic step takes: its own, or its node's."""
         return self.sample_index if self.tree is None else self.tree.node(self.sample_index, step)
 
     @property
@@ -159,7 +159,7 @@ class CleanRecord:
     """The end of a denoising path, and the K noise levels at which it is noised again when it trains."""
 
     clean: Tensor
-    """[...] the final latents, in the dtype they were sampled in; of an episode those of its turns, one after the other
+    """[...] the final latents, in the dtype they were sampled in; of an episode its turns', one after the other
     along the first dimension."""
     sigmas: Tensor
     """[K] fp32."""
@@ -278,9 +278,9 @@ class RewardCall:
     end_s: float
     num_samples: int
     num_queued: int
-    """Samples that waited in the same process when the call began, those of the call left out."""
+    """Samples that waited in the same process when the call began, without the call's."""
     counts: tuple[tuple[str, int], ...] = ()
-    """(name, number) of `Reward.take_counts` after the call, with those of failed calls since the last answer."""
+    """(name, number) of `Reward.take_counts` after the call, with failed calls' since the last answer."""
 
 
 @dataclass(frozen=True)

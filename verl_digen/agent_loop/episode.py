@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An episode as one sample: its turns' trajectories as one record, and what its environment said.
 
-Its K points are those of its turns, one after the other. So rewards, advantages, selection and scheduling see a sample,
+Its K points are its turns' points, one after the other. So rewards, advantages, selection and scheduling see a sample,
 and the engine finds the settings and conditions of a point by its turn.
 
-Invariant (tests/agent_loop/test_episodes.py): the points of the record are bitwise those of the turns.
+Invariant (tests/agent_loop/test_episodes.py): the points of the record bitwise equal the turns'.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Episode:
         }
 
     def scored(self, last: Score) -> Score:
-        """Reward of the episode: the sum of its turns' rewards, and `last`, that of the reward functions for its last
+        """Reward of the episode: the sum of its turns' rewards, and `last`, the reward functions' for its last
         picture."""
         total = sum(turn.result.reward for turn in self.played)
         details = {f"{ENVIRONMENT}/{name}": float(value) for name, value in self.played[-1].result.details.items()}

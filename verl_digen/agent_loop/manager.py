@@ -68,7 +68,7 @@ class ScoredSample:
 
     trajectory: Trajectory
     conditions: Mapping[str, ConditionPair]
-    """Key -> conditions, positive and negative, that the sample carries: its prompt's, or those of its turns."""
+    """Key -> conditions, positive and negative, that the sample carries: its prompt's, or its turns'."""
     tag: SampleTag
 
 
@@ -237,7 +237,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return is_group_logged(self.digen, step=step, number=group_number(uid), num_prompts=num_prompts)
 
     def _condition_key(self, facts: SampleFacts) -> str:
-        """Key of its prompt's conditions; the driver knows those of its own prompts, and so when each is unused. A
+        """Key of its prompt's conditions; the driver knows its own prompts' keys, and so when each is unused. A
         custom agent loop may rewrite a prompt: its groups share no conditions."""
         is_own = self.rollout_config.agent.default_agent_loop != SINGLE_TURN
         return own_condition_key(facts.uid, facts.condition_key) if is_own else facts.condition_key

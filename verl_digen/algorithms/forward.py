@@ -36,7 +36,7 @@ class NoiseLevels:
     """The noise levels of one group, one per point."""
 
     steps: tuple[float, ...]
-    """Positions in the schedule, ascending: 2 is the sigma of denoise step 2, 2.5 lies halfway to that of step 3."""
+    """Positions in the schedule, ascending: 2 is the sigma of denoise step 2, 2.5 lies halfway to step 3's."""
 
     def sigmas(self, schedule: Tensor) -> Tensor:
         """[K] the levels in a schedule of T steps, [T+1] fp32; linear between two steps."""

@@ -4,7 +4,7 @@
     p = sum over tensors and their elements of sign(name, element's number) * element
 
 - A sign depends only on the tensor's name and the element's number in the whole tensor. So a sharded tensor is
-  projected shard by shard: the shards' projections sum to that of the whole, however it is sharded.
+  projected shard by shard: the shards' projections sum to the whole's, however it is sharded.
 - The projections of two tensors differ by about the norm of the tensors' difference: the mean square over random signs
   is the squared norm.
 

@@ -134,7 +134,7 @@ def transition_mean(
     noise_level: Tensor | Numbers,
     sigma_max: Tensor | Numbers,
 ) -> Tensor:
-    """[N, ...] fp32 mean of x', bitwise that of the step which was taken; arguments and errors as in `sde_step`."""
+    """[N, ...] fp32 mean of x', bitwise as in the step that was taken; arguments and errors as in `sde_step`."""
     settings = {"law": law, "noise_level": noise_level, "sigma_max": sigma_max}
     return sde_step(velocity, sample, sigma, sigma_next, noise=torch.zeros_like(sample), **settings).mean
 
@@ -167,7 +167,7 @@ def step_weight(sigma: Tensor, sigma_next: Tensor, sigma_max: Tensor) -> Tensor:
 
 
 def _numbers(value: Tensor | Numbers) -> Numbers:
-    """Numbers to look up; those of a tensor are fp32, and others are read as fp32 when they are looked up first."""
+    """Numbers to look up; a tensor's are fp32, and others are read as fp32 when they are looked up first."""
     return _hashable(value.float().tolist()) if isinstance(value, Tensor) else value
 
 

@@ -10,13 +10,13 @@ and a step at sigma takes v2 again if rate (sigma2 - sigma) < threshold. Norms a
 - With Euler's step this is a longer step, chosen by each row for itself.
 - A stochastic step always evaluates the network: its log-prob is recorded.
 - A velocity is never taken again after a stochastic step (the noise has moved x), by another expert of the model, or
-  more than `max_skips` times in a row. The rate is that of the last two evaluations, also of those in a window: noise
+  more than `max_skips` times in a row. The rate is taken from the last two evaluations, also within a window: noise
   between them makes it larger, so that more steps are evaluated.
 - A row decides by its own velocities alone. Batches round differently, so a prediction that is within this rounding of
   the threshold can fall on either side of it.
 - Norms are fp32 on the device, and read once per step outside windows, which costs an accelerator one synchronisation.
 
-Invariants (tests/algorithms/test_step_cache.py): decisions and velocities are those of a slow reference, row by row;
+Invariants (tests/algorithms/test_step_cache.py): decisions and velocities equal a slow reference's, row by row;
 other rows have no part in them.
 
 Source: the prediction of EasyCache (arXiv 2507.02860), |change of output| = k |change of input|, for Euler steps of
@@ -125,7 +125,7 @@ class StepCache:
                 self._known[row] = _Known(now, sigma, expert, rate)
 
     def disturb(self, rows: Sequence[int]) -> None:
-        """Note that rows took a stochastic step: their last velocities are those of another x."""
+        """Note that rows took a stochastic step: their last velocities belong to another x."""
         for row in rows:
             if row in self._known:
                 self._known[row] = replace(self._known[row], is_disturbed=True)

@@ -209,7 +209,7 @@ class DigenConfig:
             f"digen.sampling.solver must be euler with digen.window.kind={self.window.kind}, where every step but "
             "the last is stochastic",
             self.sampling.solver,
-            "set digen.window.kind=consecutive, or leave it out; digen.sampling.val_solver is that of validation",
+            "set digen.window.kind=consecutive, or leave it out; digen.sampling.val_solver is for validation",
         )
         check_outside(self.sampling.outside, self.window, self.sampling.num_steps)
         require(

@@ -54,7 +54,7 @@ class RewardEntry:
     """None: a function that `reward.num_workers` processes share with the other functions. A class has a pool always;
     None gives it the defaults."""
     when: Literal["always", "validation"] = ALWAYS
-    """Samples that it scores: all, or those of validations."""
+    """Samples that it scores: all, or only validation samples."""
     is_gold: bool = False
     """True: higher is better, it is not trained on, and the alarm for hacking compares the trained reward with it."""
     data_sources: tuple[str, ...] | None = None

@@ -46,7 +46,7 @@ def build_transformer(
     """The transformer: real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, meta elsewhere.
 
     Some networks keep a few parameters in fp32 when they are loaded in another dtype (Wan: norms, time embedding).
-    FSDP2 trains the parameters of a unit in one dtype, so without an adapter all have that of `model_dtype`; a replica
+    FSDP2 trains the parameters of a unit in one dtype, so without an adapter all have `model_dtype`; a replica
     of the `diffusers` back end casts them then, too.
     """
     dtype = PrecisionType.to_dtype(engine_config.model_dtype)
@@ -63,7 +63,7 @@ def build_transformer(
 
 
 def _return_no_views(network: nn.Module, inputs: Any, output: Any) -> Any:
-    """Forward hook that copies outputs which are views, such as those of a last linear layer or reshape.
+    """Forward hook that copies outputs that are views, such as a last linear layer's or reshape's.
 
     FSDP2 gathers the weights for backward in a hook on the output, which an in-place operation on a view would drop. A
     copy is of the size of the latents.

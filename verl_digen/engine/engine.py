@@ -21,7 +21,7 @@ Colocated training is the same calls: one fragment of all groups, or one logical
 | forwards, of other policies too | `verl_digen.engine.policies` |
 
 Invariants (tests/engine)
-- The committed gradient is that of the serial loop over rows, whatever the fragments, their order, the number of
+- The committed gradient equals the serial loop's over rows, whatever the fragments, their order, the number of
   ranks and `digen.tsp.*`; also if the advantage scale is known only with the whole batch.
 - The ratio of an update's own first pass is exactly 1.
 - After `abort` weights, optimizer, copies, schedule and counters are bitwise as at `begin`.
@@ -156,7 +156,7 @@ class DiffusersFSDPEngine(VerlBatches):
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
-        """Add the gradient of complete groups, or of a part of one. Its only collectives are those of the forwards and
+        """Add the gradient of complete groups, or of a part of one. Its only collectives are in the forwards and
         backwards, and where tiles or recomputed blocks are automatic the ranks' agreement on the longest prompt.
 
         Returns:

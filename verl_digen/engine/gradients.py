@@ -116,7 +116,7 @@ def reduced_at_end(module: nn.Module, last: bool) -> Iterator[None]:
 
 
 def exempt_unused(module: nn.Module) -> None:
-    """Let a backward without reduction pass parameters that never ran, as those of another expert; call it between
+    """Let a backward without reduction pass parameters that never ran, such as another expert's; call it between
     forward and backward.
 
     FSDP2 looks for their unreduced gradient to cast it to the reduce dtype, and raises AttributeError, because the
@@ -141,7 +141,7 @@ def unreduced_bytes(module: nn.Module) -> int:
         if parameter.sharded_param.requires_grad:
             policy = parameter.mp_policy
             dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
-            total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor's numel is that of the whole
+            total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor's numel counts the whole
     return total
 
 

@@ -12,7 +12,7 @@ The terms are the objective's loss and, if `digen.kl.coef` > 0, the KL to the re
 | rollout | recorded at generation | recorded at generation |
 | unused | the loss does not read it | the same |
 
-Invariant: losses of tiles add up to that of the logical batch, because every mean divides by its `num_rows`.
+Invariant: losses of tiles add up to the logical batch's, because every mean divides by its `num_rows`.
 """
 
 from __future__ import annotations
@@ -122,9 +122,9 @@ class DiffusionLoss:
 
         Args:
             current: the rows under the weights that train, differentiable.
-            others: the `wanted` outputs of other policies; without `old`, those of `current`, detached, take its place.
+            others: the `wanted` outputs of other policies; without `old`, `current`'s, detached, take its place.
             rows: on the device of `current`, except for sigmas, which may stay on the host.
-            old_log_probs: [N] fp32; None takes those of `old`.
+            old_log_probs: [N] fp32; None takes `old`'s.
             num_rows: unmasked rows of the logical batch, over all ranks.
             joint: [N] fp32, the objective's joint column, if it has one.
             clamps: False does not clamp advantages, for those that are divided by their scale later.

@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FIRST = 2.0**16
-"""Scale of the first step; that of `torch.amp.GradScaler`, with which flow_grpo trains."""
+"""Scale of the first step, as in `torch.amp.GradScaler`, with which flow_grpo trains."""
 LARGEST = 2.0**24
 """Largest scale; apex's."""
 GROWTH_STEPS = 400

@@ -7,7 +7,7 @@
 - A checkpoint holds these options, too, and the place of the step counters follows from them. `settle` gives a loaded
   optimizer its own options back, so that a run continues one of either kind.
 
-Invariant (tests/engine/test_optimizer.py): weights are those of PyTorch's loop over tensors, to rounding, also after a
+Invariant (tests/engine/test_optimizer.py): weights equal PyTorch's loop over tensors, to rounding, also after a
 checkpoint of the other kind.
 """
 

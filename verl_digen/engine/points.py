@@ -88,7 +88,7 @@ class ForwardPoints:
     def make(
         self, samples: Sequence[FragmentSample], columns: Mapping[str, Sequence[Tensor]], picks: Picks
     ) -> tuple[Tensor, Tensor, Noised]:
-        """x = (1 - sigma) x_0 + sigma noise, in fp32; the noise is that of the sample, or group, and the point."""
+        """x = (1 - sigma) x_0 + sigma noise, in fp32; the noise belongs to the sample, or group, and the point."""
         clean, noise, sigmas = [], [], []
         for index, points in picks:
             sample = samples[index]

@@ -9,7 +9,7 @@
   for all blocks and stay. Copies are made on the stream that computes, without a wait of the host: the device's order
   of work is enough.
 - verl's own activation offload wraps each block and disables recomputation by the method of transformers'
-  models, which those of diffusers lack; blocks would be recomputed twice.
+  models, which diffusers' models lack; blocks would be recomputed twice.
 
 Invariants (tests/engine/test_recompute.py): the gradient is that without recomputation, and bitwise the same with and
 without offload; no input of an offloading block stays on the device between forward and backward.

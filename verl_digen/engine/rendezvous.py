@@ -23,7 +23,7 @@ from verl.single_controller.base.decorator import collect_all_to_all, dispatch_o
 logger = logging.getLogger(__name__)
 
 WINDOWS = (range(20_000, 30_000), range(50_000, 65_536))
-"""Ports to choose from. Below the first are those of Ray's workers (10002 to 19999), above it those of Kubernetes'
+"""Ports to choose from. Below the first are Ray's workers' (10002 to 19999), above it Kubernetes'
 services (30000 to 32767)."""
 NUM_TRIED = 200
 """Ports that rank 0 tries, one after the other."""

@@ -3,7 +3,7 @@
 
 | entry | holds |
 | --- | --- |
-| `weights/POLICY/NAME` | a tensor of the network, or of its adapter; POLICY is `current` or that of a copy |
+| `weights/POLICY/NAME` | a tensor of the network, or of its adapter; POLICY is `current` or a copy's name |
 | `moments/NAME/KEY` | the optimizer's value KEY for the parameter NAME, if it is distributed as the parameter is |
 | `rank/N` | all else, as rank N had it: `verl_digen.engine.checkpoint` |
 
@@ -113,7 +113,7 @@ class SavedState(FileSystemReader):
 
     def _damaged(self, why: str) -> ValueError:
         return ValueError(
-            f"{str(self._folder)!r} must hold all files of one save, whole, got {why}; copy them again, those of all "
+            f"{str(self._folder)!r} must hold all files of one save, whole, got {why}; copy them again, from all "
             "nodes into one folder"
         )
 

@@ -16,7 +16,7 @@
 - Metrics of tiles stay on their device until `close`, so that a run waits for no device and no rank.
 
 Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py, test_properties.py)
-- The gradient is that of the serial loop over rows, whatever the tiles, runs, their order, `reduce`, and the number
+- The gradient equals the serial loop's over rows, whatever the tiles, runs, their order, `reduce`, and the number
   of ranks.
 - After an exception only `drop` is legal.
 """
@@ -163,7 +163,7 @@ class GradientTransaction:
         self.num_padding_tokens += padding
 
     def rehearse(self, rows: TrainingRows) -> None:
-        """Dry run of a forward and backward like those of `run`; discards the gradient, and leaves the module's own as
+        """Dry run of a forward and backward as in `run`; discards the gradient, and leaves the module's own as
         it is, also if the device runs out of memory."""
         scratch: Gradient = {}
         with gradients.exchanged(self.module, scratch):
@@ -210,7 +210,7 @@ class GradientTransaction:
 
     # -- the gradient out ---------------------------------------------------------------------------------
     def settle(self, divisor: float) -> None:
-        """Divide the gradient of rows with centred rewards by the scale, and add that of terms without advantages."""
+        """Divide the gradient of rows with centred rewards by the scale, and add terms without advantages."""
         if not self._unsettled:
             return
         gradient = gradients.take(self.module)
@@ -281,7 +281,7 @@ def _with_old(
         return point.log_probs, others
     if point.old_log_probs is not None:
         return point.old_log_probs, others
-    if denominator == "recompute":  # weights are those of before the update until the batch is complete
+    if denominator == "recompute":  # weights do not change until the batch is complete
         with torch.no_grad():
             before = forward(rows).outputs(("log_prob", *loss.wanted.get("old", ())))
         return None, {**others, "old": before}

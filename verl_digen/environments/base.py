@@ -10,7 +10,7 @@
             return TurnResult(reward=light, done=light > 0.5, instruction=Instruction("make it brighter"))
 
 - One instance lives for one episode, in an environment worker: a Ray actor that holds many episodes at once.
-- The first turn generates from the instruction that `reset` returns, each further turn from that of the step before.
+- The first turn generates from the instruction that `reset` returns, each further turn from the previous step's.
 - All turns of an episode have one weight version. The episode's reward is the sum of its turns' rewards.
 - A worker that dies costs time, not episodes: the environment is made again on another one, `reset` with the same seed,
   and given the pictures that the episode has. If it then asks for something else, the episode starts afresh.
@@ -59,7 +59,7 @@ class TurnResult:
     instruction: Instruction | None = None
     """Inputs of the next turn; needed unless `done`."""
     details: Mapping[str, float] = field(default_factory=dict)
-    """Numbers to log; those of the last turn become parts `environment/NAME` of the sample's reward."""
+    """Numbers to log; the last turn's become parts `environment/NAME` of the sample's reward."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 - A token is a 2x2 patch of latent positions, normalised by the running statistics of the VAE's batch norm.
 - The text encoder is a Qwen3, of which the network reads three hidden states side by side, padded to 512 tokens and
   without a mask. It does not read the images.
-- The network reads the tokens of the picture, then those of every image (`sources.py`), each image at its own size, at
+- The network reads the tokens of the picture, then of every image (`sources.py`), each image at its own size, at
   the "time" 10, 20, ..., where the picture is at 0.
 - Images are encoded with the prompt, once per content: packed latents of the VAE's most likely encoding.
 - The pipeline's classifier-free guidance has an empty negative prompt; a step-distilled checkpoint was made for none.
@@ -122,7 +122,7 @@ class Flux2Network(DiffusionModel):
         )[0]
 
     def _image_ids(self, geometry: Geometry) -> Tensor:
-        """[tokens, 4] places of the picture's tokens and those of the images: time, row, column, 0."""
+        """[tokens, 4] places of the picture's and the images' tokens: time, row, column, 0."""
         return torch.cat([self._places(0, geometry), self.source_ids(geometry, torch.int64)])
 
     def source_ids(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:

@@ -4,10 +4,10 @@
 - A weight [out, in] is int8 x one scale per output channel: its largest number / 127, rounded to bf16. The layers are
   the `nn.Linear` of the blocks that repeat. Biases, norms and what is outside the blocks stay as they are.
 - A layer multiplies its weight out in forward and again in backward, for which autograd keeps the int8 alone.
-- int8 and scales are buffers: FSDP2 neither shards nor gathers them, verl sends those of rank 0 to the other ranks, and
+- int8 and scales are buffers: FSDP2 neither shards nor gathers them, verl sends rank 0's to the other ranks, and
   no checkpoint holds them. Adapters are saved for the checkpoint's own weights.
 
-Invariant (tests/engine/test_int8.py): output and gradients are those of a linear layer with the weight multiplied out.
+Invariant (tests/engine/test_int8.py): output and gradients equal a linear layer's with the weight multiplied out.
 """
 
 from __future__ import annotations

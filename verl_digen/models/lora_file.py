@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A LoRA in one file, as diffusers, kohya's scripts and ai-toolkit save it -> peft's settings and tensors.
 
-- The pipeline's own `lora_state_dict` converts the file. Names that it leaves as they are, are those of the network's
+- The pipeline's own `lora_state_dict` converts the file. Names that it leaves as they are belong to the network's
   layers, with dots or underscores.
 - Every tensor of the file is used and every layer is one of the network, or `check_lora_file` raises. diffusers'
   converters drop some tensors with a warning: so a file of the same names and shapes is converted, whose values tell

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks that read a prompt's images as tokens behind those of the picture.
+"""Networks that read a prompt's images as tokens behind the picture's.
 
 - A condition has "source": packed latents [tokens of all images, channels], images in the order of `Geometry.sources`;
   none without images.
 - All rows of a forward have one geometry, so that they have images of the same sizes.
-- The velocity at the first tokens is that of the picture.
+- The velocity at the first tokens is the picture's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl_digen.types import Condition, Geometry
 
 
 class ReadsImages(DiffusionModel):
-    """A base in front of that of the model's network: the images' tokens go through that base's `predict`."""
+    """A base in front of the network's own base: the images' tokens go through that base's `predict`."""
 
     def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
         """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.

@@ -13,7 +13,7 @@
 | `dispatches_attention` | the checks of `digen.attention_backend` |
 | `vllm_omni` | `rollout/vllm_omni` and the checks before Ray starts |
 
-Invariants (tests/models/test_spec.py): names of layers, config keys, folders and arguments in a spec are those of the
+Invariants (tests/models/test_spec.py): names of layers, config keys, folders and arguments in a spec match the
 model's own pipeline and network.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Tokens = Literal["image", "audio", "text", "vision", "context", "joint", "row", "none"]
-"""Tokens that a layer sees: the picture's, the sound's, the text's, those of a vision encoder
+"""Tokens that a layer sees: the picture's, the sound's, the text's, a vision encoder's
 (`DiffusionModel.num_vision_tokens`), the last two ("context"), all but the sound's ("joint"), one per timestep (its
 embedding, modulation; of a row `DiffusionModel.num_timesteps`, mostly one), or none that count (text quoted in a
 prompt; the first frame of a text to video checkpoint)."""

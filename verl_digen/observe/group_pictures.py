@@ -28,7 +28,7 @@ from verl_digen.observe.run_files import audio_path, group_dir, sample_path, vid
 from verl_digen.types import GroupTags
 
 KEPT_STEPS = 2
-"""Steps whose groups may still be generated: that of the newest sample and the one before, with stale samples."""
+"""Steps whose groups may still be generated: the newest sample's and the one before, with stale samples."""
 
 
 def is_step_logged(digen: DigenConfig, step: int) -> bool:
@@ -113,7 +113,7 @@ class GroupPictures:
 def best_and_worst(run_dir: Path, step: int, groups: Mapping[str, GroupTags]) -> list[Shown]:
     """Pictures of trained groups to show: of each its best sample, then its worst.
 
-    A group whose best or worst trained sample has no file is shown without it: the files are those of all samples that
+    A group whose best or worst trained sample has no file is shown without it: there are files of all samples that
     were scored, and some are not trained.
 
     Args:

@@ -45,7 +45,7 @@ def parameters_of(share_as: str | None, number: int) -> str | None:
 
 
 def host_copies(name: str | None, weights: Sequence[Tensor], device: torch.device, pool: HostPool) -> SharedCopy:
-    """Host copies of `weights`: the node's of this name, or those of this process, which may be on their way.
+    """Host copies of `weights`: the node's of this name, or this process's, which may be on their way.
 
     Args:
         name: see `shared_copy`; None: copies of this process alone.

@@ -20,7 +20,7 @@ VERL_DEFAULTS = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
 RECORDED_NOISE = {torch.bfloat16: 1e-4, torch.float16: 1.25e-5}
 """Clip range below which rounding of recorded log-probs is clipped, by the coarser dtype of trainer and replicas. A
 relative error of 0.5 % in the velocity, as bf16 kernels of other batch shapes have it, moves the log-prob of Qwen-Image
-at 512 px by up to 1.4e-5, and that of HunyuanVideo by up to 4.4e-5 (simulated: noise of that size on random
+at 512 px by up to 1.4e-5, and HunyuanVideo's by up to 4.4e-5 (simulated: noise of that size on random
 velocities). fp16 has three more bits."""
 COARSENESS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}

@@ -5,7 +5,7 @@
     bound = max(FLOOR_s, first_s)                 before: it compiles, fills caches, opens connections
 
 The prediction is a fixed part plus a part per item (samples, groups), learnt over all callees of a kind. A score that
-compares the samples of a group waits for all of them: its bound is longer by that of a first generation, so that a
+compares the samples of a group waits for all of them: its bound is longer by the bound of a first generation, so that a
 sample whose replica hangs is generated again before those that wait for it are given up.
 
 Invariants (tests/processes/test_deadlines.py)

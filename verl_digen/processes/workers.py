@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes that die cost time, not samples: those of rewards, and of environments.
+"""Worker processes of rewards and environments: a death costs time, not samples.
 
 | event | consequence |
 | --- | --- |
@@ -9,7 +9,7 @@
 | it is dead permanently | it is removed, and its calls go to the others |
 | all are dead permanently | `RunStopped` |
 
-Invariant (tests/processes/test_workers.py): a call gets its own answer or an error, never that of another one.
+Invariant (tests/processes/test_workers.py): a call gets its own answer or an error, never another call's.
 """
 
 from __future__ import annotations

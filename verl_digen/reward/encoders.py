@@ -152,7 +152,7 @@ class ClipEncoder(PictureEncoder):
 
         Args:
             key: setting that named it, for messages.
-            processor: folder or repository with tokenizer and picture processor; None takes those of `path`.
+            processor: folder or repository with tokenizer and picture processor; None takes them from `path`.
             has_text: False drops the text encoder.
 
         Raises:

@@ -56,7 +56,7 @@ def samples_of(data: DataProto) -> list[RewardInput]:
 
 
 def sample_data(sample: RewardInput) -> DataProto:
-    """The sample as `samples_of` reads it, for a reward manager of the user's own."""
+    """The sample as `samples_of` reads it, for the user's own reward manager."""
     return DataProto(
         TensorDict({"responses": torch.from_numpy(sample.pixels.copy()).unsqueeze(0)}, batch_size=1),
         {ROW: object_column([sample.row]), AUDIO: object_column([sample.audio])},
@@ -77,7 +77,7 @@ async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
 
 
 class ManagerReward(Reward):
-    """A reward manager of the user's own as a reward; what else it returns are details."""
+    """The user's own reward manager as a reward; what else it returns are details."""
 
     def __init__(self, manager: Any):
         super().__init__(None, torch.device("cpu"))
@@ -109,7 +109,7 @@ class DiffusionRewardManager(RewardProcess, RewardManagerBase):
     """Scores samples with the run's reward functions that have no pool of their own.
 
     Args:
-        compute_score: the user's function beside those of `digen.reward.functions`, or None.
+        compute_score: the user's function beside `digen.reward.functions`, or None.
         reward_router_address: address of the router to verl's reward model, if the run has one.
         tokenizer, reward_model_tokenizer: verl's creation gives them; a picture's reward reads no tokens.
 
@@ -145,7 +145,7 @@ class DiffusionRewardManager(RewardProcess, RewardManagerBase):
         """Score the one sample of `data`.
 
         Args:
-            data: `responses` is uint8 pixels [1, (F,) H, W, 3]; the prompt's columns are those of `loop_row`. Optional:
+            data: `responses` is uint8 pixels [1, (F,) H, W, 3]; the prompt's columns are `loop_row`'s. Optional:
                 `audio`, its sound. The functions are those that score such a sample in a run, a training one unless
                 `meta_info` has `validate`.
 

@@ -3,12 +3,12 @@
 
 - On the device: they stay there while the process is awake, beside the transformer.
 - On the host: they take the transformer's place on the device for the time of one encoding. Both have page-locked
-  copies in host memory, those of frozen weights made once, so a turn costs the copies to the device and of what trains
+  copies in host memory, made once for frozen weights, so a turn costs the copies to the device and of what trains
   the one to the host. On a CPU, where both places are one, nothing moves.
 - Nowhere: every prompt was encoded before the run (`verl_digen.rollout.stored`).
 
 Invariant (tests/rollout/test_encoders.py): on the host, encoders and transformer are never on the device together, and
-conditions are bitwise those of encoders on the device.
+conditions are bitwise the same as with encoders on the device.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
 
 Invariants (tests/sampling/test_fp8.py)
 - After `active` the network computes bitwise what it did before, also after an exception.
-- A layer's product is that of its dequantised factors, to bf16's rounding.
+- A layer's product equals its dequantised factors', to bf16's rounding.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def num_points(digen: DigenConfig) -> int:
 
 
 def rows_per_group(digen: DigenConfig, group_size: int) -> int:
-    """Rows of the samples of a group: those of each one, or the trained edges of its tree."""
+    """Rows of the samples of a group: each one's, or the trained edges of its tree."""
     request = plain_request(digen, PromptRow("", "", None), 0, step=0, validate=False)
     if request.tree is None:
         return group_size * num_points(digen)

@@ -29,7 +29,7 @@ class SampleName(NamedTuple):
 
     @classmethod
     def of(cls, facts: SampleFacts) -> SampleName:
-        """Name a sample by its facts; the version is that of its first step."""
+        """Name a sample by its facts; the version is its first step's."""
         return cls(facts.uid, facts.sample_index, facts.version)
 
     @property
@@ -39,7 +39,7 @@ class SampleName(NamedTuple):
 
 
 def own_condition_key(uid: str, key: str) -> str:
-    """Key of conditions that a group has for itself: those of an episode's turns, and of prompts that an agent loop
+    """Key of conditions that a group has for itself: of an episode's turns, and of prompts that an agent loop
     rewrote.
 
     Args:

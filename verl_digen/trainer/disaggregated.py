@@ -11,7 +11,7 @@ The conductor runs in a thread of its own, so that replicas are fed between step
 main thread waits for it, in a step or when weights are published: what a checkpoint says about prompts does not depend
 on how far the next batch has come.
 
-Invariant (tests/e2e): after any number of steps the weights are those of the colocated trainer, to float tolerance.
+Invariant (tests/e2e): after any number of steps the weights equal the colocated trainer's, to float tolerance.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class RunOutput:
 
     @cached_property
     def _first_steps(self) -> FirstSteps:
-        """Made by the first step: an objective of the user's own is not registered before the workers are there."""
+        """Made by the first step: a user's objective is not registered before the workers are there."""
         digen = self._digen
         is_recorded = clips_recorded(digen.loss_name, digen.loss_settings, digen.denominator)
         return FirstSteps(digen.loss_settings.clip_widths, is_recorded=is_recorded)
@@ -89,7 +89,7 @@ class RunOutput:
             self._report.refresh()
 
     def on_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the numbers of a validation before the first step; those of later ones are part of their step's."""
+        """Write the numbers of a validation before the first step; later ones are part of their step's."""
         append_metrics(self._metrics_path, step, metrics)
         if self._report is not None:
             self._report.refresh()

@@ -20,7 +20,7 @@ def flow_error(rows: LossInputs, velocity: str) -> Tensor:
 
 
 def error_gain(rows: LossInputs) -> Tensor:
-    """[N] flow error of the policy less that of the reference."""
+    """[N] flow error of the policy minus the reference's."""
     return flow_error(rows, "velocity") - flow_error(rows, "reference_velocity")
 
 

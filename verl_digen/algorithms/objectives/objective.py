@@ -65,7 +65,7 @@ def policy_output(name: str) -> tuple[str, str] | None:
 
 
 def latents_of(points: Points, policies: Iterable[str]) -> tuple[str, ...]:
-    """Inputs [N, ...] that rows of these points have, with those of further `policies`."""
+    """Inputs [N, ...] that rows of these points have, with inputs of further `policies`."""
     outputs = OUTPUTS[points]
     return (*RECORDED[points], *outputs, *(f"{policy}_{output}" for policy in policies for output in outputs))
 
@@ -121,7 +121,7 @@ class Joint:
     """A column whose value in a row depends on other rows, too.
 
     Before a fragment trains, all its rows run a forward without gradient. Each gives one number, the ranks exchange
-    these numbers, and `combine` makes the column. It has no gradient: the loss writes that of the whole, which is a
+    these numbers, and `combine` makes the column. It has no gradient: the loss writes the whole gradient, which is a
     coefficient from the column times each row's own gradient.
     """
 
@@ -149,7 +149,7 @@ def all_samples(rewards: Sequence[float]) -> Sequence[int]:
 
 
 def best_and_worst(rewards: Sequence[float], count: int) -> Sequence[int]:
-    """Select `count` samples, half of them those of highest reward and half those of lowest, or all if there are fewer.
+    """Select `count` samples, half with the highest and half with the lowest rewards, or all if there are fewer.
     Of equal samples the first is the better one. Source: DanceGRPO, arXiv 2505.07818.
 
     Example:

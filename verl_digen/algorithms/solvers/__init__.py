@@ -18,7 +18,7 @@ one line of `_TERMS`.
 
 Invariants (tests/algorithms/test_solvers.py): `euler` is bitwise `sde_step`; stochastic rows are bitwise those of
 `euler`; `dpm2`, `unipc` and `sa` are diffusers' schedulers of that kind; the error of `dpm2` falls with the
-square of the step, that of `unipc` with its cube.
+square of the step, `unipc`'s with its cube.
 """
 
 from __future__ import annotations

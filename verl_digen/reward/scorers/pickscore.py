@@ -35,7 +35,7 @@ class PickScoreConfig(EncoderConfig):
     path: str = "yuvalkirstain/PickScore_v1"
     """Weights in transformers' format: a folder, or "owner/repository" of the hub."""
     processor: str | None = None
-    """Folder or repository with tokenizer and picture processor; None takes those of `path`."""
+    """Folder or repository with tokenizer and picture processor; None takes them from `path`."""
     divisor: Annotated[float, In("(0, inf]")] = 26.0
     """The scaled cosine is divided by this."""
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Probability that a vision-language model says yes: P(Yes) / (P(Yes) + P(No)) at the first token of its answer.
 
-The question is that of VQAScore (Lin et al. 2024, arXiv:2404.01291), which takes P(Yes) of its own model; here both
+The question is VQAScore's (Lin et al. 2024, arXiv:2404.01291), which takes P(Yes) of its own model; here both
 answers are weighed against each other, so that a judge which also likes "The" is not punished. Range 0 to 1; detail
 `share` is P(Yes) + P(No). The server must send log-probabilities (vLLM, SGLang and OpenAI do). An answer whose
 likeliest tokens hold neither is a failure.

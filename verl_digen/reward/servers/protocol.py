@@ -4,7 +4,7 @@
     PROTOCOL = a class of this one
 
 and `digen.reward.functions={mine: {weight: 1.0, reward: server, protocol: NAME, url: ...}}` uses it. Its settings are
-keys of the entry beside those of every server.
+keys of the entry beside every server's.
 """
 
 from __future__ import annotations

@@ -159,12 +159,12 @@ class HunyuanVideo15Recording(HandsOverEncoded):
             images: further arguments of `encode_prompt`, which then also returns items of the condition.
         """
         found = self._own_encode_prompt(prompt=text, device=get_local_device(), dtype=self.od_config.dtype, **images)
-        (embeds, mask, glyphs, glyph_mask), items = found[:4], found[8:]  # without those of a negative prompt
+        (embeds, mask, glyphs, glyph_mask), items = found[:4], found[8:]  # without the negative prompt's
         condition = {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
         return condition | dict(items)
 
     def encoded(self, recording: Recording) -> tuple[Any, ...]:
-        """Tokens and masks of prompt and glyphs, then those of the negative prompt."""
+        """Tokens and masks of prompt and glyphs, then of the negative prompt."""
         given: list[Tensor | None] = []
         for condition in (recording.condition, recording.negative_condition):
             for name in ("embeds", "glyphs"):

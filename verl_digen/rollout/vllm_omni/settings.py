@@ -3,7 +3,7 @@
 Does not import vLLM-Omni: used before Ray starts, on any machine.
 
 A setting is passed on if it changes speed, memory or waiting. A setting that changes the numbers of a step is refused:
-the recorded log-probs would be those of another policy than the trainer's. A setting that a key of verl or of
+the recorded log-probs would belong to another policy than the trainer's. A setting that a key of verl or of
 `digen.rollout` controls is refused, and so is an unknown one.
 """
 

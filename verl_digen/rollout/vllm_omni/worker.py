@@ -20,7 +20,7 @@ computed on the device, as buckets pass and over the network after loading.
 | a module of an adapter has no layer | the adapter is activated at registration: modules bound = modules sent |
 | a layer has not the adapter's numbers | the checksum of the layers after that |
 
-With tensor parallelism a worker holds shards, whose checksum is not that of the update. The server requires that the
+With tensor parallelism a worker holds shards, whose checksum differs from the update's. The server requires that the
 sum over the workers changes with it.
 """
 
@@ -215,7 +215,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         found = checksum(tensor.to(dtype) for name, tensor in held.items() if name in loaded)
         if self._is_whole and found != sent:
             raise RuntimeError(
-                "vLLM-Omni did not load all of an update: the network's checksum is not that of what was sent. Its "
+                "vLLM-Omni did not load all of an update: the network's checksum differs from what was sent. Its "
                 "weights are neither the old nor the new ones; the replica must be started again"
             )
         return found

@@ -100,7 +100,7 @@ class BenchSetup:
     num_trainer: int
     num_generator: int
     num_reward_devices: int
-    """Devices of rewards, beside those of the two pools; every mode has them."""
+    """Devices of rewards, beside the two pools'; every mode has them."""
 
     @property
     def num_shared(self) -> int:

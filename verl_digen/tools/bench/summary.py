@@ -4,7 +4,7 @@
 - The first `num_warm_up` steps of every run are left out.
 - A ratio is computed per repeat, of runs that followed each other, and the median of these is taken: a machine that
   gets slower over the hours changes it little.
-- Devices are those of all pools, rewards included, the same number for every mode, whichever of them idle.
+- Devices of all pools count, rewards included, the same number for every mode, whichever of them idle.
 - Modes are compared with the best baseline: the fastest that overlaps nothing, of those that were run.
 
 *Invariants (tests/bench/test_summary.py):* the order of the runs does not matter; a mode's ratio to itself is 1;
@@ -58,7 +58,7 @@ class Summary:
     final_reward: float
     """Mean of the last step, median over runs."""
     max_gradient_gap: float | None
-    """Largest difference of a step's gradient, of its norm or of its fixed ±1 projection, to that of the first mode's
+    """Largest difference of a step's gradient, of its norm or of its fixed ±1 projection, to the first mode's
     first run, relative to the norm; over all steps, warm-up included. None where nothing is trained."""
     planner_error: float | None = None
     """Median of |`bts/prediction_error`|, how far the live planner was off; None where it predicted nothing."""

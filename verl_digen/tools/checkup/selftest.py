@@ -76,7 +76,7 @@ class Bounds:
     """Largest differences that pass."""
 
     latents: float
-    """A latent; on the CPU the bound is that of tests/models."""
+    """A latent; on the CPU the bound is the same as in tests/models."""
     log_prob: float
     """A log-prob, in nats."""
     gradient: float
@@ -120,7 +120,7 @@ def check_numerics(setting: Setting) -> str:
 
 
 def check_architectures(setting: Setting) -> str:
-    """Run the self-test of every architecture; on a CPU that of the setting's alone.
+    """Run the self-test of every architecture; on a CPU only of the setting's.
 
     Raises:
         CheckFailed: a number of one is beyond its bound, or one raised an error.
@@ -396,7 +396,7 @@ def _gradient(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows)
 
 
 def _gradient_turn(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> tuple[float, str]:
-    """(1 - cosine between the network's gradient and that of its fp32 weights, what is wrong with it); nan if there is
+    """(1 - cosine between the network's gradient and its fp32 weights', what is wrong with it); nan if there is
     no gradient, or one that is not finite."""
     found = _gradient(model, transformer, rows)
     dtype, model.compute_dtype = model.compute_dtype, torch.float32

@@ -107,7 +107,7 @@ def check_run(setting: Setting) -> str:
 
 
 def _words(setting: Setting, run: Run) -> tuple[str, ...]:
-    """The run's overrides, besides those of its devices; writes the checkpoint and the prompts that they name."""
+    """The run's overrides, besides its devices'; writes the checkpoint and the prompts that they name."""
     if run.checkpoint is None:
         return run.overrides
     size, make = ("tiny", build_tiny) if setting.is_cpu or not run.is_published else ("published", write_checkpoint)

@@ -30,7 +30,7 @@ from verl_digen.tools.export.policy import PolicyWeights
 from verl_digen.tools.export.saved_run import SavedRun
 
 Write = Callable[[SavedRun, PolicyWeights, Path, torch.dtype | None], None]
-"""Writes a policy into an empty folder; the dtype is that of `PolicyWeights.full`."""
+"""Writes a policy into an empty folder; the dtype is `PolicyWeights.full`'s."""
 
 
 @dataclass(frozen=True)

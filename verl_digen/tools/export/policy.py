@@ -68,7 +68,7 @@ class PolicyWeights:
         """All tensors of the networks, of an adapter merged into the base, in order, one at a time.
 
         Args:
-            dtype: of floating tensors; None: that of the base checkpoint's tensor. A merged weight is rounded once.
+            dtype: of floating tensors; None: the base checkpoint's. A merged weight is rounded once.
 
         Raises:
             ValueError: an adapter that cannot be merged, or a base checkpoint without a tensor.

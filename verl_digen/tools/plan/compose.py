@@ -244,7 +244,7 @@ def mfu_of(title: str, num_params: int) -> float:
 
 
 def device_of(words: Words) -> tuple[str | None, int | None]:
-    """(type of device, bytes of its memory) of the plan; None if unknown. Of two types: that of the trainer, and the
+    """(type of device, bytes of its memory) of the plan; None if unknown. Of two types: the trainer's, and the
     smaller memory.
 
     Without an accelerator, here or in `words`, the memory is this machine's.

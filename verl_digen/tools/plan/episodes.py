@@ -4,12 +4,12 @@
 - An episode is planned with `digen.environment.max_turns` turns, the most that it may have; one that ends early needs
   less. A run without an environment has episodes of one turn.
 - A turn has rows, a trajectory and conditions as a sample of its own has. Episodes of a group begin with the same
-  instruction, hence share the first turn's conditions; those of a later turn, with the picture that it edits, are its
+  instruction, hence share the first turn's conditions; a later turn's, with the picture that it edits, are its
   own.
 - Where trainer and replicas take turns all episodes of the batch run at the same time. On separate pools a replica has
   `digen.gap.slots_per_replica` chunks.
 
-Invariant (tests/plan/test_episodes.py): rows, trajectories, conditions and generations are those of real episodes.
+Invariant (tests/plan/test_episodes.py): rows, trajectories, conditions and generations equal real episodes'.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 | offloaded parameters, optimizer | each shard in page-locked memory of its own, rounded up to a power of two |
 | frozen base that ranks hold whole | one copy per node, not rounded; replicas of the same dtype wait with it |
 | copies of the weights | EMA, `old`, reference, teacher: with offloaded parameters only, not page-locked |
-| inputs of recomputed blocks | with `enable_activation_offload`: those of one tile per rank |
+| inputs of recomputed blocks | with `enable_activation_offload`: one tile's per rank |
 | replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update |
 | | has, once per node on GPUs, else per replica; with encoders on the host all, what trains per replica |
 | prompt cache | `digen.rollout.embed_cache_size` prompts of the planned length per `diffusers` replica |

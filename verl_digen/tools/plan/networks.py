@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameter counts of a checkpoint's networks, from its config files on the meta device.
 
-Invariant (tests/plan/test_reality.py): bytes equal those of a real engine, for a full fine-tune and with an adapter.
+Invariant (tests/plan/test_reality.py): bytes equal a real engine's, for a full fine-tune and with an adapter.
 """
 
 from __future__ import annotations

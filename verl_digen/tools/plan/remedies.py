@@ -2,7 +2,7 @@
 """Config changes that make a run fit: real keys, tried in order, kept if they help, until the run fits.
 
 - Cheap changes first: freeing unneeded memory, then more compute, then a restricted optimizer (LoRA), then devices.
-- Every remedy is planned like the run itself: its numbers are those of the changed plan.
+- Every remedy is planned like the run itself: its numbers come from the changed plan.
 
 Invariant (tests/plan/test_remedies.py): the run with all remedies needs no more than with all but the last, and fits
 if the last one says so.

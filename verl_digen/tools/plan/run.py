@@ -133,7 +133,7 @@ class Settings:
 
     @property
     def num_begun(self) -> int:
-        """Samples that a step begins, those of redundant groups included; they may all reach TransferQueue."""
+        """Samples that a step begins, redundant groups included; they may all reach TransferQueue."""
         return (self.num_prompts + self.episodes.extra_prompts) * self.group_size
 
     @property
@@ -405,7 +405,7 @@ def empty_condition(model: DiffusionModel, prompt_tokens: int, geometry: Geometr
     """Zeros in the shapes of a prompt of `prompt_tokens` tokens that quotes no text.
 
     Args:
-        prompt_tokens: of the text; those of its images (`geometry.sources`) are added. Not read if every prompt is
+        prompt_tokens: of the text; its images' (`geometry.sources`) are added. Not read if every prompt is
             padded to one length (FLUX.1, Stable Diffusion 3).
     """
     layout, config = model.spec.condition, model.read_network_config(model.experts[0])

@@ -3,7 +3,7 @@
 
 - Disaggregated runs are played by the live planner (`schedulers.simulation.PlannerRun`); a colocated one is a sum.
 - Steady state: the first `WARM_UP_STEPS` steps are left out.
-- Durations of the parts are those of `verl_digen.tools.simulate.costs`.
+- Durations of the parts come from `verl_digen.tools.simulate.costs`.
 
 Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
 
