@@ -58,7 +58,7 @@ def meet_at(port: int | None) -> None:
 
 
 def free_port() -> int | None:
-    """A free port of this machine that the kernel hands to nobody; None if it has none."""
+    """A free port of this machine outside the kernel's ephemeral range; None if there is none."""
     candidates = candidate_ports()
     for port in candidates:
         with socket.socket() as probe:

@@ -233,7 +233,7 @@ class Route:
         return self._way
 
     def end(self) -> None:
-        """Kill the relays: a call that waits for one raises. The next call finds the way anew."""
+        """Kill the relays: a call that waits for one raises. The next call reconnects."""
         end_relays(self._way)
         self._way, self._actors = Together([]), []
 

@@ -65,7 +65,7 @@ class StoredConditions:
         return path.stat().st_size
 
     def encoder(self) -> PromptEncoder:
-        """An encoder that reads what is there."""
+        """An encoder that reads stored conditions."""
         return PromptEncoder(lambda prompts: [self._read(prompt) for prompt in prompts], ())
 
     def _read(self, prompt: PromptInputs) -> Condition:

@@ -94,7 +94,7 @@ class Sampler:
         run_seed: `digen.seed`.
         latents_dtype: dtype of latents between steps and in the record.
         branches: chooses between one forward for both branches of guidance and two.
-        prefixes: keeps latents at the start of windows from call to call; whoever changes weights clears it. None: a
+        prefixes: keeps latents at the start of windows from call to call; code that changes weights clears it. None: a
             call shares them among its own rows.
         fp8: copies of the transformer's layers, for requests with `outside.fp8`.
     """

@@ -62,7 +62,7 @@ def fragment_samples(
 
     Args:
         groups: uid -> sample index -> tag.
-        rewards_of: what of a sample is its reward.
+        rewards_of: maps samples to their rewards.
         select: the objective's choice. A sample that is not chosen has no rows; its reward counts for its group. In a
             tree it has the rows of shared steps, if it is the first of its node.
     """

@@ -189,7 +189,7 @@ class Objective:
 
     def reads_old_weights(self, settings: LossConfig) -> bool:
         """True if it needs a forward of the policy before the update, not its log-probs alone. A policy `old` that
-        generates the samples is a copy that follows at a distance instead, see `LossConfig.copies`."""
+        generates the samples is an EMA copy instead, see `LossConfig.copies`."""
         return self.behaviour != "old" and "old" in self.policies_for(settings)
 
     def check_inputs(self, settings: LossConfig) -> None:
