@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kernels by diffusers' names (`AttentionBackendName` of diffusers 0.40 to 0.42), and what each can do.
 
-- Facts about `diffusers.models.attention_dispatch`; nothing of it is imported, so that a config can be checked
+- Facts come from `diffusers.models.attention_dispatch`; nothing of it is imported, so that a config can be checked
   on any machine. `tests/contracts/test_attention.py` compares.
 - A kernel without masks needs texts of one length in each forward; see `DiffusionModel.keeps_lengths_apart`. The
   `*varlen` kernels of a local package count as such: diffusers gives them a row's first keys, which are others than

@@ -34,7 +34,7 @@ DECIDED_BY = {
     "tokenizer": "the checkpoint at actor_rollout_ref.model.path brings its own",
     "processor": "the checkpoint at actor_rollout_ref.model.path brings its own",
     "role_worker_mapping": "the ranks are DiffusionWorkers",
-    "resource_pool_manager": "trainer.nnodes and trainer.n_gpus_per_node, and with separate pools "
+    "resource_pool_manager": "trainer.nnodes and trainer.n_gpus_per_node, and with separate pools the keys of "
     "actor_rollout_ref.rollout, say which devices are taken",
     "ray_worker_group_cls": "the ranks are in verl's RayWorkerGroup",
     "train_dataset": "data.train_files names the prompts, and data.custom_cls.path and .name a class of your own",

@@ -54,7 +54,7 @@ class SourceImage:
         """Read the image as RGB, turned as EXIF says.
 
         Raises:
-            ValueError: the image is missing, or its content is not that of `digest`.
+            ValueError: the image is missing, or its content does not match `digest`.
         """
         content = _content(self.reference) if self.content is None else self.content
         if sha256(content).hexdigest() != self.digest:

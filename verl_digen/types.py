@@ -278,9 +278,9 @@ class RewardCall:
     end_s: float
     num_samples: int
     num_queued: int
-    """Samples that waited in the same process when the call began, the call's own left out."""
+    """Samples that waited in the same process when the call began, without the call's."""
     counts: tuple[tuple[str, int], ...] = ()
-    """(name, number) of `Reward.take_counts` after the call, with failed calls since the last answer."""
+    """(name, number) of `Reward.take_counts` after the call, with failed calls' since the last answer."""
 
 
 @dataclass(frozen=True)

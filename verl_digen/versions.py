@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions of what we stand on: refused outside the range that can work, a warning beside what was tested.
+"""Versions of dependencies: refused outside the range that can work, a warning beside what was tested.
 
 Private names of these packages are used (`tests/contracts`), so another version may compute something else without an
 error. `digen doctor` prints the same.

@@ -92,7 +92,7 @@ def bind_no_module(worker: Any) -> None:
     worker._to_vllm = renamed
 
 
-LOST = "the network's checksum is not that of what was sent"
+LOST = "the network's checksum differs from what was sent"
 EMPTY = "did not reach the layers"
 UNBOUND = "modules of the adapter have no layer"
 """Messages of `load_nothing`, `register_empty_adapters` and `bind_no_module`."""

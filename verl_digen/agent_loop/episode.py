@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """An episode as one sample: its turns' trajectories as one record, and what its environment said.
 
-Its K points are its turns', one after the other. So rewards, advantages, selection and scheduling see a sample,
+Its K points are its turns' points, one after the other. So rewards, advantages, selection and scheduling see a sample,
 and the engine finds the settings and conditions of a point by its turn.
 
-Invariant (tests/agent_loop/test_episodes.py): the points of the record equal the turns' bit for bit.
+Invariant (tests/agent_loop/test_episodes.py): the points of the record bitwise equal the turns'.
 """
 
 from __future__ import annotations

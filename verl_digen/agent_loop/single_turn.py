@@ -49,7 +49,7 @@ class DiffusionSingleTurnAgentLoop(AgentLoopBase):
 
         Args:
             sampling_params: `validate`, True for a deterministic validation sample.
-            columns: the prompt's, see `verl_digen.data.rows.loop_row`; `global_steps`, the optimizer step.
+            columns: of the prompt, see `verl_digen.data.rows.loop_row`; `global_steps`, the optimizer step.
 
         Raises:
             ValueError: a column is missing. RunStopped: no replica is left.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Decay:
-    """Decay of a policy that follows at a distance: 0 up to optimizer step `start`, then `slope` more each step.
+    """Decay of an EMA copy: 0 up to optimizer step `start`, then `slope` more each step.
 
     Example:
         Decay(0.001, 0.3).at(200)              # 0.2

@@ -57,7 +57,7 @@ def from_plain(metrics: Plain) -> dict[str, Metric]:
 
 
 def combine_tiles(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of the tiles of one logical batch, or of its ranks, combined into the batch's."""
+    """Metrics of the tiles of one logical batch, or of its ranks, combined to the batch's."""
     return {
         name: Metric(_of_tiles(torch.stack([metric.value for metric in found]), found[0].reduce), found[0].reduce)
         for name, found in _by_name(metrics).items()
@@ -65,7 +65,7 @@ def combine_tiles(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def combine_updates(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Metrics of several optimizer steps on the same samples, in order, combined into one step's."""
+    """Metrics of several optimizer steps on the same samples, in order, combined to one step's."""
     return {
         name: Metric(_of_updates(torch.stack([metric.value for metric in found]), found[0].reduce), found[0].reduce)
         for name, found in _by_name(metrics).items()

@@ -8,7 +8,7 @@
 
 * A window cuts the schedule into two runs of steps, before and after it. Of n steps in a run ceil(share n) are taken,
   each to the place in the model's own schedule where the next one begins. So the sigmas at which a window begins and
-  ends, and every step within it, match the whole schedule.
+  ends, and every step within it, are as in the whole schedule.
 * A multistep solver reads the sigmas between which it steps, so it keeps its order on the coarser schedule. With
   Euler's step passing over a step is the same as to take it with the velocity of the step before.
 

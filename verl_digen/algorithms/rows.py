@@ -5,7 +5,7 @@ A row is one (sample, trained timestep) pair. The mean over rows divides by the 
 *logical batch*, which the caller knows and a tile does not.
 
 Invariants
-* Summed over any split of a batch into fragments and tiles, losses and gradients add up to the batch's.
+* Summed over any split of a batch into fragments and tiles, losses and gradients equal the batch's.
 * Padding rows add nothing to a loss, a gradient or a metric, whatever their [N] columns hold, NaN included.
 """
 

@@ -134,7 +134,7 @@ def transition_mean(
     noise_level: Tensor | Numbers,
     sigma_max: Tensor | Numbers,
 ) -> Tensor:
-    """[N, ...] fp32 mean of x', bitwise the taken step's; arguments and errors as in `sde_step`."""
+    """[N, ...] fp32 mean of x', bitwise as in the step that was taken; arguments and errors as in `sde_step`."""
     settings = {"law": law, "noise_level": noise_level, "sigma_max": sigma_max}
     return sde_step(velocity, sample, sigma, sigma_next, noise=torch.zeros_like(sample), **settings).mean
 

@@ -10,7 +10,7 @@ and a step at sigma takes v2 again if rate (sigma2 - sigma) < threshold. Norms a
 - With Euler's step this is a longer step, chosen by each row for itself.
 - A stochastic step always evaluates the network: its log-prob is recorded.
 - A velocity is never taken again after a stochastic step (the noise has moved x), by another expert of the model, or
-  more than `max_skips` times in a row. The rate comes from the last two evaluations, also of those in a window: noise
+  more than `max_skips` times in a row. The rate is taken from the last two evaluations, also within a window: noise
   between them makes it larger, so that more steps are evaluated.
 - A row decides by its own velocities alone. Batches round differently, so a prediction that is within this rounding of
   the threshold can fall on either side of it.

@@ -8,7 +8,7 @@
 
 - Leaves are numbered depth first, so that a range of samples holds whole subtrees. A node is named by its first leaf.
 - A step draws its noise as the first leaf of the node that it leads to, so leaves below one node take equal steps. A
-  tree is thereby a function of (run seed, uid) and the config: parts of it that are generated apart fit together.
+  tree is a function of (run seed, uid) and the config: parts of it that are generated apart fit together.
 - An edge is one step of one node. It trains once, with the advantage of the node that it leads to.
 
 Invariants (tests/algorithms/test_tree.py): leaves have equal nodes up to their split and never again after it; with

@@ -22,7 +22,7 @@ class EnvironmentConfig:
     name: str | None = None
     """Built-in environment. null, and `path` null: samples are single pictures."""
     path: str | None = None
-    """Environment of one's own: FILE.py:NAME, or package.module.NAME, on every node."""
+    """Your own environment: FILE.py:NAME, or package.module.NAME, on every node."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment's class, by name."""
     max_turns: Annotated[int, In(f"[1, {MAX_TURNS}]")] = 4

@@ -49,7 +49,7 @@ def digen_schema() -> DictConfig:
 
 
 def digen_config(config: DictConfig) -> DigenConfig:
-    """Validate the `digen:` section of verl's composed config, after the import of the user's own modules.
+    """Validate the `digen:` section of verl's composed config, after importing the user's modules.
 
     Raises:
         ValueError: an unknown key, a value of the wrong type, or a broken rule; or a module that cannot be imported.

@@ -121,7 +121,7 @@ class AdvantageConfig:
     eps: Annotated[float, In("(0, inf]")] = 1e-4
     """Added to the std. 1e-4 (flow_grpo), 1e-8 (DanceGRPO)."""
     best_of: int | None = None
-    """Samples of each group that train: half of them with the highest rewards, the other half with the
+    """Samples of each group that train: half with the highest rewards, half with the
     lowest. The others count for the group's mean and std. 8 of 24 in DanceGRPO (HunyuanVideo). null: all."""
 
     def __post_init__(self) -> None:

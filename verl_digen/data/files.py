@@ -26,7 +26,7 @@ from verl_digen.hub import SCHEME as HUB
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
 """Suffixes of prompt files, in any case."""
 COMPRESSED = ".gz"
-"""May follow any suffix but parquet's, which compresses itself."""
+"""May follow a suffix, except parquet's, which compresses itself."""
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MAX_CHARACTERS_SHOWN = 80
 """Longest value shown in an error, in characters."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of datasets that the `datasets` library reads: the Hugging Face hub's, and what `save_to_disk` wrote.
+"""Rows of datasets that the `datasets` library reads: from the Hugging Face hub, and from `save_to_disk` folders.
 
 Pictures are not decoded: a row has references to them.
 """

@@ -27,7 +27,7 @@ ROW = "row"
 
 
 def batch_columns(row: PromptRow) -> dict[str, Any]:
-    """The columns of one prompt in a batch: the row, and those that verl reads."""
+    """The columns of one prompt in a batch: the row, and columns that verl reads."""
     return {"raw_prompt": row.text, "index": row.index, "uid": row.uid, ROW: row}
 
 
@@ -70,8 +70,8 @@ REQUIRED = ("text", "uid", "data_source", "ground_truth")
 def loop_row(columns: Mapping[str, Any]) -> PromptRow:
     """Inverse of `loop_columns`; other columns are ignored. A column `row` is the row itself.
 
-    Also takes the columns of verl's RFC: `prompts` for `raw_prompt`, `ground_truth` for `reward_model`, and those that
-    have a default in `PromptRow` may be missing.
+    Also takes the columns of verl's RFC: `prompts` for `raw_prompt`, `ground_truth` for `reward_model`; those with
+    a default in `PromptRow` may be missing.
 
     Raises:
         ValueError: a required column is missing, or the prompt is no text.

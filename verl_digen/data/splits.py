@@ -28,7 +28,7 @@ from verl_digen.hub import SCHEME, HubName
 
 TRAIN, VAL = "data.train_files", "data.val_files"
 SPLITS: Mapping[str, Sequence[str]] = {TRAIN: ("train",), VAL: ("test", "validation", "val")}
-"""Key -> names of its split. The first one is taken for a dataset of the hub whose name gives none."""
+"""Key -> names of its split. The first one is the default for a dataset of the hub."""
 ENDINGS = ("", "_metadata")
 """Words that may follow a split in the name of its file: flow_grpo's GenEval prompts are in train_metadata.jsonl."""
 SAVED_DICT = "dataset_dict.json"

@@ -119,7 +119,7 @@ class Arrival:
                 call = self._calls.pop(0)
             try:
                 columns = self._fetch([self._keys[index] for index in call])
-            except Exception as error:  # of TransferQueue or its store; whoever reads a sample raises it
+            except Exception as error:  # of TransferQueue or its store; raised where the sample is read
                 with self._changed:
                     self._error, self._failed = error, [self._keys[index] for index in call]
                     self._calls.clear()

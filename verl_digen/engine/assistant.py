@@ -173,7 +173,7 @@ class _Known:
 
 
 def deal_samples(kinds: Sequence[Hashable], num_ranks: int) -> list[list[list[int]]]:
-    """Batches of each rank: positions of its samples, a batch's all of one kind. Pure.
+    """Batches of each rank: positions of its samples; a batch has samples of one kind. Pure.
 
     Numbers of samples differ by one at most. All ranks have as many batches; some may be empty.
 

@@ -63,7 +63,7 @@ def build_transformer(
 
 
 def _return_no_views(network: nn.Module, inputs: Any, output: Any) -> Any:
-    """Forward hook that copies outputs which are views, such as the output of a last linear layer or reshape.
+    """Forward hook that copies outputs that are views, such as a last linear layer's or reshape's.
 
     FSDP2 gathers the weights for backward in a hook on the output, which an in-place operation on a view would drop. A
     copy is of the size of the latents.

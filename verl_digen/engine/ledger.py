@@ -18,7 +18,7 @@ does not bind. So these samples are held back until the scale is known, and then
 - all samples, if the loss is not homogeneous: training then starts with the last group;
 - the others of their group, if the objective needs a group's rows together.
 
-In a tree (`digen.branches`) a sample has an advantage for each of its K points, from the point's node, and is held
+In a tree (`digen.branches`) a sample has an advantage for each of its K points, its node's, and is held
 while any of them might be clamped. Scales other than "group" are made of the samples' rewards, so they stay one number.
 
 Invariants (tests/engine/test_ledger.py): every sample is released exactly once; a centred reward that is released
@@ -71,7 +71,7 @@ class AdvantageLedger:
         num_samples: most samples the batch may have; it is complete when that many have arrived.
         clip: `digen.loss.advantage_clip`.
         is_homogeneous: True if the loss is, see `verl_digen.algorithms.objectives`.
-        scale: scale of a batch that these samples are a part of; None: computed from these samples.
+        scale: scale of the batch that these samples are part of; None if they are the batch.
         whole_groups: True releases a group's samples together.
     """
 

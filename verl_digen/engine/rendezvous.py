@@ -23,7 +23,7 @@ from verl.single_controller.base.decorator import collect_all_to_all, dispatch_o
 logger = logging.getLogger(__name__)
 
 WINDOWS = (range(20_000, 30_000), range(50_000, 65_536))
-"""Ports to choose from. Below the first are Ray's workers (10002 to 19999), above it Kubernetes'
+"""Ports to choose from. Below the first are Ray's workers' (10002 to 19999), above it Kubernetes'
 services (30000 to 32767)."""
 NUM_TRIED = 200
 """Ports that rank 0 tries, one after the other."""
@@ -58,7 +58,7 @@ def meet_at(port: int | None) -> None:
 
 
 def free_port() -> int | None:
-    """A free port of this machine that the kernel hands to nobody; None if it has none."""
+    """A free port of this machine outside the kernel's ephemeral range; None if there is none."""
     candidates = candidate_ports()
     for port in candidates:
         with socket.socket() as probe:

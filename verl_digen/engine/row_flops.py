@@ -6,7 +6,7 @@
 - Rows of a batch are counted with the mean length of their prompts, and with as many images as every prompt of the
   model has (`ModelSpec.num_images`), at the size that `digen.sampling` asks for.
 
-Invariant (tests/engine/test_build.py): the forward is the checkpoint network's, whatever wraps it.
+Invariant (tests/engine/test_build.py): the forward counted is the checkpoint's network's, whatever wraps it.
 """
 
 from __future__ import annotations

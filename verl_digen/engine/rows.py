@@ -37,7 +37,7 @@ class Samples:
     columns: Mapping[str, Sequence[Tensor]]
     """`Points.columns`, each sample's tensor without a batch dimension."""
     conditions: Sequence[ConditionPair]
-    """Samples of one prompt share the object. Of an episode, its first turn's."""
+    """Samples of one prompt share the object. Of an episode, the first turn's."""
     advantages: Tensor
     """[B] fp32, or [B, K] with a tree, where each point has its own; 0 if the caller only wants log-probs."""
     turn_conditions: Mapping[str, ConditionPair] = field(default_factory=dict)

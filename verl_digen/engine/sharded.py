@@ -125,7 +125,7 @@ class ShardedTransformer(FSDPEngine):
     def keep_fp32(self) -> None:
         """Compute in fp32 with the frozen parameters that diffusers keeps in fp32; before the first forward.
 
-        For runs whose replicas do so: the `diffusers` back end.
+        For runs whose replicas do so, on the `diffusers` back end.
         """
         keep_fp32(self.module, self.model.spec.transformer)
 

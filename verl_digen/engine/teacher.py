@@ -116,7 +116,7 @@ def _saved_name(name: str) -> str:
 
 
 def _scale_ratio(config: LoraConfig, name: str, layer: nn.Module) -> float:
-    """Factor of B @ A with the teacher's settings, divided by the factor of `layer`, which trains."""
+    """Factor of B @ A with the teacher's settings / the factor of `layer`, which trains."""
     assert isinstance(layer, LoraLayer)
     alphas, rank = config.alpha_pattern or {}, layer.r[ADAPTER]
     alpha = alphas.get(get_pattern_key(list(alphas), name), config.lora_alpha)

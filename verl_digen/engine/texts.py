@@ -19,7 +19,7 @@ def text_order(model: DiffusionModel, pair: ConditionPair) -> tuple[int, ...]:
 
 
 def padded_tokens(model: DiffusionModel, rows: TrainingRows) -> tuple[int, int]:
-    """(text tokens that a forward of the rows reads, padding tokens among them); negative prompts are included.
+    """(text tokens that a forward of the rows reads, padding among them); negative prompts are included.
 
     Example: prompts of 40 and 30 tokens without guidance
         padded_tokens(model, rows)  # (80, 10)

@@ -210,7 +210,7 @@ class GradientTransaction:
 
     # -- the gradient out ---------------------------------------------------------------------------------
     def settle(self, divisor: float) -> None:
-        """Divide the gradient of rows with centred rewards by the scale, and add that of terms without advantages."""
+        """Divide the gradient of rows with centred rewards by the scale, and add terms without advantages."""
         if not self._unsettled:
             return
         gradient = gradients.take(self.module)
@@ -281,7 +281,7 @@ def _with_old(
         return point.log_probs, others
     if point.old_log_probs is not None:
         return point.old_log_probs, others
-    if denominator == "recompute":  # weights are from before the update until the batch is complete
+    if denominator == "recompute":  # weights do not change until the batch is complete
         with torch.no_grad():
             before = forward(rows).outputs(("log_prob", *loss.wanted.get("old", ())))
         return None, {**others, "old": before}

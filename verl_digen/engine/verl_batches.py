@@ -20,8 +20,8 @@
   unmasked rows of all ranks, and `data["dp_size"]`: a mean is `sum / batch_num_tokens * dp_size`, as in verl.
 - `use_dynamic_bsz` has no effect: a row has no token budget.
 
-Invariants (tests/engine/test_verl_batches.py): loss, gradient and weights of `train_batch` equal those of `begin`,
-`accumulate`, `commit` on the same rows; log-probs of `infer_batch` equal those of `evaluate`.
+Invariants (tests/engine/test_verl_batches.py): loss, gradient and weights after `train_batch` equal those after
+`begin`, `accumulate`, `commit` on the same rows; log-probs of `infer_batch` equal `evaluate`'s.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class VerlBatches(ShardedTransformer):
         return super().lr_scheduler_step()
 
     def _of_all_ranks(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """This rank's metrics combined with the other ranks'. Collective."""
+        """This rank's metrics combined with the others'. Collective."""
         gathered: list[dict[str, Metric]] = [{}] * self.get_data_parallel_size()
         on_host = {name: Metric(metric.value.cpu(), metric.reduce) for name, metric in metrics.items()}
         dist.all_gather_object(gathered, on_host, group=self.get_data_parallel_group())
@@ -253,7 +253,7 @@ def _is_own(loss_function: LossFunction | None, forward_only: bool) -> bool:
 
 
 def _rows_of(data: TensorDict, tile: Tile) -> TensorDict:
-    """The rows of a tile; a padding tile's have mask 0."""
+    """The rows of a tile; in a padding tile they have mask 0."""
     rows = tu.index_select_tensor_dict(data, [row.sample for row in tile.rows])
     if tile.is_filler:
         rows["mask"] = torch.zeros_like(rows["mask"])
@@ -261,7 +261,7 @@ def _rows_of(data: TensorDict, tile: Tile) -> TensorDict:
 
 
 def _in_order(outputs: Sequence[Mapping[str, Tensor]], tiles: Sequence[Tile]) -> dict[str, Tensor]:
-    """Outputs of tiles, [N, ...] in the order of the rows; empty for padding tiles."""
+    """Outputs of tiles, [N, ...] in the order of the rows; padding tiles' are empty."""
     places = torch.tensor([row.sample for tile in tiles if not tile.is_filler for row in tile.rows]).argsort()
     kept = [output for output in outputs if output]
     return {name: torch.cat([output[name] for output in kept])[places] for name in (kept[0] if kept else ())}

@@ -10,7 +10,7 @@ the frozen parameters of each unit to a group of their own, whose gathered memor
   The next forward gathers once more, the same values.
 - Units have several groups from PyTorch 2.12 on (`FSDP2_HAS_SEVERAL_GROUPS`); with 2.11 `split` must not be called.
 
-Invariants (tests/engine/test_whole_base.py): the gradient equals the sharded base's bit for bit; a tile gathers the
+Invariants (tests/engine/test_whole_base.py): the gradient bitwise equals the sharded base's; a tile gathers the
 trained parameters alone; after `merge` a unit has one group again, with all of its parameters.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process of environments: holds many episodes', and runs their calls concurrently; and the Ray actors of it.
+"""Process that holds the environments of many episodes and runs their calls concurrently; and its Ray actors.
 
 | event | consequence |
 | --- | --- |

@@ -168,7 +168,7 @@ class DiffusionModel(ABC):
         return torch.float32 if folder in self.spec.encodes_in_fp32 else dtype
 
     def decoder_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """dtype in which the VAE decodes where the network computes in `dtype`: the pipeline authors' choice.
+        """dtype in which the VAE decodes where the network computes in `dtype`: the choice of the pipeline's authors.
 
         fp32 where the VAE's config asks for it (`force_upcast`, on by default in diffusers' `AutoencoderKL`) or
         the pipeline's documentation does (`ModelSpec.decodes_in_fp32`).

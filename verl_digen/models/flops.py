@@ -7,7 +7,7 @@
 - Norms, activations, rotary embeddings and padding to the longest row are left out: well below 2 %.
 - Backward costs a linear layer 2 W per token for its input's gradient, and 2 W for its own unless it is frozen.
   Attention costs twice its forward. Recomputation costs one forward more.
-- Peaks are from `verl_digen.devices`: dense bf16, from the data sheets.
+- Peaks come from `verl_digen.devices`: dense bf16, from the data sheets.
 
 Invariants (tests/plan/test_flops.py): forwards of every model are within 1 % of the count of
 `torch.utils.flop_counter.FlopCounterMode`, with and without guidance; training within 2 %.
@@ -117,7 +117,7 @@ def _padded(count: int, multiple: int) -> int:
 
 # -- utilisation ------------------------------------------------------------------------------------------------
 BOARDS_APART = re.compile(r"\b(PCIe|NVL|Laptop|Ti|D)\b", re.IGNORECASE)
-"""Boards whose peak differs from the type's own: the SXM module, the desktop card."""
+"""Boards whose peak differs from their type's: the SXM module, the desktop card."""
 
 
 def peak_flops(device_name: str) -> float | None:

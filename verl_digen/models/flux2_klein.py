@@ -122,7 +122,7 @@ class Flux2Network(DiffusionModel):
         )[0]
 
     def _image_ids(self, geometry: Geometry) -> Tensor:
-        """[tokens, 4] places of the picture's tokens and the images': time, row, column, 0."""
+        """[tokens, 4] places of the picture's and the images' tokens: time, row, column, 0."""
         return torch.cat([self._places(0, geometry), self.source_ids(geometry, torch.int64)])
 
     def source_ids(self, geometry: Geometry, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.1 Kontext [dev]: text and at most one image to image, as diffusers' `FluxKontextPipeline` runs it.
 
-- Network, text encoders, schedule and decoding as for FLUX.1 (`flux.py`).
+- Network, text encoders, schedule and decoding are FLUX.1's (`flux.py`).
 - The network reads the tokens of the picture, then of the image (`sources.py`), which have the places of a
   picture and 1 in front of them, where the picture has 0.
 - The image is encoded with the prompt, once per content: packed latents of the VAE's most likely encoding. The text

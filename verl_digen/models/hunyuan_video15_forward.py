@@ -8,7 +8,7 @@
 - diffusers' blocks build a mask of all pairs of tokens, gigabytes for a video, with or without padding. Here the mask
   is over keys only, and there is none without padding. Outputs of masked queries are never used.
 
-Invariant (tests/models): velocities and gradients equal those of diffusers' own forward, to 1e-5.
+Invariant (tests/models): velocities and gradients equal diffusers' own forward, to 1e-5.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo 1.5: image to video, as diffusers' `HunyuanVideo15ImageToVideoPipeline` runs it.
 
-- Network, texts, schedule, guider and decoding as for text to video (`hunyuan_video15.py`).
+- Network, texts, schedule, guider and decoding are as in text to video (`hunyuan_video15.py`).
 - The network reads, in further channels, the image's latents as the first frame's, and a mask of that frame; and
   the image's tokens from SigLIP beside the text's.
 - The image is scaled until it covers the video's size, and its middle is read. The pipeline itself chooses the size,
@@ -68,8 +68,8 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are those of the text, with "source" [C, H, W], the image's latents, and "image" [tokens, I];
-        the text's alone for a text without an image."""
+        """Conditions of the text, with "source" [C, H, W], the image's latents, and "image" [tokens, I];
+        for a text without an image, of the text only."""
         encode_text, *text_modules = self._load_text_encoders(dtype, device)
         vae: Any = AutoencoderKLHunyuanVideo15.from_pretrained(self.path / "vae", dtype=self.decoder_dtype(dtype))
         vae.decoder = nn.Identity()  # the decoder's own copy has it

@@ -5,7 +5,7 @@ diffusers' forward masks padded text tokens in every block, and makes the mask a
 keeps fused attention kernels out, although a tile of one prompt's rows has no padding. Here the mask is an optional
 input.
 
-Invariant (tests/models/test_hunyuan_video.py): velocities and gradients equal those of diffusers' own forward, to 1e-5.
+Invariant (tests/models/test_hunyuan_video.py): velocities and gradients equal diffusers' own forward, to 1e-5.
 """
 
 from __future__ import annotations

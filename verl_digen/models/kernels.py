@@ -56,7 +56,7 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
     networks = networks_of(network)
     for each in networks:
         if (attention, DIFFUSERS_ATTN_BACKEND) != (NATIVE, NATIVE):  # diffusers' own default else, without a warning
-            with attention_backend(NATIVE):  # it also sets it for all other networks of the process: taken back
+            with attention_backend(NATIVE):  # it also sets all other networks' of the process: undone
                 each.set_attention_backend(attention)
     num_blocks = sum(map(_compile_blocks, networks)) if compiles else 0
     logger.info(

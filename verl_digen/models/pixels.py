@@ -4,7 +4,7 @@
 - Pictures become 8-bit pixels a few at a time (`in_batches`), and a video before the next one is decoded: peak memory
   is these few pictures, or one video, and the pixels of the batch.
 
-Invariant (tests/models): pixels equal those of the model's own pipeline, in batches of any size, up to values at the
+Invariant (tests/models): pixels equal the model's own pipeline, in batches of any size, up to values at the
 edge of rounding.
 """
 

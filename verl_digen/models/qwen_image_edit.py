@@ -2,7 +2,7 @@
 """Qwen-Image-Edit-Plus (2509): text and one to three images to image, as diffusers' `QwenImageEditPlusPipeline`
 runs it.
 
-- Network, latents, schedule, guidance and decoding as for Qwen-Image (`qwen_image.py`).
+- Network, latents, schedule, guidance and decoding are Qwen-Image's (`qwen_image.py`).
 - The network reads the tokens of the picture, then of every image of the prompt (`sources.py`).
 - The language model reads the images too, at about 384 x 384 px, in front of the text.
 - Images are encoded with the prompt, once per content: packed latents of the VAE's most likely encoding.
@@ -86,7 +86,7 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
         return length_check(pipeline.tokenizer, title=self.spec.title, max_tokens=limit, wrap=wrap)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "source": [tokens of all images, channels]} in `dtype`, L counts text and
+        """Conditions are {"embeds": [L, D], "source": [tokens of all images, channels]} in `dtype`, L of text and
         images; without "source" for a text without images, of which there is none in a prompt file."""
         pipeline = self._load_pipeline(dtype={"default": dtype, "vae": self.decoder_dtype(dtype)})
         text_encoder, vae = pipeline.text_encoder, pipeline.vae

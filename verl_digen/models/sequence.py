@@ -6,14 +6,14 @@
       -> blocks; in attention each device has all tokens of its share of the heads (diffusers' all-to-all)
       -> velocity, gathered, the same on every device of the group
 
-- Layers, attention and all collectives come from diffusers' context parallelism. A plan says where tokens are split
+- Layers, attention and all collectives are diffusers' context parallelism. A plan says where tokens are split
   and gathered; `ModelSpec.sequence` holds it, or says that the network's class does.
 - A loss of the gathered velocity gives each device the part of the gradient that comes through its own tokens. The
   group's sum is the gradient of the row, also for layers that every device runs whole, such as the timestep's.
 - Prompts whose length the devices do not divide are padded with tokens that a mask takes out of the attention.
 
 Invariants (tests/models/test_sequence.py, tests/engine/test_sequence.py): the velocity and the sum of the gradients are
-those of one device, to 1e-5, with masks and padding, with an adapter and with recomputation.
+one device's, to 1e-5, with masks and padding, with an adapter and with recomputation.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks that read a prompt's images as tokens after the picture's.
+"""Networks that read a prompt's images as tokens behind the picture's.
 
 - A condition has "source": packed latents [tokens of all images, channels], images in the order of `Geometry.sources`;
   none without images.
@@ -23,7 +23,7 @@ from verl_digen.types import Condition, Geometry
 
 
 class ReadsImages(DiffusionModel):
-    """A base in front of the model network's: the images' tokens go through that base's `predict`."""
+    """A base in front of the network's own base: the images' tokens go through that base's `predict`."""
 
     def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
         """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.

@@ -13,7 +13,7 @@
 | `dispatches_attention` | the checks of `digen.attention_backend` |
 | `vllm_omni` | `rollout/vllm_omni` and the checks before Ray starts |
 
-Invariants (tests/models/test_spec.py): names of layers, config keys, folders and arguments in a spec are those of the
+Invariants (tests/models/test_spec.py): names of layers, config keys, folders and arguments in a spec match the
 model's own pipeline and network.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan2.2 TI2V-5B: video from text, or from text and its first frame.
 
-- Network, text, schedule and decoding as in `wan.py`; the checkpoint's index has `expand_timesteps`. Without an
+- Network, text, schedule and decoding are as in `wan.py`; the checkpoint's index has `expand_timesteps`. Without an
   image a prompt is text to video, as diffusers' `WanPipeline` runs it; with one, `WanImageToVideoPipeline`.
 - The first latent frame is the image's latents at every step. It is given, not sampled: a sample's latents are the
   other frames [C, F - 1, H, W], so that noise, steps, log-probs, losses and records have no element of it. The network

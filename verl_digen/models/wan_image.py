@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan2.1 and Wan2.2 A14B: image to video, as diffusers' `WanImageToVideoPipeline` runs them.
 
-- Schedule, experts, text and decoding as for text to video (`wan.py`).
+- Schedule, experts, text and decoding are as in text to video (`wan.py`).
 - The network reads, in further channels, the latents of a video whose first frame is the image and whose others are
   gray, and a mask of that frame. Wan2.1 also attends to the image as CLIP encodes it; Wan2.2 does not.
 - The VAE sees the image at the size of the video, stretched to it; CLIP sees it as it is. With

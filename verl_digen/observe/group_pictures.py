@@ -113,7 +113,7 @@ class GroupPictures:
 def best_and_worst(run_dir: Path, step: int, groups: Mapping[str, GroupTags]) -> list[Shown]:
     """Pictures of trained groups to show: of each its best sample, then its worst.
 
-    A group whose best or worst trained sample has no file is shown without it: the files are those of all samples that
+    A group whose best or worst trained sample has no file is shown without it: there are files of all samples that
     were scored, and some are not trained.
 
     Args:

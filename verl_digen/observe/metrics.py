@@ -31,7 +31,7 @@
 | `rollout/ratio_above_fraction`, `_below_` | share | of rows whose log-prob is above, below the recorded one |
 | `rollout/shared_step_share` | share | of denoising steps served by another sample of the group; with shared noise |
 | `rollout/skipped_step_share` | share | of denoising steps without an evaluation; with `digen.sampling.outside` |
-| `rollout/ratio`, `rollout/ratio_deviation_max` | | the same as a ratio: 1 and 0 if both compute alike |
+| `rollout/ratio`, `rollout/ratio_deviation_max` | | the same as a ratio: 1 and 0 if both agree |
 | `episodes/turns_mean`, `_max` | turns | pictures of an episode; with an environment |
 | `episodes/exceeded` | episodes | that ended at `digen.environment.max_turns`, not done |
 | `episodes/retries` | events | environments that were made again |

@@ -78,7 +78,7 @@ def require_devices(config: DictConfig, found: int) -> None:
         total <= found,
         f"{asked_text(asked)} must be <= {found}, the devices of this machine",
         total,
-        f"set trainer.n_gpus_per_node to what is there{', shared by the pools' if len(asked) > 1 else ''}, or run on a "
+        f"set trainer.n_gpus_per_node to that number{', shared by the pools' if len(asked) > 1 else ''}, or run on a "
         "Ray cluster (`ray start` on each machine, then RAY_ADDRESS=HEAD:6379 in the environment)",
     )
 

@@ -146,7 +146,7 @@ def load_configs(path: str) -> DiffusionModel:
     """The model of a checkpoint, from its configs alone.
 
     Raises:
-        ValueError: they are not those of a supported pipeline, or damaged.
+        ValueError: they do not belong to a supported pipeline, or are damaged.
     """
     from verl_digen.models import load_model
     from verl_digen.models.locate import locate_configs
@@ -154,7 +154,7 @@ def load_configs(path: str) -> DiffusionModel:
     folder = locate_configs(path)
     try:
         return load_model(folder)
-    except (AttributeError, LookupError, TypeError) as error:  # configs that are JSON, and not those of this pipeline
+    except (AttributeError, LookupError, TypeError) as error:  # configs that are JSON, but of another pipeline
         raise ValueError(
             f"{KEY}.path must hold the configs of a diffusers pipeline, got {str(folder)!r}, in which they are damaged "
             f"({type(error).__name__}: {error}); complete the download"

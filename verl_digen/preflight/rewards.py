@@ -92,7 +92,7 @@ OURS = ("importlib", "DiffusionRewardManager", "pkg://verl_digen.reward.manager"
 
 
 def check_reward_manager(config: DictConfig) -> None:
-    """Require the reward manager to be ours or one of the user's, not one of verl's for text."""
+    """Require the reward manager to be ours or the user's, not verl's for text."""
     section = config.reward.reward_manager
     if (section.source, section.name, section.module.path) == OURS:
         return
@@ -322,7 +322,7 @@ def _check_stop(config: DictConfig, golds: Sequence[str]) -> None:
 
 
 def _check_manager(config: DictConfig, entries: Sequence[RewardEntry]) -> None:
-    """Refuse functions of some samples with a reward manager of the user's own, which is called on all."""
+    """Refuse functions of some samples with the user's own reward manager, which is called on all."""
     manager = config.reward.reward_manager.name
     partial = [
         entry.key

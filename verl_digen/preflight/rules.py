@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
     rewards.check_watching,
     run_folder.check_continued,
 )
-"""All rules, in the order in which their messages are shown, after `values`."""
+"""All rules, in the order in which their messages are shown, after the messages of `values`."""
 
 
 def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> None:

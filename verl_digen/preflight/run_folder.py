@@ -141,7 +141,7 @@ def check_continued(config: DictConfig) -> None:
             f"trainer.default_local_dir {is_other}, which trainer.resume_mode=auto would continue after step "
             f"{_step_of(checkpoint)}, got {folder!r} with {_shown(found)}; name a folder for this run with "
             "trainer.experiment_name or trainer.default_local_dir, or set trainer.resume_mode=disable, which moves the "
-            f"files of that run to {_aside(Path(folder))}. To continue it all the same: "
+            f"files of that run to {_aside(Path(folder))}. To continue it anyway: "
             f"trainer.resume_mode=resume_path trainer.resume_from_path={checkpoint}"
         )
 

@@ -2,13 +2,13 @@
 """Keys that nothing reads: added on the command line with `+`, or in a user's recipe.
 
 Hydra refuses an unknown key unless it is added. A section's keys are the fields of its dataclass (`_target_`), which
-verl makes of it in the workers, and of verl's own yaml. Not checked, because their keys are the user's:
+verl makes of it in the workers, and keys of verl's own yaml. Not checked, because their keys are the user's:
 
 - mappings inside a dataclass's section (`engine_kwargs`, `override_optimizer_config`, `mixed_precision`, `wrap_policy`,
   `profiler.tool_config`, `custom`), and sections that are empty in verl's yaml (`sampler_kwargs`);
 - `OPEN`: sections that are passed on as a whole, or have a rule of their own;
-- a section that a class of the user's own reads (`READERS`);
-- a section of the user's own, `+mine.key=value`, unless its name is nearly one of verl's.
+- a section that a user's class reads (`READERS`);
+- a user's own section, `+mine.key=value`, unless its name is nearly one of verl's.
 """
 
 from __future__ import annotations

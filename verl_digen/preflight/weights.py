@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a checkpoint on this machine: every part's have names that are read, all are there, and none is a
-pointer or truncated; diffusers' networks hold the tensors that the configuration beside them describes."""
+"""Files of a checkpoint on this machine: every part's have names that are read, all exist, and none is a
+pointer or truncated; files of diffusers' networks hold the tensors that the configuration beside them describes."""
 
 from __future__ import annotations
 

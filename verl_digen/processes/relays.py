@@ -4,7 +4,7 @@
     driver -> relay -> relay of a node -> process        nothing calls more than FAN_OUT others, up to 256 nodes
 
 A call costs its caller CPU time, and the last process begins only when the caller has sent the last call. Up to FAN_OUT
-processes are called directly. With more of them every node has a relay, a process that calls the node's processes; with
+processes are called directly. With more of them every node has a relay, a process that calls the node's; with
 more than FAN_OUT nodes other relays call these, each about as many as the driver does. docs/control_plane.md has what
 it saves.
 
@@ -33,7 +33,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 FAN_OUT = 16
-"""Most processes that one process calls: on two nodes of eight devices it calls all directly."""
+"""Most processes that one process calls: two nodes of eight devices are called directly."""
 
 Keep = Literal["all", "first", "outcomes"]
 """Answers that a call returns: of all processes, of the first one (all are awaited), or of all with an exception in
@@ -233,7 +233,7 @@ class Route:
         return self._way
 
     def end(self) -> None:
-        """Kill the relays: a call that waits for one raises. The next call finds the way anew."""
+        """Kill the relays: a call that waits for one raises. The next call reconnects."""
         end_relays(self._way)
         self._way, self._actors = Together([]), []
 

@@ -157,7 +157,7 @@ class Supervision:
         while self._missed is None:
             await asyncio.sleep(bound.seconds)
             waited_s += bound.seconds
-            logger.error("%s has not ended for %.0f s (%s); who gives no sign of life?", what, waited_s, bound.key)
+            logger.error("%s has not ended for %.0f s (%s); asking which processes respond", what, waited_s, bound.key)
             if silent := {*await self._end_silent_replicas()} - ended:
                 logger.error("replicas that hang are ended: %s", ", ".join(sorted(silent)))
                 ended |= silent

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes that die cost time, not samples: for rewards and environments.
+"""Worker processes of rewards and environments: a death costs time, not samples.
 
 | event | consequence |
 | --- | --- |

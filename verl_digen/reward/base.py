@@ -61,7 +61,7 @@ class Reward(ABC):
     has_pool: ClassVar[bool] = True
     """False: it shares the processes of `reward.num_workers` with its like, unless its entry asks for its own."""
     packages: ClassVar[tuple[str, ...]] = ()
-    """Packages that it imports when it is made, beyond what every installation has."""
+    """Packages that it imports when it is made, beyond every installation's."""
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:

@@ -56,7 +56,7 @@ def samples_of(data: DataProto) -> list[RewardInput]:
 
 
 def sample_data(sample: RewardInput) -> DataProto:
-    """The sample as `samples_of` reads it, for a reward manager of the user's own."""
+    """The sample as `samples_of` reads it, for the user's own reward manager."""
     return DataProto(
         TensorDict({"responses": torch.from_numpy(sample.pixels.copy()).unsqueeze(0)}, batch_size=1),
         {ROW: object_column([sample.row]), AUDIO: object_column([sample.audio])},
@@ -77,7 +77,7 @@ async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
 
 
 class ManagerReward(Reward):
-    """A reward manager of the user's own as a reward; what else it returns are details."""
+    """The user's own reward manager as a reward; what else it returns are details."""
 
     def __init__(self, manager: Any):
         super().__init__(None, torch.device("cpu"))

@@ -183,12 +183,12 @@ def shared_entries(config: RewardConfig) -> tuple[RewardEntry, ...]:
 
 
 def has_custom(config: DictConfig) -> bool:
-    """True if there is a reward function of the user's own."""
+    """True if the user has a reward function."""
     return config.reward.custom_reward_function.path is not None
 
 
 def has_own_manager(config: DictConfig) -> bool:
-    """True if this project's reward manager calls the functions, and not one of the user's."""
+    """True if this project's reward manager calls the functions, and not the user's."""
     return config.reward.reward_manager.name == OWN_MANAGER
 
 

@@ -6,7 +6,7 @@
 - Checkpoints have the names of transformers 4.45, merged or with LoRA factors; `lm_head` is not used.
 - Text positions are counted through, also over the picture: both were trained so, and not with Qwen2-VL's own positions
   of three dimensions.
-- A batch is padded on the right; every score equals its sample's alone.
+- A batch is padded on the right; every score is its sample's own.
 - Pixels are scaled and cut into patches here: transformers does so for videos only where torchvision is installed.
 """
 

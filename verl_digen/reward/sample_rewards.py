@@ -34,7 +34,7 @@ SHARED = ""
 WORKERS_KEY = "reward.num_workers or digen.reward.functions.NAME.num_workers"
 """Config key of a pool's number of workers, for messages."""
 MANAGER = "manager"
-"""Name of the one score that a reward manager of the user's own gives a sample, with what else it tells as details."""
+"""Name of the one score that the user's own reward manager gives a sample; what else it returns are details."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SampleRewards:
         """Score one sample -> (score, (start, end) in unix time).
 
         Args:
-            version: weight version that generated it; samples of a group are compared with others of the same version.
+            version: weight version that generated it; samples of a group are compared within one version.
             group_size: samples of its group.
 
         Raises:

@@ -10,7 +10,7 @@
   groups whose requests say so (`SampleRequest.batch_group`).
 - A batch starts when it is full, when all pending requests that it may hold belong to bursts that have arrived whole
   (`SampleRequest.burst`), or when no request has arrived for `wait_s`.
-- A batch starts as soon as the one before has run, while that one's answers are on their way; those of two batches are
+- A batch starts as soon as the one before has run, while its answers are on their way; answers of two batches are
   never under way at once.
 - A sample can be cancelled: it leaves the queue; when all of the running batch is cancelled, the batch stops at its
   next step.

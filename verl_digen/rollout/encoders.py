@@ -8,7 +8,7 @@
 - Nowhere: every prompt was encoded before the run (`verl_digen.rollout.stored`).
 
 Invariant (tests/rollout/test_encoders.py): on the host, encoders and transformer are never on the device together, and
-conditions equal those of encoders on the device bit for bit.
+conditions are bitwise the same as with encoders on the device.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Fitting:
 
     @classmethod
     def of(cls, config: RolloutConfig, device: torch.device) -> Fitting:
-        """Make one for a replica."""
+        """Make the one of a replica."""
         return cls(measures=config.fits_batches and device.type != "cpu", most=MOST_AUTO)
 
     def make(self, kind: Hashable, places: Sequence[int], make: Callable[[Sequence[int]], Made]) -> list[Made]:

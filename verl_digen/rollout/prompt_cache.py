@@ -59,7 +59,7 @@ class PromptCache:
             return self._lookup(prompts) if all(prompt in self._conditions for prompt in prompts) else None
 
     def prepare(self, prompts: Sequence[PromptInputs], others: Iterable[PromptInputs]) -> None:
-        """Encode the missing `prompts`, and in the same turn as many `others` as there is room for."""
+        """Encode the missing `prompts`, and in the same turn as many `others` as fit."""
         with self._lock:
             if not all(prompt in self._conditions for prompt in prompts):
                 distinct = dict.fromkeys([*others, *prompts])  # the last are kept longest

@@ -10,7 +10,7 @@ for it. Decoding stays behind the denoising of its batch in the device's one ord
 denoising of the next one.
 
 Invariants (tests/rollout/test_samples.py): nothing in the compute thread waits for the device, where prompts are known;
-answers equal those of a synchronous device; an answer holds the memory of one sample.
+answers are the same as without overlap; an answer holds the memory of one sample.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 - Runs with the same encoders share what they have encoded; a file is whole or absent, so a run that was killed goes on
   where it ended.
-- The folder is bounded (`conditions_gb`): the least recently used files leave it first, the run's own never.
+- The folder is bounded (`conditions_gb`): the least recently used files are removed first, files of the run never.
 
 Invariants (tests/rollout/test_stored.py): a condition is bitwise the encoder's; other weights have another identity.
 """
@@ -65,7 +65,7 @@ class StoredConditions:
         return path.stat().st_size
 
     def encoder(self) -> PromptEncoder:
-        """An encoder that reads what is there."""
+        """An encoder that reads stored conditions."""
         return PromptEncoder(lambda prompts: [self._read(prompt) for prompt in prompts], ())
 
     def _read(self, prompt: PromptInputs) -> Condition:

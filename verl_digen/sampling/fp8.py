@@ -9,11 +9,11 @@
   sample's numbers do not depend on the others of its batch, to float error. The product is bf16.
 - The layers are the `nn.Linear` of the blocks that repeat. What is outside of them (input, output, time and text
   embeddings) stays exact, and so do adapters: an adapter's own factors are added to the fp8 product of its layer.
-- Copies are made at the first use after `clear`, from the weights that are there; whoever changes weights clears them.
+- Copies are made at the first use after `clear`, from the current weights; code that changes weights clears them.
 
 Invariants (tests/sampling/test_fp8.py)
 - After `active` the network computes bitwise what it did before, also after an exception.
-- A layer's product equals that of its dequantised factors, to bf16's rounding.
+- A layer's product equals its dequantised factors', to bf16's rounding.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@
 With windows whose trained steps are not consecutive, `latent_samples` is [N, S, ...] with zeros at its end, and step k
 goes from latent `positions[k]` to the next one. Further columns: `positions`, `sigmas`, `next_sigmas` [N, K] and
 `sigma_max` [N, 1], the schedule that `algorithms.sde` reads; other parts of the model's condition as `prompt_NAME`;
-those of the negative prompt as `negative_prompt_...`; and without tensors `uid`, `sample_index`, `seed`, `version`,
+the negative prompt's as `negative_prompt_...`; and without tensors `uid`, `sample_index`, `seed`, `version`,
 `data_source`, `ground_truth`, the `PromptRow` as `row`, its `Sampling` as `sampling`, and `audio` of videos with sound.
 """
 

@@ -24,13 +24,13 @@ from verl_digen.types import CleanRecord, PathRecord, SampleFacts, SampleRequest
 
 
 def initial_seed(run_seed: int, request: SampleRequest) -> int:
-    """Seed of a sample's initial noise; its group's sample 0's if the group shares one."""
+    """Seed of a sample's initial noise; of its group's sample 0 if the group shares one."""
     index = 0 if request.sampling.shared_initial_noise else request.sample_index
     return sample_seed(run_seed, request.uid, index, request.turn)
 
 
 def noise_seed(run_seed: int, request: SampleRequest, step: int) -> int:
-    """Seed of the noise of a stochastic step: the sample's, or in a tree its node's, where the step leads."""
+    """Seed of the noise of a stochastic step: the sample's, or in a tree the node's that the step leads to."""
     return sample_seed(run_seed, request.uid, request.noise_index(step), request.turn)
 
 

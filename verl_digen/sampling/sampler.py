@@ -6,7 +6,7 @@
 - A step costs one forward for the whole batch, both guidance branches in it, or one per branch (`branches`). Each
   row's own window decides whether a step is stochastic; other rows take the ODE step.
 - Steps before a window run once for the samples of a group that start alike, by themselves (`prefix_cache`), and steps
-  that samples of a tree share run as one (`prefix`). Steps that are not stochastic are taken by `Sampling.solver`.
+  that samples of a tree share run as one (`prefix`). Steps that are not stochastic are `Sampling.solver`'s.
 - Steps outside a window may pass without a forward (`Sampling.outside`): the solver passes over some, and others take a
   row's last velocity again, as the row's own `StepCache` says. The rows that evaluate the network share a forward;
   with `outside.fp8` those whose step is not stochastic share one in fp8.
@@ -17,7 +17,7 @@ Invariants (tests/sampling/test_sampler.py)
 - A sample is a function of its request, the weights and the run seed: the rest of its batch, and the order,
   change it by float error only.
 - `score_rows` on what `sample` recorded, under the same weights, gives the recorded log-probs.
-- Without stochastic steps the result equals the model's own diffusers pipeline's.
+- Without stochastic steps the result equals the model's own diffusers pipeline.
 - A clean record holds bitwise the final latents.
 """
 
@@ -94,7 +94,7 @@ class Sampler:
         run_seed: `digen.seed`.
         latents_dtype: dtype of latents between steps and in the record.
         branches: chooses between one forward for both branches of guidance and two.
-        prefixes: keeps latents at the start of windows from call to call; whoever changes weights clears it. None: a
+        prefixes: keeps latents at the start of windows from call to call; code that changes weights clears it. None: a
             call shares them among its own rows.
         fp8: copies of the transformer's layers, for requests with `outside.fp8`.
     """

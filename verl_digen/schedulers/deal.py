@@ -5,7 +5,7 @@
   9 trained steps feed 16 ranks with 4 or 5 rows each.
 - Ranks take consecutive rows, so that an even split cuts samples at as few places as possible: rows of one sample
   share its latents, rows of one prompt its conditions.
-- A bucket holds the rows that may share a forward: same network (expert), same kind of sampling (geometry,
+- A bucket holds the rows that may share a forward: rows of one network (expert) and one kind of sampling (geometry,
   guidance). All ranks must run the same network at a time; so each bucket's rows are partitioned separately, and the
   rows left over from an even division go to ranks round-robin.
 - Every rank computes the whole partition itself from the same input, without communication.

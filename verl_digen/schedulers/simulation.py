@@ -65,7 +65,7 @@ class Generator(Protocol):
 
 
 class ChunkSlots:
-    """Slots that generate their chunk sample by sample, and finish it even if nobody wants it any more.
+    """Slots that generate their chunk sample by sample, and finish it even if it was cancelled.
 
     Example:
         slots = ChunkSlots({"a": 2.0})

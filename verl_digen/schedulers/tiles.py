@@ -135,7 +135,7 @@ def plan_tiles(
 
     Args:
         dealt: the rows of each rank, not all empty.
-        shape: that of every tile, or bucket -> that of its tiles; the same on all ranks.
+        shape: of every tile, or bucket -> shape of its tiles; the same on all ranks.
         order: of the rows of `rank`.
         agreed_most: maximum of all ranks' values, a collective. If given, rows that differ in `order` never share a
             tile.

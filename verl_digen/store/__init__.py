@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TransferQueue, the way of samples from agent loops to trainer ranks. No other room of the project calls it.
+"""TransferQueue, which carries samples from agent loops to trainer ranks. No other room calls it.
 
 | partition | key | holds | written by | cleared by |
 | --- | --- | --- | --- | --- |

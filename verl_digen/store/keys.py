@@ -29,7 +29,7 @@ class SampleName(NamedTuple):
 
     @classmethod
     def of(cls, facts: SampleFacts) -> SampleName:
-        """Name a sample by its facts, with the version of its first step."""
+        """Name a sample by its facts; the version is its first step's."""
         return cls(facts.uid, facts.sample_index, facts.version)
 
     @property

@@ -137,7 +137,7 @@ class Conductor:
         self._chunks: dict[int, Chunk] = {}
         """Chunks in generation or in scoring, by id."""
         self._withdrawn: set[int] = set()
-        """Ids of those of them that were cancelled."""
+        """Ids of in-flight chunks that were cancelled."""
         self._open: OpenBatch | None = None
         self._published: dict[int, PublishedSamples] = {}
         """Batch -> its published samples."""

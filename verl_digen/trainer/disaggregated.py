@@ -284,7 +284,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
 
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         batch = super().step(metrics, timing_raw)
-        self._publish()  # verl's loop writes the checkpoint next, and no replica shall wait for it
+        self._publish()  # verl's loop writes the checkpoint next; replicas do not wait for it
         return batch
 
     def _publish(self) -> None:

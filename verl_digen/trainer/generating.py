@@ -7,7 +7,7 @@
 There is no second copy of the network, no weights are sent, and nothing is moved between host and device. To verl it is
 one replica of all ranks. Its server is a process without a device or a model, which collects requests into batches.
 
-Invariant (tests/engine/test_generating.py): samples equal a `diffusers` replica's bit for bit, in fp32.
+Invariant (tests/engine/test_generating.py): samples equal a `diffusers` replica's bitwise, in fp32.
 """
 
 from __future__ import annotations

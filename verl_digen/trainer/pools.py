@@ -193,7 +193,7 @@ class TrainerPool:
         num_samples: most samples of a logical batch.
         num_rows: planned rows of a logical batch.
         select: the objective's choice of samples.
-        rewards_of: what of a sample is its reward.
+        rewards_of: maps samples to their rewards.
     """
 
     def __init__(

@@ -51,11 +51,8 @@ class RunOutput:
         self._report = RunReport(run_dir, wait_s=digen.deadlines.setup_s) if digen.report else None
 
     @cached_property
-    def clip_width(self) -> float | None:
-        """Distance from 1 at which the loss clips a ratio to recorded log-probs; None if it clips none.
-
-        Known from the first step on: an objective of the user's own is not registered before the workers are there.
-        """
+    def _first_steps(self) -> FirstSteps:
+        """Made by the first step: a user's objective is not registered before the workers are there."""
         digen = self._digen
         if not clips_recorded(digen.loss_name, digen.loss_settings, digen.denominator):
             return None
@@ -99,7 +96,7 @@ class RunOutput:
             self._report.refresh()
 
     def on_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write the numbers of a validation before the first step; those of later ones are part of their step's."""
+        """Write the numbers of a validation before the first step; later ones are part of their step's."""
         append_metrics(self._metrics_path, step, metrics)
         self._health.observe(metrics)
         if self._report is not None:

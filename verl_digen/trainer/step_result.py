@@ -154,7 +154,7 @@ def check_log_prob_gap(metrics: Mapping[str, float], max_gap: float | None, *, s
     if not gap <= max_gap:  # also true for nan
         raise RunStopped(
             f"step {step}: {GAP} must be <= digen.rollout.max_log_prob_gap={max_gap:g} nats, got {gap:g}: replicas and "
-            "trainer do not compute alike. If rollout/version_age_max_versions is 0, compare "
+            "trainer do not agree numerically. If rollout/version_age_max_versions is 0, compare "
             "actor_rollout_ref.rollout.dtype with actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype, and "
             "look at quantisation, caching or compilation of the replicas, and digen.rollout.latents_dtype. If the gap "
             "was always of this size and training is sound, raise the bound"

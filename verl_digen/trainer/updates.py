@@ -62,9 +62,9 @@ def fragment_samples(
 
     Args:
         groups: uid -> sample index -> tag.
-        rewards_of: what of a sample is its reward.
+        rewards_of: maps samples to their rewards.
         select: the objective's choice. A sample that is not chosen has no rows; its reward counts for its group. In a
-            tree it has those of steps that it shares, if it is the first of its node.
+            tree it has the rows of shared steps, if it is the first of its node.
     """
     samples = []
     for tags in groups.values():

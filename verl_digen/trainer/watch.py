@@ -94,7 +94,7 @@ class RewardWatch:
         if stops:
             return (
                 f"{text}, as in each of the newest validations ({self._patience}): the run ends here "
-                "(digen.reward.stop_on_hacking=true). To go on all the same, start again with "
+                "(digen.reward.stop_on_hacking=true). To continue anyway, start again with "
                 "digen.reward.stop_on_hacking=false trainer.resume_mode=auto"
             )
         return text

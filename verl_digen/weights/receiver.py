@@ -146,8 +146,7 @@ class WeightReceiver:
         return self._sealed is not None
 
     def switch(self) -> None:
-        """Copy the tensors of a sealed staged update into the network, where a live update's are, and check that it
-        holds what was sent.
+        """Copy a sealed staged update into the network, where a live update already is, and check it.
 
         Raises:
             RuntimeError: nothing is sealed; or the network holds other numbers, and serves nothing.

@@ -3,7 +3,7 @@
 beside distances to the reference and to an average of the policy. Needs final latents alone.
 
 Source: AWM, arXiv 2509.25050, and its code, whose recipes take one optimizer step per batch: the ratio is 1, and
-the gradient that of -A times the surrogate. With `awm_off_policy` the average samples, and the ratio is the one to it.
+the gradient is -A times the surrogate's. With `awm_off_policy` the average samples, and the ratio is the one to it.
 """
 
 from __future__ import annotations

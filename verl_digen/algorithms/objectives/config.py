@@ -45,7 +45,7 @@ class LossConfig:
 
     @property
     def copies(self) -> Mapping[str, Decay]:
-        """Policies that follow the one that trains at a distance: name -> decay of its average."""
+        """EMA copies of the trained policy: name -> decay of its average."""
         return {}
 
     @property

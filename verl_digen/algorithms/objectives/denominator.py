@@ -38,7 +38,7 @@ def choose_denominator(name: str, settings: LossConfig, old_log_probs: str, max_
     """Source of `old_log_prob` for loss `name`.
 
     Args:
-        settings: the loss's.
+        settings: of the loss.
         old_log_probs: `digen.loss.old_log_probs`.
         max_versions: `digen.staleness.max_versions`; above 0, samples may be older than the weights that train on them.
 

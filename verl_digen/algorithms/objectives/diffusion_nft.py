@@ -2,7 +2,7 @@
 """`diffusion_nft`: negative-aware fine-tuning on the forward process. Needs final latents alone, no SDE, no log-probs.
 
 Two implicit policies surround the old one: v+ moves from v_old towards v, v- as far away from it. A sample of high
-reward trains v+ to predict it, a sample of low reward v-. Samples come from policy `old`, which follows at a distance.
+reward trains v+ to predict it, a sample of low reward v-. Samples come from policy `old`, an EMA copy.
 
 Source: DiffusionNFT, arXiv 2509.16117; schedules and modes as in its code.
 """

@@ -65,7 +65,7 @@ def policy_output(name: str) -> tuple[str, str] | None:
 
 
 def latents_of(points: Points, policies: Iterable[str]) -> tuple[str, ...]:
-    """Inputs [N, ...] that rows of these points have, with further `policies`'."""
+    """Inputs [N, ...] that rows of these points have, with inputs of further `policies`."""
     outputs = OUTPUTS[points]
     return (*RECORDED[points], *outputs, *(f"{policy}_{output}" for policy in policies for output in outputs))
 
@@ -121,7 +121,7 @@ class Joint:
     """A column whose value in a row depends on other rows, too.
 
     Before a fragment trains, all its rows run a forward without gradient. Each gives one number, the ranks exchange
-    these numbers, and `combine` makes the column. It has no gradient: the loss writes that of the whole, which is a
+    these numbers, and `combine` makes the column. It has no gradient: the loss writes the whole gradient, which is a
     coefficient from the column times each row's own gradient.
     """
 
@@ -189,7 +189,7 @@ class Objective:
 
     def reads_old_weights(self, settings: LossConfig) -> bool:
         """True if it needs a forward of the policy before the update, not its log-probs alone. A policy `old` that
-        generates the samples is a copy that follows at a distance instead, see `LossConfig.copies`."""
+        generates the samples is an EMA copy instead, see `LossConfig.copies`."""
         return self.behaviour != "old" and "old" in self.policies_for(settings)
 
     def check_inputs(self, settings: LossConfig) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`offline_dpo`: the two pictures of a prompt's row as a preference pair (Diffusion-DPO). No picture is generated to
-train: replicas encode those of the data set.
+train: replicas encode the data set's pictures.
 
 The loss is `verl_digen.algorithms.objectives.preference`. A prompt is a group of two samples: number 0 is the chosen
 picture, of reward 1, number 1 the rejected one, of reward 0.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preference pairs: the loss, the joint column and the settings that `online_dpo` and `offline_dpo` share.
 
--logsigmoid(-beta / 2 m), m = (e - e_ref) of the preferred sample minus the other one's, e the flow error under a
+-logsigmoid(-beta / 2 m), m = (e - e_ref) of the preferred sample minus the other's, e the flow error under a
 noise and a noise level that both share.
 
 Source: Diffusion-DPO, arXiv 2311.12908, for flow matching as in flow_grpo's code.
@@ -32,7 +32,7 @@ class DpoConfig(LossConfig):
     """Settings of a loss of preference pairs."""
 
     beta: Annotated[float, In("(0, inf)"), "100 to 5000 is usual"] = 2000.0
-    """Strength of the preference. 2000 is the default of verl-omni and Flow-Factory, 100 that in published recipes."""
+    """Strength of the preference. 2000 is the default of verl-omni and Flow-Factory, published recipes have 100."""
     reference_every: Annotated[int | None, In("[1, inf]"), "flow_grpo suggests 40"] = None
     """Optimizer steps after which the reference becomes a copy of the policy, again and again; flow_grpo suggests 40.
     null: it stays as the run began."""

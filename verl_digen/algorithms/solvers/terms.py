@@ -86,7 +86,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Terms:
-    """Weights of a step, [N] fp64 on the host each; the formula is this file's."""
+    """Weights of a step, [N] fp64 on the host each; the formula is in this file's docstring."""
 
     newest: Tensor
     older: Tensor

@@ -8,7 +8,7 @@
   too; so it earns the mean over `num_turns`, 0 to 1.
 - An answer of another form, or a refusal, is asked for again at most `max_asked_again` times, and then the turn fails;
   it never earns a 0. The detail `asked_again` counts such answers of the episode.
-- Address, retries, limits and the token (`token_env`, an environment variable) as for the judges
+- Address, retries, limits and the token (`token_env`, an environment variable) are the same as for judges
   (docs/judges.md). One client serves all episodes of a process, so `max_concurrency` bounds them together.
 """
 

@@ -80,7 +80,7 @@ def make_vae() -> AutoencoderKLQwenImage:
 
 
 def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
-    """Build the language model and its vision tower; `token_ids` mark images."""
+    """Build the language model and its vision tower; `token_ids` are the ids of image marks."""
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
             text_config={

@@ -14,7 +14,7 @@
 | `perf/busy_s/POOL/KIND` | device-s | work by kind |
 | `perf/overlap_s` | s | a trainer lane trained, assisted or committed while a generator lane generated |
 | `perf/images_per_s`, `..._per_device` | 1/s | samples the step trained / its duration; / the devices of all pools |
-| `perf/first_group_fraction` | - | generation time until the first group was complete / that of the whole step |
+| `perf/first_group_fraction` | - | generation time until the first group was complete / of the whole step |
 
 *Invariants:* busy and bubble seconds of a pool add up to its devices x the step's duration; the order of the
 intervals does not matter; cutting an interval in two changes nothing.

@@ -153,7 +153,7 @@ class ChatModel:
         kind: what it is, before its name in messages about servers.
 
     Raises:
-        ValueError: the address is that of verl's servers, and is not known.
+        ValueError: the address of verl's servers is not known.
     """
 
     def __init__(self, config: JudgeConfig, name: str, kind: str = "reward"):

@@ -132,7 +132,7 @@ def target_of(row: PromptRow) -> str:
 
 
 def combined(rewards: Sequence[float], how: str) -> float:
-    """The reward of a video from its frames' rewards; see the module for `how`. Of one frame it is that frame's.
+    """The reward of a video from its frames' rewards; see the module for `how`. With one frame it is that frame's.
 
     Example:
         combined([0.0, 0.5, 1.0], "mean_read")  # 0.75

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """UnifiedReward 1.5: alignment and quality of a picture, from 1 to 5, by a vision-language model made for it.
 
-Question, size and form of the answer follow flow_grpo (`unifiedreward_score_sglang` in flow_grpo/rewards.py of
+Question, size and form of the answer are flow_grpo's (`unifiedreward_score_sglang` in flow_grpo/rewards.py of
 https://github.com/yifan123/flow_grpo): a PNG of 512 x 512 px whatever its shape, temperature 0, the number behind
 "Final Score:", divided by 5: 0.2 to 1. flow_grpo puts "<image>" before the question; servers do that themselves. There
 an answer without a score counts 0, here it is a failure. A video gets the mean over its frames.

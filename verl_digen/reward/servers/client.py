@@ -58,7 +58,7 @@ class ServerClient:
 
     Args:
         key: what messages call the user of the servers, such as `reward judge`.
-        urls: addresses of the servers, if not the settings'.
+        urls: addresses of the servers, if they differ from the settings.
 
     Raises:
         ValueError: the variable of `token_env` is not set here.

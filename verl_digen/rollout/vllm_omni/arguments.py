@@ -97,7 +97,7 @@ def check_taken(arguments: dict[str, Any], rollout: Any, model: DiffusionModelCo
     """Raise RuntimeError for an argument or a setting that vLLM-Omni silently ignored.
 
     Args:
-        arguments: from `engine_arguments`.
+        arguments: as for `engine_arguments`.
         engine_config: the engine's `OmniDiffusionConfig`.
     """
     for name in OF_STAGE:

@@ -89,7 +89,7 @@ class EditRecording(EncodesImages):
 
     # -- vLLM-Omni's --------------------------------------------------------------------------------------
     def prepare_latents(self, images: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
-        """Latents before the first step and latents of the images: while a recorded request runs, its own."""
+        """Latents before the first step and of the images: while a recorded request runs, its own."""
         if self._schedule is None:
             return super().prepare_latents(images, *arguments)  # type: ignore[misc]
         *_, dtype, device, _, latents = arguments

@@ -6,9 +6,9 @@ one request of theirs, which makes text to image, with three things replaced:
 
 | in the pipeline | what it gets |
 | --- | --- |
-| latents before the first step | those of all recordings, one row each |
+| latents before the first step | latents of all recordings, one row each |
 | `encode_prompt` | the conditions of all recordings, distinguished by the marks `PROMPT` and `NEGATIVE` |
-| `predict_noise` | the tokens of the images after the picture's, and their places, both from the model file |
+| `predict_noise` | the images' tokens behind the picture's, and their places, both from the model file |
 
 - Images are prepared and encoded by the model file (`edit_pipelines.EncodesImages`), once per content.
 - Requests of a batch have images of the same sizes (`engine.BarrierRequestScheduler`); others wait for their turn.
@@ -110,7 +110,7 @@ class ReadsSources(EncodesImages):
         return velocity[:, : hidden_states.shape[1]]
 
     def _source_ids(self, img_ids: Tensor) -> Tensor:
-        """Places of the images' tokens, with the leading dimensions of the picture's places, [..., tokens, axes]."""
+        """Places of the images' tokens, with the leading dimensions of the picture's, [..., tokens, axes]."""
         ids = self._model.source_ids(self._geometry, img_ids.dtype).to(img_ids.device)
         return ids.expand(*img_ids.shape[:-2], *ids.shape)
 
@@ -138,7 +138,7 @@ class FluxKontextRecording(ReadsSources, FluxRecording):
         return joined
 
     def _encode_vae_image(self, image: Tensor, generator: Any) -> Tensor:
-        """Encode in the VAE's dtype, which differs from that of the pipeline's warm-up images."""
+        """Encode in the VAE's dtype, which differs from the pipeline's own images in a warm-up."""
         latents = super()._encode_vae_image(image.to(self.vae.dtype), generator)  # type: ignore[misc]
         return latents.to(image.dtype)
 

@@ -105,7 +105,7 @@ class WanFrameRecording(FrameRecording):
         """Run the pipeline's loop -> whole videos.
 
         Args:
-            latents: [N, C, F, H, W]; where a first frame is given, of the others, F - 1.
+            latents: [N, C, F, H, W]; if a first frame is given, of the other F - 1 frames.
         """
         if self._schedule is None or "source" not in self._schedule.recordings[0].condition:
             return super().diffuse(latents=latents, **arguments)  # type: ignore[misc]

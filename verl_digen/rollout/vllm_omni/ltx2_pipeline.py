@@ -8,7 +8,7 @@ latents, as in the model file, and take one step of the project's SDE.
 | --- | --- |
 | it shifts the schedule by the longest sequence; diffusers by the video's tokens | the model file's sigmas |
 | it guides clean predictions and rounds them to the network's dtype | velocities are guided in fp32, as in training |
-| it normalises packed sound latents that a request brings, and not its video latents | neither |
+| it normalises packed latents of the sound that a request brings, and not of the video | neither |
 | its connectors round positions to bf16, in bf16; diffusers' stay in fp32 | its own: equal in fp32 alone |
 | its guidance has other defaults, such as 7 for the sound | one scale for both, the other guidance is off |
 """
@@ -152,7 +152,7 @@ class LTX2Recording(RequestRecordingMixin):
         )
 
     def prepare_audio_latents(self, *arguments: Any, latents_normalized: bool = False, **more: Any) -> Any:
-        """Latents of the sound before the first step; normalised for a recorded request."""
+        """Latents of the sound before the first step; a recorded request's are normalised."""
         is_normalized = latents_normalized or self._schedule is not None
         return super().prepare_audio_latents(*arguments, latents_normalized=is_normalized, **more)  # type: ignore[misc]
 
@@ -172,7 +172,7 @@ class LTX2Recording(RequestRecordingMixin):
         return LTXAVState(*self._parts(schedule.recordings[0]).tokens(taken))
 
     def _decode_output(self, *, latents: Tensor, audio_latents: Tensor, output_type: str, **more: Any) -> Any:
-        """Decode video and sound; of recorded requests one after the other, without pictures of PIL."""
+        """Decode video and sound; recorded requests one after the other, without PIL pictures."""
         if self._schedule is None:
             given: dict[str, Any] = {"latents": latents, "audio_latents": audio_latents, "output_type": output_type}
             return super()._decode_output(**given, **more)  # type: ignore[misc]

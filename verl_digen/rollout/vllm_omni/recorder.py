@@ -242,7 +242,7 @@ def _take_steps_of_kind(
 
 
 def _take_pixels(output: Any) -> Tensor:
-    """Pixels of an output; vLLM-Omni 0.30 keeps Wan's in `media`, which is empty afterwards."""
+    """Pixels of an output; vLLM-Omni 0.30 has Wan's in `media`, which is empty afterwards."""
     pixels = output.output
     if "media" in vars(output) and output.media is not None:
         pixels, output.media = output.media.video.tensor, None

@@ -215,7 +215,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         found = checksum(tensor.to(dtype) for name, tensor in held.items() if name in loaded)
         if self._is_whole and found != sent:
             raise RuntimeError(
-                "vLLM-Omni did not load all of an update: the network's checksum is not that of what was sent. Its "
+                "vLLM-Omni did not load all of an update: the network's checksum differs from what was sent. Its "
                 "weights are neither the old nor the new ones; the replica must be started again"
             )
         return found

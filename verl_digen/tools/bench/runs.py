@@ -36,7 +36,7 @@ class BenchWork:
     """The work of every mode."""
 
     recipes: tuple[str, ...]
-    """Recipes before a mode's own, the algorithm's first."""
+    """Recipes before a mode's, the algorithm's first."""
     overrides: tuple[str, ...]
     """Overrides that are given last, so they win over the mode's."""
     num_steps: int

@@ -58,7 +58,7 @@ class Summary:
     final_reward: float
     """Mean of the last step, median over runs."""
     max_gradient_gap: float | None
-    """Largest difference of a step's gradient, of its norm or of its fixed ±1 projection, to that of the first mode's
+    """Largest difference of a step's gradient, of its norm or of its fixed ±1 projection, to the first mode's
     first run, relative to the norm; over all steps, warm-up included. None where nothing is trained."""
     planner_error: float | None = None
     """Median of |`bts/prediction_error`|, how far the live planner was off; None where it predicted nothing."""

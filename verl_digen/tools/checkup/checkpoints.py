@@ -26,7 +26,7 @@ class TrueSize:
     dtype: str
     """Dtype of the weights that are written, as a name of torch."""
     tokenizers: Callable[[], dict[str, Any]]
-    """Folder -> tokenizer; small ones, trained on no text in particular."""
+    """Folder -> tokenizer; small ones that take any text."""
     text_layers: int | None = None
     """Layers of the text encoder, if not all: what it takes of the host's memory is not the question then."""
 

@@ -2,7 +2,7 @@
 """Say whether a run could start on this machine, and what is missing: for a first look, and for bug reports.
 
 With --selftest MODEL the numerics of one model are checked instead, on a tiny random checkpoint and in seconds:
-its sampler against diffusers' own pipeline, log-probs in training against those of sampling, and a gradient step.
+its sampler against diffusers' own pipeline, log-probs of training against sampling, and a gradient step.
 
 With --gpu the devices are checked with the parts of a run, in minutes: numerics in fp32 and bf16, attention's gradient,
 the engine's gradient over NCCL, a weight update, sleep, three steps of the quick start. With --full they are measured

@@ -76,7 +76,7 @@ class Bounds:
     """Largest differences that pass."""
 
     latents: float
-    """A latent; on the CPU the bound of tests/models."""
+    """A latent; on the CPU the bound is the same as in tests/models."""
     log_prob: float
     """A log-prob, in nats."""
     gradient: float
@@ -120,7 +120,7 @@ def check_numerics(setting: Setting) -> str:
 
 
 def check_architectures(setting: Setting) -> str:
-    """Run the self-test of every architecture; on a CPU of the setting's alone.
+    """Run the self-test of every architecture; on a CPU only of the setting's.
 
     Raises:
         CheckFailed: a number of one is beyond its bound, or one raised an error.

@@ -6,7 +6,7 @@ shards.py       files of all ranks -> whole tensors of a policy, one at a time
 card.py         README.md of an export
 comfyui.py      names of an adapter in ComfyUI
 base.py         tensors of the base checkpoint, one at a time
-policy.py       whole tensors -> a network's, an adapter's, both merged
+policy.py       whole tensors -> tensors of networks, of an adapter, of both merged
 formats.py      those -> folders of diffusers and peft        export_command.py   digen export
 pictures.py     those -> a network that samples -> PNG, GIF   sample_command.py   digen sample
 partial.py      a folder that is whole or absent

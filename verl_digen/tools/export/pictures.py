@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures that a policy of a checkpoint draws in this process, with the settings of the run's validation.
 
-Network, weights and denoising loop of a `diffusers` replica (`verl_digen.rollout.network`,
+The network, its weights and the denoising loop are a `diffusers` replica's (`verl_digen.rollout.network`,
 `verl_digen.sampling.sampler`), on one device. Prompt number i takes the noise of validation prompt number i.
 
-Invariant (tests/export/test_sample.py): pictures equal those of a replica for a validation's requests.
+Invariant (tests/export/test_sample.py): pictures equal a replica's for a validation's requests.
 """
 
 from __future__ import annotations

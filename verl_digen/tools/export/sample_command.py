@@ -4,9 +4,9 @@
     digen sample outputs/run --prompt 'a sign that says "CAT"' --num 4
     digen sample outputs/run --prompts val.jsonl --step 60 --policy ema --output after_60
 
-RUN is a run's folder, its trainer.default_local_dir. Settings are those of its validation: no noise after the first,
+RUN is a run's folder, its trainer.default_local_dir. Settings are its validation's: no noise after the first,
 digen.sampling.val_num_steps, val_true_cfg_scale, val_solver; --steps, --size and --seed replace them. With the run's
-validation file the pictures are those of its validation. On the accelerator of this machine, else on the CPU.
+validation file the pictures are its validation's. On the accelerator of this machine, else on the CPU.
 
 Exit code 0, or 2 if nothing could be drawn; then nothing is left behind.
 """

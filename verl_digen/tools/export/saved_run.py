@@ -61,7 +61,7 @@ def open_run(folder: Path, step: int | None, base: str | None) -> SavedRun:
     """Open the checkpoint of `step`, or the newest complete one.
 
     Args:
-        base: folder or hub repository of the base checkpoint; None: that of the config.
+        base: folder or hub repository of the base checkpoint; None: the config's.
 
     Raises:
         ValueError: no run, no checkpoint, not this step; or a config that cannot be read.

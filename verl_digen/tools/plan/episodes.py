@@ -9,7 +9,7 @@
 - Where trainer and replicas take turns all episodes of the batch run at the same time. On separate pools a replica has
   `digen.gap.slots_per_replica` chunks.
 
-Invariant (tests/plan/test_episodes.py): rows, trajectories, conditions and generations equal those of real episodes.
+Invariant (tests/plan/test_episodes.py): rows, trajectories, conditions and generations equal real episodes'.
 """
 
 from __future__ import annotations

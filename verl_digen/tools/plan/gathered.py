@@ -34,7 +34,7 @@ def whole_base_bytes(run: Run) -> int:
 
 
 def gathered(run: Run, block: int, *, is_whole: bool) -> Items:
-    """Unsharded parameters while a block runs backward: its own, the previous block's, which is prefetched, and
+    """Unsharded parameters while a block runs backward: its own, the previous one's, which are prefetched, and
     those outside all blocks. Before the first block come those that are sharded as blocks and never recomputed. Beside
     a whole base they are trained ones alone."""
     counts, itemsize = run.measured.counts, run.settings.dtypes.compute.itemsize

@@ -8,7 +8,7 @@
 - An assist is taken to gather the weights at every step, whatever memory it has.
 - Left out: encoding, decoding, rewards, environments, variance. Episodes and pictures of a data set get no proposal.
 
-Invariants (tests/plan/test_split.py): a proposed split fits and passes the checks of a start; its seconds are those of
+Invariants (tests/plan/test_split.py): a proposed split fits and passes the checks of a start; its seconds are from
 `digen simulate` for the same profile.
 """
 

@@ -57,7 +57,7 @@ def find(paths: Iterable[str]) -> list[Path]:
 
 
 def natural_order(path: Path) -> tuple[object, ...]:
-    """Sorting key by which 2.png comes before 10.png, and a folder's files before its subfolders'."""
+    """Sorting key by which 2.png comes before 10.png, and files before files of folders below."""
     words = [tuple((not w.isdigit(), int(w) if w.isdigit() else w) for w in _words(part)) for part in path.parts]
     return (len(path.parts), *words)
 

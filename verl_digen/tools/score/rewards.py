@@ -38,7 +38,7 @@ def parse(text: str) -> list[RewardEntry]:
     Example:
         parse("ocr,pickscore")                             # two, each with weight 1
         parse("{ocr: 1.0, pick: {weight: 0.5, path: X}}")  # as digen.reward.functions takes them
-        parse("mine.py:score")                             # a function or class of one's own
+        parse("mine.py:score")                             # your function or class
 
     Raises:
         ValueError: it is neither, or an entry breaks a rule.

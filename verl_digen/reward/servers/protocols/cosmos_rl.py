@@ -99,7 +99,7 @@ class Cosmos(Protocol):
         job = {
             "media_type": "image",
             "prompts": [sample.row.text for sample in batch],
-            "reward_fn": dict.fromkeys(self.config.rewards, 1.0),  # the service leaves out 0 and below
+            "reward_fn": dict.fromkeys(self.config.rewards, 1.0),  # the service leaves out weights of 0 and below
         }
         file = io.BytesIO()
         np.save(file, np.stack([sample.pixels for sample in batch]), allow_pickle=False)
