@@ -4,6 +4,9 @@
 | file | content |
 | --- | --- |
 | `start.json` | the newest start: words of the command line, config, notes, versions (`preflight.callback`) |
+| `console.log` | everything that the run printed (`digen train`) |
+| `stop` | made by a person or by Ctrl-C: the run ends after its step, see `verl_digen.trainer.base` |
+| `latest_checkpointed_iteration.txt` | step of the newest complete checkpoint |
 | `metrics.jsonl` | numbers of each step |
 | `warnings.jsonl` | warnings of the driver |
 | `timeline.jsonl` | intervals of each step (`verl_digen.observe.timeline`) |
@@ -25,6 +28,11 @@ from pathlib import Path
 from typing import Any
 
 START, METRICS, WARNINGS, REPORT = "start.json", "metrics.jsonl", "warnings.jsonl", "report.html"
+LOG, STOP = "console.log", "stop"
+POINTER = "latest_checkpointed_iteration.txt"
+"""The name verl's `find_latest_ckpt_path` reads."""
+FOLDER_LINE = "verl-digen: the run's folder is "
+"""Begin of the line that names the folder, before anything is written there."""
 IMAGES = "images"
 VALIDATION, TRAINING = "step_", "train_"
 """Prefixes of a step's folder of pictures."""
@@ -96,6 +104,22 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append a JSON object."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint that a resume takes, as verl finds it; None without one.
+
+    Raises:
+        ValueError: the pointer is damaged.
+    """
+    path = run_dir / POINTER
+    if not path.is_file():
+        return None
+    step = path.read_text().strip()
+    if not step.isdecimal():
+        raise ValueError(f"{path} must hold the step of the newest checkpoint, got {step!r}; write its number there")
+    folder = run_dir / f"global_step_{step}"
+    return folder if folder.is_dir() else None
 
 
 def keep_until(path: Path, step: int, *, since_s: float = inf) -> None:
