@@ -59,6 +59,11 @@ class Page:
         self.call("Page.navigate", url=url)
         self._await(lambda told: told.get("method") == "Page.loadEventFired")
 
+    def follow(self, script: str) -> None:
+        """Run what leads to another page, up to the end of its scripts."""
+        self.run(script)
+        self._await(lambda told: told.get("method") == "Page.loadEventFired")
+
     def screenshot(self, path: Path, *, whole: bool = True) -> None:
         """Write a PNG of the page, or of its first screen."""
         found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
