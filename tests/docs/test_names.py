@@ -10,7 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from tests.docs.blocks import PAGES, ROOT
-from tests.docs.configuration import MARK, PAGE, default_of, generated, own_objectives
+from tests.docs.configuration import MARK, METRICS, PAGE, default_of, generated, metrics_page, own_objectives
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import DigenConfig
 
@@ -157,6 +157,7 @@ def test_every_page_is_in_the_navigation():
 def test_the_page_of_the_configuration_is_what_the_dataclasses_say():
     _, mark, below = PAGE.read_text(encoding="utf-8").partition(MARK)
     assert mark and below.strip() == generated().strip(), "run: python -m tests.docs.configuration --write"
+    assert METRICS.read_text(encoding="utf-8") == metrics_page(), "run: python -m tests.docs.configuration --write"
 
 
 def test_every_file_that_the_walk_through_the_house_names_is_there():

@@ -168,8 +168,8 @@ def test_stable_diffusion_3_trains_in_fp16(tmp_path: Path) -> None:
     for row in steps_of(run):
         assert row["actor/loss_scale"] == 2.0**16 and row["actor/num_skipped_updates"] == 0
         assert row["actor/ratio_deviation_max"] == 0 and row["rollout/log_prob_gap_mean"] <= 1e-3
+        assert row["rollout/log_prob_gap_to_bound"] < 1
         assert 0 < row["advantage/effective_samples"] <= row["advantage/num_nonzero"] <= 4 * 4
         assert row["actor/grad_rms_to_eps"] > 10
-    assert "noise floor: log-probs of replicas and trainer differ by" in run.output
     assert "may overflow fp16" not in run.output
     assert_moved(case, checkpoint, trained_weights(run.run_dir, 3))

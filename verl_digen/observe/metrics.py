@@ -12,7 +12,7 @@
 | `reward_calls/NAME_retries` | requests | of a reward that asks a server |
 | `reward_calls/NAME_wake_s`, `_sleep_s` | s | in which a timeshared reward came to the devices, left them |
 | `reward_calls/NAME_asleep_gb` | GB | device memory of tensors that a process of it held asleep; maximum |
-| `reward/zero_spread_groups` | groups | groups whose samples all scored the same: they carry no gradient |
+| `reward/zero_spread_groups`, `_fraction` | groups, share | whose samples all scored the same: they carry no gradient |
 | `actor/grad_norm` | | of the committed gradient, before it is clipped |
 | `actor/grad_projection` | | a fixed ±1 projection of it: tells directions apart, see `engine.gradients.projection` |
 | `actor/grad_rms`, `actor/grad_rms_to_eps` | | root mean square of the clipped gradient's entries; over Adam's eps |
@@ -27,6 +27,7 @@
 | `advantage/abs_mean`, `_max` | | of the advantages, before they are clamped |
 | `rollout/version_age_max_versions` | versions | between the generating and the trained weights; 0 in strict mode |
 | `rollout/log_prob_gap_max`, `_mean` | nats | the trainer's log-probs against those recorded at generation |
+| `rollout/log_prob_gap_to_bound` | | the mean gap over the largest harmless one, see `verl_digen.observe.health` |
 | `rollout/ratio_above_fraction`, `_below_` | share | of rows whose log-prob is above, below the recorded one |
 | `rollout/shared_step_share` | share | of denoising steps served by another sample of the group; with shared noise |
 | `rollout/skipped_step_share` | share | of denoising steps without an evaluation; with `digen.sampling.outside` |
@@ -76,12 +77,14 @@ def reward_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
         by_group[tag.facts.uid].add(tag.reward)
         for name, value in tag.parts.items():
             parts[name].append(value)
+    num_equal = sum(len(values) == 1 for values in by_group.values())
     return {
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "reward/zero_spread_groups": float(sum(len(values) == 1 for values in by_group.values())),
+        "reward/zero_spread_groups": float(num_equal),
+        "reward/zero_spread_fraction": num_equal / len(by_group),
         **{f"reward/{name}": fmean(values) for name, values in parts.items()},
     }
 

@@ -7,6 +7,8 @@
 | `console.log` | everything that the run printed (`digen train`) |
 | `stop` | made by a person or by Ctrl-C: the run ends after its step, see `verl_digen.trainer.base` |
 | `latest_checkpointed_iteration.txt` | step of the newest complete checkpoint |
+| `end.json` | how that start ended: `state`, `reason`; none while it lives and after a kill (`preflight.callback`) |
+| `run.lock` | which process holds the folder; locked as long as it lives (`preflight.run_folder`) |
 | `metrics.jsonl` | numbers of each step |
 | `warnings.jsonl` | warnings of the driver |
 | `timeline.jsonl` | intervals of each step (`verl_digen.observe.timeline`) |
@@ -27,7 +29,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-START, METRICS, WARNINGS, REPORT = "start.json", "metrics.jsonl", "warnings.jsonl", "report.html"
+START, END, LOCK = "start.json", "end.json", "run.lock"
+METRICS, WARNINGS, REPORT = "metrics.jsonl", "warnings.jsonl", "report.html"
 LOG, STOP = "console.log", "stop"
 POINTER = "latest_checkpointed_iteration.txt"
 """The name verl's `find_latest_ckpt_path` reads."""
@@ -120,6 +123,11 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
         raise ValueError(f"{path} must hold the step of the newest checkpoint, got {step!r}; write its number there")
     folder = run_dir / f"global_step_{step}"
     return folder if folder.is_dir() else None
+
+
+def is_saved(run_dir: Path, step: int) -> bool:
+    """True if the newest checkpoint is that of `step`."""
+    return newest_checkpoint(run_dir) == run_dir / f"global_step_{step}"
 
 
 def keep_until(path: Path, step: int, *, since_s: float = inf) -> None:

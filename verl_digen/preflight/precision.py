@@ -97,7 +97,7 @@ def _noise_notes(digen: DigenConfig, coarser: torch.dtype) -> list[str]:
     return [
         f"digen.loss.{key}={width:g} is as narrow as the rounding of {NAMES[coarser]} log-probs (up to "
         f"{least / 2:.0e}), which with {cause} are compared with the trainer's: ratios would be clipped for noise; set "
-        f"it to {least:g} or more; the first steps log what it is (noise floor)"
+        f"it to {least:g} or more; rollout/log_prob_gap_mean of the first steps says what it is"
     ]
 
 

@@ -35,7 +35,9 @@ from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
 from verl_digen.data.lengths import without
 from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import (
+    END,
     IMAGES,
+    LOCK,
     LOG,
     METRICS,
     POINTER,
@@ -72,8 +74,7 @@ NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"total_training
 MAX_SHOWN = 6
 STEP_PREFIX = "global_step_"
 """Prefix of a checkpoint's folder, before the number of its step."""
-LOCK = "run.lock"
-WRITTEN = (f"{STEP_PREFIX}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, LOG, POINTER, METRICS, START)
+WRITTEN = (f"{STEP_PREFIX}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, LOG, END, POINTER, METRICS, START)
 """Files of a run, in the order in which they are moved: a move that was cut short goes on at the next start."""
 
 
@@ -187,6 +188,7 @@ def claim(config: DictConfig) -> tuple[IO[str], list[str]]:
     if holds_run and not is_own:
         notes.append(f"{run_dir} held a run that is not continued; its files are now in {_set_aside(run_dir)}")
     (run_dir / STOP).unlink(missing_ok=True)
+    (run_dir / END).unlink(missing_ok=True)
     return lock, notes
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from verl_digen.observe.health import RULES
 from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps, read_lines
 
 MAX_ROWS, MAX_COLUMNS = 500, 250
@@ -52,19 +53,21 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
+def columns(rows: Sequence[Mapping[str, float]], most_rows: int = MAX_ROWS) -> dict[str, list[float | None]]:
     """Name -> value of each row that is kept, None where it has none; `step` first."""
-    validated = thinned([number for number, row in enumerate(rows) if VALIDATION in row], MAX_ROWS // 2)
+    validated = thinned([number for number, row in enumerate(rows) if VALIDATION in row], most_rows // 2)
     others = sorted(set(range(len(rows))).difference(validated))
-    kept = [rows[number] for number in sorted({*validated, *thinned(others, MAX_ROWS - len(validated))})]
+    kept = [rows[number] for number in sorted({*validated, *thinned(others, most_rows - len(validated))})]
     names = dict.fromkeys(name for row in kept for name in row)
     return {name: [rounded(row.get(name)) for row in kept] for name in _chosen(names)}
 
 
 def _chosen(names: Iterable[str]) -> list[str]:
     """At most `MAX_COLUMNS` names: those that the page's own plots need first."""
-    order = ("step", "reward/", "val/", "perf/")
-    ranked = sorted(names, key=lambda name: next((n for n, word in enumerate(order) if name.startswith(word)), 9))
+    order = ("step", "reward/", "val/", *(rule.metric for rule in RULES), "perf/")
+    ranked = sorted(
+        {*names} - {"at_s"}, key=lambda name: next((n for n, word in enumerate(order) if name.startswith(word)), 9)
+    )
     return ranked[:MAX_COLUMNS]
 
 

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Draws the page from the JSON in #data. Texts of the run are set as text nodes, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
-const columns = data.curves.columns;
+const columns = data.curves ? data.curves.columns : {};  // another page has none
 const painters = [];  // drawn again when the colours change
 
 // -- small parts ------------------------------------------------------------------------------------------
@@ -140,10 +140,10 @@ function fitCells(parent, variable, picture, base, factor) {
   probe.src = picture;
 }
 
-function sparkline(values, at) {
+function sparkline(values, at, width = 58, height = 20) {
   const known = values.filter((value) => value !== null);
   if (known.length < 2) return null;
-  const [width, height, low, high] = [58, 20, Math.min(...known), Math.max(...known)];
+  const [low, high] = [Math.min(...known), Math.max(...known)];
   const x = (index) => 3 + (width - 6) * index / (values.length - 1), y = (value) => height - 3 - (height - 6) * (high > low ? (value - low) / (high - low) : 0.5);
   const space = "http://www.w3.org/2000/svg", svg = document.createElementNS(space, "svg");
   svg.setAttribute("width", width); svg.setAttribute("height", height);
@@ -161,11 +161,15 @@ function sparkline(values, at) {
 }
 
 // -- the page ---------------------------------------------------------------------------------------------
-function head() {
-  const { name, folder, facts } = data.heading;
+function bar(name) {
   const dark = el("button", { "aria-label": "light or dark", onclick: () => setDark(!document.documentElement.classList.contains("dark")) }, "Dark");
   dark.id = "dark";
   document.body.prepend(el("div", { class: "bar" }, el("strong", {}, name), el("nav", {}), dark));
+}
+
+function head() {
+  const { name, folder, facts } = data.heading;
+  bar(name);
   const steps = columns.step || [];
   const reached = steps.length ? `after step ${steps[steps.length - 1]}` : "before the first step";
   document.querySelector(".bar").after(el("main", {},
@@ -181,6 +185,20 @@ function setDark(isDark) {
   painters.forEach((paint) => paint());
 }
 
+const LEVELS = { green: ["✓", "good"], amber: ["!", "watch"], red: ["✕", "act"], unknown: ["–", "not measured"] };
+
+function healthPanel() {
+  const count = (level) => data.health.filter((one) => one.level === level).length;
+  const told = Object.keys(LEVELS).filter(count).map((level) => `${count(level)} ${LEVELS[level][1]}`).join(", ");
+  section("health", "Health", "Is this run healthy?", `${told}. Judged over the newest steps; docs/metrics.md has the rules.`, "health", (node) =>
+    node.append(el("ul", { class: "health" }, data.health.map(({ name, metric, level, value, text, advice, page }) => {
+      const line = points(metric).y;
+      return el("li", { class: level }, el("span", { class: "level" }, el("i", { "aria-hidden": "true" }, LEVELS[level][0]), LEVELS[level][1]),
+        el("div", {}, el("b", {}, name), el("code", {}, metric)), el("b", { class: "value" }, number(value)), el("span", { class: "trend" }, sparkline(line, line.length - 1, 120, 24)),
+        el("span", { class: "measured" }, text), level === "amber" || level === "red" ? el("p", {}, `${advice} `, el("code", {}, `docs/${page}`)) : null);
+    }))));
+}
+
 function rewardCurve() {
   section("reward", "Reward", "Reward", "Mean over the samples of each step, with their spread, and over the validation prompts, which keep their noise.", "reward",
     (node) => plot(node, 380, () => ({ traces: [...bandTraces(), ...rewardTraces("reward/mean", "val/reward", 9)],
@@ -188,7 +206,7 @@ function rewardCurve() {
 }
 
 function partCurves() {
-  const extra = new Set(["reward/mean", "reward/std", "reward/min", "reward/max", "reward/zero_spread_groups"]);
+  const extra = new Set(["reward/mean", "reward/std", "reward/min", "reward/max", "reward/zero_spread_groups", "reward/zero_spread_fraction"]);
   const names = new Set();
   for (const name of Object.keys(columns)) {
     if (name.startsWith("reward/") && !extra.has(name)) names.add(name.slice(7));
@@ -237,7 +255,7 @@ function rewardDistributions() {
 function validationPictures() {
   const { prompts, steps, pictures, rewards, reward_steps: rewardSteps } = data.validations;
   section("pictures", "Pictures", "Validation prompts over the steps", "The same prompts and the same noise after every validation. The small line is the prompt's reward over all validations.", "validations", (node) => {
-    let compares = false, sorts = "as given";
+    let compares = true, sorts = "as given";
     const grid = el("div", { class: "cards" });
     const score = (index, prompt) => (rewards[rewardSteps.indexOf(steps[index])] || [])[prompt] ?? null;
     let at = steps.length - 1;
@@ -258,7 +276,7 @@ function validationPictures() {
     };
     const { row, move } = slider(node, steps, at, (chosen) => { at = chosen; draw(); });
     row.append(
-      steps.length > 1 ? el("button", { "aria-pressed": "false", onclick: (event) => { compares = !compares; event.target.setAttribute("aria-pressed", String(compares)); draw(); } }, `Beside step ${steps[0]}`) : null,
+      steps.length > 1 ? el("button", { "aria-pressed": "true", onclick: (event) => { compares = !compares; event.target.setAttribute("aria-pressed", String(compares)); draw(); } }, `Beside step ${steps[0]}`) : null,
       el("select", { "aria-label": "order", onchange: (event) => { sorts = event.target.value; draw(); } }, ["as given", "largest change first", "lowest reward first"].map((word) => el("option", {}, word))));
     row.querySelectorAll(":scope > :empty:not(input):not(output)").forEach((one) => one.remove());
     node.append(grid);
@@ -415,19 +433,26 @@ function foot() {
   document.querySelector(".bar nav").append(...sections.map(([id, short]) => el("a", { href: `#${id}` }, short)));
 }
 
-head();
-rewardCurve();
-partCurves();
-rewardDistributions();
-validationPictures();
-groupPictures();
-speed();
-timeline();
-everything();
-config();
-warnings();
-versions();
-foot();
-const wanted = new URLSearchParams(location.search).get("theme");
-setDark(wanted ? wanted === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
-document.documentElement.setAttribute("data-drawn", sections.length);
+function report() {
+  head();
+  healthPanel();
+  rewardCurve();
+  partCurves();
+  rewardDistributions();
+  validationPictures();
+  groupPictures();
+  speed();
+  timeline();
+  everything();
+  config();
+  warnings();
+  versions();
+}
+
+function draw(view) {
+  view();
+  foot();
+  const wanted = new URLSearchParams(location.search).get("theme");
+  setDark(wanted ? wanted === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+  document.documentElement.setAttribute("data-drawn", sections.length);
+}

@@ -37,8 +37,9 @@ from verl_digen.data.splits import name_splits
 from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
+from verl_digen.observe.health import gap_metrics
 from verl_digen.observe.metrics import training_metrics
-from verl_digen.observe.run_files import STOP, newest_checkpoint
+from verl_digen.observe.run_files import STOP, is_saved
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.pool_sizes import has_reward_model
 from verl_digen.processes.deadlines import Bound
@@ -249,9 +250,8 @@ class DiffusionTrainer(EarlyWorkersTrainer):
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         """Run one step, up to its last optimizer step; verl's loop ends it (`on_step_end`)."""
         self._result = result = self._run_step(timing_raw)
-        check_log_prob_gap(
-            training_metrics(result.training), self.digen.rollout.max_log_prob_gap, step=self.global_steps
-        )
+        limit = self.digen.rollout.max_log_prob_gap
+        check_log_prob_gap(training_metrics(result.training), limit, step=self.global_steps)
         return to_batch(TRAIN, result.samples, self.global_steps)
 
     @abstractmethod
@@ -270,6 +270,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         found = result_metrics(self._result, times, num_devices=num_devices, trained_version=global_steps - 1)
         found |= utilisation(self._result, found, num_steps=self.digen.num_generation_steps, devices=self._pool_devices)
         found |= {
+            **gap_metrics(found, self._output.clip_width),
             "perf/save_s": saving_s,
             **self._replicas.metrics(published=global_steps),
             "training/global_step": global_steps,
@@ -386,8 +387,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         if (self.run_dir / STOP).exists():
             (self.run_dir / STOP).unlink()
             self.total_training_steps = self.global_steps  # verl's loop ends after this step
-            own = self.run_dir / f"global_step_{self.global_steps}"
-            if self.config.trainer.save_freq > 0 and newest_checkpoint(self.run_dir) != own:
+            if self.config.trainer.save_freq > 0 and not is_saved(self.run_dir, self.global_steps):
                 with marked_timer("save_checkpoint", self.timing_raw):
                     self._save_checkpoint()
 

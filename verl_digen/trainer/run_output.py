@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of the driver for people after each step: metrics, pictures, remarks, warnings, the console line, the report.
+"""Output of the driver for people after each step: metrics, pictures, warnings, the console line, the report.
 
-    on_step -> pictures of training groups, line of metrics.jsonl, remarks, console line, report (once a minute)
+    on_step -> pictures of training groups, line of metrics.jsonl, warning of what turned red, console line,
+               report (once a minute)
 
 Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.setup_s` each.
 """
@@ -24,9 +25,10 @@ from ray.exceptions import RayError
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
 from verl_digen.errors import describe
-from verl_digen.observe.numerics import FirstSteps
-from verl_digen.observe.run_files import METRICS, REPORT, WARNINGS, WarningsFile, append_line, keep_until
+from verl_digen.observe.health import Health, Verdict
+from verl_digen.observe.run_files import METRICS, REPORT, WARNINGS, WarningsFile, append_line, keep_until, read_lines
 from verl_digen.report.page import refresh_report
+from verl_digen.report.summary import duration
 from verl_digen.trainer.training_pictures import TrainingPictures
 from verl_digen.types import SampleTag
 
@@ -46,18 +48,26 @@ class RunOutput:
         self._warnings = WarningsFile(run_dir / WARNINGS)
         logging.getLogger(LOGGER).addHandler(self._warnings)
         self._pictures, self._digen = TrainingPictures.of_run(config, digen, run_dir), digen
+        self._health, self._told = Health(), set[str]()
         self._report = RunReport(run_dir, wait_s=digen.deadlines.setup_s) if digen.report else None
 
     @cached_property
-    def _first_steps(self) -> FirstSteps:
-        """Made by the first step: an objective of the user's own is not registered before the workers are there."""
+    def clip_width(self) -> float | None:
+        """Distance from 1 at which the loss clips a ratio to recorded log-probs; None if it clips none.
+
+        Known from the first step on: an objective of the user's own is not registered before the workers are there.
+        """
         digen = self._digen
-        is_recorded = clips_recorded(digen.loss_name, digen.loss_settings, digen.denominator)
-        return FirstSteps(digen.loss_settings.clip_widths, is_recorded=is_recorded)
+        if not clips_recorded(digen.loss_name, digen.loss_settings, digen.denominator):
+            return None
+        return min(digen.loss_settings.clip_widths.values())
 
     def keep_until(self, step: int) -> None:
         """Drop what a run resumed after `step` repeats; 0 drops all."""
         keep_until(self._metrics_path, step)
+        for row in read_lines(self._metrics_path):
+            self._health.observe(row)
+        self._turned_red()  # said before
         self._warnings.keep_until(step)
         self._warnings.step = step
 
@@ -82,8 +92,9 @@ class RunOutput:
         self._warnings.step = step
         self._pictures.log(step, samples, wandb)
         append_metrics(self._metrics_path, step, metrics)
-        for remark in self._first_steps.observe(metrics):
-            logger.log(logging.WARNING if remark.is_warning else logging.INFO, "%s", remark.text)
+        self._health.observe(metrics)
+        for verdict in self._turned_red():
+            logger.warning("%s", verdict.warning)
         logger.info(progress_line(metrics, step=step, num_steps=num_steps, remaining_s=remaining_s))
         if self._report is not None:
             self._report.refresh()
@@ -91,8 +102,15 @@ class RunOutput:
     def on_validation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the numbers of a validation before the first step; those of later ones are part of their step's."""
         append_metrics(self._metrics_path, step, metrics)
+        self._health.observe(metrics)
         if self._report is not None:
             self._report.refresh()
+
+    def _turned_red(self) -> list[Verdict]:
+        """Verdicts that are red for the first time."""
+        red = [each for each in self._health.verdicts() if each.level == "red" and each.rule.name not in self._told]
+        self._told.update(each.rule.name for each in red)
+        return red
 
     def finish(self) -> None:
         """Wait until everything is written."""
@@ -173,9 +191,9 @@ class RunReport:
 
 
 def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
-    """Append the numbers of a step, `{"step": 12, "reward/mean": 0.71, ...}`; other values are left out."""
+    """Append the numbers of a step, `{"step": 12, "at_s": unix seconds, "reward/mean": 0.71}`, without other values."""
     numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
-    append_line(path, {"step": step, **numbers})
+    append_line(path, {"step": step, "at_s": round(time.time(), 1), **numbers})
 
 
 def progress_line(metrics: Mapping[str, float], *, step: int, num_steps: int, remaining_s: float) -> str:
@@ -186,13 +204,3 @@ def progress_line(metrics: Mapping[str, float], *, step: int, num_steps: int, re
         f"(generate {metrics['perf/generate_s']:.2f}, train {metrics['perf/train_s']:.2f}, "
         f"overhead {metrics['perf/overhead_s']:.2f}) | eta {duration(remaining_s)}"
     )
-
-
-def duration(seconds: float) -> str:
-    """`45s`, `2m05s`, `3h07m`."""
-    total = round(max(0.0, seconds))
-    if total < 60:
-        return f"{total}s"
-    if total < 3600:
-        return f"{total // 60}m{total % 60:02d}s"
-    return f"{total // 3600}h{total % 3600 // 60:02d}m"

@@ -37,7 +37,7 @@ from verl_digen.tools.train.console import Console
 MAIN = (sys.executable, "-m", "verl.trainer.main_ppo")
 KILL_AFTER_S = 60.0
 """Time that a run gets to end at once."""
-POLL_S = 0.5
+POLL_S = 0.25
 """Time between two looks at signals while the run says nothing."""
 NUM_LAST_LINES = 30
 """Lines of the output that are shown of a run that failed without a word of ours."""
@@ -50,10 +50,17 @@ class Ended:
 
     exit_code: int
     """Code of the process; 128 + the number of the signal that ended it."""
+    asked_by: int | None
+    """Number of the newest signal that asked it to end."""
     run_dir: Path | None
     """None: it ended before it had one."""
     reason: str
     """Why it failed, in lines; "" if it did not."""
+
+    @property
+    def shell_code(self) -> int:
+        """Exit code for a shell, in which a signal counts more than how the process ended."""
+        return self.exit_code if self.asked_by is None else 128 + self.asked_by
 
 
 class Launch:
@@ -100,21 +107,21 @@ class Launch:
             (run_dir / STOP).unlink(missing_ok=True)
         code = 128 - ended if ended < 0 else ended
         if self._asked is not None or code == 0:
-            return Ended(code if self._asked is None else 128 + self._asked, run_dir, "")
+            return Ended(code, self._asked, run_dir, "")
         if not explained:
             explained = [f"exit code {code}; the end of {run_dir and run_dir / LOG}:", *self._last]
             if run_dir is None:  # nothing is in a file
                 explained = [f"exit code {code}; it said:", b"".join(self._unlogged).decode(errors="replace").rstrip()]
             self._show("\n".join(explained))
-        return Ended(code, run_dir, "\n".join(explained))
+        return Ended(code, None, run_dir, "\n".join(explained))
 
     def _lines(self) -> Iterator[bytes]:
         """Lines of the output, until the process has ended; one that it left behind may hold the pipe."""
         assert self._child.stdout is not None
         pipe, rest = self._child.stdout.fileno(), b""
         while True:
+            num_signals = len(self._signals)  # what was said before they came is read before they are handled
             is_ready = bool(select.select([pipe], [], [], POLL_S)[0])
-            self._handle_signals()
             if not is_ready and self._child.poll() is not None:
                 break
             data = os.read(pipe, 1 << 16) if is_ready else None
@@ -122,6 +129,7 @@ class Launch:
                 break
             *whole, rest = (rest + (data or b"")).split(b"\n")
             yield from (line + b"\n" for line in whole)
+            self._handle_signals(num_signals)
         if rest:
             yield rest
 
@@ -138,9 +146,9 @@ class Launch:
         self._log.write(b"".join(self._unlogged))
         self._unlogged.clear()
 
-    def _handle_signals(self) -> None:
+    def _handle_signals(self, count: int) -> None:
         console, now_s = self._console, time.monotonic()
-        while self._signals:
+        for _ in range(count):
             is_first, self._asked = self._asked is None, self._signals.pop(0)
             if is_first and self._asked == signal.SIGINT and console.has_begun and console.run_dir is not None:
                 (console.run_dir / STOP).touch()

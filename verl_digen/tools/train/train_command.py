@@ -49,8 +49,8 @@ def run(args: Namespace) -> int:
     print(f"starts python -m verl.trainer.main_ppo {shlex.join(words)}", flush=True)
     ended = launch(words, show=lambda text: print(text, flush=True))
     if ended.run_dir is not None:
-        print(*summary(ended.run_dir, ["digen", "train", *options, *args.words], ended.exit_code), sep="\n")
-    return ended.exit_code
+        print(*summary(ended.run_dir, ["digen", "train", *options, *args.words], ended.shell_code), sep="\n")
+    return ended.shell_code
 
 
 def words_of(given: Sequence[str], *, needs_recipe: bool = True) -> list[str]:

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's page in a real browser: everything is drawn, nothing fails, and a phone need not scroll sideways."""
+
+import pytest
+
+from tests.chromium import needs_chromium, opened
+from tests.report.runs import make_run
+from verl_digen.observe.health import RULES
+from verl_digen.observe.run_files import REPORT
+from verl_digen.report.page import refresh_report
+
+pytestmark = needs_chromium
+
+
+@pytest.mark.parametrize(("size", "is_dark"), [((1280, 800), False), ((390, 844), True)])
+def test_the_page_is_drawn_without_an_error_and_fits_its_width(tmp_path, size, is_dark):
+    refresh_report(make_run(tmp_path, num_steps=6))
+    with opened((tmp_path / REPORT).as_uri(), size=size, is_dark=is_dark) as page:
+        assert page.run("document.querySelectorAll('section').length") == 12
+        assert page.run("document.documentElement.classList.contains('dark')") == is_dark
+        assert page.run("document.documentElement.scrollWidth") <= size[0]
+        [red, *others] = page.run("[...document.querySelectorAll('.health .red')].map((line) => line.innerText)")
+        assert not others and "act\nGroups without spread" in red and "Use easier or harder prompts" in red
+        assert page.run("document.querySelectorAll('.health li').length") == len(RULES)
+        assert page.run("document.querySelectorAll('.health .green svg').length") == 1, "of the gradient"
+        frames = "document.querySelectorAll('#pictures .card .frame').length"
+        assert page.run(frames) == 6, "beside step 0"
+        page.run("document.querySelector('#pictures button[aria-pressed=true]').click()")
+        assert page.run(frames) == 3
+        assert not page.errors
