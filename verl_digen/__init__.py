@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl-digen: reinforcement learning on diffusion models, as a plugin of verl. Importing this package does nothing.
 
-`Run`, a run's folder in a notebook, and the names of verl's RFC for diffusion models can be imported from here; each is
-loaded when it is asked for.
+`train` and `Run`, for programs and notebooks, and the names of verl's RFC for diffusion models can be imported from
+here; each is loaded when it is asked for.
 """
 
-OWN_NAMES = {"Run": "tools.run"}
+OWN_NAMES = {"Run": "tools.run", "train": "tools.train.program"}
 """Name -> module of this package, as in `RFC_NAMES`."""
 
 RFC_NAMES = {

@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--profiles", default=",".join(profile_names()))
     args = parser.parse_args()
-    gc.freeze()  # as a run does: `verl_digen.trainer.start`
+    gc.freeze()  # as a run does: `verl_digen.trainer.nodes`
     print(
         "| profile | split | trainer's decision, ms: median, 99 %, largest | slots', ms: median, largest | planner | "
     )

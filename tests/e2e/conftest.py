@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of verl's own main entry: real Ray, TransferQueue, FSDP2 on gloo.
 
-`three_steps` starts as a user types it. The processes of the other runs are forks that have PyTorch and other libraries
-imported already (`tests/local_ray.py`), which saves most of a short run's time.
+`three_steps` starts as a user types it, by `digen train`. The processes of the other runs are forks that have PyTorch
+and other libraries imported already (`tests/local_ray.py`), which saves most of a short run's time.
 """
 
 import json
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +83,11 @@ class Run:
 
 
 def start_main(
-    run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", python: Path | None = None
+    run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", main: Sequence[Path | str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """`python -m verl.trainer.main_ppo recipe=... overrides`, a small run unless overrides say otherwise."""
-    command = [python or shared_server().python, "-m", "verl.trainer.main_ppo", f"recipe={recipe}", *SMALL]
+    """`main recipe=... overrides`, a small run unless overrides say otherwise; without `main` it is verl's."""
+    main = main or (shared_server().python, "-m", "verl.trainer.main_ppo")
+    command = [*main, f"recipe={recipe}", *SMALL]
     command += [f"trainer.default_local_dir={run_dir}", f"hydra.run.dir={run_dir}/hydra", *overrides]
     # not to a pipe: it is not read while a test waits for something else, and a run blocks on a full pipe
     with open(_log_of(run_dir), "w") as log:
@@ -124,11 +125,15 @@ def _log_of(run_dir: Path) -> Path:
 
 
 def run_main(
-    run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", timeout_s: float = 600, python: Path | None = None
+    run_dir: Path,
+    *overrides: str,
+    recipe: str = "digen_flowgrpo",
+    timeout_s: float = 600,
+    main: Sequence[Path | str] | None = None,
 ) -> Run:
     """`start_main` and `finish_main`; again where Ray, which gives its processes 30 s, did not start on busy cores."""
     for _ in range(NUM_STARTS):
-        run = finish_main(start_main(run_dir, *overrides, recipe=recipe, python=python), run_dir, timeout_s)
+        run = finish_main(start_main(run_dir, *overrides, recipe=recipe, main=main), run_dir, timeout_s)
         if RAY_IS_LATE not in run.output:
             break
     return run
@@ -232,7 +237,7 @@ def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "digen.reward.recipe_functions.gold={weight: 0, gold: true, reward: jpeg_compressibility}",
         "digen.logged_groups_every=3",
         *AVERAGED,
-        python=Path(sys.executable),
+        main=(Path(sys.executable).with_name("digen"), "train"),
     )
 
 

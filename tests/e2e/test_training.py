@@ -32,7 +32,11 @@ def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(thr
     assert "engine is not available" not in three_steps.output
     steps = steps_of(three_steps)
     assert [row["step"] for row in steps] == [1, 2, 3]
-    assert "validation after 3 steps: reward" in three_steps.output and "step 3/3 | reward" in three_steps.output
+    lines = three_steps.output.splitlines()
+    assert sum("validation after 3 steps: reward" in line or "step 3/3 | reward" in line for line in lines) == 2
+    assert len(lines) < 30 and "digen export" in three_steps.output and "WARNING" not in three_steps.output
+    log = (three_steps.run_dir / "console.log").read_text()
+    assert len(log.splitlines()) > 500 and "could not be registered" not in log
     assert steps[-1]["val/reward"] > 0 and three_steps.metrics[0]["val/failed_samples"] == 0
     for row in steps:
         assert row["rollout/version_age_max_versions"] == 0, "strict mode trains what the current weights generated"

@@ -114,7 +114,7 @@ def test_what_passes_is_amber_or_green(name, rows, level):
 def test_what_was_not_recorded_is_unknown_and_says_when_it_will_be():
     found = judged([])
     assert {verdict.level for verdict in found.values()} == {"unknown"}
-    assert found["Reward hacking"].text == "not measured: known with a gold reward"
+    assert found["Reward hacking"].text == "measured with a gold reward"
 
 
 def test_the_gap_counts_against_the_clip_range_that_sees_it_and_not_with_older_samples():

@@ -19,7 +19,8 @@ from verl_digen.observe.metrics import (
     union_s,
 )
 from verl_digen.observe.run_files import keep_until
-from verl_digen.trainer.run_output import append_metrics, duration, progress_line
+from verl_digen.report.summary import duration
+from verl_digen.trainer.run_output import append_metrics, progress_line
 from verl_digen.types import RewardCall
 
 

@@ -20,7 +20,7 @@ from verl_digen.platforms.placement import TypedPools, check_placement, pool_opt
 from verl_digen.pool_sizes import num_pool_devices, num_reward_devices
 from verl_digen.rollout.birth import BornOnDevices, PlacedReplica, SeenDevice, require_same_devices
 from verl_digen.rollout.replica import DiffusersReplica
-from verl_digen.trainer.start import fetch_on_all_nodes
+from verl_digen.trainer.nodes import fetch_on_all_nodes
 
 pytestmark = pytest.mark.slow
 

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_digen.config import RewardConfig, digen_config
 from verl_digen.config.reward import reward_entry
+from verl_digen.observe.run_files import FOLDER_LINE
 from verl_digen.preflight.rewards import (
     check_combination,
     check_group_rewards,
@@ -78,22 +79,19 @@ def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main,
     check_rewards(config)
 
 
-@pytest.mark.parametrize(
-    ("save_freq", "lines"),
-    [(5, ["verl-digen: reward = 1 x jpeg_compressibility"]), (-1, None)],
-)
-def test_a_run_says_its_reward_at_start_and_warns_if_it_saves_nothing(
-    start, runnable, capsys, tmp_path, save_freq, lines
+@pytest.mark.parametrize(("save_freq", "num_warnings"), [(5, 0), (-1, 1)])
+def test_a_start_names_its_folder_and_reward_and_warns_if_it_saves_nothing(
+    start, runnable, capsys, tmp_path, save_freq, num_warnings
 ):
     no_forks = "+ray_kwargs.ray_init.runtime_env.py_executable=python"
     run_dir = f"trainer.default_local_dir={tmp_path}/run"
     config = start(*runnable, f"trainer.save_freq={save_freq}", run_dir, no_forks)
     Callbacks(config).on_run_start(config=config, config_name="ppo_trainer")
-    said = capsys.readouterr().err.splitlines()
-    if lines is not None:
-        assert said == lines
-    else:
-        assert len(said) == 2 and said[1].startswith("verl-digen: trainer.save_freq=-1: no checkpoint will be saved")
+    folder, *said = capsys.readouterr().err.splitlines()
+    assert folder == f"{FOLDER_LINE}{tmp_path}/run", "`digen train` reads it"
+    told = [f"its report is {tmp_path}/run/report.html", "reward = 1 x jpeg_compressibility"]
+    assert said[:2] == [f"verl-digen: {text}" for text in told] and len(said) == 2 + num_warnings
+    assert all(line.startswith("verl-digen: trainer.save_freq=-1: no checkpoint will be saved") for line in said[2:])
 
 
 @pytest.fixture

@@ -53,9 +53,11 @@ def metrics_of(step: int) -> dict[str, float]:
         "reward/shapes": 0.5 + step / 100,
         "perf/step_s": 2.0,
         "perf/images_per_s": 48.0,
+        "perf/images_per_s_per_device": 24.0,
         "perf/generate_s": 1.0,
         "perf/bubble_fraction/trainer": 0.25,
         "actor/grad_norm": 0.01,
+        "reward/zero_spread_fraction": 1.0,
         **({"val/reward": 0.6 + step / 100} if step % 2 == 0 else {}),
     }
 

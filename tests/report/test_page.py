@@ -14,6 +14,7 @@ from verl_digen.observe.timeline.file import NAME
 from verl_digen.report import page, pictures, timelines
 from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions
 from verl_digen.report.page import MAX_BYTES, collect, render, write_report
+from verl_digen.report.summary import tiles
 from verl_digen.trainer.run_output import append_metrics
 
 DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
@@ -46,12 +47,9 @@ def test_everything_a_run_leaves_is_in_it(tmp_path):
     data = collect(make_run(tmp_path / "try"))
     assert data["missing"] == {"empty": {}, "left_out": []}
     assert data["heading"]["name"] == "try" and ["objective", "flow_grpo"] in data["heading"]["facts"]
-    tiles = {tile["label"]: tile for tile in data["tiles"]}
-    assert (
-        tiles["Validation reward"]["value"] == "0.64" and "+0.04 since step 0" in tiles["Validation reward"]["detail"]
-    )
-    assert tiles["Steps"] == {"label": "Steps", "value": "4", "detail": "of 4"}
-    assert tiles["Idle"]["value"] == "25%"
+    told = {tile["label"]: (tile["value"], tile["detail"]) for tile in data["tiles"]}
+    assert told["Validation reward"] == ("0.64", "+0.04 since step 0 (0.6) · best 0.64 after step 4")
+    assert told["Steps"] == ("4", "of 4") and told["Idle"][0] == "25%"
     found = data["curves"]["columns"]
     assert found["step"] == [0, 1, 2, 3, 4] and found["val/reward"] == [0.6, None, 0.62, None, 0.64]
     shown = data["validations"]
@@ -63,6 +61,29 @@ def test_everything_a_run_leaves_is_in_it(tmp_path):
     assert ["digen.empty", "{}"] in data["start"]["config"]
     [warning] = data["warnings"]["shown"]
     assert (warning["count"], warning["first_step"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("total", "now_s", "time", "ends"),
+    [
+        (9, 400.0, "6m00s", "about 5m00s left"),
+        (4, 400.0, "6m00s", "ended 1970-01-01 00:06 UTC"),
+        (9, 9000.0, "6m00s", "no step since 1970-01-01 00:06 UTC"),
+    ],
+)
+def test_time_leaves_out_what_lies_between_two_starts(total, now_s, time, ends):
+    each = {"reward/mean": 0.5, "reward/std": 0.1, "perf/step_s": 30.0, "perf/images_per_s": 8.0}
+    each |= {"perf/images_per_s_per_device": 4.0, "actor/perf/max_memory_allocated_gb": 21.25}
+    rows = [{**each, "step": step, "at_s": 60.0 * (step + 2)} for step in range(1, 5)]
+    start = {"at_s": 0.0, "config": [["trainer.total_training_steps", str(total)]], "changes": None}
+    found = tiles(rows, start, {"shown": [], "num_left_out": 0}, now_s=now_s)
+    told = {tile["label"]: (tile["value"], tile["detail"]) for tile in found}
+    assert told["Time"] == (time, f"since 1970-01-01 00:00 UTC · {ends}")
+    assert told["Device-hours"] == ("0.2", "on 2 devices")
+    assert told["Memory of a trainer rank"][0] == "21.2 GB"
+    later = [{**row, "at_s": row["at_s"] + 1e6 * (row["step"] > 2)} for row in rows]
+    spent = {tile["label"]: tile["value"] for tile in tiles(later, start, {"shown": [], "num_left_out": 0}, now_s=2e6)}
+    assert spent["Time"] == "35m30s", "at most half an hour more than the step's own time"
 
 
 def test_shares_of_a_distribution_lie_in_bins_that_all_steps_have(tmp_path):
@@ -140,7 +161,16 @@ def test_a_run_that_just_began_says_what_is_not_there_yet(tmp_path, has_start):
         append_metrics(began / METRICS, 0, {"val/reward": 0.5})
     data = collect(began)
     empty = data["missing"]["empty"]
-    assert empty.keys() >= {"speed", "distributions", "validations", "groups", "timeline", "warnings", "metrics"}
+    assert empty.keys() >= {
+        "health",
+        "speed",
+        "distributions",
+        "validations",
+        "groups",
+        "timeline",
+        "warnings",
+        "metrics",
+    }
     assert "trainer.test_freq" in empty["validations"] and "digen.num_logged_groups" in empty["groups"]
     assert ("changes" in empty) == ("config" in empty) == (not has_start) and ("reward" in empty) == has_start
     assert "{{" not in render(data).replace(page.plotly(), "")

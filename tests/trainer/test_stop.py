@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stop on hacking in verl's own loop: the run ends in order after the step whose validation gave the verdict."""
+"""Ends of verl's own loop before its last step: after a validation that shows hacking, or because somebody asks."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import verl.trainer.ppo.v1.trainer_base as verl_trainer
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_digen.config import DigenConfig, HackingConfig, RewardConfig
+from verl_digen.observe.run_files import STOP
 from verl_digen.trainer.base import DiffusionTrainer
+from verl_digen.trainer.checkpoint import publish
 from verl_digen.trainer.watch import RewardWatch
 
 CONFIG = {
     "trainer": {
         **{"project_name": "p", "experiment_name": "e", "logger": [], "val_before_train": False},
-        **{"total_epochs": 9, "save_freq": -1, "test_freq": 2},
+        **{"total_epochs": 9, "test_freq": 2},
     },
     "global_profiler": {"steps": None},
 }
@@ -28,11 +31,14 @@ class Loop:
 
     fit = PPOTrainer.fit
     _watch_rewards = DiffusionTrainer._watch_rewards
+    on_step_end = DiffusionTrainer._end_if_asked
 
-    def __init__(self, run_dir, *, stops: bool):
+    def __init__(self, run_dir, *, stops: bool, save_freq: int, asked_in_step: int | None):
         functions = {"shapes": 1.0, "pick": {"weight": 0, "gold": True}}
         reward = RewardConfig(functions, hacking=HACKING, stop_on_hacking=stops)
         self.digen, self.config = DigenConfig(reward=reward), OmegaConf.create(CONFIG)
+        self.config.trainer.save_freq = save_freq
+        self.run_dir, self.saved, self._asked_in_step = run_dir, list[int](), asked_in_step
         self._watch = RewardWatch(reward, run_dir)
         self._supervision = SimpleNamespace(watch=lambda *what: nullcontext())
         self.kept: list[list[str]] = []
@@ -42,11 +48,18 @@ class Loop:
         self.ended = ""
 
     def step(self, metrics: dict, timing_raw: dict) -> Any:
+        if self.global_steps == self._asked_in_step:
+            (self.run_dir / STOP).touch()
         return SimpleNamespace(keys=[], partition_id="train")
 
     def _validate(self) -> dict[str, float]:
         metrics = {"val/reward": float(self.global_steps), "val/reward_pick": -float(self.global_steps)}
         return metrics | self._watch_rewards(metrics)
+
+    def _save_checkpoint(self) -> None:
+        self.saved.append(self.global_steps)
+        (self.run_dir / f"global_step_{self.global_steps}").mkdir()
+        publish(self.run_dir, self.global_steps)
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, **facts: Any) -> None:
         self.logged.append((self.global_steps, metrics))
@@ -65,11 +78,11 @@ class Loop:
         raise AttributeError(name)
 
 
-def run(run_dir, monkeypatch, *, stops: bool) -> Loop:
+def run(run_dir, monkeypatch, *, stops: bool, save_freq: int = -1, asked_in_step: int | None = None) -> Loop:
     skips = SimpleNamespace(init=lambda config: None, set_step=lambda step: None)
     monkeypatch.setattr(verl_trainer, "SkipManager", skips)
     monkeypatch.setattr(verl_trainer, "tq", SimpleNamespace(kv_clear=lambda **given: None))
-    loop = Loop(run_dir, stops=stops)
+    loop = Loop(run_dir, stops=stops, save_freq=save_freq, asked_in_step=asked_in_step)
     loop.fit(None)  # type: ignore[arg-type]
     return loop
 
@@ -85,3 +98,11 @@ def test_a_run_that_does_not_stop_goes_on_and_keeps_nothing(tmp_path, monkeypatc
     loop = run(tmp_path, monkeypatch, stops=False)
     assert [step for step, _ in loop.logged] == list(range(1, 13)) and loop.kept == []
     assert loop.logged[-1][1]["hacking/verdict"] == 1.0
+
+
+@pytest.mark.parametrize(("save_freq", "saved"), [(-1, []), (2, [2, 3]), (3, [3])])
+def test_a_run_that_is_asked_to_stop_ends_after_its_step_and_is_saved_once(tmp_path, monkeypatch, save_freq, saved):
+    loop = run(tmp_path, monkeypatch, stops=False, save_freq=save_freq, asked_in_step=3)
+    assert [step for step, _ in loop.logged] == [1, 2, 3] and loop.ended == "on_train_end"
+    assert loop.saved == saved and not (tmp_path / STOP).exists()
+    assert ("save_checkpoint" in loop.timing_raw) == bool(saved), "saving is no part of the step's time"

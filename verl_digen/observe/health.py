@@ -204,7 +204,7 @@ RULES = (
         *(LEARNS, f"after {LEAST_VALIDATIONS} validations"),
     ),
     Rule(
-        *("Spread of the rewards", SPREAD, _spread, "{:.2g} of the first steps'", 0.1, 0.01),
+        *("Spread of the rewards", SPREAD, _spread, "{:.2g} x that of the first steps", 0.1, 0.01),
         "Samples score nearly alike, so there is little left to learn from.",
         "If the reward is at its maximum, the run is done. Else use a finer reward, harder prompts, or more noise "
         "(digen.sde.noise_level).",
@@ -284,7 +284,7 @@ class Verdict:
     def text(self) -> str:
         """The measured number in words."""
         if self.measured is None:
-            return f"not measured: known {self.rule.needs}"
+            return f"measured {self.rule.needs}"
         return self.rule.told.format(self.measured) if isfinite(self.measured) else "zero, or not finite"
 
     @property

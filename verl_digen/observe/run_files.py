@@ -4,6 +4,9 @@
 | file | content |
 | --- | --- |
 | `start.json` | the newest start: words of the command line, config, notes, versions (`preflight.callback`) |
+| `console.log` | everything that the run printed (`digen train`) |
+| `stop` | made by a person or by Ctrl-C: the run ends after its step, see `verl_digen.trainer.base` |
+| `latest_checkpointed_iteration.txt` | step of the newest complete checkpoint |
 | `end.json` | how that start ended: `state`, `reason`; none while it lives and after a kill (`preflight.callback`) |
 | `run.lock` | which process holds the folder; locked as long as it lives (`preflight.run_folder`) |
 | `metrics.jsonl` | numbers of each step |
@@ -28,6 +31,11 @@ from typing import Any
 
 START, END, LOCK = "start.json", "end.json", "run.lock"
 METRICS, WARNINGS, REPORT = "metrics.jsonl", "warnings.jsonl", "report.html"
+LOG, STOP = "console.log", "stop"
+POINTER = "latest_checkpointed_iteration.txt"
+"""The name verl's `find_latest_ckpt_path` reads."""
+FOLDER_LINE = "verl-digen: the run's folder is "
+"""Begin of the line that names the folder, before anything is written there."""
 IMAGES = "images"
 VALIDATION, TRAINING = "step_", "train_"
 """Prefixes of a step's folder of pictures."""
@@ -99,6 +107,27 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append a JSON object."""
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint that a resume takes, as verl finds it; None without one.
+
+    Raises:
+        ValueError: the pointer is damaged.
+    """
+    path = run_dir / POINTER
+    if not path.is_file():
+        return None
+    step = path.read_text().strip()
+    if not step.isdecimal():
+        raise ValueError(f"{path} must hold the step of the newest checkpoint, got {step!r}; write its number there")
+    folder = run_dir / f"global_step_{step}"
+    return folder if folder.is_dir() else None
+
+
+def is_saved(run_dir: Path, step: int) -> bool:
+    """True if the newest checkpoint is that of `step`."""
+    return newest_checkpoint(run_dir) == run_dir / f"global_step_{step}"
 
 
 def keep_until(path: Path, step: int, *, since_s: float = inf) -> None:

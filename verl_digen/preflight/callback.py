@@ -24,14 +24,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.errors import RunStopped, describe, plain
-from verl_digen.observe.run_files import END
+from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint
 from verl_digen.preflight.inputs import prompts_read_once
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.rules import check
 from verl_digen.preflight.run_folder import claim
 from verl_digen.preflight.start import save_start
 from verl_digen.processes.forked_run import fork_workers
-from verl_digen.trainer.checkpoint import newest_checkpoint, replace_text
+from verl_digen.trainer.checkpoint import replace_text
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 INTERRUPTED = 130
@@ -138,6 +138,7 @@ def _check_or_exit(config: DictConfig) -> tuple[list[str], IO[str]]:
     except KeyboardInterrupt:
         print("verl-digen: interrupted before the run began", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
-    for note in found:
-        print(f"verl-digen: {note}", file=sys.stderr, flush=True)
+    run_dir = config.trainer.default_local_dir
+    report = [f"its report is {run_dir}/{REPORT}"] if config.digen.report else []
+    print(f"{FOLDER_LINE}{run_dir}", *(f"verl-digen: {note}" for note in (*report, *found)), sep="\n", file=sys.stderr)
     return found, lock

@@ -4,6 +4,7 @@
 | key | content |
 | --- | --- |
 | `words` | the command line after `python -m verl.trainer.main_ppo` |
+| `at_s` | unix time |
 | `recipes` | names of the recipes |
 | `changes` | [key, value of the recipes alone, value of the run] for each value that the other words changed |
 | `config` | the whole config, with interpolations resolved |
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import json
 import platform
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ def save_start(config: DictConfig, notes: Sequence[str]) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     found = {
         "words": words,
+        "at_s": time.time(),
         "recipes": named_recipes(config),
         "changes": list(changes(of_recipes, config)),
         "config": _plain(config, resolve=True),

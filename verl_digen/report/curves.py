@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from verl_digen.observe.health import RULES
 from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps, read_lines
 
 MAX_ROWS, MAX_COLUMNS = 500, 250
@@ -63,8 +64,10 @@ def columns(rows: Sequence[Mapping[str, float]], most_rows: int = MAX_ROWS) -> d
 
 def _chosen(names: Iterable[str]) -> list[str]:
     """At most `MAX_COLUMNS` names: those that the page's own plots need first."""
-    order = ("step", "reward/", "val/", "perf/")
-    ranked = sorted(names, key=lambda name: next((n for n, word in enumerate(order) if name.startswith(word)), 9))
+    order = ("step", "reward/", "val/", *(rule.metric for rule in RULES), "perf/")
+    ranked = sorted(
+        {*names} - {"at_s"}, key=lambda name: next((n for n, word in enumerate(order) if name.startswith(word)), 9)
+    )
     return ranked[:MAX_COLUMNS]
 
 

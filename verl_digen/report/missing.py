@@ -15,7 +15,7 @@ def sentences(data: dict[str, Any]) -> dict[str, Any]:
     if not has_steps and not has_validations:
         empty["reward"] = no_step
     if not has_steps:
-        empty |= {"speed": no_step, "metrics": no_step}
+        empty |= {"health": no_step, "speed": no_step, "metrics": no_step}
     if not any(name.startswith(("reward/", "val/reward_")) for name in names):
         empty["parts"] = no_step
     if not data["distributions"]["steps"]:

@@ -140,10 +140,10 @@ function fitCells(parent, variable, picture, base, factor) {
   probe.src = picture;
 }
 
-function sparkline(values, at) {
+function sparkline(values, at, width = 58, height = 20) {
   const known = values.filter((value) => value !== null);
   if (known.length < 2) return null;
-  const [width, height, low, high] = [58, 20, Math.min(...known), Math.max(...known)];
+  const [low, high] = [Math.min(...known), Math.max(...known)];
   const x = (index) => 3 + (width - 6) * index / (values.length - 1), y = (value) => height - 3 - (height - 6) * (high > low ? (value - low) / (high - low) : 0.5);
   const space = "http://www.w3.org/2000/svg", svg = document.createElementNS(space, "svg");
   svg.setAttribute("width", width); svg.setAttribute("height", height);
@@ -183,6 +183,20 @@ function setDark(isDark) {
   document.documentElement.classList.toggle("dark", isDark);
   document.getElementById("dark").textContent = isDark ? "Light" : "Dark";
   painters.forEach((paint) => paint());
+}
+
+const LEVELS = { green: ["✓", "good"], amber: ["!", "watch"], red: ["✕", "act"], unknown: ["–", "not measured"] };
+
+function healthPanel() {
+  const count = (level) => data.health.filter((one) => one.level === level).length;
+  const told = Object.keys(LEVELS).filter(count).map((level) => `${count(level)} ${LEVELS[level][1]}`).join(", ");
+  section("health", "Health", "Is this run healthy?", `${told}. Judged over the newest steps; docs/metrics.md has the rules.`, "health", (node) =>
+    node.append(el("ul", { class: "health" }, data.health.map(({ name, metric, level, value, text, advice, page }) => {
+      const line = points(metric).y;
+      return el("li", { class: level }, el("span", { class: "level" }, el("i", { "aria-hidden": "true" }, LEVELS[level][0]), LEVELS[level][1]),
+        el("div", {}, el("b", {}, name), el("code", {}, metric)), el("b", { class: "value" }, number(value)), el("span", { class: "trend" }, sparkline(line, line.length - 1, 120, 24)),
+        el("span", { class: "measured" }, text), level === "amber" || level === "red" ? el("p", {}, `${advice} `, el("code", {}, `docs/${page}`)) : null);
+    }))));
 }
 
 function rewardCurve() {
@@ -241,7 +255,7 @@ function rewardDistributions() {
 function validationPictures() {
   const { prompts, steps, pictures, rewards, reward_steps: rewardSteps } = data.validations;
   section("pictures", "Pictures", "Validation prompts over the steps", "The same prompts and the same noise after every validation. The small line is the prompt's reward over all validations.", "validations", (node) => {
-    let compares = false, sorts = "as given";
+    let compares = true, sorts = "as given";
     const grid = el("div", { class: "cards" });
     const score = (index, prompt) => (rewards[rewardSteps.indexOf(steps[index])] || [])[prompt] ?? null;
     let at = steps.length - 1;
@@ -262,7 +276,7 @@ function validationPictures() {
     };
     const { row, move } = slider(node, steps, at, (chosen) => { at = chosen; draw(); });
     row.append(
-      steps.length > 1 ? el("button", { "aria-pressed": "false", onclick: (event) => { compares = !compares; event.target.setAttribute("aria-pressed", String(compares)); draw(); } }, `Beside step ${steps[0]}`) : null,
+      steps.length > 1 ? el("button", { "aria-pressed": "true", onclick: (event) => { compares = !compares; event.target.setAttribute("aria-pressed", String(compares)); draw(); } }, `Beside step ${steps[0]}`) : null,
       el("select", { "aria-label": "order", onchange: (event) => { sorts = event.target.value; draw(); } }, ["as given", "largest change first", "lowest reward first"].map((word) => el("option", {}, word))));
     row.querySelectorAll(":scope > :empty:not(input):not(output)").forEach((one) => one.remove());
     node.append(grid);
@@ -421,6 +435,7 @@ function foot() {
 
 function report() {
   head();
+  healthPanel();
   rewardCurve();
   partCurves();
   rewardDistributions();

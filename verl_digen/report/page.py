@@ -27,7 +27,7 @@ from verl_digen.report.curves import columns, distributions, read_rows
 from verl_digen.report.missing import sentences
 from verl_digen.report.pictures import groups, validations
 from verl_digen.report.start import read_start, warnings_of
-from verl_digen.report.summary import heading, tiles
+from verl_digen.report.summary import heading, health, tiles
 from verl_digen.report.timelines import timelines
 from verl_digen.require import require
 
@@ -88,7 +88,8 @@ def collect(run_dir: Path) -> dict[str, Any]:
     found = {
         **written_now(),
         "heading": heading(run_dir, start),
-        "tiles": tiles(rows, start, warnings),
+        "tiles": tiles(rows, start, warnings, now_s=time.time()),
+        "health": health(rows),
         "curves": {"num_rows": len(rows), "columns": columns(rows)},
         "distributions": distributions(run_dir, last_step),
         "validations": validations(run_dir, last_step),

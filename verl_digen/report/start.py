@@ -28,14 +28,16 @@ def read_start(run_dir: Path) -> dict[str, Any]:
     """Read what the run left of its newest start.
 
     Returns:
-        words, recipes, notes, versions: as in `start.json`, empty if not known. changes: (key, value of the recipes,
-        value of the run) as texts, None if not known. config: (key, value) of every leaf, as texts.
+        words, recipes, notes, versions: as in `start.json`, empty if not known. at_s: unix time, None if not known.
+        changes: (key, value of the recipes, value of the run) as texts, None if not known. config: (key, value) of
+        every leaf, as texts.
     """
     path = run_dir / START
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else _older(run_dir)
     changes = found["changes"]
     return {
         **{name: found[name] for name in ("words", "recipes", "notes", "versions")},
+        "at_s": found.get("at_s"),  # runs of earlier versions have none
         "changes": None if changes is None else [[key, _text(old), _text(new)] for key, old, new in changes],
         "config": [[key, _text(value)] for key, value in leaves("", found["config"]) if key],
     }

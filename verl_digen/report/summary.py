@@ -1,18 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Head of the page: the run's name and what it trains, and its few most important numbers. Pure."""
+"""Head of the page: the run's name and what it trains, its few most important numbers, and its health. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from verl_digen.report.curves import VALIDATION
+from verl_digen.observe.health import Health
+from verl_digen.report.curves import VALIDATION, rounded
 from verl_digen.report.start import value_of
 
 RECENT = 20
 """Newest steps whose median is shown as the speed."""
+PAUSE_S = 1800.0
+"""Time between two lines of metrics, besides the step's own, from which on the run is taken to have stood still."""
+MEMORY = "actor/perf/max_memory_allocated_gb"
 FACTS = (
     ("model", "actor_rollout_ref.model.path"),
     ("objective", "digen.loss.name"),
@@ -29,10 +35,31 @@ def heading(run_dir: Path, start: dict[str, Any]) -> dict[str, Any]:
     return {"name": run_dir.resolve().name, "folder": str(run_dir.resolve()), "facts": facts}
 
 
-def tiles(rows: Sequence[Mapping[str, float]], start: dict[str, Any], warnings: dict[str, Any]) -> list[dict[str, str]]:
-    """Tiles of `label`, `value` and `detail`; those that have a value."""
+def health(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """Verdicts of the rules of health, as lines of the panel."""
+    judged = Health()
+    for row in rows:
+        judged.observe(row)
+    return [
+        {
+            **{"name": verdict.rule.name, "metric": verdict.rule.metric, "level": verdict.level},
+            **{"value": rounded(verdict.value), "text": verdict.text},
+            **{"advice": f"{verdict.rule.meaning} {verdict.rule.remedy}", "page": verdict.rule.page},
+        }
+        for verdict in judged.verdicts()
+    ]
+
+
+def tiles(
+    rows: Sequence[Mapping[str, float]], start: dict[str, Any], warnings: dict[str, Any], *, now_s: float
+) -> list[dict[str, str]]:
+    """Tiles of `label`, `value` and `detail`; those that have a value.
+
+    Args:
+        now_s: unix time.
+    """
     trained = [row for row in rows if "reward/mean" in row]
-    shown = [*_validation(rows), *_training(trained, start), *_speed(trained)]
+    shown = [*_validation(rows), *_training(trained, start), *_time(rows, start, now_s), *_speed(trained)]
     count = len(warnings["shown"]) + warnings["num_left_out"]
     if not count and start["changes"] is None:  # a run of an older version, which records none
         return shown
@@ -51,10 +78,10 @@ def _validation(rows: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
     best_step, best = max(validated, key=lambda entry: entry[1])
     if first_step == last_step:
         return [_tile("Validation reward", _number(last), f"after step {last_step}")]
-    return [
-        _tile("Validation reward", _number(last), f"{last - first:+.3g} since step {first_step} ({_number(first)})"),
-        _tile("Best validation", _number(best), f"after step {best_step} of {len(validated)} validations"),
-    ]
+    detail = (
+        f"{last - first:+.3g} since step {first_step} ({_number(first)}) · best {_number(best)} after step {best_step}"
+    )
+    return [_tile("Validation reward", _number(last), detail)]
 
 
 def _training(trained: Sequence[Mapping[str, float]], start: dict[str, Any]) -> list[dict[str, str]]:
@@ -68,6 +95,44 @@ def _training(trained: Sequence[Mapping[str, float]], start: dict[str, Any]) -> 
     ]
 
 
+def _time(rows: Sequence[Mapping[str, float]], start: dict[str, Any], now_s: float) -> list[dict[str, str]]:
+    """Time from the start to the end, or to what is left, and device-hours; without pauses between two starts."""
+    timed = [row for row in rows if "at_s" in row and "perf/step_s" in row]
+    if not timed:
+        return []
+    first, last = timed[0], timed[-1]
+    began_s = first["at_s"] - first["perf/step_s"]
+    if start["at_s"] is not None:  # of the newest start
+        began_s = min(began_s, start["at_s"])
+    gaps = [min(row["at_s"] - before["at_s"], row["perf/step_s"] + PAUSE_S) for before, row in pairwise(timed)]
+    spent_s = first["at_s"] - began_s + sum(gaps)
+    pace_s = median([*gaps[-RECENT:], last["perf/step_s"]])
+    left = int(value_of(start, "trainer.total_training_steps") or 0) - last["step"]
+    if left > 0 and now_s - last["at_s"] < pace_s + PAUSE_S:
+        ends = f"about {duration(left * pace_s)} left"
+    else:
+        ends = f"{'no step since' if left > 0 else 'ended'} {_clock(last['at_s'])}"
+    count = round(last["perf/images_per_s"] / last["perf/images_per_s_per_device"])
+    return [
+        _tile("Time", duration(spent_s), f"since {_clock(began_s)} · {ends}"),
+        _tile("Device-hours", f"{count * spent_s / 3600:.3g}", f"on {count} device{'s' * (count > 1)}"),
+    ]
+
+
+def _clock(at_s: float) -> str:
+    return datetime.fromtimestamp(at_s, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def duration(seconds: float) -> str:
+    """`45s`, `2m05s`, `3h07m`."""
+    total = round(max(0.0, seconds))
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    return f"{total // 3600}h{total % 3600 // 60:02d}m"
+
+
 def _speed(trained: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
     recent = trained[-RECENT:]
     if not recent:
@@ -79,6 +144,8 @@ def _speed(trained: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
         for name in recent[-1]
         if name.startswith("perf/bubble_fraction/")
     }
+    if peaks := [row[MEMORY] for row in trained if MEMORY in row]:
+        shown.append(_tile("Memory of a trainer rank", f"{max(peaks):.3g} GB", "at most so far; of the fullest device"))
     if idle:
         shares = " · ".join(f"{pool} {share:.0%}" for pool, share in idle.items())
         shown.append(_tile("Idle", f"{max(idle.values()):.0%}", shares))

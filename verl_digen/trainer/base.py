@@ -39,6 +39,7 @@ from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.health import gap_metrics
 from verl_digen.observe.metrics import training_metrics
+from verl_digen.observe.run_files import STOP, is_saved
 from verl_digen.platforms.placement import TypedPools, check_placement
 from verl_digen.pool_sizes import has_reward_model
 from verl_digen.processes.deadlines import Bound
@@ -47,7 +48,7 @@ from verl_digen.processes.supervision import LoopThread, Supervision, within
 from verl_digen.reward.manager import DiffusionRewardLoopManager
 from verl_digen.reward.named import find as find_reward
 from verl_digen.rollout.registry import TRAINER
-from verl_digen.store.client import cancel_calls, controller
+from verl_digen.store.client import cancel_calls
 from verl_digen.store.keys import TRAIN, group_uid
 from verl_digen.store.samples import to_batch
 from verl_digen.trainer.checkpoint import (
@@ -62,10 +63,11 @@ from verl_digen.trainer.checkpoint import (
     way_to_resume,
 )
 from verl_digen.trainer.encoding import encode_before
+from verl_digen.trainer.nodes import fetch_on_all_nodes, keep_for_good
 from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import Replicas
 from verl_digen.trainer.run_output import RunOutput
-from verl_digen.trainer.start import EarlyWorkersTrainer, fetch_on_all_nodes, keep_for_good
+from verl_digen.trainer.start import EarlyWorkersTrainer, required_processes
 from verl_digen.trainer.step_result import (
     PoolDevices,
     StepResult,
@@ -192,6 +194,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         with self._supervision.ends_explained(lambda: way_to_resume(self.run_dir)):
             self._supervision.watch_processes(required_processes(agent_loop_manager.agent_loop_workers))
             super().fit(agent_loop_manager)
+            self._validation.finish_pictures()
             self._output.finish()
 
     @cached_property
@@ -247,9 +250,8 @@ class DiffusionTrainer(EarlyWorkersTrainer):
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         """Run one step, up to its last optimizer step; verl's loop ends it (`on_step_end`)."""
         self._result = result = self._run_step(timing_raw)
-        check_log_prob_gap(
-            training_metrics(result.training), self.digen.rollout.max_log_prob_gap, step=self.global_steps
-        )
+        limit = self.digen.rollout.max_log_prob_gap
+        check_log_prob_gap(training_metrics(result.training), limit, step=self.global_steps)
         return to_batch(TRAIN, result.samples, self.global_steps)
 
     @abstractmethod
@@ -352,8 +354,6 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         metrics |= self._watch_rewards(metrics)
         if self._first_step is None:  # before the first step; later ones are part of their step's metrics
             self._output.on_validation(self.global_steps, metrics)
-        if self.global_steps >= self.total_training_steps:
-            self._validation.finish_pictures()
         return metrics
 
     def _watch_rewards(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -382,6 +382,15 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             )
 
     # -- checkpoint and resume ----------------------------------------------------------------------------
+    def _end_if_asked(self) -> None:
+        """End the run after this step, where `RUN_DIR/stop` asks for it, and save it if the run saves at all."""
+        if (self.run_dir / STOP).exists():
+            (self.run_dir / STOP).unlink()
+            self.total_training_steps = self.global_steps  # verl's loop ends after this step
+            if self.config.trainer.save_freq > 0 and not is_saved(self.run_dir, self.global_steps):
+                with marked_timer("save_checkpoint", self.timing_raw):
+                    self._save_checkpoint()
+
     def _save_checkpoint(self) -> None:
         """Write verl's checkpoint; the pointer is replaced only when everything is on disk."""
         step_dir = self.run_dir / f"global_step_{self.global_steps}"
@@ -394,8 +403,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
                     max_ckpt_to_keep=self.config.trainer.max_actor_ckpt_to_keep,
                 )
             driver = DriverState(self._num_prompts_drawn, digest(self.train_dataset.prompts))
-            open_prompts = self._open_prompts()
-            save_driver_state(step_dir, driver, self.train_dataloader.state_dict(), open_prompts)
+            save_driver_state(step_dir, driver, self.train_dataloader.state_dict(), self._open_prompts())
             save_run_description(step_dir, self.config)
             if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
                 export_checkpoint(step_dir)
@@ -440,9 +448,3 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             if self.digen.reward.stop_on_hacking:
                 self.actor_rollout_wg.keep_checkpoints(self._watch.kept_checkpoints)
             logger.info("resumed from %s after %d steps", step_dir, self.global_steps)
-
-
-def required_processes(agent_loop_workers: Sequence[Any]) -> dict[str, Any]:
-    """Processes without which the run ends and that no deadline covers, by name."""
-    named = {f"agent loop worker {number}": worker for number, worker in enumerate(agent_loop_workers)}
-    return {"TransferQueue's controller": controller(), **named}

@@ -31,14 +31,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.engine.saved_state import require_format
 from verl_digen.models.locate import fingerprint
+from verl_digen.observe.run_files import POINTER
 from verl_digen.types import PromptRow
 from verl_digen.versions import installed
 
 RUN_FILE = "run.json"
 WEIGHTS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path")
 """Keys of folders with weights that a run begins with."""
-POINTER = "latest_checkpointed_iteration.txt"
-"""The name verl's `find_latest_ckpt_path` reads."""
 
 
 @dataclass(frozen=True)
@@ -142,22 +141,6 @@ def _plain(value: Any, place: str) -> Any:
 def publish(run_dir: Path, step: int) -> None:
     """Make `global_step_{step}` the checkpoint that a resume takes."""
     replace_text(run_dir / POINTER, str(step))
-
-
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that a resume takes, as verl finds it; None without one.
-
-    Raises:
-        ValueError: the pointer is damaged.
-    """
-    path = run_dir / POINTER
-    if not path.is_file():
-        return None
-    step = path.read_text().strip()
-    if not step.isdecimal():
-        raise ValueError(f"{path} must hold the step of the newest checkpoint, got {step!r}; write its number there")
-    folder = run_dir / f"global_step_{step}"
-    return folder if folder.is_dir() else None
 
 
 def way_to_resume(run_dir: Path) -> str:

@@ -199,6 +199,7 @@ class ColocatedTrainer(DiffusionTrainer):
             self._replicas.tell_living(super().on_sample_end)
 
     def on_step_end(self) -> None:
+        self._end_if_asked()
         self._restart_lost_replicas()
         with self._timeline.working("publish"):
             self._update_replicas(super().on_step_end)

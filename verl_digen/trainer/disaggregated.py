@@ -302,6 +302,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         self._replicas.replace_lost()
 
     def on_step_end(self) -> None:
+        self._end_if_asked()
         self._close_timeline()
         if self.global_steps >= self.total_training_steps and not self.digen.environment.is_on:
             logger.info("would another split be faster? digen simulate --run %s --device TYPE", self.run_dir)

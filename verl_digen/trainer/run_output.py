@@ -28,6 +28,7 @@ from verl_digen.errors import describe
 from verl_digen.observe.health import Health, Verdict
 from verl_digen.observe.run_files import METRICS, REPORT, WARNINGS, WarningsFile, append_line, keep_until, read_lines
 from verl_digen.report.page import refresh_report
+from verl_digen.report.summary import duration
 from verl_digen.trainer.training_pictures import TrainingPictures
 from verl_digen.types import SampleTag
 
@@ -200,13 +201,3 @@ def progress_line(metrics: Mapping[str, float], *, step: int, num_steps: int, re
         f"(generate {metrics['perf/generate_s']:.2f}, train {metrics['perf/train_s']:.2f}, "
         f"overhead {metrics['perf/overhead_s']:.2f}) | eta {duration(remaining_s)}"
     )
-
-
-def duration(seconds: float) -> str:
-    """`45s`, `2m05s`, `3h07m`."""
-    total = round(max(0.0, seconds))
-    if total < 60:
-        return f"{total}s"
-    if total < 3600:
-        return f"{total // 60}m{total % 60:02d}s"
-    return f"{total // 3600}h{total % 3600 // 60:02d}m"

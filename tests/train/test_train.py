@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`digen train`: words, exit codes, signals and the log, with a small program in place of verl's main."""
+
+import signal
+import sys
+import time
+
+import pytest
+
+from verl_digen.cli import main
+from verl_digen.tools.train import launcher
+from verl_digen.tools.train.train_command import words_of
+
+MAIN = """
+import os, pathlib, signal, sys, time
+words = sys.argv[1:]
+def ask():
+    [os.kill(os.getppid(), int(word[7:])) for word in words if word.startswith("signal=")]
+def interrupted(number, frame):
+    print("verl-digen: the run stopped: Ctrl-C; go on", flush=True)
+    os._exit(130)
+signal.signal(signal.SIGINT, interrupted)
+print("noise of a library")
+if "refuse" in words:
+    print("verl-digen: this config cannot run.", "a key must be > 0", sep="\\n")
+    sys.exit(2)
+if "compose" in words:
+    print(*(f"Could not find {number}" for number in range(40)), sep="\\n")
+    sys.exit(1)
+folder = pathlib.Path("run")
+folder.mkdir(exist_ok=True)
+print("verl-digen: the run's folder is run", "(A pid=1) more noise", sep="\\n")
+if "hang" in words:
+    ask()
+    time.sleep(60)
+print("INFO:2026-11-27 19:54:52,210:step 1/2 | reward 0.5")
+if "leave" in words:  # a process that holds the pipe
+    os.fork() or time.sleep(30)
+ask()
+while "wait" in words and not (folder / "stop").exists():
+    time.sleep(0.02)
+if "crash" in words:
+    print(*range(100), sep="\\n")
+    print("Traceback (most recent call last):", "OSError: the disk", sep="\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+(folder / "metrics.jsonl").write_text('{"step": 0, "val/reward": 0.1}\\n{"step": 2, "val/reward": 0.4}\\n')
+(folder / "global_step_2").mkdir(exist_ok=True)
+(folder / "latest_checkpointed_iteration.txt").write_text("2")
+"""
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, capsys):
+    """`train(*words)` -> (exit code, what a person saw); `recipe=` and `key=value` words are dropped by the program."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher.launch, "__kwdefaults__", {"main": (sys.executable, "-c", MAIN)})
+
+    def run(*words: str) -> tuple[int, str]:
+        code = main(["train", "digen_x", *words])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def test_words_are_those_of_verls_main():
+    assert words_of(["a+b", "x.y=1"]) == ["recipe=a+b", "x.y=1"] and words_of(["recipe=a"]) == ["recipe=a"]
+    assert words_of(["~x", "--config-name", "job"]) == ["~x", "--config-name", "job"]
+    assert words_of(["x=1"], needs_recipe=False) == ["x=1"]
+    for given in ([], ["x.y=1"]):
+        with pytest.raises(ValueError, match="the first word must be a recipe, got"):
+            words_of(given)
+
+
+def test_a_run_shows_little_keeps_all_and_ends_with_what_one_does_next(train, tmp_path):
+    code, said = train("trainer.resume_mode=auto")
+    assert code == 0 and "noise" not in said and "step 1/2 | reward 0.5" in said
+    assert said.startswith("starts python -m verl.trainer.main_ppo recipe=digen_x trainer.resume_mode=auto\n")
+    assert "reward 0.4000 after step 2, 0.1000 before training" in said and "digen export run\n" in said
+    log = (tmp_path / "run" / "console.log").read_text()
+    assert log.startswith("noise of a library\n") and "more noise" in log and "step 1/2" in log
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "shown", "left_out"),
+    [
+        ("refuse", 2, "cannot run.\na key must be > 0", "exit code"),
+        ("compose", 1, "exit code 1; it said:\nnoise of a library\nCould not find 0\n", "run's folder"),
+        ("crash", 137, "exit code 137; the end of run/console.log:\n72\n", "\n71\n"),
+    ],
+)
+def test_a_run_that_failed_says_why(train, word, code, shown, left_out):
+    got, said = train(word)
+    assert got == code and shown in said and left_out not in said
+    assert said.count("OSError: the disk") == 2 * (word == "crash"), "once as it happened, once in the end of the log"
+
+
+def test_a_process_that_a_run_leaves_behind_does_not_hold_it_up(train):
+    began_s = time.monotonic()
+    assert train("leave")[0] == 0 and time.monotonic() - began_s < 15
+
+
+@pytest.mark.parametrize(
+    ("word", "number", "code", "shown"),
+    [
+        ("wait", signal.SIGINT, 130, "the run ends after this step"),
+        ("hang", signal.SIGINT, 130, "the run ends at once"),
+        ("wait", signal.SIGTERM, 143, "the run ends at once"),
+    ],
+)
+def test_a_signal_ends_a_run_with_the_command_that_continues_it(train, tmp_path, word, number, code, shown):
+    got, said = train(word, f"signal={number:d}", "trainer.resume_mode=disable")
+    assert got == code and shown in said and "go on" not in said and not (tmp_path / "run" / "stop").exists()
+    way = "Continue" if shown.endswith("step") else "Begin again"
+    assert f"{way:<17}digen train digen_x {word} signal={number:d}\n" in said
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

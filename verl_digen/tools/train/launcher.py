@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run of verl's main in a process of its own: what to show goes to `show`, everything to the run's `console.log`.
+
+    main's output ----> launch ----> RUN/console.log   every line, from the first one on
+                           |
+                           +-------> show              what `verl_digen.tools.train.console` picks
+
+| signal | the run |
+| --- | --- |
+| first Ctrl-C, once it trains | ends after its step, with a checkpoint where `trainer.save_freq` > 0 |
+| second Ctrl-C, or the first one while it starts, or SIGTERM, SIGHUP | ends at once; killed after `KILL_AFTER_S` |
+| one more | is killed |
+
+The process has a session of its own, so a terminal's Ctrl-C reaches only this one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from verl_digen.observe.run_files import LOG, METRICS, REPORT, STOP, newest_checkpoint, read_lines
+from verl_digen.tools.train.console import Console
+
+MAIN = (sys.executable, "-m", "verl.trainer.main_ppo")
+KILL_AFTER_S = 60.0
+"""Time that a run gets to end at once."""
+POLL_S = 0.25
+"""Time between two looks at signals while the run says nothing."""
+NUM_LAST_LINES = 30
+"""Lines of the output that are shown of a run that failed without a word of ours."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended."""
+
+    exit_code: int
+    """Code of the process; 128 + the number of the signal that ended it."""
+    asked_by: int | None
+    """Number of the newest signal that asked it to end."""
+    run_dir: Path | None
+    """None: it ended before it had one."""
+    reason: str
+    """Why it failed, in lines; "" if it did not."""
+
+    @property
+    def shell_code(self) -> int:
+        """Exit code for a shell, in which a signal counts more than how the process ended."""
+        return self.exit_code if self.asked_by is None else 128 + self.asked_by
+
+
+class Launch:
+    """One run; `launch` is its only user."""
+
+    def __init__(self, command: Sequence[str], show: Callable[[str], None]):
+        self._show, self._console, self._began_s = show, Console(), time.monotonic()
+        self._signals: list[int] = []
+        """Signals that came and are not handled."""
+        self._asked: int | None = None
+        """The last signal that was handled."""
+        self._is_ending_since_s: float | None = None
+        self._log: IO[bytes] | None = None
+        self._unlogged: list[bytes] = []
+        self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+        )
+
+    def run(self) -> Ended:
+        """Follow the run to its end."""
+        explained: list[str] = []
+        with ExitStack() as stack:
+            stack.enter_context(self._child)
+            stack.callback(lambda: self._log is not None and self._log.close())
+            stack.enter_context(_handled(self._signals.append))
+            for raw in self._lines():
+                line = raw.decode(errors="replace")
+                for part in line.splitlines():  # a progress bar rewrites its line
+                    text = self._console.read(part, time.monotonic() - self._began_s)
+                    if text is not None:
+                        self._show(text)
+                        explained += [text] if self._console.explains_end else []
+                    self._last.append(part)
+                self._write(raw)
+            ended = self._child.wait()
+        run_dir = self._console.run_dir
+        if run_dir is not None:
+            (run_dir / STOP).unlink(missing_ok=True)
+        code = 128 - ended if ended < 0 else ended
+        if self._asked is not None or code == 0:
+            return Ended(code, self._asked, run_dir, "")
+        if not explained:
+            explained = [f"exit code {code}; the end of {run_dir and run_dir / LOG}:", *self._last]
+            if run_dir is None:  # nothing is in a file
+                explained = [f"exit code {code}; it said:", b"".join(self._unlogged).decode(errors="replace").rstrip()]
+            self._show("\n".join(explained))
+        return Ended(code, None, run_dir, "\n".join(explained))
+
+    def _lines(self) -> Iterator[bytes]:
+        """Lines of the output, until the process has ended; one that it left behind may hold the pipe."""
+        assert self._child.stdout is not None
+        pipe, rest = self._child.stdout.fileno(), b""
+        while True:
+            num_signals = len(self._signals)  # what was said before they came is read before they are handled
+            is_ready = bool(select.select([pipe], [], [], POLL_S)[0])
+            if not is_ready and self._child.poll() is not None:
+                break
+            data = os.read(pipe, 1 << 16) if is_ready else None
+            if data == b"":
+                break
+            *whole, rest = (rest + (data or b"")).split(b"\n")
+            yield from (line + b"\n" for line in whole)
+            self._handle_signals(num_signals)
+        if rest:
+            yield rest
+
+    def _write(self, raw: bytes) -> None:
+        """Add to the log; what came before the folder's name waits for it."""
+        run_dir = self._console.run_dir
+        self._unlogged.append(raw)
+        if run_dir is None:
+            return
+        if self._log is None or self._log.name != str(run_dir / LOG):  # a multirun names a folder for each job
+            if self._log is not None:
+                self._log.close()
+            self._log = open(run_dir / LOG, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        self._log.write(b"".join(self._unlogged))
+        self._unlogged.clear()
+
+    def _handle_signals(self, count: int) -> None:
+        console, now_s = self._console, time.monotonic()
+        for _ in range(count):
+            is_first, self._asked = self._asked is None, self._signals.pop(0)
+            if is_first and self._asked == signal.SIGINT and console.has_begun and console.run_dir is not None:
+                (console.run_dir / STOP).touch()
+                self._show(
+                    "Ctrl-C: the run ends after this step, and is saved if trainer.save_freq > 0. Once more: at once"
+                )
+            elif self._is_ending_since_s is None:
+                self._is_ending_since_s = now_s
+                self._child.send_signal(signal.SIGINT)
+                self._show("the run ends at once")
+            else:
+                self._child.kill()
+        if self._is_ending_since_s is not None and now_s - self._is_ending_since_s > KILL_AFTER_S:
+            self._child.kill()
+
+
+def launch(words: Sequence[str], *, show: Callable[[str], None], main: Sequence[str] = MAIN) -> Ended:
+    """Run verl's main with these words to its end.
+
+    Args:
+        show: gets each text for a person.
+    """
+    return Launch([*main, *words], show).run()
+
+
+def summary(run_dir: Path, command: Sequence[str], exit_code: int) -> Iterator[str]:
+    """Lines for the end of a run: the best validation, where to look, and how to go on.
+
+    Args:
+        command: the words that started it.
+    """
+    rewards = [(row["val/reward"], row["step"]) for row in read_lines(run_dir / METRICS) if "val/reward" in row]
+    if rewards:
+        best, step = max(rewards)
+        before = f", {rewards[0][0]:.4f} before training" if rewards[0][1] == 0 else ""
+        yield f"Best validation  reward {best:.4f} after step {step}{before}"
+    if (run_dir / REPORT).is_file():
+        yield f"Report           {run_dir / REPORT}"
+    checkpoint = newest_checkpoint(run_dir)
+    if checkpoint is not None:
+        yield f"Checkpoint       {checkpoint}"
+        yield f"  pictures       {shlex.join(['digen', 'sample', str(run_dir), '--prompt', 'a prompt'])}"
+        yield f"  for diffusers  {shlex.join(['digen', 'export', str(run_dir)])}"
+    yield f"Console          {run_dir / LOG}"
+    if exit_code != 0:
+        again = shlex.join([word for word in command if not word.lstrip("+").startswith("trainer.resume_")])
+        yield f"{'Begin again' if checkpoint is None else 'Continue':<17}{again}"
+
+
+@contextmanager
+def _handled(handle: Callable[[int], object]) -> Iterator[None]:
+    """Have `handle` take this process's `SIGNALS`; threads other than the main one get none."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, lambda number, frame: handle(number)) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
