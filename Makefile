@@ -16,7 +16,7 @@ SEED ?= 7
 # What shellcheck reads, in `make lint`
 SCRIPTS := .ci/run .ci/setup_env.sh docker/lock.sh examples/*.sh examples/*/*.sh
 
-.PHONY: quickstart test lint-beside-e2e test-unit test-e2e test-long test-grids mutations chaos test-vllm-omni lint docs format dist clean
+.PHONY: quickstart test lint-beside-e2e test-unit test-e2e test-long test-grids mutations chaos test-vllm-omni lint docs docs-pictures format dist clean
 
 quickstart:  ## train a tiny model here and now
 	@.ci/setup_env.sh
@@ -74,6 +74,11 @@ lint: docs  ## style, types, scripts, links of the docs, and that no room import
 docs:  ## the site of docs/, in build/docs; a broken link or anchor fails (seconds)
 	@.ci/setup_env.sh dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # with --quiet it would not count warnings
+
+docs-pictures:  ## pictures of README and docs from the folder of one finished quick start, RUN=FOLDER (needs chromium)
+	cp $(RUN)/images/before_after.png docs/images/quickstart.png
+	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=9000 --window-size=1280,3000 --screenshot=docs/report.png "file://$(abspath $(RUN))/report.html"
+	$(BIN)/python -c "from PIL import Image; image = Image.open('docs/report.png'); image.quantize(128).save('docs/report.png')"
 
 format:  ## what `make lint` can repair by itself
 	@.ci/setup_env.sh dev

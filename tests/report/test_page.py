@@ -127,6 +127,12 @@ def test_columns_are_thinned_out_and_keep_validations():
     assert len(found["step"]) <= MAX_ROWS and (found["step"][0], found["step"][-1]) == (0, 20_000)
     assert sum(value is not None for value in found["val/reward"]) == 41
     assert columns(rows[:20])["a"][7] is None
+    assert [*columns([{"step": 1, "at_s": 9.0, "b": 1.0, "a": 2.0, "val/reward": 0.5}])] == [
+        "step",
+        "val/reward",
+        "b",
+        "a",
+    ]
     assert len(columns([{"step": 0, **{f"x/{number}": 0.0 for number in range(400)}}])) == MAX_COLUMNS
 
 

@@ -50,21 +50,6 @@ GAP, GRADIENT, TO_EPS = "rollout/log_prob_gap_to_bound", "actor/grad_norm", "act
 CLIPPED, RESTARTS, OVERHEAD, STEP_S = "actor/clip_fraction", "rollout/num_restarts", "perf/overhead_s", "perf/step_s"
 AGAIN = ("rollout/refilled_groups", "batch/refilled_samples")
 VERDICT, WARNING = "hacking/verdict", "hacking/warning"
-NAMES = (
-    VALIDATION,
-    SPREAD,
-    EQUAL,
-    GAP,
-    GRADIENT,
-    TO_EPS,
-    CLIPPED,
-    RESTARTS,
-    *AGAIN,
-    OVERHEAD,
-    STEP_S,
-    VERDICT,
-    WARNING,
-)
 
 
 def gap_metrics(metrics: Mapping[str, float], clip_width: float | None) -> dict[str, float]:
@@ -99,12 +84,12 @@ def _noise(values: Sequence[float]) -> float:
 
 
 def _risen(columns: Columns) -> float | None:
-    values = columns[VALIDATION]
-    if len(values) < LEAST_VALIDATIONS or not isfinite(values[-1]):
-        return nan if values and not isfinite(values[-1]) else None
-    known = list(filter(isfinite, values))
-    risen = fmean(known[-AVERAGED:]) - known[0]
-    return risen / max(_noise(known), 1e-9)
+    values = list(filter(isfinite, columns[VALIDATION]))
+    if columns[VALIDATION] and not isfinite(columns[VALIDATION][-1]):
+        return nan
+    if len(values) < LEAST_VALIDATIONS:
+        return None
+    return (fmean(values[-AVERAGED:]) - values[0]) / max(_noise(values), 1e-9)
 
 
 def _lost(columns: Columns) -> float | None:
@@ -268,6 +253,8 @@ RULES = (
         *("rewards.md#watching", "with a gold reward"),
     ),
 )
+
+NAMES = dict.fromkeys((*(rule.metric for rule in RULES), *AGAIN, STEP_S, WARNING))
 
 
 @dataclass(frozen=True)

@@ -64,10 +64,9 @@ def columns(rows: Sequence[Mapping[str, float]], most_rows: int = MAX_ROWS) -> d
 
 def _chosen(names: Iterable[str]) -> list[str]:
     """At most `MAX_COLUMNS` names: those that the page's own plots need first."""
-    order = ("step", "reward/", "val/", *(rule.metric for rule in RULES), "perf/")
-    ranked = sorted(
-        {*names} - {"at_s"}, key=lambda name: next((n for n, word in enumerate(order) if name.startswith(word)), 9)
-    )
+    order = ("step", "reward/", "val/", *(rule.metric for rule in RULES), "perf/", "")
+    known = (name for name in names if name != "at_s")
+    ranked = sorted(known, key=lambda name: next(n for n, word in enumerate(order) if name.startswith(word)))
     return ranked[:MAX_COLUMNS]
 
 
