@@ -52,8 +52,11 @@ class RunOutput:
         self._report = RunReport(run_dir, wait_s=digen.deadlines.setup_s) if digen.report else None
 
     @cached_property
-    def _first_steps(self) -> FirstSteps:
-        """Made by the first step: a user's objective is not registered before the workers are there."""
+    def clip_width(self) -> float | None:
+        """Distance from 1 at which the loss clips a ratio to recorded log-probs; None if it clips none.
+
+        Known from the first step on: a user's objective is not registered before the workers are there.
+        """
         digen = self._digen
         if not clips_recorded(digen.loss_name, digen.loss_settings, digen.denominator):
             return None
