@@ -58,7 +58,7 @@ def run(server, *words, cwd, given="", **variables):
     done = subprocess.run(
         [server.python, *words], cwd=cwd, input=given, text=True, capture_output=True, timeout=60, env=environment
     )
-    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+    return done.returncode, json.loads(done.stdout or "null"), done.stderr
 
 
 def gone(*processes):

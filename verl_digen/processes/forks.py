@@ -4,17 +4,16 @@
 A run starts a dozen Python processes. Each imports PyTorch, Ray, verl and this package: 6 s of a core, and most of a
 short run's start. A server imports them once, while the driver does, and each worker is a fork of it.
 
-    driver            server                         raylet               executable (`CLIENT`)
-    start()     ->    imports MODULES
-    sys.executable = executable; ray.init     ->     a worker: runs  ->   asks the server, waits for the fork's end
-                      fork: becomes the worker  <-----------------------  arguments, environment, folder, output
+    driver              server                          raylet              executable (`CLIENT`)
+    start()        ->   imports
+    ray.init(), with the executable as interpreter  ->  runs a worker  ->   asks the server, waits for the fork's end
+                        fork: becomes the worker   <---------------------   arguments, environment, folder, output
 
-- Forked are Ray's workers. Everything else that is run with the executable is the real interpreter's.
+- Forked are Ray's workers; anything else that is run with the executable is the real interpreter's, and so is all
+  without a server, because it could not start or was killed.
 - A fork is a child of the server, not of the process that asked for it; its exit status becomes that of the executable.
 - The server ends when the driver does, however it ends, and kills the forks that are left.
-- Without a server, because it could not start or was killed, the executable is the real interpreter.
-- Libraries read some variables when a process starts, and have read the server's. A worker for which these are others
-  is the real interpreter's, and so is every worker of a run whose own variables are others than the server's.
+- A worker has its own interpreter if variables that the server has read are others for it.
 """
 
 from __future__ import annotations
@@ -74,36 +73,20 @@ serve(own_path=own, **given)
 """Program of the server. It imports what the process that starts it would; its forks begin with Python's own path."""
 
 LIBRARIES = (
-    "torch.distributed.fsdp",
-    "torch.utils.tensorboard",
-    "torchdata.stateful_dataloader",
-    "transformers",
-    "diffusers",
-    "peft",
-    "datasets",
-    "tensordict",
-    "fastapi",
-    "uvicorn",
-    "aiohttp",
+    *("torch.distributed.fsdp", "torch.utils.tensorboard", "torchdata.stateful_dataloader", "tensordict"),
+    *("transformers", "diffusers", "peft", "datasets", "fastapi", "uvicorn", "aiohttp"),
 )
 """Imported when the server starts: they do nothing with the variables that Ray gives to a worker."""
-
 MODULES = (
-    "verl.trainer.main_ppo",
-    "verl_digen.trainer.disaggregated",
-    "verl_digen.trainer.generating",
-    "verl_digen.rollout.server",
-    "verl_digen.reward.manager",
+    *("verl.trainer.main_ppo", "verl_digen.trainer.disaggregated", "verl_digen.trainer.generating"),
+    *("verl_digen.rollout.server", "verl_digen.reward.manager"),
 )
 """Imported with the environment of the first worker. Ray and TransferQueue read it on import."""
-
 READ_AT_START = ("PYTHONHASHSEED", "LD_PRELOAD", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Variables that a process reads when it starts."""
 READ_ON_IMPORT = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Variables that Ray reads on import; equal for all workers of a cluster's job."""
 INTERPRETER = sys.executable
-Fixed = Mapping[str, str | None]
-"""Variable -> its value when it was read, which no fork can change."""
 _forks: list[int] = []
 """This process, where it is a fork."""
 
@@ -156,8 +139,7 @@ def start(
             "folder": str(folder),
             "listener": listener.fileno(),
             "executable": str(client) if with_modules else sys.executable,
-            "libraries": libraries,
-            "modules": modules,
+            "imports": [libraries, modules],
             "variables": variables,
         }
         process = subprocess.Popen(
@@ -176,11 +158,11 @@ def serve(
     folder: str,
     listener: int,
     executable: str,
-    libraries: Sequence[str],
-    modules: Sequence[str],
-    variables: Mapping[str, str],
-) -> None:
-    """Import the libraries and fork for every connection, until stdin is closed."""
+    imports: list[list[str]],
+    variables: dict[str, str],
+) -> NoReturn:
+    """Import what there is to import, and fork for every connection, until stdin is closed."""
+    libraries, modules = imports
     fixed = {name: os.environ.get(name) for name in READ_AT_START}
     with socket.socket(fileno=listener) as asking:
         _import_quietly(libraries)
@@ -188,17 +170,27 @@ def serve(
         while not _is_orphan(asking, wait_s=None):
             connection, _ = asking.accept()
             with connection:
-                request = _receive(connection)
+                (arguments, environment, cwd), files = _receive(connection)
                 if modules:
-                    _take({**request.environment, **variables})  # which a worker takes later, in setup_worker.py
+                    _take({**environment, **variables})  # which a worker takes later, in setup_worker.py
                     _import_quietly(modules)
                     modules, fixed = (), fixed | {name: os.environ.get(name) for name in READ_ON_IMPORT}
                 sys.path = own_path
                 if os.fork() == 0:
                     asking.close()
-                    _become(request, connection, executable, fixed)
-                request.close()
-    _kill_forks()
+                    for number, file in enumerate(files):
+                        os.dup2(file, number)
+                    os.chdir(cwd)
+                    _take(environment)
+                    sys.executable = executable
+                    _become(arguments, connection, fixed)
+                for file in files:
+                    os.close(file)
+    import psutil
+
+    for left in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            left.kill()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
@@ -229,39 +221,14 @@ def _import_quietly(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _kill_forks() -> None:
-    import psutil
-
-    for left in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            left.kill()
-
-
-@dataclass(frozen=True)
-class _Request:
-    arguments: list[str]
-    environment: dict[str, str]
-    folder: str
-    files: Sequence[int]
-    """Its stdin, stdout and stderr."""
-
-    def close(self) -> None:
-        for file in self.files:
-            os.close(file)
-
-
-def _receive(connection: socket.socket) -> _Request:
+def _receive(connection: socket.socket) -> tuple[list, Sequence[int]]:
+    """A request: (arguments, environment, folder), and its stdin, stdout and stderr."""
     size, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(12))
     left = int.from_bytes(size, "big")
     received = b""
     while len(received) < left:
         received += connection.recv(left - len(received))
-    return _Request(*json.loads(received), files=array.array("i", ancillary[0][2]))
-
-
-def _differs(fixed: Fixed) -> bool:
-    """True if this process has a value that its imports have not read."""
-    return any(os.environ.get(name, value) != value for name, value in fixed.items())
+    return json.loads(received), array.array("i", ancillary[0][2])
 
 
 def _take(environment: Mapping[str, str]) -> None:
@@ -269,27 +236,19 @@ def _take(environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
-def _become(request: _Request, connection: socket.socket, executable: str, fixed: Fixed) -> NoReturn:
+def _become(arguments: list[str], connection: socket.socket, fixed: Mapping[str, str | None]) -> NoReturn:
     """Be the process that was asked for, and answer with its exit status."""
     status = 1
     _forks.append(os.getpid())
     os.setpgid(0, 0)  # Ray ends the whole group of a worker
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number, file in enumerate(request.files):
-            os.dup2(file, number)
-        request.close()
-        os.chdir(request.folder)
-        _take(request.environment)
-        if _differs(fixed):
-            connection.set_inheritable(True)  # closed when that program ends; its status is lost
-            os.execv(INTERPRETER, [INTERPRETER, *request.arguments])
-        sys.executable, sys.orig_argv = executable, [executable, *request.arguments]
+        sys.orig_argv = [sys.executable, *arguments]
         _customize()
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # as in a process that starts; Python's own generator does it by itself
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        status = _exit_status_of(request.arguments, connection, fixed)
+        status = _exit_status_of(arguments, connection, fixed)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -312,15 +271,20 @@ class _Replaced(BaseException):
     """A program replaces itself by another one."""
 
 
-def _exit_status_of(arguments: list[str], connection: socket.socket, fixed: Fixed) -> int:
-    """Run a program; one that replaces itself by a worker with the same interpreter is followed."""
+def _exit_status_of(arguments: list[str], connection: socket.socket, fixed: Mapping[str, str | None]) -> int:
+    """Run a program; one that replaces itself by a worker with the same interpreter is followed.
+
+    Args:
+        fixed: variable -> its value when it was read, which no fork can change.
+    """
     replace = os.execvp
 
-    def exec_bash(file: str, args: Sequence[str]) -> NoReturn:
+    def exec_bash(file: str, args: tuple[str, ...] | list[str]) -> NoReturn:
         command = shlex.split(args[-1])
-        if command[:2] == ["exec", INTERPRETER] and not _differs(fixed):
+        is_same = all(os.environ.get(name, value) == value for name, value in fixed.items())
+        if command[:2] == ["exec", INTERPRETER] and is_same:
             raise _Replaced(*command[2:])
-        connection.set_inheritable(True)  # closed when that program ends
+        connection.set_inheritable(True)  # closed when that program ends; its status is lost
         replace(file, args)
 
     os.execvp = exec_bash  # setup_worker.py: bash -c "exec PYTHON default_worker.py ..."
@@ -330,8 +294,8 @@ def _exit_status_of(arguments: list[str], connection: socket.socket, fixed: Fixe
         return _exit_status_of([*replaced.args], connection, fixed)
     except SystemExit as stopped:
         return stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
         return 1
     finally:
         os.execvp = replace
