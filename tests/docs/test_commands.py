@@ -41,6 +41,7 @@ from verl_digen.preflight.rewards import (
 from verl_digen.preflight.rules import OF_MODEL, OF_RUN, RULES, check
 from verl_digen.reward.named import has_custom
 from verl_digen.tools.plan.compose import Words, compose_run, platform_of, split_words
+from verl_digen.tools.train.train_command import words_of
 
 MAIN = ["python", "-m", "verl.trainer.main_ppo"]
 SHOW = ("--cfg", "job")
@@ -112,6 +113,8 @@ def check_digen(start, block: Block, words: list[str]) -> None:
         own, overrides = split_words(args.words)
         with platform_of(own):
             check_config(compose_run(overrides, own))
+    elif args.command == "train" and args.config_name is None:
+        composed(start, words_of(args.words))
     elif args.command == "bench" and args.overrides:
         composed(start, [f"recipe={args.recipe or 'digen_quickstart'}", *args.overrides])
 

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen train`: words, exit codes, signals and the log, with a small program in place of verl's main."""
+"""`digen train` and `verl_digen.train`: words, exit codes, signals, files; a program stands in for verl's main."""
 
+import json
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import verl_digen
 from verl_digen.cli import main
+from verl_digen.reward.named import load
 from verl_digen.tools.train import launcher
+from verl_digen.tools.train.program import rewards_of, word_of
 from verl_digen.tools.train.train_command import words_of
 
 MAIN = """
-import os, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, time
 words = sys.argv[1:]
 def ask():
     [os.kill(os.getppid(), int(word[7:])) for word in words if word.startswith("signal=")]
@@ -21,6 +28,7 @@ def interrupted(number, frame):
     os._exit(130)
 signal.signal(signal.SIGINT, interrupted)
 print("noise of a library")
+words = [word.removeprefix("recipe=") for word in words] if len(words) < 3 else words
 if "refuse" in words:
     print("verl-digen: this config cannot run.", "a key must be > 0", sep="\\n")
     sys.exit(2)
@@ -43,17 +51,23 @@ if "crash" in words:
     print(*range(100), sep="\\n")
     print("Traceback (most recent call last):", "OSError: the disk", sep="\\n")
     os.kill(os.getpid(), signal.SIGKILL)
+(folder / "words.json").write_text(json.dumps(words))
 (folder / "metrics.jsonl").write_text('{"step": 0, "val/reward": 0.1}\\n{"step": 2, "val/reward": 0.4}\\n')
 (folder / "global_step_2").mkdir(exist_ok=True)
 (folder / "latest_checkpointed_iteration.txt").write_text("2")
 """
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch, capsys):
-    """`train(*words)` -> (exit code, what a person saw); `recipe=` and `key=value` words are dropped by the program."""
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path, monkeypatch):
+    """A program in place of verl's main, in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher.launch, "__kwdefaults__", {"main": (sys.executable, "-c", MAIN)})
+
+
+@pytest.fixture
+def train(capsys):
+    """`train(*words)` -> (exit code, what a person saw)."""
 
     def run(*words: str) -> tuple[int, str]:
         code = main(["train", "digen_x", *words])
@@ -114,3 +128,52 @@ def test_a_signal_ends_a_run_with_the_command_that_continues_it(train, tmp_path,
     way = "Continue" if shown.endswith("step") else "Begin again"
     assert f"{way:<17}digen train digen_x {word} signal={number:d}\n" in said
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# -- from a program -------------------------------------------------------------------------------------------
+def test_a_program_gets_the_run_or_the_reason(tmp_path):
+    told: list[str] = []
+    keys = {"trainer.default_local_dir": "run", "data.train_batch_size": 2}
+    run = verl_digen.train("digen_x", ["a", {"prompt": "b"}], "ocr", val_prompts=["c"], show=told.append, **keys)
+    assert isinstance(run, verl_digen.Run) and run.folder == Path("run") and "step 1/2 | reward 0.5" in told
+    words = json.loads((tmp_path / "run" / "words.json").read_text())
+    files = [
+        f"data.{kind}_files='{tmp_path}/run/{name}.jsonl'"
+        for kind, name in (("train", "prompts"), ("val", "val_prompts"))
+    ]
+    given = ["trainer.default_local_dir='run'", "data.train_batch_size=2", *files, "digen.reward.functions={ocr: 1.0}"]
+    assert words == ["recipe=digen_x", *given]
+    assert (tmp_path / "run" / "prompts.jsonl").read_text() == '"a"\n{"prompt": "b"}\n'
+    for recipe, error, reason in (("refuse", ValueError, "a key must be > 0"), ("crash", RuntimeError, "code 137")):
+        with pytest.raises(error, match=reason):
+            verl_digen.train(recipe)
+
+
+def test_values_are_words_that_hydra_reads_back():
+    values = [None, True, 3, 2.5e-4, "it's", "a\\'b\\", "x=[1, 2]", [1, "two"], {"a": {"weight": 1.0}}]
+    read = OverridesParser.create().parse_overrides([f"key={word_of(value)}" for value in values])
+    assert [override.value() for override in read] == [
+        str(value) if isinstance(value, Path) else value for value in values
+    ]
+
+
+def redness(solution_image, **sample):
+    return 1.0
+
+
+def test_a_reward_is_a_name_a_file_or_an_object_that_other_processes_can_have(tmp_path):
+    scale, held = 3.0, threading.Lock()
+
+    def own(solution_image, **sample):
+        return scale * solution_image
+
+    assert rewards_of({"a": 2.0}, tmp_path) == {"a": 2.0}
+    target = "red.py:redness"
+    assert rewards_of(target, tmp_path) == {"redness": {"weight": 1.0, "reward": target}}
+    assert rewards_of(redness, tmp_path)["redness"]["reward"] == f"{__name__}.redness"
+    loaded = load(rewards_of(own, tmp_path)["own"]["reward"], "key", "")
+    assert loaded(2.0) == 6.0 and loaded is not own
+    with pytest.raises(ValueError, match=r"that can be pickled for other processes, got .*lambda.*give FILE.py:NAME"):
+        rewards_of(lambda: held, tmp_path)
+    with pytest.raises(ValueError, match="reward must be a name"):
+        rewards_of(3, tmp_path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`verl_digen.train`: a run from a program or a notebook.
 
-run = verl_digen.train("digen_quickstart", ["a red circle on white"], redness, **{"trainer.total_training_steps": 3})
+run = verl_digen.train("digen_quickstart", ["a red circle"], redness, **{"trainer.total_training_steps": 3})
 run.metrics["reward/mean"]
 """
 
@@ -14,12 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from verl_digen.config.reward import FUNCTIONS
 from verl_digen.require import require
 from verl_digen.tools.run import Run
 from verl_digen.tools.train.launcher import launch
 
-FOLDER = "trainer.default_local_dir"
+FOLDER, FUNCTIONS = "trainer.default_local_dir", "digen.reward.functions"  # `verl_digen.config` imports torch
 PICKLED = '''"""A reward that was given to `verl_digen.train` as an object."""
 
 import pickle
