@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 ANSWER_S = 60.0
 PIPES = 'exec "$0" "$@" 3<&{} 4>&{}'
+OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run")
 
 
 class Page:
@@ -64,32 +65,28 @@ class Page:
         self.run(script)
         self._await(lambda told: told.get("method") == "Page.loadEventFired")
 
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Write a PNG of the page, or of its first screen."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(b64decode(found["data"]))
+    def screenshot(self, path: Path) -> None:
+        """Write a PNG of what is visible."""
+        path.write_bytes(b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
-    def _await(self, is_meant: Any) -> dict[str, Any]:
+    def _await(self, is_meant: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         until_s = time.monotonic() + ANSWER_S
         while True:
             message, end, rest = self._read.partition(b"\0")
-            if end:
-                self._read, told = rest, json.loads(message)
-                self._note(told)
-                if is_meant(told):
-                    return told
-            else:
-                left_s = until_s - time.monotonic()
-                assert left_s > 0 and select.select([self._from], [], [], left_s)[0], "Chromium does not answer"
-                part = os.read(self._from, 1 << 20)
-                assert part, "Chromium has ended"
+            if not end:
+                ready, _, _ = select.select([self._from], [], [], max(0.0, until_s - time.monotonic()))
+                part = os.read(self._from, 1 << 20) if ready else b""
+                assert part, "Chromium has ended, or does not answer"
                 self._read += part
-
-    def _note(self, told: dict[str, Any]) -> None:
-        if told.get("method") == "Runtime.exceptionThrown":
-            self.errors.append(str(told["params"]["exceptionDetails"]))
-        elif told.get("method") == "Log.entryAdded" and told["params"]["entry"]["level"] == "error":
-            self.errors.append(told["params"]["entry"]["text"])
+                continue
+            self._read, told = rest, json.loads(message)
+            match told:
+                case {"method": "Runtime.exceptionThrown", "params": {"exceptionDetails": details}}:
+                    self.errors.append(str(details))
+                case {"method": "Log.entryAdded", "params": {"entry": {"level": "error", "text": text}}}:
+                    self.errors.append(text)
+            if is_meant(told):
+                return told
 
 
 @contextmanager
@@ -98,17 +95,14 @@ def opened(url: str, *, size: tuple[int, int] = (1280, 900), is_dark: bool = Fal
     assert CHROMIUM is not None
     (to_child, to_browser), (from_browser, from_child) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        options = ("--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run")
-        command = ["bash", "-c", PIPES.format(to_child, from_child), CHROMIUM, *options, f"--user-data-dir={profile}"]
+        command = ["bash", "-c", PIPES.format(to_child, from_child), CHROMIUM, *OPTIONS, f"--user-data-dir={profile}"]
         with subprocess.Popen(command, pass_fds=(to_child, from_child), stderr=subprocess.DEVNULL) as process:
             os.close(to_child)
             os.close(from_child)
             try:
                 page = Page(to_browser, from_browser)
-                width, height = size
-                page.call(
-                    "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-                )
+                screen = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
+                page.call("Emulation.setDeviceMetricsOverride", **screen)
                 scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
                 page.call("Emulation.setEmulatedMedia", features=[scheme])
                 page.visit(url)

@@ -73,6 +73,7 @@ def make_run(run_dir: Path, *, num_steps: int = 4) -> Path:
     add_groups(run_dir, 2)
     add_groups(run_dir, 4, rewards=(0.5, 0.75, 1.0))
     start = {
+        "at_s": 0.0,  # long ago: hours with many digits
         "words": ["recipe=digen_quickstart", "trainer.total_training_steps=4"],
         "recipes": ["digen_quickstart"],
         "changes": [["trainer.total_training_steps", 60, 4]],

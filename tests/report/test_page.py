@@ -182,23 +182,15 @@ def test_a_run_that_just_began_says_what_is_not_there_yet(tmp_path, has_start):
     assert "{{" not in render(data).replace(page.plotly(), "")
 
 
-def test_a_run_of_an_older_version_shows_what_hydra_and_its_checkpoint_hold(tmp_path):
+def test_a_run_that_a_program_started_shows_what_its_checkpoint_holds(tmp_path):
     append_metrics(tmp_path / METRICS, 1, metrics_of(1))
-    written = tmp_path / "hydra" / "2026-01-01" / ".hydra"
-    written.mkdir(parents=True)
-    (written / "overrides.yaml").write_text("- recipe=digen_sd3+nft\n- digen.seed=3\n")
-    (written / "config.yaml").write_text("digen:\n  seed: 3\n")
-    data = collect(tmp_path)
-    assert data["start"]["words"] == ["recipe=digen_sd3+nft", "digen.seed=3"] and data["start"]["changes"] is None
-    assert data["heading"]["facts"] == [["recipe", "digen_sd3, nft"]] and data["start"]["config"] == [
-        ["digen.seed", "3"]
-    ]
-    assert "Warnings" not in {tile["label"] for tile in data["tiles"]}
+    assert collect(tmp_path)["start"]["config"] == []
     (tmp_path / "global_step_1").mkdir()
     known = {"config": {"digen": {"seed": 4}}, "versions": {"verl": "0.9.1"}}
     (tmp_path / "global_step_1" / "run.json").write_text(json.dumps(known))
     start = collect(tmp_path)["start"]
     assert start["config"] == [["digen.seed", "4"]] and start["versions"] == {"verl": "0.9.1"}
+    assert start["changes"] is None
 
 
 def test_steps_after_the_newest_line_of_metrics_are_of_an_earlier_run(tmp_path):

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl_digen.observe.health import RULES
+from verl_digen.observe.health import RULES, VALIDATION
 from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps, read_lines
 
 MAX_ROWS, MAX_COLUMNS = 500, 250
@@ -25,8 +25,6 @@ MAX_REWARDS = 12
 """Rewards whose distributions are shown."""
 NUM_BINS = 30
 DIGITS = 5
-VALIDATION = "val/reward"
-"""Name that the rows of validations have."""
 
 Item = TypeVar("Item")
 

@@ -51,11 +51,7 @@ def sentences(data: dict[str, Any]) -> dict[str, Any]:
     if not start["versions"]:
         empty["versions"] = "The run's folder does not say which versions it had."
     if not data["warnings"]["shown"]:
-        empty["warnings"] = (
-            "The folder holds no warnings: a run of an older version records none."
-            if start["changes"] is None
-            else "The driver has given no warning. Those of workers are on the console alone."
-        )
+        empty["warnings"] = "The driver has given no warning. Those of workers are on the console alone."
     return {"empty": empty, "left_out": _left_out(data)}
 
 

@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The start of a run for the page: words, recipes, config against the recipes, notes, versions, warnings.
 
-Read from `start.json`; of a run without it, as of one of an older version, from the newest checkpoint's `run.json`
-(config and versions) and from what Hydra wrote (words, and the config if there is no checkpoint).
+Read from `start.json`; of a run without it, which a program of the user's started, from the newest checkpoint's
+`run.json` (config and versions).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl_digen.observe.run_files import START, WARNINGS, read_lines
 
 CHECKPOINT_FILE = "global_step_*/run.json"
-RECIPES = re.compile(r"\+*recipe=\[?([^\]]*)\]?")
-"""Word of a command line that names recipes."""
 MAX_WARNINGS = 200
 MAX_VALUE_CHARS = 300
 
@@ -33,32 +28,20 @@ def read_start(run_dir: Path) -> dict[str, Any]:
         every leaf, as texts.
     """
     path = run_dir / START
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else _older(run_dir)
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else _of_checkpoint(run_dir)
     changes = found["changes"]
     return {
-        **{name: found[name] for name in ("words", "recipes", "notes", "versions")},
-        "at_s": found.get("at_s"),  # runs of earlier versions have none
+        **{name: found[name] for name in ("words", "recipes", "notes", "versions", "at_s")},
         "changes": None if changes is None else [[key, _text(old), _text(new)] for key, old, new in changes],
         "config": [[key, _text(value)] for key, value in leaves("", found["config"]) if key],
     }
 
 
-def _older(run_dir: Path) -> dict[str, Any]:
-    """Config and versions of the newest checkpoint, else the config that Hydra wrote; words that Hydra wrote."""
+def _of_checkpoint(run_dir: Path) -> dict[str, Any]:
+    """Config and versions of the newest checkpoint, if there is one."""
     written = sorted(run_dir.glob(CHECKPOINT_FILE), key=lambda path: path.stat().st_mtime)
-    if written:
-        known = json.loads(written[-1].read_text(encoding="utf-8"))
-    else:
-        known = {"config": _newest_yaml(run_dir, "config") or {}, "versions": {}}
-    words = _newest_yaml(run_dir, "overrides") or []
-    named = [re.split(r"[,+]", found[1]) for word in words if (found := RECIPES.fullmatch(word))]
-    return {**known, "words": words, "recipes": named[-1] if named else [], "notes": [], "changes": None}
-
-
-def _newest_yaml(run_dir: Path, name: str) -> Any:
-    """Content of a file that Hydra wrote at the newest start; None without one."""
-    found = sorted(run_dir.glob(f"hydra/**/.hydra/{name}.yaml"))
-    return yaml.safe_load(found[-1].read_text(encoding="utf-8")) if found else None
+    known = json.loads(written[-1].read_text(encoding="utf-8")) if written else {"config": {}, "versions": {}}
+    return {**known, "words": [], "recipes": [], "notes": [], "changes": None, "at_s": None}
 
 
 def value_of(start: dict[str, Any], key: str) -> str | None:

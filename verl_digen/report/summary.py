@@ -61,8 +61,6 @@ def tiles(
     trained = [row for row in rows if "reward/mean" in row]
     shown = [*_validation(rows), *_training(trained, start), *_time(rows, start, now_s), *_speed(trained)]
     count = len(warnings["shown"]) + warnings["num_left_out"]
-    if not count and start["changes"] is None:  # a run of an older version, which records none
-        return shown
     return [*shown, _tile("Warnings", str(count), "see below" if count else "none from the driver")]
 
 
