@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A start in a folder that holds a run: continued, refused, or with that run's files moved; one live run a folder."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,13 +10,15 @@ import sys
 
 import pytest
 from hydra import initialize_config_module
+from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from verl_digen.observe.run_files import METRICS
+from verl_digen.errors import RunStopped
+from verl_digen.observe.run_files import END, LOCK, METRICS
 from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.rules import check
-from verl_digen.preflight.run_folder import LOCK, claim
+from verl_digen.preflight.run_folder import claim
 from verl_digen.trainer.checkpoint import (
     RUN_FILE,
     DriverState,
@@ -175,7 +178,28 @@ def test_ctrl_c_ends_with_the_command_that_goes_on(begin, saved, tmp_path, monke
         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     said = capsys.readouterr().err
     assert said.endswith("python -m verl.trainer.main_ppo 'recipe=a b'\n") and len(said.splitlines()) == 1
+    ended = json.loads((tmp_path / ("run" if is_saved else "new") / END).read_text())
+    assert ended == {"state": "stopped", "reason": "Ctrl-C"}
     assert ("global_step_6 is saved; this continues" in said) == is_saved, said
     assert ("no checkpoint is saved yet; this begins again" in said) != is_saved, said
     sys.excepthook(OSError, OSError(), None)
     assert capsys.readouterr().out == "OSError\n", "others are shown as they were"
+
+
+@pytest.mark.parametrize(
+    ("status", "result", "ended"),
+    [
+        (JobStatus.COMPLETED, None, {"state": "ended", "reason": ""}),
+        (JobStatus.FAILED, OSError("no disk"), {"state": "failed", "reason": "OSError: no disk"}),
+        (JobStatus.FAILED, RunStopped("a rank died"), {"state": "failed", "reason": "a rank died"}),
+    ],
+)
+def test_a_run_leaves_how_it_ended_and_the_next_start_removes_it(begin, saved, monkeypatch, status, result, ended):
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    config, done = begin("trainer.total_training_steps=9"), JobReturn(status=status)
+    done.return_value = result
+    with contextlib.suppress(SystemExit):
+        Preflight().on_job_end(config, done)
+    assert json.loads((saved / END).read_text()) == ended
+    claim(config)
+    assert not (saved / END).exists()

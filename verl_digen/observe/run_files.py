@@ -4,6 +4,8 @@
 | file | content |
 | --- | --- |
 | `start.json` | the newest start: words of the command line, config, notes, versions (`preflight.callback`) |
+| `end.json` | how that start ended: `state`, `reason`; none while it lives and after a kill (`preflight.callback`) |
+| `run.lock` | which process holds the folder; locked as long as it lives (`preflight.run_folder`) |
 | `metrics.jsonl` | numbers of each step |
 | `warnings.jsonl` | warnings of the driver |
 | `timeline.jsonl` | intervals of each step (`verl_digen.observe.timeline`) |
@@ -24,7 +26,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-START, METRICS, WARNINGS, REPORT = "start.json", "metrics.jsonl", "warnings.jsonl", "report.html"
+START, END, LOCK = "start.json", "end.json", "run.lock"
+METRICS, WARNINGS, REPORT = "metrics.jsonl", "warnings.jsonl", "report.html"
 IMAGES = "images"
 VALIDATION, TRAINING = "step_", "train_"
 """Prefixes of a step's folder of pictures."""

@@ -2,11 +2,12 @@
 """Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke, 130 for
 Ctrl-C.
 
-A run that starts leaves what it was given in its folder (`verl_digen.preflight.start`).
+A run leaves in its folder what it was given (`verl_digen.preflight.start`), and how it ended.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 import traceback
@@ -22,13 +23,14 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from verl_digen.errors import RunStopped, plain
+from verl_digen.errors import RunStopped, describe, plain
+from verl_digen.observe.run_files import END
 from verl_digen.preflight.inputs import prompts_read_once
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.rules import check
 from verl_digen.preflight.run_folder import claim
 from verl_digen.preflight.start import save_start
-from verl_digen.trainer.checkpoint import newest_checkpoint
+from verl_digen.trainer.checkpoint import newest_checkpoint, replace_text
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 INTERRUPTED = 130
@@ -56,9 +58,15 @@ class Preflight(Callback):
         sys.excepthook = partial(_end_interrupted, Path(config.trainer.default_local_dir), sys.excepthook)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Print a `RunStopped` of any process as one paragraph, not as a traceback of Ray's."""
-        if job_return.status == JobStatus.FAILED and isinstance(job_return._return_value, RunStopped):
-            reason = plain(job_return._return_value)
+        """Write how the run ended. Print a `RunStopped` as one paragraph, not as a traceback of Ray's."""
+        run_dir, error = Path(config.trainer.default_local_dir), job_return._return_value
+        if job_return.status != JobStatus.FAILED:
+            _leave(run_dir, "ended", "")
+        elif not isinstance(error, RunStopped):
+            _leave(run_dir, "failed", describe(error))
+        else:
+            reason = plain(error)
+            _leave(run_dir, "failed", reason)
             ray.shutdown()  # ends the workers, and their last log lines come before the reason, not after
             print(f"verl-digen: the run stopped: {reason}", file=sys.stderr, flush=True)
             raise SystemExit(1)
@@ -82,6 +90,14 @@ def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
     return [*found, *of_folder], lock
 
 
+def _leave(run_dir: Path, state: str, reason: object) -> None:
+    """Write `end.json`. Without it a process that is gone counts as stopped, so a full disk is only reported."""
+    try:
+        replace_text(run_dir / END, json.dumps({"state": state, "reason": str(reason)}))
+    except OSError as error:
+        print(f"verl-digen: {run_dir / END} could not be written ({error})", file=sys.stderr)
+
+
 def _end_interrupted(
     run_dir: Path, otherwise: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
@@ -90,6 +106,7 @@ def _end_interrupted(
         otherwise(kind, error, trace)
         return
     ray.shutdown()
+    _leave(run_dir, "stopped", "Ctrl-C")
     print(f"verl-digen: the run stopped: Ctrl-C; {_way_on(run_dir)}", file=sys.stderr, flush=True)
     raise SystemExit(INTERRUPTED)
 

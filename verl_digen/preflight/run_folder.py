@@ -34,7 +34,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
 from verl_digen.data.lengths import without
 from verl_digen.models.locate import fingerprint
-from verl_digen.observe.run_files import IMAGES, METRICS, REPORT, START, WARNINGS
+from verl_digen.observe.run_files import END, IMAGES, LOCK, METRICS, REPORT, START, WARNINGS
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
 from verl_digen.preflight.start import MISSING
@@ -62,8 +62,7 @@ NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"total_training
 MAX_SHOWN = 6
 STEP_PREFIX = "global_step_"
 """Prefix of a checkpoint's folder, before the number of its step."""
-LOCK = "run.lock"
-WRITTEN = (f"{STEP_PREFIX}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, POINTER, METRICS, START)
+WRITTEN = (f"{STEP_PREFIX}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, END, POINTER, METRICS, START)
 """Files of a run, in the order in which they are moved: a move that was cut short goes on at the next start."""
 
 
@@ -176,6 +175,7 @@ def claim(config: DictConfig) -> tuple[IO[str], list[str]]:
     holds_run = (run_dir / POINTER).is_file() or ((run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size)
     if holds_run and not is_own:
         notes.append(f"{run_dir} held a run that is not continued; its files are now in {_set_aside(run_dir)}")
+    (run_dir / END).unlink(missing_ok=True)
     return lock, notes
 
 
