@@ -24,6 +24,7 @@ from verl_digen.tools.export import sample_command as sample
 from verl_digen.tools.plan import command as plan
 from verl_digen.tools.score import score_command as score
 from verl_digen.tools.simulate import command as simulate
+from verl_digen.tools.watch import command as watch
 from verl_digen.user_modules import import_user_modules
 
 
@@ -51,7 +52,7 @@ EXIT_REFUSED = 2
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143
 """128 + the number of the signal, as in shells."""
 
-COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan, score, export, sample, report)
+COMMANDS: tuple[Command, ...] = (doctor, timeline, simulate, bench, plan, score, export, sample, report, watch)
 
 
 def make_parser() -> ArgumentParser:

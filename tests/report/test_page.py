@@ -39,7 +39,7 @@ def test_the_page_fetches_nothing(tmp_path):
     text = render(collect(make_run(tmp_path)))
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None and "default-src 'none'" in policy[1] and "http" not in policy[1]
-    own = text.replace(page.pkgutil.get_data("plotly", page.PLOTLY).decode(), "")
+    own = text.replace(page.plotly(), "")
     assert not re.findall(r'(?:src|href)="(?!#)[^"]*"|@import|url\(', own)
 
 
@@ -179,7 +179,7 @@ def test_a_run_that_just_began_says_what_is_not_there_yet(tmp_path, has_start):
     }
     assert "trainer.test_freq" in empty["validations"] and "digen.num_logged_groups" in empty["groups"]
     assert ("changes" in empty) == ("config" in empty) == (not has_start) and ("reward" in empty) == has_start
-    assert "{{" not in render(data).replace(page.pkgutil.get_data("plotly", page.PLOTLY).decode(), "")
+    assert "{{" not in render(data).replace(page.plotly(), "")
 
 
 def test_a_run_that_a_program_started_shows_what_its_checkpoint_holds(tmp_path):

@@ -51,11 +51,11 @@ def read_rows(path: Path) -> list[dict[str, float]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float | None]]:
+def columns(rows: Sequence[Mapping[str, float]], most_rows: int = MAX_ROWS) -> dict[str, list[float | None]]:
     """Name -> value of each row that is kept, None where it has none; `step` first."""
-    validated = thinned([number for number, row in enumerate(rows) if VALIDATION in row], MAX_ROWS // 2)
+    validated = thinned([number for number, row in enumerate(rows) if VALIDATION in row], most_rows // 2)
     others = sorted(set(range(len(rows))).difference(validated))
-    kept = [rows[number] for number in sorted({*validated, *thinned(others, MAX_ROWS - len(validated))})]
+    kept = [rows[number] for number in sorted({*validated, *thinned(others, most_rows - len(validated))})]
     names = dict.fromkeys(name for row in kept for name in row)
     return {name: [rounded(row.get(name)) for row in kept] for name in _chosen(names)}
 

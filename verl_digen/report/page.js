@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Draws the page from the JSON in #data. Texts of the run are set as text nodes, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
-const columns = data.curves.columns;
+const columns = data.curves ? data.curves.columns : {};  // another page has none
 const painters = [];  // drawn again when the colours change
 
 // -- small parts ------------------------------------------------------------------------------------------
@@ -161,11 +161,15 @@ function sparkline(values, at, width = 58, height = 20) {
 }
 
 // -- the page ---------------------------------------------------------------------------------------------
-function head() {
-  const { name, folder, facts } = data.heading;
+function bar(name) {
   const dark = el("button", { "aria-label": "light or dark", onclick: () => setDark(!document.documentElement.classList.contains("dark")) }, "Dark");
   dark.id = "dark";
   document.body.prepend(el("div", { class: "bar" }, el("strong", {}, name), el("nav", {}), dark));
+}
+
+function head() {
+  const { name, folder, facts } = data.heading;
+  bar(name);
   const steps = columns.step || [];
   const reached = steps.length ? `after step ${steps[steps.length - 1]}` : "before the first step";
   document.querySelector(".bar").after(el("main", {},
@@ -429,20 +433,26 @@ function foot() {
   document.querySelector(".bar nav").append(...sections.map(([id, short]) => el("a", { href: `#${id}` }, short)));
 }
 
-head();
-healthPanel();
-rewardCurve();
-partCurves();
-rewardDistributions();
-validationPictures();
-groupPictures();
-speed();
-timeline();
-everything();
-config();
-warnings();
-versions();
-foot();
-const wanted = new URLSearchParams(location.search).get("theme");
-setDark(wanted ? wanted === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
-document.documentElement.setAttribute("data-drawn", sections.length);
+function report() {
+  head();
+  healthPanel();
+  rewardCurve();
+  partCurves();
+  rewardDistributions();
+  validationPictures();
+  groupPictures();
+  speed();
+  timeline();
+  everything();
+  config();
+  warnings();
+  versions();
+}
+
+function draw(view) {
+  view();
+  foot();
+  const wanted = new URLSearchParams(location.search).get("theme");
+  setDark(wanted ? wanted === "dark" : matchMedia("(prefers-color-scheme: dark)").matches);
+  document.documentElement.setAttribute("data-drawn", sections.length);
+}

@@ -42,7 +42,15 @@ def write_report(run_dir: Path, path: Path) -> None:
         ValueError: `run_dir` is no run's, or a file in it is broken.
         OSError: `path` cannot be written.
     """
-    page = render(collect(run_dir))
+    write_page(render(collect(run_dir)), path)
+
+
+def write_page(page: str, path: Path) -> None:
+    """Write a page in place of the one that is there.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -78,8 +86,7 @@ def collect(run_dir: Path) -> dict[str, Any]:
     start = read_start(run_dir)
     warnings = warnings_of(run_dir)
     found = {
-        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "version": version("verl-digen"),
+        **written_now(),
         "heading": heading(run_dir, start),
         "tiles": tiles(rows, start, warnings, now_s=time.time()),
         "health": health(rows),
@@ -94,18 +101,38 @@ def collect(run_dir: Path) -> dict[str, Any]:
     return {**found, "missing": sentences(found)}
 
 
-def render(data: dict[str, Any]) -> str:
-    """The HTML file that shows `data`."""
-    plotly = pkgutil.get_data("plotly", PLOTLY)
-    assert plotly is not None
+def written_now() -> dict[str, str]:
+    """When a page was written, and by which version."""
+    return {
+        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "version": version("verl-digen"),
+    }
+
+
+def render(data: dict[str, Any], view: str = "report", *, is_live: bool = False) -> str:
+    """The HTML file that shows `data`.
+
+    Args:
+        view: function of the page's script that draws it: report, comparison or list.
+        is_live: `digen watch` serves the page: plotly is fetched from there, and so is what is new.
+    """
+    scripts = ["page.js", *(["runs.js"] if view != "report" else []), *(["live.js"] if is_live else [])]
     parts = {
         "title": escape(data["heading"]["name"]),
+        "own": " 'self'; connect-src 'self'" if is_live else "",
         "style": _asset("page.css"),
-        "plotly": plotly.decode(),
+        "plotly": '<script src="plotly.js"></script>' if is_live else f"<script>{plotly()}</script>",
         "data": json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"),
-        "script": _asset("page.js"),
+        "script": "\n".join([*map(_asset, scripts), f"draw({view});{' live();' * is_live}"]),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+
+
+def plotly() -> str:
+    """The JavaScript that draws plots."""
+    found = pkgutil.get_data("plotly", PLOTLY)
+    assert found is not None
+    return found.decode()
 
 
 def _asset(name: str) -> str:

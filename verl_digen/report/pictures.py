@@ -57,7 +57,7 @@ def validations(run_dir: Path, last_step: int) -> dict[str, Any]:
         num_left_out, num_prompts_left_out: further steps and prompts.
     """
     found = [step for step in pictured_steps(run_dir, VALIDATION) if step <= last_step]
-    shown = {step: _entries(step_dir(run_dir, step)) for step in (*thinned(found, MAX_REWARD_STEPS), *found[-1:])}
+    shown = {step: entries(step_dir(run_dir, step)) for step in (*thinned(found, MAX_REWARD_STEPS), *found[-1:])}
     newest = shown[found[-1]] if found else []
     uids = [entry["uid"] for entry in newest[:MAX_PROMPTS]]
 
@@ -102,7 +102,8 @@ def groups(run_dir: Path, last_step: int) -> dict[str, Any]:
     }
 
 
-def _entries(folder: Path) -> list[Any]:
+def entries(folder: Path) -> list[Any]:
+    """Samples of a validation, each with `uid`, `prompt` and `reward`."""
     return json.loads(folder.with_suffix(".json").read_text())
 
 

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs below a folder, and a line about each: its state, how far it is, its rewards.
+
+| state | found from |
+| --- | --- |
+| `ended`, `failed`, `stopped` | `end.json`, with the reason |
+| `starting`, `running` | the lock on `run.lock`; a run that is starting has no numbers yet |
+| `ended`, `stopped` | neither: the process is gone; by whether all steps were taken |
+
+*Invariants (tests/report/test_runs.py):* nothing is written, links to folders are not followed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from verl_digen.observe.run_files import END, IMAGES, LOCK, METRICS, START, WARNINGS
+from verl_digen.report.curves import VALIDATION, read_rows, rounded, thinned
+from verl_digen.report.start import read_start, value_of
+
+MAX_DEPTH = 5
+"""Levels of folders below the given one that are searched."""
+NO_RUNS = (".", "global_step_", IMAGES, "hydra", "tensorboard")
+"""Beginnings of names of folders that hold no runs."""
+SILENT_S = 600.0
+"""Age of the newest change from which a run counts as gone, where the file system has no locks."""
+MAX_POINTS = 60
+"""Points of the small line."""
+RECENT = 20
+"""Newest steps whose median is the speed."""
+
+
+def find_runs(root: Path) -> dict[str, Path]:
+    """Name -> folder of each run at or below `root`, by name. The name is the path below `root`."""
+    found = {}
+    for folder, below, files in os.walk(root):
+        path = Path(folder).relative_to(root)
+        if METRICS in files or START in files:
+            found[path.as_posix() if path.parts else root.resolve().name] = Path(folder)
+        below[:] = [name for name in below if len(path.parts) < MAX_DEPTH and not name.startswith(NO_RUNS)]
+    return dict(sorted(found.items()))
+
+
+def signature(run_dir: Path) -> tuple[Any, ...]:
+    """Value that changes with everything that a page about the run shows."""
+    files = [run_dir / name for name in (METRICS, START, END, WARNINGS, IMAGES)]
+    known = [path.stat() for path in files if path.exists()]
+    return (*((each.st_mtime_ns, each.st_size) for each in known), _is_held(run_dir))
+
+
+def line_of(name: str, run_dir: Path) -> dict[str, Any]:
+    """The line, for lists and tables; a number that is not known yet is None.
+
+    Returns:
+        name, folder, recipe, state, reason. step, steps: taken and planned. reward: of the newest training step.
+        validation, best, best_step: of the newest validation and the best one. samples_per_s: median of the newest
+        steps. hours: sum of all steps. changed_s: Unix seconds of the newest change. spark: rewards, evenly spread.
+
+    Raises:
+        ValueError: a file of the run is broken.
+    """
+    rows, start = read_rows(run_dir / METRICS), read_start(run_dir)
+    trained = [row for row in rows if "reward/mean" in row]
+    validated = [row for row in rows if VALIDATION in row]
+    best = max(validated, key=lambda row: row[VALIDATION]) if validated else None
+    step = int(rows[-1]["step"]) if rows else 0
+    planned = value_of(start, "trainer.total_training_steps")
+    steps = int(planned) if planned is not None and planned.isdecimal() else None
+    state, reason = _state(run_dir, has_rows=bool(rows), is_complete=steps is not None and step >= steps)
+    curve = [row["reward/mean"] for row in trained] if len(trained) > 1 else [row[VALIDATION] for row in validated]
+    speeds = [row["perf/images_per_s"] for row in trained[-RECENT:] if "perf/images_per_s" in row]
+    return {
+        "name": name,
+        "folder": str(run_dir.resolve()),
+        "recipe": ", ".join(start["recipes"]),
+        "state": state,
+        "reason": reason,
+        "step": step,
+        "steps": steps,
+        "reward": rounded(trained[-1]["reward/mean"]) if trained else None,
+        "validation": rounded(validated[-1][VALIDATION]) if validated else None,
+        "best": rounded(best[VALIDATION]) if best else None,
+        "best_step": int(best["step"]) if best else None,
+        "samples_per_s": rounded(median(speeds)) if speeds else None,
+        "hours": rounded(totals(rows)[-1][0]) if rows else None,
+        "changed_s": _changed_s(run_dir),
+        "spark": [rounded(value) for value in thinned(curve, MAX_POINTS)],
+    }
+
+
+def totals(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
+    """(hours, samples) of all steps up to each row, without start, checkpoints and pauses."""
+    found, hours, samples = [], 0.0, 0.0
+    for row in rows:
+        if "perf/step_s" in row and "perf/images_per_s" in row:
+            hours += row["perf/step_s"] / 3600
+            samples += row["perf/step_s"] * row["perf/images_per_s"]
+        found.append((hours, samples))
+    return found
+
+
+def _state(run_dir: Path, *, has_rows: bool, is_complete: bool) -> tuple[str, str]:
+    """(state, reason)."""
+    if (run_dir / END).is_file():
+        found = json.loads((run_dir / END).read_text(encoding="utf-8"))
+        return found["state"], found["reason"]
+    if _is_held(run_dir):
+        return ("running" if has_rows else "starting"), ""
+    return ("ended", "") if is_complete else ("stopped", "its process is gone without a word: killed, or out of memory")
+
+
+def _is_held(run_dir: Path) -> bool:
+    """True if a live process holds the folder."""
+    try:
+        with open(run_dir / LOCK, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once, as the file is closed
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return time.time() - _changed_s(run_dir) < SILENT_S
+    return False
+
+
+def _changed_s(run_dir: Path) -> float:
+    return max(path.stat().st_mtime for name in (METRICS, START, END) if (path := run_dir / name).is_file())

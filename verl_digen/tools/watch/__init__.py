@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`digen watch`: pages of the runs below a folder, for a browser."""
