@@ -60,6 +60,11 @@ class Page:
         self.call("Page.navigate", url=url)
         self._await(lambda told: told.get("method") == "Page.loadEventFired")
 
+    def follow(self, script: str) -> None:
+        """Run what leads to another page, up to the end of its scripts."""
+        self.run(script)
+        self._await(lambda told: told.get("method") == "Page.loadEventFired")
+
     def screenshot(self, path: Path) -> None:
         """Write a PNG of what is visible."""
         path.write_bytes(b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`digen watch` without a socket: what it serves, to whom, and when it makes a page again."""
+"""`digen watch`: what it serves, to whom, when it makes a page again; its pages in a browser."""
 
 import asyncio
 import shutil
 import socket
+import threading
 
 import httpx
 import pytest
+import uvicorn
 
-from tests.report.runs import HOSTILE, make_run
+from tests.chromium import needs_chromium, opened
+from tests.report.runs import HOSTILE, add_validation, make_run, metrics_of
 from tests.report.test_page import data_of
 from verl_digen import cli
 from verl_digen.observe.run_files import METRICS
 from verl_digen.report import page
+from verl_digen.tools.watch import pages
 from verl_digen.tools.watch.command import free_port
 from verl_digen.tools.watch.pages import Pages, make_app
 from verl_digen.trainer.run_output import append_metrics
@@ -109,15 +113,15 @@ def test_a_page_is_asked_for_changes_without_making_it_and_made_again_after_one(
 
 def test_a_page_that_takes_long_is_not_made_again_at_once(root):
     clock, made = iter([*range(0, 1000, 10)]), []
-    pages, runs = Pages(now_s=lambda: next(clock)), {"a": root / "digen/a"}
+    made_pages, runs = Pages(now_s=lambda: next(clock)), {"a": root / "digen/a"}
 
     def make(_):
         made.append(1)
         return page.collect(root / "digen/a"), "report"
 
-    first, _ = pages.html("a", runs, make)  # takes 10 s, so 100 s must pass
+    first, _ = made_pages.html("a", runs, make)  # takes 10 s, so 100 s must pass
     append_metrics(root / "digen/a" / METRICS, 5, {"val/reward": 0.5})
-    found = [pages.html("a", runs, make)[0] == first for _ in range(12)]
+    found = [made_pages.html("a", runs, make)[0] == first for _ in range(12)]
     assert found == [True] * 9 + [False] * 3 and len(made) == 2
 
 
@@ -150,3 +154,52 @@ def test_the_next_free_port_is_taken(monkeypatch):
 def test_a_bad_command_line_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["watch", *words]) == 2 and said in capsys.readouterr().err
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    """`digen watch` of two runs -> (folder, its address)."""
+    monkeypatch.setattr(pages, "MAX_SHARE", 1e9)  # a page may be made again at once
+    for name in ("a", "b"):
+        make_run(tmp_path / name)
+    place = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(tmp_path), log_level="warning"))
+    thread = threading.Thread(target=server.run, args=([place],))
+    thread.start()
+    yield tmp_path, f"http://localhost:{place.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join(30)
+
+
+@needs_chromium
+def test_runs_are_chosen_from_the_list_and_laid_over_each_other(watched):
+    with opened(watched[1]) as page:
+        page.run("document.querySelectorAll('input[type=checkbox]').forEach((tick) => tick.click())")
+        go = "[...document.querySelectorAll('button')].find((one) => one.textContent === 'Compare 2')"
+        page.follow(f"{go}.click()")
+        assert page.run("document.querySelectorAll('.js-plotly-plot').length") == 3
+        assert page.run("document.querySelectorAll('#pictures img').length") == 6
+        against = "document.querySelector('#reward select')"
+        page.run(f"{against}.value = 'perf/samples'; {against}.dispatchEvent(new Event('change'))")
+        assert page.run("document.querySelector('#reward .xtitle').textContent") == "samples"
+        page.follow("document.querySelector('a.name').click()")
+        assert page.run("document.querySelector('h1').textContent") == "b", "the newest"
+        assert not page.errors
+
+
+@needs_chromium
+def test_an_open_report_shows_a_new_step_and_keeps_what_was_chosen(watched):
+    root, address = watched
+    with opened(f"{address}run?name=a") as page:
+        said = "document.querySelector('#pictures output').textContent"
+        slider, metric = "document.querySelector('#pictures input')", "document.querySelector('#metrics select')"
+        assert page.run(said) == "step 4"
+        page.run(f"{slider}.value = 1; {slider}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+        page.run(f"{metric}.value = 'reward/std'; {metric}.dispatchEvent(new Event('change', {{bubbles: true}}))")
+        page.run("scrollTo({top: 500, behavior: 'instant'})")
+        append_metrics(root / "a" / METRICS, 5, metrics_of(5))
+        add_validation(root / "a", 5)
+        page.follow("document.dispatchEvent(new Event('visibilitychange'))")
+        assert page.run(said) == "step 2" and page.run(f"{slider}.max") == "3"
+        assert page.run(f"{metric}.value") == "reward/std" and page.run("scrollY") == 500
+        assert page.run("columns.step.at(-1)") == 5 and not page.errors

@@ -37,7 +37,7 @@ function live() {
   const word = el("span", { class: "tag", id: "live" }, "live");
   if (data.runs === undefined || !data.root) document.querySelector(".bar").prepend(el("a", { class: "back", href: "./" }, "All runs"));
   document.getElementById("dark").before(word);
-  setInterval(async () => {
+  async function poll() {
     if (document.hidden) return;
     let answer;
     try { answer = await fetch(location.href, { method: "HEAD", cache: "no-store" }); } catch { word.textContent = "digen watch has ended"; return; }
@@ -46,5 +46,7 @@ function live() {
     kept.scroll = scrollY;
     sessionStorage.setItem(place, JSON.stringify(kept));
     location.reload();
-  }, POLL_MS);
+  }
+  setInterval(poll, POLL_MS);
+  document.addEventListener("visibilitychange", poll);
 }
