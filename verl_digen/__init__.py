@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl-digen: reinforcement learning on diffusion models, as a plugin of verl. Importing this package does nothing.
 
-The names of verl's RFC for diffusion models can be imported from here; each is loaded when it is asked for.
+`Run`, a run's folder in a notebook, and the names of verl's RFC for diffusion models can be imported from here; each is
+loaded when it is asked for.
 """
+
+OWN_NAMES = {"Run": "tools.run"}
+"""Name -> module of this package, as in `RFC_NAMES`."""
 
 RFC_NAMES = {
     "RayFlowGRPOTrainer": "facade",
@@ -29,15 +33,15 @@ RFC_NAMES = {
 
 
 def __getattr__(name: str):
-    """A name of `RFC_NAMES`, or `__version__`: the version of the installed distribution.
+    """A name of `OWN_NAMES` or `RFC_NAMES`, or `__version__`: the version of the installed distribution.
 
     Raises:
         PackageNotFoundError: no distribution is installed, so that verl does not know the plugin either.
     """
-    if name in RFC_NAMES:
+    if name in (modules := {**OWN_NAMES, **RFC_NAMES}):
         from importlib import import_module
 
-        return getattr(import_module(f"{__name__}.{RFC_NAMES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{modules[name]}"), name)
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.metadata import version

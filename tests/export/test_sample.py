@@ -17,16 +17,19 @@ from PIL import Image, ImageSequence
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import verl_digen
 from tests.engine.harness import LORA, make_engine, perturb, process_group
-from tests.export.runs import digen, save_run, trained_engine
+from tests.export.runs import STEP, digen, save_run, trained_engine
 from tests.models.cases import draw_image
 from tests.tiny_models import build_tiny
 from verl_digen.data.prompts import read_prompts
 from verl_digen.models import load_model
 from verl_digen.observe.images import save_pixels
+from verl_digen.observe.run_files import METRICS
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling.requests import sample_request
 from verl_digen.tools.export.saved_run import SavedRun, open_run
+from verl_digen.trainer.run_output import append_metrics
 from verl_digen.trainer.validation import validation_uid
 from verl_digen.weights.checksum import checksum
 
@@ -46,6 +49,7 @@ def saved(
             typed: dict(engine.get_per_tensor_param(base_sync_done=True, policy=own)[0])
             for typed, own in (("current", "current"), ("ema", "average"))
         }
+    append_metrics(folder / METRICS, STEP, {"val/reward": 0.5})
     yield folder, sent
 
 
@@ -109,6 +113,9 @@ def test_pictures_are_those_of_validation(saved, policy: str, prompts: Path, tmp
     for path in expected:
         assert abs(pixels(out / path.name) - pixels(path)).max() <= 1, path.name
     assert abs(pixels(expected[0]) - pixels(expected[1])).max() > 8, "samples of a prompt have noise of their own"
+    drawn = verl_digen.Run(folder).sample(PROMPTS, num=3, policy=policy)
+    for path, picture in zip(expected, drawn, strict=True):
+        assert (np.asarray(picture) == pixels(out / path.name)).all(), "a program draws what the command draws"
 
 
 def test_pixels_that_are_not_finite_are_no_picture(saved, tiny_qwen_image: Path, tmp_path: Path, capsys):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.report.runs import PROMPTS, make_run
 from tests.report.test_page import data_of
-from verl_digen import cli
+from verl_digen import Run, cli
 from verl_digen.observe.run_files import END, LOCK, METRICS, START
 from verl_digen.report.comparison import compare, named
 from verl_digen.report.curves import MAX_ROWS
@@ -114,3 +114,31 @@ def test_the_command_compares_and_writes_one_file(tmp_path, monkeypatch, capsys)
     assert cli.main(["report", "c", "nowhere"]) == 2
     assert "RUN must be the folder of a run, with a metrics.jsonl, got 'nowhere'" in capsys.readouterr().err
     assert cli.main(["report", "c", "c"]) == 2 and "RUN must be given 2 to 12 times" in capsys.readouterr().err
+
+
+def test_a_run_in_a_notebook_shows_what_its_folder_holds(tmp_path):
+    run = Run(make_run(tmp_path / "<a>"))
+    assert run.metrics["step"].tolist() == [0, 1, 2, 3, 4] and run.metrics["val/reward"].dropna().tolist()[-1] == 0.64
+    assert (run.best, run.state, run.checkpoints) == (4, "ended", [])
+    first = run.pictures[run.best][0]
+    assert (first.prompt, first.reward, first.image.size) == (PROMPTS[0], 0.04, (16, 16))
+    assert run.config.digen.loss.name == "flow_grpo"
+    shown = run._repr_html_()
+    assert "<th>best step</th><td>4</td>" in shown and "<a>" not in shown and "validation 0.64" in repr(run)
+    append_metrics(run.folder / METRICS, 5, {"val/reward": 0.9})
+    assert run.best == 5, "what is read is what is there now"
+
+
+def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
+    with pytest.raises(ValueError, match=r"folder must be that of a run, with a metrics.jsonl .* digen watch lists"):
+        Run(tmp_path)
+    append_metrics(tmp_path / METRICS, 1, {"reward/mean": 0.5})
+    run = Run(str(tmp_path))
+    for read, said in (
+        (lambda: run.best, "must have a validation, got 'none'; set trainer.test_freq"),
+        (lambda: run.config, r"start.json must be there"),
+        (lambda: run.sample("a"), "RUN must hold checkpoints, .* train with trainer.save_freq > 0"),
+        (lambda: run.export(dtype="int4"), "--dtype must be one of bf16, fp16, fp32"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read()

@@ -43,12 +43,13 @@ def add_run_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Export and say where."""
-    import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
+    import verl  # noqa: F401 - before the next line, see `export`
 
     from verl_digen.tools.export.folders import WRITE_ERRORS
 
+    chosen = {name: getattr(args, name) for name in ("step", "policy", "base", "format", "dtype", "output")}
     try:
-        folder = _export(args)
+        folder = export(args.run_dir, **chosen)
     except ValueError as error:
         print(f"digen export: {error}", file=sys.stderr)
         return 2
@@ -76,23 +77,41 @@ def _push(folder: Path, repo: str) -> str:
     return str(made)
 
 
-def _export(args: Namespace) -> Path:
-    import torch
+def export(
+    run_dir: Path,
+    *,
+    step: int | None,
+    policy: str,
+    base: str | None,
+    format: str,
+    dtype: str | None,
+    output: Path | None,
+) -> Path:
+    """Export a checkpoint -> the folder that was written.
 
+    Raises:
+        ValueError: no run, no such checkpoint, policy or format, or `output` holds something.
+        OSError: the folder cannot be written.
+    """
+    import torch
+    import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
+
+    from verl_digen.require import require_one_of
     from verl_digen.tools.export.card import model_card
     from verl_digen.tools.export.formats import FORMATS, require_fit
     from verl_digen.tools.export.partial import require_empty, written_whole
     from verl_digen.tools.export.policy import PolicyWeights
     from verl_digen.tools.export.saved_run import STEP, open_run
 
-    saved = open_run(args.run_dir, args.step, args.base)
-    require_fit(saved, args.format)
-    default = saved.folder / "exports" / f"{STEP}{saved.step}-{args.policy}-{args.format}"
-    folder = (default if args.output is None else args.output).absolute()
+    if dtype is not None:
+        require_one_of("--dtype", dtype, DTYPES)
+    saved = open_run(run_dir, step, base)
+    require_fit(saved, format)
+    default = saved.folder / "exports" / f"{STEP}{saved.step}-{policy}-{format}"
+    folder = (default if output is None else output).absolute()
     require_empty(folder)
-    weights = PolicyWeights(saved, args.policy)
-    dtype = None if args.dtype is None else getattr(torch, DTYPES[args.dtype])
+    weights = PolicyWeights(saved, policy)
     with written_whole(folder) as partial:
-        FORMATS[args.format].write(saved, weights, partial, dtype)
-        (partial / "README.md").write_text(model_card(saved, args.policy, args.format), encoding="utf-8")
+        FORMATS[format].write(saved, weights, partial, None if dtype is None else getattr(torch, DTYPES[dtype]))
+        (partial / "README.md").write_text(model_card(saved, policy, format), encoding="utf-8")
     return folder

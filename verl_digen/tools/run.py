@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verl_digen.Run`: a run's folder in a program or a notebook. No Ray, no ranks.
+
+run = verl_digen.Run("outputs/digen/quickstart")
+run                                                   # in a notebook: a table with state, steps and rewards
+run.metrics.plot(x="step", y="reward/mean")
+run.pictures[run.best][0].image                       # of the first prompt, at the best validation
+run.sample(["a red circle"], step=run.best)[0].show()
+run.export(format="peft")                             # the folder that was written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_digen.observe.run_files import METRICS, START, VALIDATION, image_path, pictured_steps, step_dir
+from verl_digen.report.curves import read_rows
+from verl_digen.report.pictures import entries
+from verl_digen.report.runs import line_of
+from verl_digen.require import require
+
+if TYPE_CHECKING:  # heavy
+    from omegaconf import DictConfig
+    from pandas import DataFrame
+    from PIL.Image import Image
+
+SHOWN = ("state", "recipe", "step", "steps", "validation", "best", "best_step", "reward", "samples_per_s", "hours")
+"""Of the line about a run, shown in a notebook."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Sample of a validation."""
+
+    prompt: str
+    reward: float
+    path: Path
+    """A PNG; of a video its filmstrip."""
+
+    @property
+    def image(self) -> Image:
+        """The picture.
+
+        Raises:
+            OSError: it is not there, or still being written.
+        """
+        from PIL import Image
+
+        return Image.open(self.path)
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
+class Run:
+    """A run's folder, its `trainer.default_local_dir`. Everything is read when it is asked for, so a run that goes on
+    shows its newest step.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        require(
+            (self.folder / METRICS).is_file() or (self.folder / START).is_file(),
+            f"folder must be that of a run, with a {METRICS} (its trainer.default_local_dir)",
+            str(folder),
+            "digen watch lists the runs below a folder",
+        )
+
+    @property
+    def state(self) -> str:
+        """State: starting, running, ended, failed or stopped."""
+        return self.summary["state"]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The numbers of `digen watch`, see `report.runs.line_of`."""
+        return line_of(self.folder.resolve().name, self.folder)
+
+    @property
+    def metrics(self) -> DataFrame:
+        """A row per step, a column per metric (docs/metrics.md); NaN where a step has none."""
+        from pandas import DataFrame
+
+        return DataFrame(read_rows(self.folder / METRICS))
+
+    @property
+    def best(self) -> int:
+        """Step of the best validation.
+
+        Raises:
+            ValueError: there is none yet.
+        """
+        found = self.summary["best_step"]
+        require(
+            found is not None, f"{self.folder} must have a validation", "none", "set trainer.test_freq, or wait for it"
+        )
+        return found
+
+    @property
+    def pictures(self) -> dict[int, list[Picture]]:
+        """Step -> samples of its validation, in the order of the prompts."""
+        return {
+            step: [
+                Picture(entry["prompt"], entry["reward"], image_path(self.folder, step, entry["uid"]))
+                for entry in entries(step_dir(self.folder, step))
+            ]
+            for step in pictured_steps(self.folder, VALIDATION)
+        }
+
+    @cached_property
+    def config(self) -> DictConfig:
+        """The whole config of the newest start, with interpolations resolved.
+
+        Raises:
+            ValueError: the run was started without Hydra, and has no start.json.
+        """
+        import json
+
+        from omegaconf import OmegaConf
+
+        path = self.folder / START
+        require(
+            path.is_file(),
+            f"{path} must be there",
+            "nothing",
+            "runs of verl's main write it; checkpoints hold run.json",
+        )
+        return OmegaConf.create(json.loads(path.read_text(encoding="utf-8"))["config"])
+
+    @property
+    def checkpoints(self) -> list[int]:
+        """Steps of the complete checkpoints, in order: those that `sample` and `export` take."""
+        import verl  # noqa: F401 - loads the plugin
+
+        from verl_digen.tools.export.saved_run import saved_steps
+
+        return saved_steps(self.folder)
+
+    def sample(
+        self,
+        prompts: str | Sequence[str],
+        *,
+        num: int = 1,
+        step: int | None = None,
+        policy: str = "current",
+        seed: int | None = None,
+        steps: int | None = None,
+        size: tuple[int, int] | None = None,
+        base: str | None = None,
+    ) -> list[Image]:
+        """Draw `num` pictures of each prompt in this process, as `digen sample` does; of a video its filmstrip.
+
+        Args:
+            step: of the checkpoint; the newest one unless given. policy: current, ema, old, ...
+            seed, steps, size: in place of those of the run's validation; `size` is height and width in pixels.
+            base: base checkpoint, if it is not where the run read it.
+
+        Raises:
+            ValueError: no such checkpoint or policy, or a setting that validation could not have either.
+        """
+        import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
+        from PIL import Image
+
+        from verl_digen.observe.images import filmstrip
+        from verl_digen.tools.export.pictures import Changes, Painter, changed, rows_of
+        from verl_digen.tools.export.saved_run import open_run
+
+        saved = open_run(self.folder, step, base)
+        rows = rows_of(saved, [prompts] if isinstance(prompts, str) else prompts, None)
+        painter = Painter(saved, policy, changed(saved.digen, Changes(seed, steps, size)))
+        drawn = [pixels for row in rows for pixels, _ in painter.draw(row, num)]
+        return [Image.fromarray((filmstrip(one) if one.ndim == 4 else one).cpu().numpy()) for one in drawn]
+
+    def export(
+        self,
+        *,
+        format: str = "diffusers",
+        step: int | None = None,
+        policy: str = "current",
+        dtype: str | None = None,
+        output: str | Path | None = None,
+        base: str | None = None,
+    ) -> Path:
+        """Export a checkpoint, as `digen export` does -> the folder that was written.
+
+        Args:
+            format: diffusers, peft, merged or comfyui. dtype: bf16, fp16 or fp32.
+            output: a new or empty folder; `RUN/exports/...` unless given.
+        """
+        from verl_digen.tools.export.export_command import export
+
+        output = None if output is None else Path(output)
+        return export(self.folder, format=format, step=step, policy=policy, dtype=dtype, output=output, base=base)
+
+    def __repr__(self) -> str:
+        found = self.summary
+        return f"Run({str(self.folder)!r}): {found['state']}, step {found['step']}, validation {found['validation']}"
+
+    def _repr_html_(self) -> str:
+        """Show a short table, in a notebook."""
+        found: Mapping[str, Any] = self.summary
+        cells = [(name.replace("_", " "), found[name]) for name in SHOWN if found[name] not in (None, "")]
+        lines = "".join(f"<tr><th>{word}</th><td>{escape(str(value))}</td></tr>" for word, value in cells)
+        return f"<b>{escape(str(self.folder))}</b><table>{lines}</table>"
