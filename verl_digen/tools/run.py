@@ -124,7 +124,7 @@ class Run:
         """
         import json
 
-        from omegaconf import OmegaConf
+        from omegaconf import DictConfig, OmegaConf
 
         path = self.folder / START
         require(
@@ -133,7 +133,9 @@ class Run:
             "nothing",
             "runs of verl's main write it; checkpoints hold run.json",
         )
-        return OmegaConf.create(json.loads(path.read_text(encoding="utf-8"))["config"])
+        found = OmegaConf.create(json.loads(path.read_text(encoding="utf-8"))["config"])
+        assert isinstance(found, DictConfig)
+        return found
 
     @property
     def checkpoints(self) -> list[int]:
