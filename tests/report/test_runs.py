@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.report.runs import PROMPTS, make_run
+from tests.report.runs import PROMPTS, make_run, metrics_of
 from tests.report.test_page import data_of
 from verl_digen import Run, cli
 from verl_digen.observe.run_files import END, LOCK, METRICS, START
@@ -38,11 +38,13 @@ def test_a_line_says_how_far_a_run_is_and_what_it_reached(tmp_path):
     assert (line["step"], line["steps"], line["recipe"]) == (4, 4, "digen_quickstart")
     assert (line["validation"], line["best"], line["best_step"], line["reward"]) == (0.64, 0.64, 4, 0.54)
     assert line["hours"] == pytest.approx(4 * 2.0 / 3600, rel=1e-4) and line["samples_per_s"] == 48.0
-    append_metrics(tmp_path / METRICS, 5, {"val/reward": 0.5})
+    assert line["health"] == []
+    append_metrics(tmp_path / METRICS, 5, {**metrics_of(5), "val/reward": 0.5})
     with open(tmp_path / METRICS, "a") as out:
         out.write('{"step": 6, "val/rew')  # being written
     line = line_of("a", tmp_path)
     assert (line["step"], line["validation"], line["best"], line["best_step"]) == (5, 0.5, 0.64, 4)
+    assert line["health"] == [["red", "Groups without spread"], ["green", "Gradient"]]
 
 
 def test_the_state_is_that_of_the_end_then_of_the_lock_then_of_the_steps(tmp_path):

@@ -14,17 +14,25 @@ function ago(seconds) {
 
 function hours(value) { return value === null ? "–" : value < 1 ? `${number(value * 60, 2)} min` : `${number(value, 3)} h`; }
 
+// the worst verdict of health, with the names of all that are not green
+function verdict(run) {
+  if (!run.health.length) return "–";
+  const worst = run.health[0][0], [icon, word] = LEVELS[worst];
+  return el("span", { class: "health" }, el("span", { class: worst }, el("span", { class: "level" }, el("i", { "aria-hidden": "true" }, icon), word)),
+    el("div", { class: "faint reason" }, run.health.filter(([level]) => level !== "green").map(([, name]) => name).join(", ")));
+}
+
 // a row per run; `first`: what stands before its name, `link`: where the name leads
 function runTable(first, link) {
   const rewards = (run) => el("td", {}, el("span", { class: "score" }, el("b", {}, number(run.validation, 4)), sparkline(run.spark, run.spark.length - 1)));
   const lines = data.runs.map((run, index) => el("tr", {}, el("td", {}, first(index)),
     el("td", {}, link ? el("a", { class: "name", href: link(run) }, run.name) : run.name, el("br"), el("span", { class: "faint" }, run.recipe)),
     el("td", {}, el("span", { class: `tag ${run.state}`, title: run.reason }, run.state), run.reason ? el("div", { class: "faint reason" }, run.reason) : null),
-    el("td", {}, run.steps ? `${run.step} of ${run.steps}` : String(run.step)), rewards(run),
+    el("td", {}, verdict(run)), el("td", {}, run.steps ? `${run.step} of ${run.steps}` : String(run.step)), rewards(run),
     el("td", {}, number(run.best, 4), run.best_step !== null ? el("span", { class: "faint" }, ` step ${run.best_step}`) : null), el("td", {}, number(run.reward, 4)),
     el("td", {}, number(run.samples_per_s, 3)), el("td", {}, hours(run.hours)),
     el("td", { title: new Date(run.changed_s * 1000).toLocaleString("en") }, ago(Date.now() / 1000 - run.changed_s))));
-  return el("div", { class: "wide" }, rows(["", "run", "state", "step", "validation", "best", "training", "samples/s", "time of steps", "changed"], lines));
+  return el("div", { class: "wide" }, rows(["", "run", "state", "health", "step", "validation", "best", "training", "samples/s", "time of steps", "changed"], lines));
 }
 
 function list() {
@@ -69,7 +77,7 @@ function comparison() {
     }
   });
   section("metrics", "All numbers", "All numbers", "Any metric of the runs, against what is chosen above.", "metrics", (node) => {
-    const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.columns)))].filter((name) => !(name in axes)).sort();
+    const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.columns)))].filter((name) => !(name in axes) && name !== "at_s").sort();
     let name = names.includes("actor/grad_norm") ? "actor/grad_norm" : names[0];
     const pick = el("select", { "aria-label": "metric", onchange: (event) => { name = event.target.value; drawn.paint(); } }, names.map((one) => el("option", { value: one, selected: one === name }, one)));
     node.append(el("div", { class: "controls" }, pick));
@@ -82,6 +90,6 @@ function comparison() {
         el("p", {}, el("i", { class: "dot", style: `background:${shade(index)}` }), ` ${data.runs[index].name}, step ${steps[index]}`)))))))
     : el("p", { class: "empty" }, "No prompt has a picture in all of them.")));
   section("differences", "Config", "Differences of their configs", "Keys that are not equal in all of them, and versions. A dash: the run does not have the key.", "differences", (node) => node.append(data.differences.length
-    ? el("div", { class: "wide" }, rows(["key", ...data.runs.map((run) => run.name)], data.differences.map(([key, ...values]) => el("tr", {}, [key, ...values].map((value) => el("td", { class: "key" }, value ?? "–"))))))
+    ? el("div", { class: "wide long" }, rows(["key", ...data.runs.map((run) => run.name)], data.differences.map(([key, ...values]) => el("tr", {}, [key, ...values].map((value) => el("td", { class: "key" }, value ?? "–"))))))
     : el("p", { class: "empty" }, "Their configs are equal.")));
 }

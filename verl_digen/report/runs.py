@@ -24,6 +24,7 @@ from typing import Any
 from verl_digen.observe.run_files import END, IMAGES, LOCK, METRICS, START, WARNINGS
 from verl_digen.report.curves import VALIDATION, read_rows, rounded, thinned
 from verl_digen.report.start import read_start, value_of
+from verl_digen.report.summary import RECENT, health
 
 MAX_DEPTH = 5
 """Levels of folders below the given one that are searched."""
@@ -31,10 +32,9 @@ NO_RUNS = (".", "global_step_", IMAGES, "hydra", "tensorboard")
 """Beginnings of names of folders that hold no runs."""
 SILENT_S = 600.0
 """Age of the newest change from which a run counts as gone, where the file system has no locks."""
+LEVELS = ("red", "amber", "green")
 MAX_POINTS = 60
 """Points of the small line."""
-RECENT = 20
-"""Newest steps whose median is the speed."""
 
 
 def find_runs(root: Path) -> dict[str, Path]:
@@ -61,7 +61,8 @@ def line_of(name: str, run_dir: Path) -> dict[str, Any]:
     Returns:
         name, folder, recipe, state, reason. step, steps: taken and planned. reward: of the newest training step.
         validation, best, best_step: of the newest validation and the best one. samples_per_s: median of the newest
-        steps. hours: sum of all steps. changed_s: Unix seconds of the newest change. spark: rewards, evenly spread.
+        steps. hours: sum of all steps. health: [level, name] of the rules that are measured, worst first.
+        changed_s: Unix seconds of the newest change. spark: rewards, evenly spread.
 
     Raises:
         ValueError: a file of the run is broken.
@@ -90,6 +91,7 @@ def line_of(name: str, run_dir: Path) -> dict[str, Any]:
         "best_step": int(best["step"]) if best else None,
         "samples_per_s": rounded(median(speeds)) if speeds else None,
         "hours": rounded(totals(rows)[-1][0]) if rows else None,
+        "health": [[level, each["name"]] for level in LEVELS for each in health(rows) if each["level"] == level],
         "changed_s": _changed_s(run_dir),
         "spark": [rounded(value) for value in thinned(curve, MAX_POINTS)],
     }
