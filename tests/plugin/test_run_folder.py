@@ -11,6 +11,7 @@ import sys
 import pytest
 from hydra import initialize_config_module
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from verl_digen.errors import RunStopped
@@ -187,19 +188,23 @@ def test_ctrl_c_ends_with_the_command_that_goes_on(begin, saved, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    ("status", "result", "ended"),
+    ("mode", "status", "result", "ended", "ends_ray"),
     [
-        (JobStatus.COMPLETED, None, {"state": "ended", "reason": ""}),
-        (JobStatus.FAILED, OSError("no disk"), {"state": "failed", "reason": "OSError: no disk"}),
-        (JobStatus.FAILED, RunStopped("a rank died"), {"state": "failed", "reason": "a rank died"}),
+        (RunMode.RUN, JobStatus.COMPLETED, None, {"state": "ended", "reason": ""}, False),
+        (RunMode.MULTIRUN, JobStatus.COMPLETED, None, {"state": "ended", "reason": ""}, True),
+        (RunMode.RUN, JobStatus.FAILED, OSError("no disk"), {"state": "failed", "reason": "OSError: no disk"}, False),
+        (RunMode.RUN, JobStatus.FAILED, RunStopped("a rank died"), {"state": "failed", "reason": "a rank died"}, True),
     ],
 )
-def test_a_run_leaves_how_it_ended_and_the_next_start_removes_it(begin, saved, monkeypatch, status, result, ended):
-    monkeypatch.setattr("ray.shutdown", lambda: None)
+def test_a_run_leaves_how_it_ended_and_the_next_start_removes_it(
+    begin, saved, monkeypatch, mode, status, result, ended, ends_ray
+):
+    ended_ray = []
+    monkeypatch.setattr("ray.shutdown", lambda: ended_ray.append(True))
     config, done = begin("trainer.total_training_steps=9"), JobReturn(status=status)
-    done.return_value = result
+    done.return_value, config.hydra.mode = result, mode
     with contextlib.suppress(SystemExit):
         Preflight().on_job_end(config, done)
-    assert json.loads((saved / END).read_text()) == ended
+    assert json.loads((saved / END).read_text()) == ended and bool(ended_ray) == ends_ray
     claim(config)
     assert not (saved / END).exists()

@@ -121,12 +121,12 @@ def test_the_command_compares_and_writes_one_file(tmp_path, monkeypatch, capsys)
 def test_a_run_in_a_notebook_shows_what_its_folder_holds(tmp_path):
     run = Run(make_run(tmp_path / "<a>"))
     assert run.metrics["step"].tolist() == [0, 1, 2, 3, 4] and run.metrics["val/reward"].dropna().tolist()[-1] == 0.64
-    assert (run.best, run.state, run.checkpoints) == (4, "ended", [])
+    assert (run.best, run.summary["state"], run.checkpoints) == (4, "ended", [])
     first = run.pictures[run.best][0]
     assert (first.prompt, first.reward, first.image.size) == (PROMPTS[0], 0.04, (16, 16))
     assert run.config.digen.loss.name == "flow_grpo"
     shown = run._repr_html_()
-    assert "<th>best step</th><td>4</td>" in shown and "<a>" not in shown and "validation 0.64" in repr(run)
+    assert "<th>best step</th><td>4</td>" in shown and "<a>" not in shown
     append_metrics(run.folder / METRICS, 5, {"val/reward": 0.9})
     assert run.best == 5, "what is read is what is there now"
 
@@ -138,7 +138,6 @@ def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
     run = Run(str(tmp_path))
     for read, said in (
         (lambda: run.best, "must have a validation, got 'none'; set trainer.test_freq"),
-        (lambda: run.config, r"start.json must be there"),
         (lambda: run.sample("a"), "RUN must hold checkpoints, .* train with trainer.save_freq > 0"),
         (lambda: run.export(dtype="int4"), "--dtype must be one of bf16, fp16, fp32"),
     ):

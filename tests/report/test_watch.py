@@ -97,8 +97,8 @@ def test_a_page_of_another_site_cannot_read_it_by_a_name_that_leads_here(root):
 
 def test_a_page_is_asked_for_changes_without_making_it_and_made_again_after_one(root, monkeypatch):
     client, made = Browser(root), []
-    monkeypatch.setattr("verl_digen.tools.watch.pages.MAX_SHARE", 1e9)  # it may be made again at once
-    monkeypatch.setattr("verl_digen.tools.watch.pages.collect", lambda path: made.append(path) or page.collect(path))
+    monkeypatch.setattr(pages, "MAX_SHARE", 1e9)  # it may be made again at once
+    monkeypatch.setattr(pages, "collect", lambda path: made.append(path) or page.collect(path))
     address = "/run?name=digen/a"
     etag = client.ask("HEAD", address).headers["etag"]
     assert not made
@@ -125,7 +125,8 @@ def test_a_page_that_takes_long_is_not_made_again_at_once(root):
     assert found == [True] * 9 + [False] * 3 and len(made) == 2
 
 
-def test_a_run_that_is_removed_or_broken_is_told(root):
+def test_a_run_that_is_removed_or_broken_is_told(root, monkeypatch):
+    monkeypatch.setattr(pages, "MAX_SHARE", 1e9)
     client = Browser(root)
     (root / "digen/b & c" / METRICS).write_text("nonsense\n")
     assert client.get("/run", params={"name": "digen/b & c"}).status_code == 503

@@ -63,6 +63,8 @@ class Preflight(Callback):
         run_dir, error = Path(config.trainer.default_local_dir), job_return._return_value
         if job_return.status != JobStatus.FAILED:
             _leave(run_dir, "ended", "")
+            if config.hydra.mode == RunMode.MULTIRUN:
+                ray.shutdown()  # the next job gets a Ray of its own: the devices of this one stay taken in this
         elif not isinstance(error, RunStopped):
             _leave(run_dir, "failed", describe(error))
         else:

@@ -30,7 +30,6 @@ function live() {
   }
 
   for (const node of document.querySelectorAll(controls)) if (nameOf(node) in kept) restore(node, kept[nameOf(node)]);
-  scrollTo({ top: kept.scroll || 0, behavior: "instant" });
   for (const kind of ["input", "change", "click", "toggle"]) document.addEventListener(kind, (event) => { const node = event.target.closest?.(controls); if (node) remember(node); }, kind === "toggle");
   document.addEventListener("pointermove", () => { touched = Date.now(); });
 
@@ -42,10 +41,7 @@ function live() {
     let answer;
     try { answer = await fetch(location.href, { method: "HEAD", cache: "no-store" }); } catch { word.textContent = "digen watch has ended"; return; }
     word.textContent = answer.ok ? "live" : answer.status === 404 ? "the run is gone" : `error ${answer.status}`;
-    if (!answer.ok || answer.headers.get("etag") === data.etag || Date.now() - touched < QUIET_MS) return;
-    kept.scroll = scrollY;
-    sessionStorage.setItem(place, JSON.stringify(kept));
-    location.reload();
+    if (answer.ok && answer.headers.get("etag") !== data.etag && Date.now() - touched > QUIET_MS) location.reload();
   }
   setInterval(poll, POLL_MS);
   document.addEventListener("visibilitychange", poll);

@@ -11,9 +11,9 @@ run.export(format="peft")                             # the folder that was writ
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from verl_digen.report.runs import line_of
 from verl_digen.require import require
 
 if TYPE_CHECKING:  # heavy
-    from omegaconf import DictConfig
     from pandas import DataFrame
     from PIL.Image import Image
 
@@ -44,11 +43,7 @@ class Picture:
 
     @property
     def image(self) -> Image:
-        """The picture.
-
-        Raises:
-            OSError: it is not there, or still being written.
-        """
+        """The picture."""
         from PIL import Image
 
         return Image.open(self.path)
@@ -75,13 +70,8 @@ class Run:
         )
 
     @property
-    def state(self) -> str:
-        """State: starting, running, ended, failed or stopped."""
-        return self.summary["state"]
-
-    @property
     def summary(self) -> dict[str, Any]:
-        """The numbers of `digen watch`, see `report.runs.line_of`."""
+        """State and numbers, as `digen watch` lists them, see `report.runs.line_of`."""
         return line_of(self.folder.resolve().name, self.folder)
 
     @property
@@ -115,27 +105,13 @@ class Run:
             for step in pictured_steps(self.folder, VALIDATION)
         }
 
-    @cached_property
-    def config(self) -> DictConfig:
-        """The whole config of the newest start, with interpolations resolved.
-
-        Raises:
-            ValueError: the run was started without Hydra, and has no start.json.
-        """
-        import json
-
-        from omegaconf import DictConfig, OmegaConf
+    @property
+    def config(self) -> Any:
+        """The whole config of the newest start, with interpolations resolved; {} where there is no `start.json`."""
+        from omegaconf import OmegaConf
 
         path = self.folder / START
-        require(
-            path.is_file(),
-            f"{path} must be there",
-            "nothing",
-            "runs of verl's main write it; checkpoints hold run.json",
-        )
-        found = OmegaConf.create(json.loads(path.read_text(encoding="utf-8"))["config"])
-        assert isinstance(found, DictConfig)
-        return found
+        return OmegaConf.create(json.loads(path.read_text(encoding="utf-8"))["config"] if path.is_file() else {})
 
     @property
     def checkpoints(self) -> list[int]:
@@ -153,20 +129,12 @@ class Run:
         num: int = 1,
         step: int | None = None,
         policy: str = "current",
-        seed: int | None = None,
-        steps: int | None = None,
-        size: tuple[int, int] | None = None,
-        base: str | None = None,
+        **changes: Any,
     ) -> list[Image]:
         """Draw `num` pictures of each prompt in this process, as `digen sample` does; of a video its filmstrip.
 
         Args:
-            step: of the checkpoint; the newest one unless given. policy: current, ema, old, ...
-            seed, steps, size: in place of those of the run's validation; `size` is height and width in pixels.
-            base: base checkpoint, if it is not where the run read it.
-
-        Raises:
-            ValueError: no such checkpoint or policy, or a setting that validation could not have either.
+            step: of the checkpoint; the newest one unless given. changes: `seed`, `num_steps`, `size_px` of `Changes`.
         """
         import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
         from PIL import Image
@@ -175,40 +143,21 @@ class Run:
         from verl_digen.tools.export.pictures import Changes, Painter, changed, rows_of
         from verl_digen.tools.export.saved_run import open_run
 
-        saved = open_run(self.folder, step, base)
+        saved = open_run(self.folder, step, None)
         rows = rows_of(saved, [prompts] if isinstance(prompts, str) else prompts, None)
-        painter = Painter(saved, policy, changed(saved.digen, Changes(seed, steps, size)))
+        painter = Painter(saved, policy, changed(saved.digen, Changes(**changes)))
         drawn = [pixels for row in rows for pixels, _ in painter.draw(row, num)]
         return [Image.fromarray((filmstrip(one) if one.ndim == 4 else one).cpu().numpy()) for one in drawn]
 
-    def export(
-        self,
-        *,
-        format: str = "diffusers",
-        step: int | None = None,
-        policy: str = "current",
-        dtype: str | None = None,
-        output: str | Path | None = None,
-        base: str | None = None,
-    ) -> Path:
-        """Export a checkpoint, as `digen export` does -> the folder that was written.
-
-        Args:
-            format: diffusers, peft, merged or comfyui. dtype: bf16, fp16 or fp32.
-            output: a new or empty folder; `RUN/exports/...` unless given.
-        """
+    def export(self, **options: Any) -> Path:
+        """Export a checkpoint -> the folder that was written; options are those of `export_command.export`."""
         from verl_digen.tools.export.export_command import export
 
-        output = None if output is None else Path(output)
-        return export(self.folder, format=format, step=step, policy=policy, dtype=dtype, output=output, base=base)
-
-    def __repr__(self) -> str:
-        found = self.summary
-        return f"Run({str(self.folder)!r}): {found['state']}, step {found['step']}, validation {found['validation']}"
+        return export(self.folder, **options)
 
     def _repr_html_(self) -> str:
         """Show a short table, in a notebook."""
-        found: Mapping[str, Any] = self.summary
+        found = self.summary
         cells = [(name.replace("_", " "), found[name]) for name in SHOWN if found[name] not in (None, "")]
         lines = "".join(f"<tr><th>{word}</th><td>{escape(str(value))}</td></tr>" for word, value in cells)
         return f"<b>{escape(str(self.folder))}</b><table>{lines}</table>"

@@ -80,12 +80,12 @@ def _push(folder: Path, repo: str) -> str:
 def export(
     run_dir: Path,
     *,
-    step: int | None,
-    policy: str,
-    base: str | None,
-    format: str,
-    dtype: str | None,
-    output: Path | None,
+    step: int | None = None,
+    policy: str = "current",
+    base: str | None = None,
+    format: str = "diffusers",
+    dtype: str | None = None,
+    output: Path | None = None,
 ) -> Path:
     """Export a checkpoint -> the folder that was written.
 
