@@ -229,7 +229,7 @@ def _require_config_alone(**arguments: Any) -> None:
     given = [name for name, value in arguments.items() if value is not None]
     require(
         not given,
-        "RayFlowGRPOTrainer must be given the config alone",
+        "RayFlowGRPOTrainer must be given only the config",
         ", ".join(given),
         "leave out " + "; and ".join(f"{name}: {DECIDED_BY[name]}" for name in given),
     )

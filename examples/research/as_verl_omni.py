@@ -14,17 +14,16 @@
 `verl_digen.tools.simulate.costs`. K is the profile's: `windowed` gives the published window. Reward and gathers aside,
 all of it is a multiple of the profile's own seconds, so that other models and devices are run the same way.
 
-*Calibration.* `SOURCE_OF` says of every number whether it was published, derived from published ones, or fitted. Two
+*Calibration.* `VERL_OMNI` says of every number whether it was published, derived from published ones, or fitted. Two
 are fitted, to two published steps (`PUBLISHED`), and no run but this one reads them.
 
-Invariants (tests/examples/research/test_as_verl_omni.py): the published steps come out within 5 %; without factors,
+Invariants (tests/examples/research/test_baselines.py): the published steps come out within 5 %; without factors,
 passes, extra updates and in micro-batches of one, a step is that of `run_colocated` without TSP; none of these makes a
 step shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,9 +37,6 @@ NAME = "as-verl-omni"
 
 Reward = Literal["in turns", "elsewhere"]
 """Place of the reward model: the same devices, in turns with generation and training, or devices of its own."""
-
-SOURCES = ("published:", "derived:", "fitted:")
-"""Allowed beginnings of the source of a number of `Way`."""
 
 
 @dataclass(frozen=True)
@@ -67,30 +63,24 @@ WINDOW = 2
 """Trained steps of the published recipe: `sde_window_size=2` in run_qwen_image_ocr_lora.sh."""
 
 VERL_OMNI = Way(
+    # published: train_batch_size=32 and ppo_mini_batch_size=16 prompts (run_qwen_image_ocr_lora.sh)
     num_updates=2,
+    # published: ppo_micro_batch_size_per_gpu=16, one timestep after the other (docs/algo/flowgrpo.md, Batch size)
     samples_per_micro_batch=16,
+    # published: rollout.log_prob_micro_batch_size_per_gpu=32 (run_qwen_image_ocr_lora.sh)
     log_prob_samples=32,
+    # published: requests one at a time over requests in batches, Qwen-Image LoRA, 32 x 16 samples of 512 px
+    # (docs/start/rollout_batching.md)
     generation_factor=226.4 / 107.9,
+    # fitted to the step of 360 s: parameters are offloaded, gradients are reduced for each micro-batch and timestep,
+    # each branch of the guidance is a forward
     replay_factor=1.40,
+    # derived: timing_s/update_weights (published: pull request #52) over switch_s of the profile qwen-image-20b
     switch_factor=10.2 / 1.632,
+    # fitted to the difference of 420 and 360 s: 60 s of 4 devices for 512 samples with Qwen3-VL-8B
     reward_s=0.47,
 )
-"""verl-omni when its two steps were published."""
-
-SOURCE_OF: Mapping[str, str] = {
-    "num_updates": "published: train_batch_size=32 and ppo_mini_batch_size=16 prompts (run_qwen_image_ocr_lora.sh)",
-    "samples_per_micro_batch": "published: ppo_micro_batch_size_per_gpu=16, one timestep after the other "
-    "(docs/algo/flowgrpo.md, Batch size)",
-    "log_prob_samples": "published: rollout.log_prob_micro_batch_size_per_gpu=32 (run_qwen_image_ocr_lora.sh)",
-    "generation_factor": "published: 226.4 s for requests one at a time over 107.9 s for requests in batches, "
-    "Qwen-Image LoRA, 32 x 16 samples of 512 px (docs/start/rollout_batching.md)",
-    "replay_factor": "fitted: to the step of 360 s; parameters are offloaded, gradients are reduced for each "
-    "micro-batch and timestep, each branch of the guidance is a forward",
-    "switch_factor": "derived: 10.2 s of timing_s/update_weights (published: pull request #52) over switch_s of the "
-    "profile qwen-image-20b, 1.632 s",
-    "reward_s": "fitted: to the difference of 420 and 360 s, 60 s of 4 devices for 512 samples with Qwen3-VL-8B",
-}
-"""Field of `VERL_OMNI` -> source. Paths are those of github.com/verl-project/verl-omni."""
+"""verl-omni when its two steps were published, with the source of each number in github.com/verl-project/verl-omni."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +116,6 @@ PUBLISHED = (
     ),
 )
 """Steps of Qwen-Image, 32 prompts x 16 samples of 512 px, 10 denoise steps, a window of 2."""
-
-LOGGED_PARTS = {"generate": 228.2, "score": 29.1, "log-probs": 32.0, "updates": 109.3, "switch": 10.2}
-"""Seconds of the parts of the logged step: timing_s/gen, reward, old_log_prob, update_actor and update_weights of pull
-request #52. They add up to its 408.8 s."""
 
 
 def step_parts(profile: Profile, pool: Pool, way: Way = VERL_OMNI, reward: Reward = "in turns") -> dict[str, float]:

@@ -230,7 +230,7 @@ def test_an_image_output_has_the_rfcs_names(server: DiffusersServer):
     assert found.latent_samples.shape[0] == K + 1 and found.prompt_embeddings.dim() == 2
     assert torch.equal(found.timesteps, record.sigmas * 1000)
     clean = replace(found, trajectory=replace(found.trajectory, record=CleanRecord(torch.zeros(4), torch.ones(2))))
-    with pytest.raises(ValueError, match="latent_samples and log_probs are those of a recorded path"):
+    with pytest.raises(ValueError, match="latent_samples and log_probs need a recorded path"):
         _ = clean.latent_samples
 
 

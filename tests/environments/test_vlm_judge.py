@@ -107,8 +107,8 @@ def test_a_server_that_fails_is_an_error_and_no_score(tmp_path: Path) -> None:
         ({"url": "reward_model"}, "url must be the address of a server"),
         ({"num_turns": 0}, "num_turns must be >= 1"),
         ({"max_score": 0.0}, "max_score must be > 0"),
-        ({"question": "{prompt}"}, "question must be a text with {task}"),
-        ({"question": "{task} {"}, "question must be a text with {task}"),
+        ({"question": "{prompt}"}, "question must be a text with only {task}"),
+        ({"question": "{task} {"}, "question must be a text with only {task}"),
     ],
 )
 def test_nonsense_is_refused(options: dict[str, Any], told: str) -> None:

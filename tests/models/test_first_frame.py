@@ -173,5 +173,5 @@ def test_the_index_says_which_model_file_reads_a_checkpoint(tmp_path: Path, mode
     assert type(load_model(plain)).__name__ == "Wan"
     plain = build_tiny("wan2.1_i2v", tmp_path / "wan2.1_i2v")
     other = changed(plain, tmp_path / "other", "model_index.json", {"expand_timesteps": True})
-    with pytest.raises(ValueError, match=r"must hold a Wan that reads latents .* got one with 12 channels for 4"):
+    with pytest.raises(ValueError, match=r"must hold a Wan that reads only latents, .* got one with 12 channels for 4"):
         load_model(other)

@@ -79,7 +79,7 @@ class KeptBase:
             self._copies[parameter] = part.view(shard.dtype).view(shard.shape)
         size, origin = sum(map(len, in_bytes)), "made by this rank" if copies.is_new else "which another process made"
         logger.info(
-            "the frozen base has a host copy of %.1f GB, %s; offloading copies the adapter alone", size / 1e9, origin
+            "the frozen base has a host copy of %.1f GB, %s; offloading copies only the adapter", size / 1e9, origin
         )
 
     def _on_host(self, tensor: Tensor, *, non_blocking: bool) -> Tensor:

@@ -45,7 +45,7 @@ class WanFirstFrame(Wan):
         super().__init__(path)
         if self._network["in_channels"] != self._num_channels:
             raise ValueError(
-                "actor_rollout_ref.model.path must hold a Wan that reads latents alone, where its index has "
+                "actor_rollout_ref.model.path must hold a Wan that reads only latents, if its index has "
                 f"expand_timesteps, got one with {self._network['in_channels']} channels for {self._num_channels} of "
                 f"its VAE, in {str(self.path)!r}; choose another, such as {self.spec.example}"
             )

@@ -107,8 +107,8 @@ def _check_settings(model_config: DiffusionModelConfig, given: LoraConfig) -> No
         value = getattr(given, name, None)
         require(
             not value or value == getattr(plain, name),
-            f"{name} in the adapter_config.json of {FOLDER} must be left out: replicas and exports take the matrices "
-            "of LoRA, rsLoRA and DoRA alone",
+            f"{name} in the adapter_config.json of {FOLDER} must be left out: replicas and exports take only "
+            "the matrices of LoRA, rsLoRA and DoRA",
             value,
             "train an adapter without it, or merge this one into the base checkpoint",
         )

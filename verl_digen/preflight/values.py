@@ -218,7 +218,7 @@ UNUSED: Mapping[str, str] = {
     ),
     "there is no critic, and the actor would not be trained until then; leave it out": "trainer: critic_warmup",
     "there is no critic; trainer.max_actor_ckpt_to_keep counts checkpoints": "trainer: max_critic_ckpt_to_keep",
-    "checkpoints are written under trainer.default_local_dir alone; copy them": "trainer: default_hdfs_dir",
+    "checkpoints are written only under trainer.default_local_dir; copy them": "trainer: default_hdfs_dir",
     "verl no longer waits for it; leave it out": "trainer: ray_wait_register_center_timeout",
     "it belongs to another trainer of verl; leave it out, recipe=...+disaggregated has separate pools": (
         "trainer.v1: colocate_async.num_warmup_batches separate_async.num_warmup_batches "

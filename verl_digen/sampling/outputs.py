@@ -270,7 +270,7 @@ def _require_alike(name: str, shapes: Sequence[torch.Size]) -> None:
 def _path(trajectory: Trajectory) -> PathRecord:
     if not isinstance(trajectory.record, PathRecord):
         raise ValueError(
-            "latent_samples and log_probs are those of a recorded path, got final latents alone; choose a "
+            "latent_samples and log_probs need a recorded path, got only final latents; choose a "
             "digen.loss.name that trains transitions, such as flow_grpo"
         )
     return trajectory.record

@@ -58,7 +58,7 @@ def choose_denominator(name: str, settings: LossConfig, old_log_probs: str, max_
         require(
             max_versions == 0 or objective.points == "forward",
             f"digen.staleness.max_versions must be 0 with digen.loss.name={name}, which compares with the step's mean "
-            "under the policy that generated; its log-probs alone are recorded",
+            "under the policy that generated; only its log-probs are recorded",
             max_versions,
             "set it to 0, or choose a loss of log-probs such as tis",
         )

@@ -68,7 +68,7 @@ class VlmJudgeConfig(JudgeConfig):
             self.asked("a task", "an instruction")
         except (KeyError, IndexError, ValueError, AttributeError) as error:
             raise ValueError(
-                "question must be a text with {task}, {instruction} and {max_score} alone, got "
+                "question must be a text with only {task}, {instruction} and {max_score}, got "
                 f"{self.question!r} ({error}); write other braces twice"
             ) from error
 
