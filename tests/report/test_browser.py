@@ -22,7 +22,13 @@ def test_the_page_is_drawn_without_an_error_and_fits_its_width(tmp_path, size, i
         [red, *others] = page.run("[...document.querySelectorAll('.health .red')].map((line) => line.innerText)")
         assert not others and "act\nGroups without spread" in red and "Use easier or harder prompts" in red
         assert page.run("document.querySelectorAll('.health li').length") == len(RULES)
-        assert page.run("document.querySelectorAll('.health .green svg').length") == 1, "of the gradient"
+        overflowing = (
+            "[...document.querySelectorAll('.health li > *')].filter((one) => one.scrollWidth > one.clientWidth)"
+        )
+        assert page.run(f"{overflowing}.map((one) => one.innerText)") == []
+        assert page.run("document.querySelectorAll('.health .green svg').length") == 3, (
+            "of validations and the gradient"
+        )
         frames = "document.querySelectorAll('#pictures .card .frame').length"
         assert page.run(frames) == 6, "beside step 0"
         page.run("document.querySelector('#pictures button[aria-pressed=true]').click()")
