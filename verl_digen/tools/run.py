@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # heavy
     from PIL.Image import Image
 
 SHOWN = ("state", "recipe", "step", "steps", "validation", "best", "best_step", "reward", "samples_per_s", "hours")
-"""Of the line about a run, shown in a notebook."""
+"""Parts of the line about a run that a notebook shows."""
 
 
 @dataclass(frozen=True)
