@@ -116,10 +116,10 @@ def _written(run_dir: Path, name: str, prompts: Sequence[str | Mapping[str, Any]
 
 def _pickled(reward: Any, run_dir: Path) -> Path:
     """File that loads the pickled object."""
-    from ray.cloudpickle import dumps  # pyright: ignore[reportPrivateImportUsage] - takes a second
+    from ray import cloudpickle  # takes a second
 
     try:
-        content = dumps(reward)
+        content = cloudpickle.dumps(reward)  # pyright: ignore[reportPrivateImportUsage]
     except Exception as error:  # of any object that it holds
         raise ValueError(
             f"reward must be a function or class that can be pickled for other processes, got {reward.__qualname__} "
