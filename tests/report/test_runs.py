@@ -3,6 +3,8 @@
 
 import fcntl
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -136,10 +138,11 @@ def test_a_run_says_what_is_missing_and_how_to_get_it(tmp_path):
         Run(tmp_path)
     append_metrics(tmp_path / METRICS, 1, {"reward/mean": 0.5})
     run = Run(str(tmp_path))
-    for read, said in (
+    cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: run.best, "must have a validation, got 'none'; set trainer.test_freq"),
         (lambda: run.sample("a"), "RUN must hold checkpoints, .* train with trainer.save_freq > 0"),
         (lambda: run.export(dtype="int4"), "--dtype must be one of bf16, fp16, fp32"),
-    ):
+    ]
+    for read, said in cases:
         with pytest.raises(ValueError, match=said):
             read()
