@@ -68,6 +68,6 @@ def words_of(given: Sequence[str], *, needs_recipe: bool = True) -> list[str]:
     if needs_recipe and not any(word.lstrip("+").startswith(("recipe=", "--config-")) for word in words):
         raise ValueError(
             f"the first word must be a recipe, got {words[0] if words else 'none'}; e.g. digen train digen_quickstart, "
-            "and docs/algorithms/index.md has all of them"
+            "and docs/models.md and docs/algorithms/README.md have all of them"
         )
     return words
