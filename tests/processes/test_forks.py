@@ -192,6 +192,14 @@ def test_other_programs_start_no_server_early(started, monkeypatch, words):
     assert started == []
 
 
+def test_a_run_that_is_a_fork_starts_no_server_of_its_own(started, monkeypatch):
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "verl.trainer.main_ppo", "recipe=digen_quickstart"])
+    monkeypatch.setattr(forked_run, "is_fork", lambda: True)
+    forked_run.start_early()
+    forked_run.fork_workers({})
+    assert started == []
+
+
 def test_a_run_with_other_variables_has_a_server_of_its_own(started):
     forked_run._servers.append(forked_run.start({"OMP_NUM_THREADS": "1"}))
     forked_run.fork_workers({"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "2"}}})

@@ -28,7 +28,7 @@ def start_early() -> None:
     """Start the server if this process is verl's main with a recipe."""
     main, *words = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else [""]
     is_run = main == "verl.trainer.main_ppo" and not any(word.startswith("-") for word in words)
-    if is_run and any(word.startswith("recipe=") for word in words) and _is_alone(None):
+    if is_run and any(word.startswith("recipe=") for word in words) and not is_fork() and _is_alone(None):
         _servers.append(start(_recipe_variables()))
 
 
