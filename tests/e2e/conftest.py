@@ -100,7 +100,7 @@ def start_main(
         )
 
 
-def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: float = 600) -> Run:
+def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: float = 1800) -> Run:
     """Wait for a run to end."""
     try:
         process.wait(timeout=timeout_s)
@@ -128,7 +128,7 @@ def run_main(
     run_dir: Path,
     *overrides: str,
     recipe: str = "digen_flowgrpo",
-    timeout_s: float = 600,
+    timeout_s: float = 1800,
     main: Sequence[Path | str] | None = None,
 ) -> Run:
     """`start_main` and `finish_main`; again where Ray, which gives its processes 30 s, did not start on busy cores."""

@@ -47,7 +47,7 @@ def output_of(module: str, *words: str, cwd: Path) -> str:
     """Run a module that succeeds -> what it printed."""
     command = [shared_server().python, "-m", module, *words]
     done = subprocess.run(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False
+        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800, check=False
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout

@@ -70,7 +70,7 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
         "digen.deadlines.generate_s=20",
         "digen.deadlines.answer_s=15",
         recipe=SEPARATE,
-        timeout_s=800,
+        timeout_s=1800,
     )
     assert_succeeded(run)
     for moment in ("generation", "load", "validation"):

@@ -33,6 +33,6 @@ def test_a_users_own_model_objective_and_reward_train_and_are_sampled(tmp_path, 
     code = "import sys; from verl_digen.cli import main; sys.exit(main())"
     words = ["sample", str(run.run_dir), "--prompt", "a red circle"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], env=os.environ, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code, *words], env=os.environ, capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]

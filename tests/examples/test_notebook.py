@@ -18,7 +18,7 @@ def test_the_notebook_trains_and_shows_the_reward_and_pictures(tmp_path):
     training = next(cell for cell in notebook.cells if "verl_digen.train(" in cell.source)
     folder = f'"trainer.default_local_dir": "{tmp_path}/run", "data.train_batch_size"'
     training.source = training.source.replace('"data.train_batch_size"', folder)
-    NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    NotebookClient(notebook, timeout=1800, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     trained, shown, table, *pictures = (cell.outputs for cell in notebook.cells if cell.get("outputs"))
     text = "".join(output["text"] for output in trained if output["name"] == "stdout")
     assert "step 3/3 | reward" in text and "reward = 1 x redness" in text
