@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_digen.observe.run_files import METRICS, START, VALIDATION, image_path, pictured_steps, step_dir
+from verl_digen.observe.run_files import METRICS, VALIDATION, image_path, pictured_steps, step_dir
 from verl_digen.report.curves import MAX_ROWS, columns, read_rows, rounded
 from verl_digen.report.page import written_now
 from verl_digen.report.pictures import MAX_PROMPT_CHARS, entries, thumbnail
-from verl_digen.report.runs import line_of, totals
+from verl_digen.report.runs import is_run, line_from, totals
 from verl_digen.report.start import read_start
 from verl_digen.require import require
 
@@ -42,18 +42,21 @@ def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
     """
     require(2 <= len(runs) <= MAX_RUNS, f"RUN must be given 2 to {MAX_RUNS} times", len(runs), "name other folders")
     for path in runs.values():
-        is_run = (path / METRICS).is_file() or (path / START).is_file()
-        require(is_run, f"RUN must be the folder of a run, with a {METRICS}", str(path), "name another folder")
+        require(is_run(path), f"RUN must be the folder of a run, with a {METRICS}", str(path), "name another folder")
     rows = {name: read_rows(path / METRICS) for name, path in runs.items()}
+    starts = {name: read_start(path) for name, path in runs.items()}
     return {
         **written_now(),
         "heading": {"name": " · ".join(runs)},
         "missing": {"empty": {}, "left_out": []},
         "runs": [
-            {**line_of(name, path), "columns": _curves(rows[name], MAX_ROWS * 2 // len(runs))}
+            {
+                **line_from(name, path, rows[name], starts[name]),
+                "columns": _curves(rows[name], MAX_ROWS * 2 // len(runs)),
+            }
             for name, path in runs.items()
         ],
-        "differences": _differences([read_start(path) for path in runs.values()]),
+        "differences": _differences([*starts.values()]),
         "pictures": _pictures([(path, rows[name]) for name, path in runs.items()]),
     }
 

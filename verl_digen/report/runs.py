@@ -48,6 +48,11 @@ def find_runs(root: Path) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def is_run(folder: Path) -> bool:
+    """True if the folder holds a run, which may be about to begin."""
+    return (folder / METRICS).is_file() or (folder / START).is_file()
+
+
 def signature(run_dir: Path) -> tuple[Any, ...]:
     """Value that changes with everything that a page about the run shows."""
     files = [run_dir / name for name in (METRICS, START, END, WARNINGS, IMAGES)]
@@ -67,7 +72,11 @@ def line_of(name: str, run_dir: Path) -> dict[str, Any]:
     Raises:
         ValueError: a file of the run is broken.
     """
-    rows, start = read_rows(run_dir / METRICS), read_start(run_dir)
+    return line_from(name, run_dir, read_rows(run_dir / METRICS), read_start(run_dir))
+
+
+def line_from(name: str, run_dir: Path, rows: Sequence[Mapping[str, float]], start: dict[str, Any]) -> dict[str, Any]:
+    """`line_of` a run whose metrics and start have been read."""
     trained = [row for row in rows if "reward/mean" in row]
     validated = [row for row in rows if VALIDATION in row]
     best = max(validated, key=lambda row: row[VALIDATION]) if validated else None

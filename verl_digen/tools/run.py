@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from verl_digen.observe.run_files import METRICS, START, VALIDATION, image_path, pictured_steps, step_dir
 from verl_digen.report.curves import read_rows
 from verl_digen.report.pictures import entries
-from verl_digen.report.runs import line_of
+from verl_digen.report.runs import is_run, line_of
 from verl_digen.require import require
 
 if TYPE_CHECKING:  # heavy
@@ -63,7 +63,7 @@ class Run:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         require(
-            (self.folder / METRICS).is_file() or (self.folder / START).is_file(),
+            is_run(self.folder),
             f"folder must be that of a run, with a {METRICS} (its trainer.default_local_dir)",
             str(folder),
             "digen watch lists the runs below a folder",
