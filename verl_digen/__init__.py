@@ -5,8 +5,6 @@
 here; each is loaded when it is asked for.
 """
 
-from typing import Any
-
 OWN_NAMES = {"Run": "tools.run", "train": "tools.train.program"}
 """Name -> module of this package, as in `RFC_NAMES`."""
 
@@ -34,7 +32,7 @@ RFC_NAMES = {
 """Name -> module of this package. Those of `rollout.vllm_omni` need vLLM-Omni."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str):
     """A name of `OWN_NAMES` or `RFC_NAMES`, or `__version__`: the version of the installed distribution.
 
     Raises:
