@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from verl_digen.errors import RunStopped
-from verl_digen.observe.run_files import END, LOCK, METRICS
+from verl_digen.observe.run_files import END, LOCK, METRICS, REPORT
 from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.rules import check
@@ -201,10 +201,13 @@ def test_a_run_leaves_how_it_ended_and_the_next_start_removes_it(
 ):
     ended_ray = []
     monkeypatch.setattr("ray.shutdown", lambda: ended_ray.append(True))
+    (saved / REPORT).touch()
     config, done = begin("trainer.total_training_steps=9"), JobReturn(status=status)
     done.return_value, config.hydra.mode = result, mode
     with contextlib.suppress(SystemExit):
         Preflight().on_job_end(config, done)
     assert json.loads((saved / END).read_text()) == ended and bool(ended_ray) == ends_ray
+    is_new = bool((saved / REPORT).read_text())
+    assert is_new == (status == JobStatus.FAILED), "the report of a run that took all steps says so already"
     claim(config)
     assert not (saved / END).exists()

@@ -64,25 +64,25 @@ def test_everything_a_run_leaves_is_in_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("total", "now_s", "time", "ends"),
+    ("total", "state", "ends"),
     [
-        (9, 400.0, "6m00s", "about 5m00s left"),
-        (4, 400.0, "6m00s", "ended 1970-01-01 00:06 UTC"),
-        (9, 9000.0, "6m00s", "no step since 1970-01-01 00:06 UTC"),
+        (9, "running", "about 5m00s left"),
+        (4, "running", "ended 1970-01-01 00:06 UTC"),
+        (9, "failed", "failed 1970-01-01 00:06 UTC"),
     ],
 )
-def test_time_leaves_out_what_lies_between_two_starts(total, now_s, time, ends):
+def test_time_leaves_out_what_lies_between_two_starts(total, state, ends):
     each = {"reward/mean": 0.5, "reward/std": 0.1, "perf/step_s": 30.0, "perf/images_per_s": 8.0}
     each |= {"perf/images_per_s_per_device": 4.0, "actor/perf/max_memory_allocated_gb": 21.25}
     rows = [{**each, "step": step, "at_s": 60.0 * (step + 2)} for step in range(1, 5)]
     start = {"at_s": 0.0, "config": [["trainer.total_training_steps", str(total)]], "changes": None}
-    found = tiles(rows, start, {"shown": [], "num_left_out": 0}, now_s=now_s)
+    found = tiles(rows, start, {"shown": [], "num_left_out": 0}, state)
     told = {tile["label"]: (tile["value"], tile["detail"]) for tile in found}
-    assert told["Time"] == (time, f"since 1970-01-01 00:00 UTC · {ends}")
+    assert told["Time"] == ("6m00s", f"since 1970-01-01 00:00 UTC · {ends}")
     assert told["Device-hours"] == ("0.2", "on 2 devices")
     assert told["Memory of a trainer rank"][0] == "21.2 GB"
     later = [{**row, "at_s": row["at_s"] + 1e6 * (row["step"] > 2)} for row in rows]
-    spent = {tile["label"]: tile["value"] for tile in tiles(later, start, {"shown": [], "num_left_out": 0}, now_s=2e6)}
+    spent = {tile["label"]: tile["value"] for tile in tiles(later, start, {"shown": [], "num_left_out": 0}, state)}
     assert spent["Time"] == "35m30s", "at most half an hour more than the step's own time"
 
 

@@ -31,6 +31,7 @@ from verl_digen.preflight.rules import check
 from verl_digen.preflight.run_folder import claim
 from verl_digen.preflight.start import save_start
 from verl_digen.processes.forked_run import fork_workers
+from verl_digen.report.page import refresh_report
 from verl_digen.trainer.checkpoint import replace_text
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -96,11 +97,16 @@ def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
 
 
 def _leave(run_dir: Path, state: str, reason: object) -> None:
-    """Write `end.json`. Without it a process that is gone counts as stopped, so a full disk is only reported."""
+    """Write `end.json`, and the report of a run that ended early, which says how long it takes, once more.
+
+    Without them a process that is gone counts as stopped, so a full disk is only reported.
+    """
     try:
         replace_text(run_dir / END, json.dumps({"state": state, "reason": str(reason)}))
-    except OSError as error:
-        print(f"verl-digen: {run_dir / END} could not be written ({error})", file=sys.stderr)
+        if state != "ended" and (run_dir / REPORT).is_file():
+            refresh_report(run_dir)
+    except (OSError, ValueError) as error:
+        print(f"verl-digen: how the run ended could not be written to {run_dir} ({error})", file=sys.stderr)
 
 
 def _end_interrupted(

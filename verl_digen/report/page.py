@@ -26,6 +26,7 @@ from verl_digen.observe.run_files import METRICS, REPORT, START
 from verl_digen.report.curves import columns, distributions, read_rows
 from verl_digen.report.missing import sentences
 from verl_digen.report.pictures import groups, validations
+from verl_digen.report.runs import planned_steps, state_of
 from verl_digen.report.start import read_start, warnings_of
 from verl_digen.report.summary import heading, health, tiles
 from verl_digen.report.timelines import timelines
@@ -88,7 +89,7 @@ def collect(run_dir: Path) -> dict[str, Any]:
     found = {
         **written_now(),
         "heading": heading(run_dir, start),
-        "tiles": tiles(rows, start, warnings, now_s=time.time()),
+        "tiles": tiles(rows, start, warnings, state_of(run_dir, last_step, planned_steps(start))[0]),
         "health": health(rows),
         "curves": {"num_rows": len(rows), "columns": columns(rows)},
         "distributions": distributions(run_dir, last_step),

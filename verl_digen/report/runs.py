@@ -81,9 +81,8 @@ def line_from(name: str, run_dir: Path, rows: Sequence[Mapping[str, float]], sta
     validated = [row for row in rows if VALIDATION in row]
     best = max(validated, key=lambda row: row[VALIDATION]) if validated else None
     step = int(rows[-1]["step"]) if rows else 0
-    planned = value_of(start, "trainer.total_training_steps")
-    steps = int(planned) if planned is not None and planned.isdecimal() else None
-    state, reason = _state(run_dir, has_rows=bool(rows), is_complete=steps is not None and step >= steps)
+    steps = planned_steps(start)
+    state, reason = state_of(run_dir, step, steps)
     curve = [row["reward/mean"] for row in trained] if len(trained) > 1 else [row[VALIDATION] for row in validated]
     speeds = [row["perf/images_per_s"] for row in trained[-RECENT:] if "perf/images_per_s" in row]
     return {
@@ -117,14 +116,27 @@ def totals(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def _state(run_dir: Path, *, has_rows: bool, is_complete: bool) -> tuple[str, str]:
-    """(state, reason)."""
+def planned_steps(start: dict[str, Any]) -> int | None:
+    """Steps that the newest start was asked for; None if it names none."""
+    planned = value_of(start, "trainer.total_training_steps")
+    return int(planned) if planned is not None and planned.isdecimal() else None
+
+
+def state_of(run_dir: Path, step: int, steps: int | None) -> tuple[str, str]:
+    """(state, reason).
+
+    Args:
+        step: the newest one.
+        steps: planned.
+    """
     if (run_dir / END).is_file():
         found = json.loads((run_dir / END).read_text(encoding="utf-8"))
         return found["state"], found["reason"]
     if _is_held(run_dir):
-        return ("running" if has_rows else "starting"), ""
-    return ("ended", "") if is_complete else ("stopped", "its process is gone without a word: killed, or out of memory")
+        return ("running" if step else "starting"), ""
+    if steps is not None and step >= steps:
+        return "ended", ""
+    return "stopped", "its process is gone without a word: killed, or out of memory"
 
 
 def _is_held(run_dir: Path) -> bool:

@@ -51,15 +51,15 @@ def health(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
 
 
 def tiles(
-    rows: Sequence[Mapping[str, float]], start: dict[str, Any], warnings: dict[str, Any], *, now_s: float
+    rows: Sequence[Mapping[str, float]], start: dict[str, Any], warnings: dict[str, Any], state: str
 ) -> list[dict[str, str]]:
     """Tiles of `label`, `value` and `detail`; those that have a value.
 
     Args:
-        now_s: unix time.
+        state: of the run, as `verl_digen.report.runs` finds it.
     """
     trained = [row for row in rows if "reward/mean" in row]
-    shown = [*_validation(rows), *_training(trained, start), *_time(rows, start, now_s), *_speed(trained)]
+    shown = [*_validation(rows), *_training(trained, start), *_time(rows, start, state), *_speed(trained)]
     count = len(warnings["shown"]) + warnings["num_left_out"]
     return [*shown, _tile("Warnings", str(count), "see below" if count else "none from the driver")]
 
@@ -93,7 +93,7 @@ def _training(trained: Sequence[Mapping[str, float]], start: dict[str, Any]) -> 
     ]
 
 
-def _time(rows: Sequence[Mapping[str, float]], start: dict[str, Any], now_s: float) -> list[dict[str, str]]:
+def _time(rows: Sequence[Mapping[str, float]], start: dict[str, Any], state: str) -> list[dict[str, str]]:
     """Time from the start to the end, or to what is left, and device-hours; without pauses between two starts."""
     timed = [row for row in rows if "at_s" in row and "perf/step_s" in row]
     if not timed:
@@ -106,10 +106,10 @@ def _time(rows: Sequence[Mapping[str, float]], start: dict[str, Any], now_s: flo
     spent_s = first["at_s"] - began_s + sum(gaps)
     pace_s = median([*gaps[-RECENT:], last["perf/step_s"]])
     left = int(value_of(start, "trainer.total_training_steps") or 0) - last["step"]
-    if left > 0 and now_s - last["at_s"] < pace_s + PAUSE_S:
+    if left > 0 and state in ("starting", "running"):
         ends = f"about {duration(left * pace_s)} left"
     else:
-        ends = f"{'no step since' if left > 0 else 'ended'} {_clock(last['at_s'])}"
+        ends = f"{state if left > 0 else 'ended'} {_clock(last['at_s'])}"
     count = round(last["perf/images_per_s"] / last["perf/images_per_s_per_device"])
     return [
         _tile("Time", duration(spent_s), f"since {_clock(began_s)} · {ends}"),
