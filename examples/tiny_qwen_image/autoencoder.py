@@ -12,7 +12,6 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCaus
 from snapshot import Snapshot
 from torch.nn import functional as F
 
-from verl_digen.models.qwen_image import conv_one_frame
+from verl_digen.models.qwen_image import take_one_frame
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +52,15 @@ class OneFrame:
     """Within this context the causal convolutions of `vae` run in 2D: the same for one frame, but faster."""
 
     def __init__(self, vae: AutoencoderKLQwenImage):
-        self.convs = [m for m in vae.modules() if isinstance(m, QwenImageCausalConv3d)]
+        self.vae = vae
 
     def __enter__(self) -> None:
-        for conv in self.convs:
-            conv.forward = partial(conv_one_frame, conv)
+        take_one_frame(self.vae)
 
     def __exit__(self, *error: object) -> None:
-        for conv in self.convs:
-            del conv.forward
+        for module in self.vae.modules():
+            if isinstance(module, QwenImageCausalConv3d):
+                del module.forward
 
 
 def to_tensor(pictures: np.ndarray) -> torch.Tensor:

@@ -2,20 +2,18 @@
 """The Qwen-Image model file against diffusers' own pipeline, part by part (the loop: tests/rollout)."""
 
 import copy
-import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor, nn
 
 from tests.models.cases import changed
 from tests.texts import of_texts
 from verl_digen.models import MODELS, load_model
-from verl_digen.models.qwen_image import QwenImage, conv_one_frame
+from verl_digen.models.qwen_image import QwenImage, take_one_frame
 from verl_digen.types import Condition, Geometry
 
 CPU = torch.device("cpu")
@@ -112,9 +110,7 @@ def test_the_decoder_computes_what_the_vae_does(model: QwenImage, pipeline: Qwen
     """The convolutions of one frame as 2D ones, against diffusers' own in 3D."""
     latents = draw(2, pipeline.vae.config.z_dim, 1, 6, 10)
     expected = pipeline.vae.decode(latents, return_dict=False)[0]
-    for module in (flat := copy.deepcopy(pipeline.vae)).modules():
-        if isinstance(module, QwenImageCausalConv3d):
-            module.forward = functools.partial(conv_one_frame, module)
+    take_one_frame(flat := copy.deepcopy(pipeline.vae))
     torch.testing.assert_close(flat.decode(latents, return_dict=False)[0], expected, atol=1e-5, rtol=0)
 
 

@@ -23,6 +23,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.diffusion_engine import DiffusionEngine, DiffusionExecutionMode, _RpcTask
+from vllm_omni.diffusion.distributed.autoencoders.autoencoder_kl_qwenimage import DistributedAutoencoderKLQwenImage
 from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
@@ -32,7 +33,9 @@ import verl_digen
 from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.algorithms.window import Window
 from verl_digen.audio import Audio
-from verl_digen.rollout.vllm_omni import engine, pipeline
+from verl_digen.patches import vllm_omni_picture_processor
+from verl_digen.rollout.vllm_omni import edit_pipelines, engine, pipeline
+from verl_digen.rollout.vllm_omni.edit_pipelines import EditRecording
 from verl_digen.rollout.vllm_omni.engine import BarrierQueue, BarrierRequestScheduler, BarrierStepScheduler
 from verl_digen.rollout.vllm_omni.pipeline import recording_class
 from verl_digen.rollout.vllm_omni.recorder import RECORDED, RecordingPipeline
@@ -45,6 +48,7 @@ from verl_digen.rollout.vllm_omni.requests import (
     to_sampling_params,
 )
 from verl_digen.rollout.vllm_omni.settings import ALLOWED
+from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 from verl_digen.rollout.vllm_omni.worker import vLLMOmniColocateWorkerExtension
 from verl_digen.types import Burst, Geometry
 
@@ -377,3 +381,20 @@ def test_settings_that_are_passed_on_are_fields_of_the_engines_config_or_of_its_
     known = {field.name for field in fields(OmniDiffusionConfig)}
     elsewhere = {"diffusion_attention_backend", "fa_deterministic", "init_timeout", "stage_init_timeout"}
     assert ALLOWED.keys() - known <= elsewhere
+
+
+@pytest.mark.parametrize("mixin", [StepRecordingMixin, EditRecording])
+def test_the_vae_of_a_qwen_image_pipeline_decodes_without_3d_convolutions(tiny_qwen_image, monkeypatch, mixin):
+    """It is diffusers', loaded by the pipeline's constructor; `verl_digen.models.qwen_image.take_one_frame`."""
+
+    class Pipeline:
+        def __init__(self, *, od_config, prefix):
+            self.vae = DistributedAutoencoderKLQwenImage.from_pretrained(tiny_qwen_image / "vae")
+
+    model = SimpleNamespace(pipeline_parts=lambda: {"processor": None})
+    monkeypatch.setattr(edit_pipelines, "load_model", lambda path: model)
+    monkeypatch.setattr(DistributedAutoencoderKLQwenImage, "init_distributed", lambda vae: None)
+    monkeypatch.setattr(vllm_omni_picture_processor, "made_of_pictures", lambda *given: nullcontext())
+    vae = type("Recording", (mixin, Pipeline), {})(od_config=SimpleNamespace(model="")).vae
+    monkeypatch.setattr(nn.Conv3d, "_conv_forward", None)
+    assert vae.decode(torch.zeros(1, vae.config.z_dim, 1, 4, 4), return_dict=False)[0].isfinite().all()

@@ -37,11 +37,17 @@ PATCH = 2
 """Latent positions per token and side."""
 
 
-def conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
-    """The VAE's causal convolution on a single frame, [B, C, 1, H, W], computed as a 2D convolution.
+def take_one_frame(vae: nn.Module) -> None:
+    """Have a VAE, which gets single frames, [B, C, 1, H, W], compute its causal convolutions as 2D convolutions.
 
     Frames before the first are zeros, so only the last temporal tap counts; a 3D convolution would multiply the zeros.
     """
+    for module in vae.modules():
+        if isinstance(module, QwenImageCausalConv3d):
+            module.forward = partial(_conv_one_frame, module)
+
+
+def _conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
     padding = (int(conv._padding[2]), int(conv._padding[0]))
     return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], padding).unsqueeze(2)
 
@@ -111,9 +117,7 @@ class QwenImage(DiffusionModel):
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", dtype=dtype)
         assert isinstance(vae, AutoencoderKLQwenImage)
-        for module in vae.modules():
-            if isinstance(module, QwenImageCausalConv3d):
-                module.forward = partial(conv_one_frame, module)
+        take_one_frame(vae)
         vae.eval().to(device)  # pyright: ignore[reportArgumentType]: diffusers decorates it as a callable object
         per_channel = (1, -1, 1, 1, 1)
         mean = torch.tensor(vae.config["latents_mean"]).view(per_channel).to(device, dtype)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
     CONDITION_IMAGE_SIZE,
     QwenImageEditPlusPipeline,
@@ -31,7 +30,7 @@ from transformers.processing_utils import ProcessorMixin
 from verl_digen.image_sizes import fitted_size
 from verl_digen.inputs import PromptInputs
 from verl_digen.models.base import PromptCheck, PromptEncoder
-from verl_digen.models.qwen_image import MAX_TEXT_TOKENS, QwenImage, conv_one_frame
+from verl_digen.models.qwen_image import MAX_TEXT_TOKENS, QwenImage, take_one_frame
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check
@@ -92,9 +91,7 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
         text_encoder, vae = pipeline.text_encoder, pipeline.vae
         text_encoder.lm_head = nn.Identity()
         vae.decoder = vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them
-        for module in vae.modules():
-            if isinstance(module, QwenImageCausalConv3d):
-                module.forward = partial(conv_one_frame, module)
+        take_one_frame(vae)
         return self.encoder_of(pipeline, dtype, device, text_encoder, vae)
 
     def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:

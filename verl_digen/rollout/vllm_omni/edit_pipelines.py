@@ -21,6 +21,7 @@ from vllm_omni.diffusion.data import OmniDiffusionConfig
 
 from verl_digen.inputs import PromptInputs, SourceImage
 from verl_digen.models import load_model, qwen_image_edit
+from verl_digen.models.qwen_image import take_one_frame
 from verl_digen.patches import vllm_omni_picture_processor
 from verl_digen.rollout.vllm_omni.recorder import Recording
 from verl_digen.rollout.vllm_omni.request_pipelines import HandsOverEncoded
@@ -71,6 +72,7 @@ class EditRecording(EncodesImages):
         processor = load_model(od_config.model).pipeline_parts()["processor"]
         with vllm_omni_picture_processor.made_of_pictures(type(self), processor):
             super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
+        take_one_frame(self.vae)  # type: ignore[attr-defined]
 
     # -- conditions ---------------------------------------------------------------------------------------
     def _conditions_of_request(self, prompt_name: str = "prompt", **arguments: Any) -> tuple[Tensor, Tensor]:

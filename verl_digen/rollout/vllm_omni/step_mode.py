@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm_omni.diffusion.data import DiffusionOutput
+from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.worker.input_batch import InputBatch
 from vllm_omni.diffusion.worker.utils import StepRequestState
 
 from verl_digen.inputs import PromptInputs
+from verl_digen.models.qwen_image import take_one_frame
 from verl_digen.models.text import only_text
 from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
 from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, take_steps
@@ -41,6 +42,10 @@ ALONE = "digen_alone"
 
 class StepRecordingMixin(PrefixSharing):
     """Mixin for a pipeline class that implements vLLM-Omni's `SupportsStepExecution`."""
+
+    def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
+        super().__init__(od_config=od_config, prefix=prefix)
+        take_one_frame(self.vae)  # type: ignore[attr-defined]
 
     def prepare_encode(self, state: StepRequestState, **kwargs: Any) -> StepRequestState:
         start_s = time.time()
