@@ -228,7 +228,7 @@ ALONE = [*ACROSS_KEYS, *NAMES, *SECTIONS, *WITHOUT_EFFECT]
 """(override, key that the message names), a start for each."""
 
 
-LATENTS = "{weight: 1, reward: server, protocol: drm_latents, url: 'http://h:1'}"
+SERVER = "{weight: 1, reward: server, protocol: http_scorer, url: 'http://h:1'}"
 
 TOGETHER = [
     (
@@ -266,8 +266,8 @@ TOGETHER = [
         f"{ROLLOUT}.free_cache_engine must be true with digen.reward.recipe_functions.diversity.timeshare=true",
     ),
     (
-        (f"digen.reward.functions={{drm: {{noise_level: 2, {LATENTS[1:]}}}",),
-        "digen.reward.functions.drm.noise_level must lie in [0, 1], got 2",
+        (f"digen.reward.functions={{mine: {{jpeg_quality: 0, {SERVER[1:]}}}",),
+        "digen.reward.functions.mine.jpeg_quality must lie in [1, 100], got 0",
     ),
     (("digen.reward.functions={yes_no: 1.0}",), "functions.yes_no.url must name a server where reward.reward_model."),
     ((f"{MODEL}.target_modules={{a: b}}",), "must be a text, got {'a': 'b'}; null takes the model's own list"),
