@@ -54,7 +54,7 @@ NUMBERS = [
     *_each("digen.reward.max_retries", "-1", "1000000000"),
     *_each("digen.advantage.ddof", "2"),
     *_each("digen.seed", "99999999999999999999"),
-    *_each("transfer_queue.backend.storage_backend", "SimpleStorag", "MooncakeStore", "null"),
+    *_each("transfer_queue.backend.storage_backend", "SimpleStorag", "null"),
     *_each("actor_rollout_ref.nccl_timeout", "0", "abc", "null"),
     *_all("data.filter_overlong_prompts trainer.balance_batch trainer.del_local_ckpt_after_load", "maybe"),
     *_all(f"{ACTOR}.fsdp_config.mixed_precision {ACTOR}.optim.override_optimizer_config global_profiler.steps", "5"),
