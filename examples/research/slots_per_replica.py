@@ -16,7 +16,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from verl_digen.schedulers.durations import KnownDurations
-from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig
+from verl_digen.schedulers.rules import BatchRules, StalenessConfig
 from verl_digen.schedulers.simulation import PlannerRun, Work
 from verl_digen.schedulers.types import Chunk
 
@@ -91,7 +91,6 @@ class Case:
         rules = BatchRules(
             self.num_prompts,
             self.group_size,
-            gap=GapConfig(min_groups_per_fragment=1),
             staleness=StalenessConfig(max_versions=max_versions),
             max_chunk_size=MAX_BATCH,
             slots_per_replica=slots,

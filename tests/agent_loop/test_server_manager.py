@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
+from tests.reward.samples import LATENT
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, DiffusionServerManager, ServerClient
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.errors import RunStopped
@@ -110,8 +111,8 @@ def test_a_replica_that_hangs_is_ended_and_its_sample_goes_to_another_one(monkey
 
 
 def test_requests_ask_for_latents_where_a_reward_reads_them(monkeypatch):
-    latents = {"weight": 1.0, "reward": "server", "protocol": "drm_latents", "url": "http://h:1"}
-    for functions, wanted in (({"drm": latents}, True), ({"jpeg_compressibility": 1.0}, False)):
+    latents = {"weight": 1.0, "reward": LATENT}
+    for functions, wanted in (({"mine": latents}, True), ({"jpeg_compressibility": 1.0}, False)):
         server = Server()
         monkeypatch.setattr(f"{__name__}.DIGEN", replace(DIGEN, reward=RewardConfig(functions=functions)))
         generate(monkeypatch, one=server)

@@ -43,7 +43,6 @@ class World:
     is_pipelined: bool = True
     chunk_size: int | str = "auto"
     replicate_prompts: bool = True
-    min_fragment: int | str = 1
     max_fragment: int = 4
     assist: str = "off"
     max_versions: int = 0
@@ -91,10 +90,7 @@ class World:
                 enable=self.is_pipelined,
                 chunk_size=self.chunk_size,
                 slots_per_replica=self.slots_per_replica,
-                min_groups_per_fragment=self.min_fragment,
-                max_groups_per_fragment=max(
-                    1 if isinstance(self.min_fragment, str) else self.min_fragment, self.max_fragment
-                ),
+                max_groups_per_fragment=self.max_fragment,
             ),
             queue=QueueConfig(
                 replicate_prompts=self.replicate_prompts,
@@ -128,7 +124,6 @@ def draw_world(seed: int, kinds: Sequence[Kind] = KINDS) -> World:
         is_pipelined=rng.random() < 0.85,
         chunk_size=rng.choice(("auto", "auto", 1, 2)),
         replicate_prompts=rng.random() < 0.85,
-        min_fragment=rng.choice((1, "auto", 2)),
         max_fragment=rng.randint(1, 4),
         assist=rng.choice(("off", "bts", "always")),
         max_versions=rng.choice((0, 0, 1, 1, 2, 3)),

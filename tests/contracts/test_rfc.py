@@ -21,6 +21,7 @@ from verl import DataProto
 
 import verl_digen
 from tests.agent_loop.worker import make_worker
+from tests.reward.samples import LATENT
 from tests.rollout.test_server import make_server
 from tests.tags import make_tag
 from verl_digen import (
@@ -413,9 +414,8 @@ def test_a_reward_that_does_not_score_a_row_is_nan_and_one_of_latents_is_refused
     pool = {"weight": 1.0, "reward": "jpeg_compressibility", "num_workers": 1, "data_sources": ["other"]}
     found = make_reward_manager({"jpeg": pool}, jpeg=never).compute_rm_score(generated)
     assert not found.batch["rm_scores"].any() and found.meta_info["reward_extra_keys"] == []
-    latents = {"weight": 1.0, "reward": "server", "protocol": "drm_latents", "url": "http://h:1"}
-    with pytest.raises(ValueError, match="rewards of pixels with processes of their own, got drm;"):
-        make_reward_manager({"drm": latents}).compute_rm_score(generated)
+    with pytest.raises(ValueError, match="rewards of pixels with processes of their own, got mine;"):
+        make_reward_manager({"mine": {"weight": 1.0, "reward": LATENT}}).compute_rm_score(generated)
 
 
 def test_a_worker_of_functions_scores_a_batch(registered, generated: DataProto):

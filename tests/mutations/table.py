@@ -86,8 +86,6 @@ SCHEDULERS: tuple[Line, ...] = (
     ("play._deliver", given(scored_s="scored_s - self.bubble.score_s"), "groups train before their scores", "search"),
     ("search._decide", swap("MAX_DEPTH", "0"), "no choice is branched exactly"),
     ("foresight.counts", result("True"), "a gain counts that is smaller than the usual error"),
-    ("merging._earliest_end", swap("call_s", "0.0", 2), "the fixed part of later training calls is forgotten"),
-    ("merging.wait_s", swap("num_ready != self._num_ready", "True"), "a late group is waited for again and again"),
     ("slots._pop_idle", swap('slot.state == "idle"', "True"), "a busy slot is handed out"),
     ("deal.deal_rows", given(whole_samples="False"), "samples are cut without time-step parallelism"),
     ("tiles.plan_tiles", swap("most - len(own)", "0"), "a rank without rows has no tile, and the others wait for it"),

@@ -46,15 +46,15 @@ NUMBERS = [
     *_all("digen.sde.noise_level digen.advantage.eps digen.loss.clip_range digen.reward.timeout_s", "nan", "inf", "0"),
     *_all("digen.kl.coef digen.rollout.batch_wait_s", "nan", "inf", "-0.1"),
     *_all("digen.reward.recipe_functions.jpeg_compressibility digen.reward.custom_weight", "nan", "inf"),
-    *_all("digen.reward.hacking.threshold digen.loss.advantage_clip digen.window.fraction", "nan", "0"),
+    *_all("digen.loss.advantage_clip digen.window.fraction", "nan", "0"),
     *_all(f"digen.sampling.guidance_scale {MODEL}.lora_alpha", "nan", "-1"),
     *_each("digen.sampling.true_cfg_scale", "nan", "inf", "0.5", "-4", "1e9"),
     *_all("digen.sampling.height_px digen.sampling.num_steps digen.sampling.num_frames", "0", "-64", "99999999999"),
     *_each("digen.sampling.val_num_steps", "1", "5000"),
     *_each("digen.reward.max_retries", "-1", "1000000000"),
-    *_all("digen.advantage.ddof digen.reward.hacking.min_validations", "2"),
+    *_each("digen.advantage.ddof", "2"),
     *_each("digen.seed", "99999999999999999999"),
-    *_each("transfer_queue.backend.storage_backend", "SimpleStorag", "MooncakeStore", "null"),
+    *_each("transfer_queue.backend.storage_backend", "SimpleStorag", "null"),
     *_each("actor_rollout_ref.nccl_timeout", "0", "abc", "null"),
     *_all("data.filter_overlong_prompts trainer.balance_batch trainer.del_local_ckpt_after_load", "maybe"),
     *_all(f"{ACTOR}.fsdp_config.mixed_precision {ACTOR}.optim.override_optimizer_config global_profiler.steps", "5"),
@@ -207,7 +207,6 @@ ACROSS_KEYS = [
     *_each("data.train_max_samples", "3", "0", "-2", "all"),
     *_each("digen.num_logged_groups", "all"),
     *_each("digen.reward.stop_on_hacking", "true", "often"),
-    *_each("digen.reward.hacking.min_validations", "11"),
     *_each("ray_kwargs.ray_init.num_cpus", "1", "all"),
     *_each("ray_kwargs.ray_init.num_gpus", "0", "-1", "many", "null"),
     *_each("digen.sampling.height_px", "33"),
@@ -228,7 +227,7 @@ ALONE = [*ACROSS_KEYS, *NAMES, *SECTIONS, *WITHOUT_EFFECT]
 """(override, key that the message names), a start for each."""
 
 
-LATENTS = "{weight: 1, reward: server, protocol: drm_latents, url: 'http://h:1'}"
+SERVER = "{weight: 1, reward: server, protocol: http_scorer, url: 'http://h:1'}"
 
 TOGETHER = [
     (
@@ -266,8 +265,8 @@ TOGETHER = [
         f"{ROLLOUT}.free_cache_engine must be true with digen.reward.recipe_functions.diversity.timeshare=true",
     ),
     (
-        (f"digen.reward.functions={{drm: {{noise_level: 2, {LATENTS[1:]}}}",),
-        "digen.reward.functions.drm.noise_level must lie in [0, 1], got 2",
+        (f"digen.reward.functions={{mine: {{jpeg_quality: 0, {SERVER[1:]}}}",),
+        "digen.reward.functions.mine.jpeg_quality must lie in [1, 100], got 0",
     ),
     (("digen.reward.functions={yes_no: 1.0}",), "functions.yes_no.url must name a server where reward.reward_model."),
     ((f"{MODEL}.target_modules={{a: b}}",), "must be a text, got {'a': 'b'}; null takes the model's own list"),

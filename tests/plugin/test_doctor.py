@@ -15,11 +15,6 @@ def test_doctor_finds_everything_in_place_here(capsys):
     assert exit_code == 0
     assert report["plugin_loaded"]
     assert {"verl", "torch", "ray", "diffusers", "TransferQueue"} <= set(report["versions"])
-    registered = report["registered"]
-    assert "digen_flowgrpo" in registered["recipes"]
-    assert "digen_colocated" in registered["trainers"]
-    assert "diffusers" in registered["replicas"]
-    assert "flow_grpo" in registered["losses"]
     assert report["devices"]
 
 

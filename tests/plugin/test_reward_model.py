@@ -4,6 +4,7 @@
 import pytest
 from omegaconf import OmegaConf, open_dict
 
+from tests.reward.samples import LATENT
 from verl_digen.pool_sizes import asked_devices, num_function_devices, num_reward_devices
 from verl_digen.preflight import reward_model
 from verl_digen.preflight.reward_model import check_reward_model
@@ -106,12 +107,12 @@ def test_a_judge_without_a_server_is_refused_where_no_model_is_served(served):
 
 
 # -- rewards of latents: samples that carry none are refused before the start --------------------------------
-READS = "digen.reward.functions={drm: {weight: 1, reward: server, protocol: drm_latents, url: 'http://h:1'}}"
+READS = f"digen.reward.functions={{mine: {{weight: 1, reward: {LATENT}}}}}"
 SEES = "digen.reward.functions={jpeg_compressibility: 1.0}"
 
 
 def test_latents_need_replicas_that_make_every_sample(start):
     check_latents(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=off"))
     check_latents(start("recipe=digen_flowgrpo+disaggregated", SEES, "digen.tag.policy=always"))
-    with pytest.raises(ValueError, match=r"digen.tag.policy must be off with digen.reward.functions.drm, .*got 'bts'"):
+    with pytest.raises(ValueError, match=r"digen.tag.policy must be off with digen.reward.functions.mine, .*got 'bts'"):
         check_latents(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=bts"))

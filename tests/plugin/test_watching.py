@@ -29,10 +29,6 @@ STOPS = (GOLD, "digen.reward.stop_on_hacking=true", "trainer.test_freq=20", "tra
             "trainer.val_before_train true, with digen.reward.recipe_functions.gold.when=validation, got -1",
         ),
         (
-            ("digen.reward.hacking.threshold=2",),
-            "must have an entry with gold=true where digen.reward.hacking is set, got ['jpeg_compressibility']",
-        ),
-        (
             (GOLD, "reward.reward_manager.name=Mine", "reward.reward_manager.module.path=mine.py"),
             "digen.reward.recipe_functions.gold must score all samples with reward.reward_manager.name=Mine",
         ),

@@ -7,7 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from verl_digen.reward.base import Reward
 from verl_digen.types import PromptRow, RewardInput
+
+LATENT = "tests.reward.samples.MeanLatent"
+
+
+class MeanLatent(Reward):
+    """A reward of latents."""
+
+    @classmethod
+    def reads_latents(cls, arguments: Any) -> bool:
+        return True
+
+    def score(self, batch: Any) -> list[float]:
+        return [float(sample.latents.final.mean()) for sample in batch]
 
 
 def make_sample(index: int = 0, *, uid: str = "g", value: int = 0) -> RewardInput:

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from verl_digen.config import HackingConfig
-from verl_digen.reward.hacking import Best, Finding, HackingAlarm, trend
+from verl_digen.reward.hacking import Best, Finding, HackingAlarm, Rules, trend
 
 RISING = [0.50, 0.53, 0.55, 0.59, 0.60, 0.64, 0.66, 0.70, 0.72, 0.75]
 FALLING = [0.80, 0.79, 0.76, 0.75, 0.71, 0.70, 0.66, 0.65, 0.62, 0.60]
@@ -16,7 +15,7 @@ FLAT = [0.70, 0.71, 0.70, 0.69, 0.70, 0.71, 0.69, 0.70, 0.71, 0.70]
 
 def judge(rewards, golds, alarm=None, first=10) -> list[Finding]:
     """Findings after each validation, every 10 steps."""
-    alarm = alarm or HackingAlarm(HackingConfig(), ["pick"])
+    alarm = alarm or HackingAlarm(["pick"])
     return [
         alarm.observe(first + 10 * number, reward=reward, golds={"pick": gold})
         for number, (reward, gold) in enumerate(zip(rewards, golds, strict=True))
@@ -65,14 +64,14 @@ def test_the_trend_is_the_median_slope_in_standard_errors():
 
 
 def test_the_best_is_the_first_highest_also_when_it_left_the_window():
-    alarm = HackingAlarm(HackingConfig(window_validations=6), ["pick"])
+    alarm = HackingAlarm(["pick"], Rules(window=6))
     judge([0.5] * 9, [0.1, 0.9, 0.9, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1], alarm)
     assert alarm.best == {"pick": Best(20, 0.9)}
     assert [point["step"] for point in alarm.state()["points"]] == [40, 50, 60, 70, 80, 90]
 
 
 def test_a_step_that_is_observed_again_counts_once_and_an_earlier_one_is_refused():
-    once, twice = (HackingAlarm(HackingConfig(), ["pick"]) for _ in range(2))
+    once, twice = (HackingAlarm(["pick"]) for _ in range(2))
     judge(RISING[:7], FALLING[:7], once)
     judge(RISING[:7], FALLING[:7], twice)
     again = twice.observe(70, reward=RISING[6], golds={"pick": FALLING[6]})
@@ -84,7 +83,7 @@ def test_a_step_that_is_observed_again_counts_once_and_an_earlier_one_is_refused
 
 
 def test_several_gold_rewards_are_judged_each():
-    alarm = HackingAlarm(HackingConfig(), ["falls", "flat"])
+    alarm = HackingAlarm(["falls", "flat"])
     for number, reward in enumerate(RISING):
         finding = alarm.observe(number, reward=reward, golds={"falls": FALLING[number], "flat": FLAT[number]})
     assert finding.falling == ("falls",) and set(finding.gold_trends) == {"falls", "flat"}
@@ -93,32 +92,17 @@ def test_several_gold_rewards_are_judged_each():
 @pytest.mark.parametrize("cut", (1, 6, 9))
 def test_a_resumed_alarm_judges_as_one_that_went_on(cut):
     whole = judge(RISING, FALLING)
-    first = HackingAlarm(HackingConfig(), ["pick"])
+    first = HackingAlarm(["pick"])
     judge(RISING[:cut], FALLING[:cut], first)
-    second = HackingAlarm(HackingConfig(), ["pick"])
+    second = HackingAlarm(["pick"])
     second.load(json.loads(json.dumps(first.state())))
     assert judge(RISING[cut:], FALLING[cut:], second, first=10 + 10 * cut) == whole[cut:]
     assert second.best == {"pick": Best(10, 0.8)}
 
 
 def test_a_state_of_other_gold_rewards_starts_anew():
-    old = HackingAlarm(HackingConfig(), ["pick"])
+    old = HackingAlarm(["pick"])
     judge(RISING, FALLING, old)
-    new = HackingAlarm(HackingConfig(), ["clip"])
+    new = HackingAlarm(["clip"])
     new.load(old.state())
     assert new.best == {} and new.observe(110, reward=1.0, golds={"clip": 1.0}).verdict == "too_few"
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"min_validations": 2}, "min_validations must be >= 3, got 2; fewer points have no noise"),
-        ({"window_validations": 5}, "window_validations must be >= digen.reward.hacking.min_validations=6, got 5"),
-        ({"patience_validations": 0}, "patience_validations must lie in [1, digen.reward.hacking.window_validations="),
-        ({"patience_validations": 11}, "patience_validations must lie in [1, digen.reward.hacking.window_validations="),
-    ],
-)
-def test_settings_without_sense_are_refused(given, message):
-    with pytest.raises(ValueError) as refused:
-        HackingConfig(**given)
-    assert message in str(refused.value)

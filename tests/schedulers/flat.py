@@ -5,12 +5,11 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
-from verl_digen.schedulers.rules import BatchRules, GapConfig, QueueConfig
+from verl_digen.schedulers.rules import BatchRules, QueueConfig
 
 NAMES = {
     "is_pipelined": ("gap", "enable"),
     "chunk_size": ("gap", "chunk_size"),
-    "min_groups_per_fragment": ("gap", "min_groups_per_fragment"),
     "max_groups_per_fragment": ("gap", "max_groups_per_fragment"),
     "replicate_prompts": ("queue", "replicate_prompts"),
     "extra_prompts": ("queue", "extra_prompts"),
@@ -23,10 +22,8 @@ NAMES = {
 }
 
 
-def changed(rules: BatchRules, *, merges: bool | None = None, **flat: Any) -> BatchRules:
+def changed(rules: BatchRules, **flat: Any) -> BatchRules:
     """A copy with other values; None is auto."""
-    if merges is not None:
-        flat["min_groups_per_fragment"] = None if merges else flat.get("min_groups_per_fragment", 1)
     sections: dict[str, dict[str, Any]] = defaultdict(dict)
     for name in flat.keys() & NAMES.keys():
         section, field = NAMES[name]
@@ -37,5 +34,4 @@ def changed(rules: BatchRules, *, merges: bool | None = None, **flat: Any) -> Ba
 
 def make_rules(num_prompts: int, group_size: int, **flat: Any) -> BatchRules:
     """Strict rules that train what is ready, except for `flat`."""
-    gap, queue = GapConfig(min_groups_per_fragment=1), QueueConfig(max_sample_refills=0)
-    return changed(BatchRules(num_prompts, group_size, gap=gap, queue=queue), **flat)
+    return changed(BatchRules(num_prompts, group_size, queue=QueueConfig(max_sample_refills=0)), **flat)

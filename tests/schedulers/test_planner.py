@@ -95,8 +95,7 @@ class World:
             self.trained.append(decision.fragment)
             self._later(0.3, self._trained, decision.fragment)
         elif isinstance(decision, Assist):
-            num_ready = len(self.planner._book.batches[self.planner.batch].ready)
-            assert not self.rules.gap.enable or num_ready < self.rules.gap.least_groups
+            assert not self.rules.gap.enable or not self.planner._book.batches[self.planner.batch].ready
             assert not self.assisting, "two assists at once"
             assert 1 <= decision.num_samples <= self.rules.assist_sizes(self.num_slots)[-1] or self.loss_rate
             assert len(set(decision.uids)) == len(decision.uids) and self.rules.assist_spans_groups >= (
@@ -232,7 +231,6 @@ def assert_invariants(world: World) -> None:
 
 def random_world(seed: int) -> World:
     rng = random.Random(seed)
-    min_groups = rng.choice([1, 1, 2])
     rules = make_rules(
         num_prompts=rng.randint(1, 6),
         group_size=rng.randint(1, 6),
@@ -240,9 +238,7 @@ def random_world(seed: int) -> World:
         chunk_size=rng.choice([None, 1, 2, 4]),
         max_chunk_size=rng.choice([1, 2, 8]),
         replicate_prompts=rng.random() < 0.8,
-        min_groups_per_fragment=min_groups,
-        merges=seed % 3 == 0,
-        max_groups_per_fragment=rng.randint(min_groups, 4),
+        max_groups_per_fragment=rng.randint(1, 4),
         assist=rng.choice(["off", "bts", "always"]),
         num_trainer_ranks=rng.choice([1, 1, 4, 9]),
         assist_chunk_size=rng.choice([None, None, 1, 3]),
@@ -376,19 +372,6 @@ def test_groups_that_pile_up_merge_into_one_fragment_up_to_the_bound():
     commit = planner.next_for_trainer(3.0)
     assert isinstance(commit, Commit)
     assert (commit.report.num_groups, commit.report.num_samples, commit.report.num_fragments) == (4, 16, 2)
-
-
-def test_a_small_fragment_waits_for_others_but_not_for_ever():
-    rules = changed(STRICT, num_prompts=3, replicate_prompts=False, min_groups_per_fragment=2)
-    planner = planner_with(rules, *"abc")
-    chunks = chunks_of(planner.assign(0.0))
-    finish(planner, chunks[0])
-    assert planner.next_for_trainer(1.0) == Wait("no_fragment_ready")
-    finish(planner, chunks[1])
-    assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0", "p1")))
-    finish(planner, chunks[2])
-    planner.on_trained(0, 2.0)
-    assert planner.next_for_trainer(2.0) == Train(Fragment(1, 0, ("p2",)))
 
 
 def test_a_lost_slots_chunk_is_issued_again_once_and_its_late_scores_are_ignored():

@@ -52,7 +52,7 @@ def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> S
     rules = BatchRules(
         num_prompts=workload.num_fragments,
         group_size=1,
-        gap=GapConfig(enable=is_pipelined, min_groups_per_fragment=1, max_groups_per_fragment=1),
+        gap=GapConfig(enable=is_pipelined, max_groups_per_fragment=1),
         tag=TagConfig(policy="bts" if "tag" in techniques else "off", chunk_size=1),
         staleness=StalenessConfig(max_versions=1 if "tcss" in techniques else 0, fraction=workload.stale_fraction),
     )

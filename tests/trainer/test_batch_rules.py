@@ -56,7 +56,6 @@ def trainer_rules(digen: dict):
         ({}, 10, [20, 20, 20, 20]),  # a quarter of the batch
         ({}, 40, [8] * 10),  # eight groups have 9 rows per rank
         ({"max_groups_per_fragment": 32}, 10, [32, 32, 16]),
-        ({"min_groups_per_fragment": 30}, 10, [30, 30, 20]),
     ],
 )
 def test_the_trainer_cuts_a_batch_into_fragments_by_its_ranks(gap, num_steps, sizes):

@@ -10,8 +10,9 @@ import verl.trainer.ppo.v1.trainer_base as verl_trainer
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from verl_digen.config import DigenConfig, HackingConfig, RewardConfig
+from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.observe.run_files import STOP
+from verl_digen.reward.hacking import Rules
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.checkpoint import publish
 from verl_digen.trainer.watch import RewardWatch
@@ -23,7 +24,7 @@ CONFIG = {
     },
     "global_profiler": {"steps": None},
 }
-HACKING = HackingConfig(min_validations=3, window_validations=3, threshold=1.0, patience_validations=1)
+RULES = Rules(least=3, window=3, threshold=1.0, patience=1)
 
 
 class Loop:
@@ -35,11 +36,11 @@ class Loop:
 
     def __init__(self, run_dir, *, stops: bool, save_freq: int, asked_in_step: int | None):
         functions = {"shapes": 1.0, "pick": {"weight": 0, "gold": True}}
-        reward = RewardConfig(functions, hacking=HACKING, stop_on_hacking=stops)
+        reward = RewardConfig(functions, stop_on_hacking=stops)
         self.digen, self.config = DigenConfig(reward=reward), OmegaConf.create(CONFIG)
         self.config.trainer.save_freq = save_freq
         self.run_dir, self.saved, self._asked_in_step = run_dir, list[int](), asked_in_step
-        self._watch = RewardWatch(reward, run_dir)
+        self._watch = RewardWatch(reward, run_dir, RULES)
         self._supervision = SimpleNamespace(watch=lambda *what: nullcontext())
         self.kept: list[list[str]] = []
         self.actor_rollout_wg = SimpleNamespace(keep_checkpoints=self.kept.append)

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from verl_digen.config import HackingConfig, RewardConfig
+from verl_digen.config import RewardConfig
+from verl_digen.reward.hacking import Rules
 from verl_digen.trainer.watch import STATE, RewardWatch
 
-HACKING = HackingConfig(min_validations=3, window_validations=5, threshold=1.0, patience_validations=2)
+RULES = Rules(least=3, window=5, threshold=1.0, patience=2)
 FUNCTIONS = {"jpeg_compressibility": 1.0, "pick": {"weight": 0, "gold": True}}
 REWARDS, GOLDS = [0.1, 0.2, 0.3, 0.4, 0.5], [0.8, 0.9, 0.7, 0.6, 0.5]
 
 
 def make_watch(run_dir: Path, *, stops: bool = True) -> RewardWatch:
-    return RewardWatch(RewardConfig(FUNCTIONS, hacking=HACKING, stop_on_hacking=stops), run_dir)
+    return RewardWatch(RewardConfig(FUNCTIONS, stop_on_hacking=stops), run_dir, RULES)
 
 
 def validate(watch: RewardWatch, run_dir: Path, number: int) -> tuple[dict[str, float], bool]:

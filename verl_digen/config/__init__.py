@@ -24,7 +24,7 @@
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.load import digen_config, digen_schema, require_values, value_of
-from verl_digen.config.reward import HackingConfig, PoolSettings, RewardConfig, RewardEntry
+from verl_digen.config.reward import PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
 from verl_digen.config.scheduling import PlacementConfig, TspConfig
@@ -36,7 +36,6 @@ __all__ = [
     "EmaConfig",
     "EnvironmentConfig",
     "GapConfig",
-    "HackingConfig",
     "KlConfig",
     "PlacementConfig",
     "PoolSettings",

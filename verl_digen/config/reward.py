@@ -19,8 +19,6 @@ ALWAYS, VALIDATION = "always", "validation"
 """Values of an entry's `when`."""
 FUNCTIONS, RECIPE_FUNCTIONS = "digen.reward.functions", "digen.reward.recipe_functions"
 """The mappings that name rewards."""
-MIN_POINTS = 3
-"""Fewest validations that have a trend and a noise."""
 
 
 @dataclass(frozen=True)
@@ -87,37 +85,6 @@ class RewardEntry:
 
 
 @dataclass(frozen=True)
-class HackingConfig:
-    """Alarm for a reward that is hacked, see `verl_digen.reward.hacking`."""
-
-    window_validations: int = 10
-    """Newest validations that are looked at."""
-    min_validations: Annotated[int, In(f"[{MIN_POINTS}, inf]"), "fewer points have no noise; 6 is the default"] = 6
-    """Fewest validations for a verdict."""
-    threshold: Annotated[float, In("(0, inf]")] = 3.0
-    """Smallest trend, in standard errors. Of flat, noisy series of 6 to 10 points 1 to 2 % fall by 3 (simulated)."""
-    patience_validations: int = 3
-    """Validations in a row with the warning before `stop_on_hacking` stops the run. With the defaults, 5 % of runs of
-    60 validations with a flat, noisy gold reward would stop (simulated)."""
-
-    def __post_init__(self) -> None:
-        key = "digen.reward.hacking"
-        check_fields(self, f"{key}.")
-        require(
-            self.window_validations >= self.min_validations,
-            f"{key}.window_validations must be >= {key}.min_validations={self.min_validations}",
-            self.window_validations,
-            "10 is the default",
-        )
-        require(
-            1 <= self.patience_validations <= self.window_validations,
-            f"{key}.patience_validations must lie in [1, {key}.window_validations={self.window_validations}]",
-            self.patience_validations,
-            "3 is the default",
-        )
-
-
-@dataclass(frozen=True)
 class RewardConfig:
     """Rewards of a sample. verl's `reward.custom_reward_function` is added as `custom`."""
 
@@ -136,10 +103,9 @@ class RewardConfig:
     """Retries before a sample fails: of a reward that raised, and of a sample whose reward worker died."""
     timeout_s: Annotated[float, In("(0, inf]")] = 300.0
     """Timeout of a call; a longer one counts as failed."""
-    hacking: HackingConfig = field(default_factory=HackingConfig)
-    """Alarm at validations where the reward rises and a gold reward falls. It needs an entry with `gold`."""
     stop_on_hacking: bool = False
-    """End the run when the alarm holds, and keep the checkpoint of each gold reward's best validation."""
+    """End the run when the trained reward rises and a gold reward falls (`verl_digen.reward.hacking`), and keep the
+    checkpoint of each gold reward's best validation."""
 
     def __post_init__(self) -> None:
         require(

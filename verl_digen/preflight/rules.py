@@ -59,7 +59,6 @@ RULES: tuple[Rule, ...] = (
     precision.check_precision,
     verl_keys.check_optimizer,
     verl_keys.check_callback,
-    verl_keys.check_storage,
     pools.check_mode,
     pools.check_rollout,
     pools.check_rollout_package,

@@ -15,9 +15,6 @@ from verl_digen.config import digen_config
 from verl_digen.pool_sizes import num_trainer_devices
 from verl_digen.require import refusing, require, suggestion
 
-STORAGES = {"MooncakeStore": ("mooncake", "mooncake-transfer-engine"), "Yuanrong": ("yr", "openyuanrong-datasystem")}
-"""Storages of TransferQueue -> the module they import, and the package that has it."""
-
 
 def check_plugin(config: DictConfig) -> None:
     """Require everything we add to verl to be registered in this process."""
@@ -84,25 +81,6 @@ def check_callback(config: DictConfig) -> None:
     with refusing(f"{key} must be a class that can be imported", name, "give package.module.Class, or null"):
         if name:
             load_class_from_fqn(name, "CheckpointCallback")
-
-
-def check_storage(config: DictConfig) -> None:
-    """Require the library of TransferQueue's storage, and settings for it."""
-    key, name = "transfer_queue.backend.storage_backend", config.transfer_queue.backend.storage_backend
-    library, package = STORAGES.get(name, (None, None))
-    if library is None:
-        return
-    if importlib.util.find_spec(library) is None:
-        raise ValueError(
-            f"{key} must be a storage that is installed, got {name!r}, which needs the module {library}; pip install "
-            f"{package}, or leave it out"
-        )
-    require(
-        name in config.transfer_queue.backend,
-        f"transfer_queue.backend.{name} must have the settings of {key}",
-        None,
-        f"add them, +transfer_queue.backend.{name}.KEY=VALUE",
-    )
 
 
 def check_batches(config: DictConfig) -> None:

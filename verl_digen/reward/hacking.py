@@ -3,10 +3,10 @@
 
 | verdict | when |
 | --- | --- |
-| `too_few` | fewer than `min_validations` in the window |
+| `too_few` | fewer than `least` in the window |
 | `fine` | else |
 | `warning` | the reward's trend is >= `threshold` and a gold reward's is <= -`threshold` |
-| `hacking` | `warning` in each of the last `patience_validations` validations |
+| `hacking` | `warning` in each of the last `patience` validations |
 
 - A trend is a Theil-Sen slope (the median slope of all pairs of points, which one outlier hardly moves) over its
   standard error sigma / sqrt(sum (x - mean x)^2), x being the step.
@@ -16,11 +16,11 @@
 Invariants (tests/reward/test_hacking.py)
 - Equal observations give equal states; a step that is observed again replaces what was observed there.
 - Scale and offset of a reward do not matter, and rewards that are constant have no trend.
-- A single outlier raises no alarm. At most `window_validations` points are kept.
+- A single outlier raises no alarm. At most `window` points are kept.
 - `best` is the first step with the highest value of each gold reward, also when it has left the window.
 
 Example:
-    alarm = HackingAlarm(HackingConfig(min_validations=3, threshold=1.0, patience_validations=1), golds=("pick",))
+    alarm = HackingAlarm(("pick",), Rules(least=3, threshold=1.0, patience=1))
     alarm.observe(10, reward=0.5, golds={"pick": 0.8})  # verdict too_few
     alarm.observe(20, reward=0.6, golds={"pick": 0.7})  # verdict too_few
     alarm.observe(30, reward=0.7, golds={"pick": 0.6})  # verdict hacking, of pick
@@ -36,9 +36,25 @@ from itertools import combinations, pairwise
 from statistics import fmean, median
 from typing import Any, Literal
 
-from verl_digen.config import HackingConfig
-
 Verdict = Literal["too_few", "fine", "warning", "hacking"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When the alarm holds. By the defaults 5 % of runs of 60 validations with a flat, noisy gold reward have a verdict
+    (simulated)."""
+
+    window: int = 10
+    """Newest validations that are looked at."""
+    least: int = 6
+    """Fewest validations for a verdict; fewer points have no noise."""
+    threshold: float = 3.0
+    """Smallest trend, in standard errors. Of flat, noisy series of 6 to 10 points 1 to 2 % fall by 3 (simulated)."""
+    patience: int = 3
+    """Validations in a row with the warning."""
+
+
+RULES = Rules()
 
 
 @dataclass(frozen=True)
@@ -79,8 +95,8 @@ class HackingAlarm:
         golds: names of the gold rewards.
     """
 
-    def __init__(self, config: HackingConfig, golds: Sequence[str]):
-        self._config, self._golds = config, tuple(golds)
+    def __init__(self, golds: Sequence[str], rules: Rules = RULES):
+        self._rules, self._golds = rules, tuple(golds)
         self._points: list[Point] = []
         self._warned: dict[int, bool] = {}
         """Step of each point -> True if the verdict was `warning` or `hacking` there."""
@@ -102,28 +118,28 @@ class HackingAlarm:
             raise RuntimeError(f"validations must be observed in order, got {step} after {self._points[-1].step}")
         values = {name: float(golds[name]) for name in self._golds}
         kept = [point for point in self._points if point.step != step]
-        self._points = [*kept, Point(step, float(reward), values)][-self._config.window_validations :]
+        self._points = [*kept, Point(step, float(reward), values)][-self._rules.window :]
         for name, value in values.items():
             if name not in self.best or value > self.best[name].value:
                 self.best[name] = Best(step, value)
         return self._judge()
 
     def _judge(self) -> Finding:
-        config, points = self._config, self._points
+        rules, points = self._rules, self._points
         finding = Finding("too_few", 0.0, {}, ())
-        if len(points) >= config.min_validations:
+        if len(points) >= rules.least:
             steps = [point.step for point in points]
             rise = trend(steps, [point.reward for point in points])
             trends = {name: trend(steps, [point.golds[name] for point in points]) for name in self._golds}
-            rises = rise >= config.threshold
-            falling = tuple(name for name, value in trends.items() if rises and value <= -config.threshold)
+            rises = rise >= rules.threshold
+            falling = tuple(name for name, value in trends.items() if rises and value <= -rules.threshold)
             finding = Finding("warning" if falling else "fine", rise, trends, falling)
         last = points[-1].step
         self._warned = {point.step: self._warned.get(point.step, False) for point in points} | {
             last: bool(finding.falling)
         }
-        recent = list(self._warned.values())[-config.patience_validations :]
-        if len(recent) == config.patience_validations and all(recent):
+        recent = list(self._warned.values())[-rules.patience :]
+        if len(recent) == rules.patience and all(recent):
             return Finding("hacking", finding.reward_trend, finding.gold_trends, finding.falling)
         return finding
 
@@ -139,7 +155,7 @@ class HackingAlarm:
         """Take over what `state` returned. Points without a value of each gold reward are left out."""
         points = [Point(**point) for point in state["points"]]
         self._points = [point for point in points if {*self._golds} <= {*point.golds}]
-        self._points = self._points[-self._config.window_validations :]
+        self._points = self._points[-self._rules.window :]
         self._warned = {point.step: point.step in state["warned"] for point in self._points}
         self.best = {name: Best(**best) for name, best in state["best"].items() if name in self._golds}
 

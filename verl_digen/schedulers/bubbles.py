@@ -74,7 +74,6 @@ def bubble_at(
         score_s=score_s,
         train_call_s=call_s,
         train_group_s=group_s,
-        min_groups=rules.gap.least_groups,
         max_groups=rules.largest_fragment,
         num_ranks=rules.num_trainer_ranks,
         is_barrier=not rules.gap.enable,

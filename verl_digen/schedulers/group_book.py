@@ -281,8 +281,7 @@ class GroupBook:
         """Number of ready groups that train next; 0: the trainer waits for more. All at a barrier."""
         if not self._rules.gap.enable:
             return len(batch.ready) if self.is_last(batch) else 0
-        least = 1 if self.is_last(batch) else self._rules.gap.least_groups
-        return min(self._rules.largest_fragment, len(batch.ready)) if len(batch.ready) >= least else 0
+        return min(self._rules.largest_fragment, len(batch.ready))
 
     def take_ready(self, batch: Batch, size: int) -> tuple[str, ...]:
         """The `size` oldest ready groups, which are in training from now on."""

@@ -46,14 +46,12 @@ task of the trainer O(slots log slots). Memory O(samples of the open batches).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 
 from verl_digen.schedulers.batch import Batch, Request
 from verl_digen.schedulers.bubbles import bubble_at, idle_reason
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.foresight import Foresight
 from verl_digen.schedulers.group_book import GroupBook
-from verl_digen.schedulers.merging import Merging, find_merge
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.schedulers.search import BubbleSearch
@@ -119,7 +117,6 @@ class BatchPlanner:
         self._trainer_since_s = 0.0
         self._search = BubbleSearch()
         self._foresight = Foresight()
-        self._merging = Merging()
         self._wait_until_s: float | None = None
         """Time until which the search said to wait; None: ask it."""
         self._num_fragments = 0
@@ -322,9 +319,6 @@ class BatchPlanner:
             return Wait("prompts")
         is_last = self._book.is_last(batch)
         if size := self._book.fragment_size(batch):
-            wait_s = self._merging_wait_s(batch, now_s) if self.rules.gap.merges and not is_last else None
-            if wait_s is not None:
-                return Wait("merging_pays", wait_s)
             fragment = self._fragment(batch, size)
             self._occupy(fragment, now_s)
             return Train(fragment)
@@ -365,17 +359,8 @@ class BatchPlanner:
         self._trainer_since_s = now_s
         self._disturb()
 
-    def _merging_wait_s(self, batch: Batch, now_s: float) -> float | None:
-        """Seconds to wait for a larger fragment; None: train the ready groups. An assist uses the time better."""
-        if self.rules.tag.policy != "off" and self._book.oldest_on_policy(self.batch) is not None:
-            return None
-        state = (batch, self._slots.ids, self._requests.values(), self._book.live)
-        find = partial(find_merge, now_s, *state, self._durations, self.rules)
-        return self._merging.wait_s(now_s, len(batch.ready), find)
-
     def _fragment(self, batch: Batch, size: int) -> Fragment:
         """The `size` oldest ready groups."""
-        self._merging.forget()
         uids = self._book.take_ready(batch, size)
         batch.num_fragments += 1
         self._num_fragments += 1

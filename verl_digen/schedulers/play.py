@@ -75,8 +75,6 @@ class Bubble:
     """Seconds of training per group."""
     max_groups: int
     """Maximum number of groups of one fragment."""
-    min_groups: int = 1
-    """Minimum number of groups of one fragment while more groups are to come."""
     num_ranks: int = 1
     """Ranks of the trainer."""
     is_barrier: bool = False
@@ -183,7 +181,7 @@ class Play:
 
     def _until_ready(self, node: Node) -> tuple[Node, float]:
         """Issue chunks until it is known when the next fragment is ready; (node, that time)."""
-        min_groups = len(self.bubble.ready_in_s) if self.bubble.is_barrier else self.bubble.min_groups
+        min_groups = len(self.bubble.ready_in_s) if self.bubble.is_barrier else 1
         while True:
             _, position, _, slots, issued = node
             is_all = position == self._stream_end
@@ -205,7 +203,7 @@ class Play:
             while True:
                 num_ready = bisect_right(issued, now_s + EPSILON_S) - num_trained
                 is_all = position == self._stream_end and num_trained + num_ready == len(issued)
-                if num_ready == 0 or (not is_all and (bubble.is_barrier or num_ready < bubble.min_groups)):
+                if num_ready == 0 or (not is_all and bubble.is_barrier):
                     break
                 taken = min(num_ready, largest)
                 num_trained += taken
@@ -262,14 +260,14 @@ class Play:
         bubble = self.bubble
         if bubble.is_barrier:
             return max(now_s, ready[-1]) + bubble.train_call_s + len(ready) * bubble.train_group_s if ready else now_s
-        if bubble.train_call_s == 0 and bubble.min_groups == 1:
+        if bubble.train_call_s == 0:
             train_s = bubble.train_group_s
             for ready_s in ready:
                 now_s = (ready_s if ready_s > now_s else now_s) + train_s
             return now_s
         first = 0
         while first < len(ready):
-            now_s = max(now_s, ready[min(first + bubble.min_groups, len(ready)) - 1])
+            now_s = max(now_s, ready[first])
             last = first + 1
             while last < len(ready) and last - first < bubble.max_groups and ready[last] <= now_s + EPSILON_S:
                 last += 1

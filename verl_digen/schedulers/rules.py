@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from verl_digen.require import In, OneOf, check_fields, number, require
+from verl_digen.require import In, OneOf, check_fields, number
 
 AssistPolicy = Literal["off", "bts", "always"]
 """Policy of assists. off: the trainer never generates. bts: at bubbles where a search says that it shortens the batch.
@@ -57,34 +57,12 @@ class GapConfig:
     """Chunks in flight per replica: one is generated, the others wait there, so that the replica stays busy between
     chunks. auto: 2; 1 with `digen.tag.policy`, because the trainer cannot generate a chunk that waits, and with
     `digen.environment`, where it is the number of episodes."""
-    min_groups_per_fragment: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
-    """A smaller fragment trains only when no further group is expected. auto: ready groups train, unless waiting for
-    the next group is predicted to end the batch earlier and no assist may fill the time. 1: ready groups train at
-    once."""
     max_groups_per_fragment: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
     """Most groups that merge into one fragment while the trainer is busy. auto: 8, or if these have fewer than 3 rows
     per rank, a sample for every rank and at most a quarter of the batch (`verl_digen.schedulers.rules`)."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.gap.")
-        require(
-            self.most_groups is None or self.most_groups >= self.least_groups,
-            "digen.gap.max_groups_per_fragment must be auto or a number of groups >= "
-            f"min_groups_per_fragment={self.min_groups_per_fragment}",
-            self.max_groups_per_fragment,
-            "auto suits most runs",
-        )
-
-    @property
-    def least_groups(self) -> int:
-        """Smallest fragment while more groups are expected; 1 with auto."""
-        return number(self.min_groups_per_fragment) or 1
-
-    @property
-    def merges(self) -> bool:
-        """True if the trainer waits for a larger fragment where the batch then ends earlier, see
-        `verl_digen.schedulers.merging`."""
-        return number(self.min_groups_per_fragment) is None
 
     @property
     def most_groups(self) -> int | None:
@@ -195,8 +173,7 @@ class BatchRules:
         if self.gap.most_groups is not None:
             return self.gap.most_groups
         rows = self.group_size if self.rows_per_group is None else self.rows_per_group
-        found = groups_per_fragment(self.num_trainer_ranks, self.group_size, self.num_prompts, rows)
-        return max(found, self.gap.least_groups)
+        return groups_per_fragment(self.num_trainer_ranks, self.group_size, self.num_prompts, rows)
 
     def slot_chunk_size(self, num_slots: int) -> int:
         """Samples of a slot's chunk: as configured, else ceil(G / replicas), at most `max_chunk_size`.

@@ -19,7 +19,6 @@ TrainerWaitReason = Literal[
     "waiting_pays",
     "gain_in_doubt",
     "costs_unknown",
-    "merging_pays",
     "no_slots",
     "scoring",
     "prompts",
@@ -33,7 +32,6 @@ TrainerWaitReason = Literal[
 | `waiting_pays` | the same, and assisting would lengthen the batch |
 | `gain_in_doubt` | the same, and assisting would shorten it by less than the usual prediction error |
 | `costs_unknown` | the same, and too little is measured to decide whether to assist |
-| `merging_pays` | a fragment is ready, and a larger one, a moment later, ends the batch earlier |
 | `no_slots` | as `no_fragment_ready`, and no replica is there to generate them |
 | `scoring` | all groups are generated, and rewards are outstanding |
 | `prompts` | prompts are expected: of the next batch, or in place of dropped groups |
@@ -171,8 +169,7 @@ class Wait(NamedTuple):
 
     reason: TrainerWaitReason
     predicted_wait_s: float | None = None
-    """waiting_pays, gain_in_doubt: seconds until the next fragment is ready; infinite if no slot generates it.
-    merging_pays: seconds until the larger fragment is ready."""
+    """waiting_pays, gain_in_doubt: seconds until the next fragment is ready; infinite if no slot generates it."""
 
 
 SlotDecision = Generate | LoadWeights

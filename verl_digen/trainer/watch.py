@@ -4,8 +4,8 @@
 | metric | meaning |
 | --- | --- |
 | `hacking/warning` | 1: over the newest validations the reward rises and a gold reward falls |
-| `hacking/verdict` | 1: it has been so in `digen.reward.hacking.patience_validations` validations in a row |
-| `hacking/reward_trend`, `hacking/NAME_trend` | trend over the window, in standard errors; from `min_validations` on |
+| `hacking/verdict` | 1: it has been so in each of the newest validations (`Rules.patience`) |
+| `hacking/reward_trend`, `hacking/NAME_trend` | trend over the window, in standard errors; from the sixth one on |
 | `hacking/NAME_best`, `hacking/NAME_best_step` | highest value of gold reward NAME, and the step of that validation |
 
 With `digen.reward.stop_on_hacking` a verdict ends the run after the step, with exit code 0, and the checkpoint of each
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from verl_digen.config import RewardConfig
-from verl_digen.reward.hacking import Finding, HackingAlarm
+from verl_digen.reward.hacking import RULES, Finding, HackingAlarm, Rules
 from verl_digen.trainer.checkpoint import replace_text
 
 logger = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ STATE = "watch.json"
 class RewardWatch:
     """See the module."""
 
-    def __init__(self, reward: RewardConfig, run_dir: Path):
+    def __init__(self, reward: RewardConfig, run_dir: Path, rules: Rules = RULES):
         self._golds, self._stops = reward.golds, reward.stop_on_hacking
-        self._patience = reward.hacking.patience_validations
+        self._patience = rules.patience
         self._run_dir = run_dir
-        self._alarm = HackingAlarm(reward.hacking, reward.golds)
+        self._alarm = HackingAlarm(reward.golds, rules)
 
     @property
     def kept_checkpoints(self) -> list[str]:

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import safetensors.torch
-import torch
 from aiohttp import web
 from PIL import Image
 
@@ -99,83 +97,10 @@ class FlowFactoryService(Service):
         return web.json_response({"rewards": rewards})
 
 
-class UnirlService(Service):
-    """GET /rewards, POST /score."""
-
-    def answer(self, path: str, body: bytes) -> web.Response:
-        if path == "/rewards":
-            return web.json_response({"rewards": ["hpsv2", "wise", "ocr"]})
-        assert path == "/score"
-        results = []
-        for request in json.loads(body)["requests"]:
-            turn = request["history"][-1]
-            self.prompts.append(turn["text"])
-            score = self.decoded(base64.b64decode(turn["image_b64"]), ["jpeg", "png"])
-            known = {"hpsv2": {"hpsv2": score}, "wise": {"wiscore": score, "Realism": 2 * score}}
-            results.append({name: known[name] for name in request["required_rewards"]})
-        return web.json_response({"results": results, "errors": [{} for _ in results]})
-
-
-class CosmosService(Service):
-    """Ping, enqueue, pull; scores are ready at the second question."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.jobs: dict[str, Any] = {}
-        self.num_pulls: dict[str, int] = {}
-        self.num_pings = 0
-
-    def answer(self, path: str, body: bytes) -> web.Response:
-        if path == "/api/reward/ping":
-            self.num_pings += 1
-            return web.json_response({"message": "Ping request received"})
-        if path == "/api/reward/enqueue":
-            line, _, file = body.partition(b"\n")
-            job, pictures = json.loads(line), np.load(io.BytesIO(file), allow_pickle=False)
-            assert job["media_type"] == "image" and pictures.dtype == np.uint8 and pictures.ndim == 4
-            assert len(job["prompts"]) == len(pictures)
-            self.pictures += list(pictures)
-            self.prompts += job["prompts"]
-            uuid = f"job-{len(self.jobs)}"
-            self.jobs[uuid] = pictures
-            return web.json_response({"uuid": uuid, "replica_id": "replica-7"})
-        assert path == "/api/reward/pull"
-        form = dict(one.split("=") for one in body.decode().split("&"))
-        question = f"{form['uuid']} {form['type']}"
-        self.num_pulls[question] = self.num_pulls.get(question, 0) + 1
-        if self.num_pulls[question] < 2:
-            return web.json_response({"message": f"Not found scores for {form['uuid']}"}, status=400)
-        scores = [red(one) for one in self.jobs[form["uuid"]]]
-        name = "ocr_reward" if form["type"] == "ocr" else form["type"]
-        return web.json_response({"scores": {name: scores, "words": ["Good"] * len(scores)}, "duration": "0.1"})
-
-
-class DrmService(Service):
-    """DiNa-LRM in verl-omni's form. Latents are the test's pixels [3, H, W]; embeddings are the prompt's bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bodies: list[dict[str, torch.Tensor]] = []
-
-    def answer(self, path: str, body: bytes) -> web.Response:
-        tensors = safetensors.torch.load(body)
-        self.bodies.append(tensors)
-        latents, embeds, pooled = (tensors[name] for name in ("latents", "prompt_embeds", "pooled_prompt_embeds"))
-        assert latents.ndim == 4 and embeds.ndim == 3 and pooled.ndim == 2
-        assert len(latents) == len(embeds) == len(pooled) == len(tensors["u"])
-        self.pictures += [one.permute(1, 2, 0).to(torch.uint8).numpy() for one in latents]
-        self.prompts += [bytes(one.flatten().to(torch.uint8).tolist()).decode() for one in embeds]
-        scores = [red(one) for one in self.pictures[-len(latents) :]]
-        return web.json_response({"protocol_version": "1", "raw_scores": scores})
-
-
 SERVICES: dict[str, tuple[dict[str, Any], Any, bool]] = {
     "flow_grpo_geneval": ({"only_strict": False}, GenevalService, False),
     "flow_grpo_deqa": ({}, lambda: OutputsService(False), False),
     "unified_reward_remote": ({}, lambda: OutputsService(True), False),
     "http_scorer": ({}, ScorerService, False),
     "flow_factory": ({}, FlowFactoryService, True),
-    "unirl": ({"rewards": {"hpsv2": 1.0}}, UnirlService, False),
-    "drm_latents": ({"samples_per_request": 64}, DrmService, True),
-    "cosmos_rl": ({"rewards": {"hpsv2": 1.0}, "poll_s": 0.001}, CosmosService, True),
 }

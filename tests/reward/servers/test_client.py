@@ -19,14 +19,11 @@ def client_of(*urls, **changed):
     return ServerClient(ServerSettings(url=list(urls), **(FAST | changed)), "reward server")
 
 
-def ask(client, *, times=1, read=whole, server=None, **options):
+def ask(client, *, times=1, read=whole):
     """Post the number of each call at the same time -> results or errors, in order."""
 
     async def run():
-        calls = [
-            client.send(Request("/score", str(number).encode(), "text/plain", **options), read, server=server)
-            for number in range(times)
-        ]
+        calls = [client.send(Request("/score", str(number).encode(), "text/plain"), read) for number in range(times)]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     found = asyncio.run(run())
@@ -49,18 +46,18 @@ def test_a_request_arrives_as_it_was_sent_and_its_answer_comes_back():
         return web.Response(body=b"\x00" + await request.read(), content_type="application/x-thing")
 
     with LocalServer(handler) as server:
-        answer = ask(client_of(server.url + "/"), headers={"x-more": "1"})
+        answer = ask(client_of(server.url + "/"))
     ((method, path, headers, body),) = server.requests
     assert (method, path, body) == ("POST", "/score", b"0")
-    assert headers["Content-Type"] == "text/plain" and headers["x-more"] == "1" and "Authorization" not in headers
-    assert (answer.status, answer.body, answer.url) == (200, b"\x000", server.url)
+    assert headers["Content-Type"] == "text/plain" and "Authorization" not in headers
+    assert answer == b"\x000"
 
 
 @pytest.mark.parametrize("status", [500, 429])
 def test_failures_of_the_server_are_retried_and_counted(status):
     with LocalServer(statuses(status, status, 200)) as server:
         client = client_of(server.url)
-        assert ask(client).body == b"status 200"
+        assert ask(client) == b"status 200"
     assert len(server.requests) == 3
     assert client.take_counts() == {"retries": 2} and client.take_counts() == {"retries": 0}
 
@@ -95,7 +92,7 @@ def test_an_answer_that_cannot_be_read_is_retried_and_its_beginning_shown():
 
     def number(answer):
         try:
-            return float(answer.body)
+            return float(answer)
         except ValueError as error:
             raise UnusableAnswer("it is no number") from error
 
@@ -169,9 +166,8 @@ def test_retry_after_is_waited_for():
 def test_a_retry_goes_to_the_next_server_and_calls_begin_with_each_in_turn():
     with LocalServer(statuses(500)) as bad, LocalServer(statuses(200)) as good:
         client = client_of(bad.url, good.url, max_retries=1)
-        assert all(answer.url == good.url for answer in ask(client, times=6))
-        assert isinstance(ask(client, server=bad.url), Failed)
-    assert (len(bad.requests), len(good.requests)) == (3 + 2, 6)
+        assert ask(client, times=6) == [b"status 200"] * 6
+    assert (len(bad.requests), len(good.requests)) == (3, 6)
 
 
 def test_requests_in_flight_never_exceed_the_limit_of_a_url():
@@ -181,7 +177,7 @@ def test_requests_in_flight_never_exceed_the_limit_of_a_url():
         return web.Response(text="ok")
 
     with LocalServer(handler) as one, LocalServer(handler) as other:
-        assert all(answer.status == 200 for answer in ask(client_of(one.url, other.url, max_concurrency=3), times=60))
+        assert ask(client_of(one.url, other.url, max_concurrency=3), times=60) == [b"ok"] * 60
     assert one.max_in_flight == other.max_in_flight == 3 and len(one.requests) + len(other.requests) == 60
 
 
@@ -201,7 +197,7 @@ def test_a_client_works_in_one_event_loop_after_another():
     with LocalServer(statuses(200)) as server:
         client = client_of(server.url)
         for _ in range(3):
-            assert asyncio.run(client.send(GET)).status == 200
+            assert asyncio.run(client.send(GET)) == b"status 200"
 
 
 def test_a_cancelled_call_frees_its_place():
@@ -219,7 +215,7 @@ def test_a_cancelled_call_frees_its_place():
 
     with LocalServer(handler) as server:
         client = client_of(server.url, max_concurrency=1)
-        assert asyncio.run(run()).body == b"ok"
+        assert asyncio.run(run()) == b"ok"
 
 
 def test_a_token_goes_into_the_header_and_into_no_message(monkeypatch, caplog):

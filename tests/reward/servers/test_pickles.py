@@ -15,7 +15,7 @@ import torch
 from tests.reward.servers.local import RAN
 from verl_digen.reward.servers import pickles
 from verl_digen.reward.servers.answers import UnusableAnswer
-from verl_digen.reward.servers.pickles import loads
+from verl_digen.reward.servers.pickles import pickle_of
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -23,7 +23,7 @@ PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_plain_values_come_back(protocol):
     value = {"scores": [0.5, -1, True, None, 2**70, 1e-300], "text": "é\n", "bytes": b"\x00\xff", 3: [(1, 2), {}]}
-    found = loads(pickle.dumps(value, protocol))
+    found = pickle_of(pickle.dumps(value, protocol))
     assert found == {**value, 3: [[1, 2], {}]} and found["scores"][2] is True
 
 
@@ -41,16 +41,16 @@ ARRAYS = (
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_arrays_and_scalars_of_numbers_become_lists_and_numbers(protocol):
     for array in ARRAYS:
-        assert loads(pickle.dumps([array, array], protocol)) == [array.tolist()] * 2
+        assert pickle_of(pickle.dumps([array, array], protocol)) == [array.tolist()] * 2
     scalars = [np.float32(0.1), np.float64(-2.5), np.int32(7), np.bool_(True), np.float16(1.5)]
-    found = loads(pickle.dumps(scalars, protocol))
+    found = pickle_of(pickle.dumps(scalars, protocol))
     assert found == [one.item() for one in scalars] and all(type(one) in (float, int, bool) for one in found)
 
 
 def test_a_pickle_of_numpy_1_is_read():
     new = pickle.dumps({"scores": [np.float64(0.5), np.arange(3)]}, 0)
     assert b"numpy._core" in new
-    assert loads(new.replace(b"numpy._core", b"numpy.core")) == {"scores": [0.5, [0, 1, 2]]}
+    assert pickle_of(new.replace(b"numpy._core", b"numpy.core")) == {"scores": [0.5, [0, 1, 2]]}
 
 
 class Runs:
@@ -89,7 +89,7 @@ def test_everything_else_is_refused_by_name_and_not_run(wanted, place):
     value = REFUSED[wanted]
     shaped = {"bare": value, "in a list": [0.5, value], "as a value": {"scores": [0.5], "more": value}}[place]
     with pytest.raises(UnusableAnswer, match=r"(?i)" + wanted.replace("numpy.char", r"numpy\S* ?.*")):
-        loads(pickle.dumps(shaped, 4))
+        pickle_of(pickle.dumps(shaped, 4))
     assert not RAN.exists()
 
 
@@ -107,7 +107,7 @@ def test_everything_else_is_refused_by_name_and_not_run(wanted, place):
 )
 def test_what_is_no_pickle_is_unusable(body):
     with pytest.raises(UnusableAnswer):
-        loads(body)
+        pickle_of(body)
 
 
 def nested(depth):
@@ -134,7 +134,7 @@ def circle():
 def test_a_small_pickle_cannot_become_a_large_value(make, monkeypatch):
     monkeypatch.setattr(pickles, "MAX_VALUES", 10_000)
     with pytest.raises(UnusableAnswer, match="values or 50 levels"):
-        loads(pickle.dumps(make()))
+        pickle_of(pickle.dumps(make()))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_small_pickle_cannot_become_a_large_value(make, monkeypatch):
 )
 def test_forged_instructions_are_refused(body, says):
     with pytest.raises(UnusableAnswer, match=says):
-        loads(body)
+        pickle_of(body)
 
 
 def forged(state):
@@ -180,4 +180,4 @@ def forged(state):
 )
 def test_a_forged_array_is_refused(state):
     with pytest.raises(UnusableAnswer):
-        loads(forged(state))
+        pickle_of(forged(state))

@@ -44,7 +44,6 @@ REASON_WORDS: dict[WaitReason, str] = {
     "waiting_pays": "assisting would lengthen the batch",
     "gain_in_doubt": "the gain of assisting is in doubt",
     "costs_unknown": "the cost of assisting is not measured yet",
-    "merging_pays": "a larger fragment is nearly ready",
     "no_slots": "no replica is there",
     "scoring": "rewards are outstanding",
     "prompts": "prompts are awaited",

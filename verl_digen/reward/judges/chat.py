@@ -30,7 +30,7 @@ from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.judges.content import Part, fields_of, filled, fitted, picture_parts
 from verl_digen.reward.judges.reading import Reply, read_reply
 from verl_digen.reward.pictures import images_of
-from verl_digen.reward.servers.answers import Answer, Request, UnusableAnswer
+from verl_digen.reward.servers.answers import Request, UnusableAnswer
 from verl_digen.reward.servers.client import ServerClient
 from verl_digen.reward.servers.settings import ServerSettings
 from verl_digen.types import PromptRow, RewardInput
@@ -218,10 +218,10 @@ class ChatModel:
         raise UnusableAnswer(f"{self._name}: {last} (asked {limit} times)") from last
 
 
-def _json(answer: Answer) -> Any:
+def _json(answer: bytes) -> Any:
     """The JSON of an answer; ValueError if it is none, and the request is tried again."""
     try:
-        return json.loads(answer.body)
+        return json.loads(answer)
     except ValueError as error:  # bad JSON, or bad UTF-8
         raise UnusableAnswer(f"the answer must be JSON ({error})") from error
 

@@ -21,9 +21,8 @@ import torch
 from verl_digen.require import settings_of
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.pictures import frames_of
-from verl_digen.reward.servers.answers import Failed, Refused, RefusedForAll, Request
 from verl_digen.reward.servers.client import ServerClient
-from verl_digen.reward.servers.protocol import Later, Protocol, ProtocolSettings
+from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
 from verl_digen.reward.servers.protocols import find
 from verl_digen.types import PromptRow, RewardInput
 
@@ -39,11 +38,6 @@ class ServerReward(Reward):
         return settings_of(cls, find(arguments.get("protocol", ""), f"{key}.protocol").settings, arguments, key)
 
     @classmethod
-    def reads_latents(cls, arguments: Mapping[str, Any]) -> bool:
-        """True for protocols of latents."""
-        return find(arguments.get("protocol", "")).reads_latents
-
-    @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
         """Require what the protocol sends of a prompt."""
         find(arguments.get("protocol", "")).check_row(row)
@@ -52,8 +46,6 @@ class ServerReward(Reward):
         super().__init__(config, device)
         self._protocol: Protocol = find(config.protocol)(config)
         self._client = ServerClient(config, f"protocol {config.protocol}")
-        self._greeting = self._protocol.hello()
-        """Request that the server has not answered yet."""
 
     def take_counts(self) -> Mapping[str, int]:
         """`retries` of requests."""
@@ -61,16 +53,13 @@ class ServerReward(Reward):
 
     async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result | Exception]:
         """Ask for all samples at once."""
-        if self._greeting is not None:
-            await self._greet(self._greeting)
-            self._greeting = None
         parts = [self._parts(sample) for sample in batch]
         found = iter(await self._ask([part for own in parts for part in own]))
         return [_mean([next(found) for _ in own]) for own in parts]
 
     def _parts(self, sample: RewardInput) -> list[RewardInput]:
         """The sample itself, or the frames of a video."""
-        if sample.pixels.ndim == 3 or self._protocol.takes_videos or self._protocol.reads_latents:
+        if sample.pixels.ndim == 3 or self._protocol.takes_videos:
             return [sample]
         frames = frames_of(sample.pixels, self.config.max_frames)
         return [RewardInput(frame, sample.row, sample.sample_index) for frame in frames]
@@ -94,24 +83,10 @@ class ServerReward(Reward):
         await asyncio.gather(*map(ask, chunks))
         return [found[number] for number in range(len(parts))]
 
-    async def _greet(self, greeting: Request) -> None:
-        try:
-            await self._client.send(greeting, self._protocol.read_hello)
-        except Refused as error:
-            raise RefusedForAll(str(error)) from error
-
     async def _exchange(self, batch: Sequence[RewardInput]) -> list[Result]:
-        """Ask for one request's samples, and again while the server wants time."""
-        began_s = asyncio.get_running_loop().time()
+        """Ask for one request's samples."""
         request = await asyncio.to_thread(self._protocol.request, batch)
-        found = await self._client.send(request, partial(self._protocol.read, batch=batch))
-        while isinstance(found, Later):
-            passed_s = asyncio.get_running_loop().time() - began_s
-            if passed_s + found.wait_s > found.deadline_s:
-                raise Failed(f"{found.server}: {found.what} had no scores after {found.deadline_s} s")
-            await asyncio.sleep(found.wait_s)
-            found = await self._client.send(found.request, found.read, server=found.server)
-        return found
+        return await self._client.send(request, partial(self._protocol.read, batch=batch))
 
 
 def _mean(parts: Sequence[Result | Exception]) -> Result | Exception:

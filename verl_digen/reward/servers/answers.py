@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl_digen.reward.base import RewardUnavailable
@@ -24,19 +24,6 @@ class Request:
     body: bytes | None
     """None makes it a GET."""
     content_type: str = "application/octet-stream"
-    headers: Mapping[str, str] = field(default_factory=dict)
-    accept: tuple[int, ...] = ()
-    """Statuses beside 2xx whose answer is read."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Complete answer with a status of 2xx, or one that the request accepts."""
-
-    status: int
-    body: bytes
-    url: str
-    """Setting that named the server, for further requests to the same one."""
 
 
 class UnusableAnswer(ValueError):
@@ -91,10 +78,10 @@ SHOWN_CHARS = 200
 """Characters of a value in a message."""
 
 
-def json_of(answer: Answer) -> Any:
-    """The answer's body as JSON without nan and infinities."""
+def json_of(body: bytes) -> Any:
+    """An answer as JSON without nan and infinities."""
     try:
-        return json.loads(answer.body, parse_constant=_refuse_constant)
+        return json.loads(body, parse_constant=_refuse_constant)
     except UnusableAnswer:
         raise
     except (ValueError, RecursionError) as error:

@@ -29,7 +29,6 @@ from typing import Any
 import httpx
 
 from verl_digen.reward.servers.answers import (
-    Answer,
     Declined,
     Failed,
     Refused,
@@ -48,7 +47,7 @@ STATUS_FOR_ALL = (401, 403, 404, 405, 407)
 """Refusals that concern the token or the address, not what was sent."""
 
 
-def whole(answer: Answer) -> Answer:
+def whole(answer: bytes) -> bytes:
     """Accept any answer."""
     return answer
 
@@ -73,13 +72,12 @@ class ServerClient:
         self._connections: dict[str, httpx.AsyncClient] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def send(self, request: Request, read: Callable[[Answer], Any] = whole, *, server: str | None = None) -> Any:
+    async def send(self, request: Request, read: Callable[[bytes], Any] = whole) -> Any:
         """Send a request -> what `read` makes of the answer.
 
         Args:
             read: reads an answer; raises ValueError (`UnusableAnswer`) if it cannot be used, which is retried, and
                 `Declined` where that would not help.
-            server: `Answer.url` of the server that the request must go to.
 
         Raises:
             ServerError: see the module.
@@ -91,7 +89,7 @@ class ServerClient:
         async def attempts() -> Any:
             nonlocal last, num_attempts
             while True:
-                url = server or self._urls[(start + num_attempts) % len(self._urls)]
+                url = self._urls[(start + num_attempts) % len(self._urls)]
                 self._num_retries += num_attempts > 0
                 num_attempts += 1
                 try:
@@ -120,11 +118,11 @@ class ServerClient:
     def _told(self, cause: str, num_attempts: int) -> str:
         return f"{self._key}: {cause} ({num_attempts} of {1 + self._settings.max_retries} attempts)"
 
-    async def _exchange(self, url: str, request: Request, read: Callable[[Answer], Any]) -> Any:
+    async def _exchange(self, url: str, request: Request, read: Callable[[bytes], Any]) -> Any:
         """One request -> what `read` makes of its answer."""
         method = "GET" if request.body is None else "POST"
         where = f"{method} {url}{request.path}"
-        headers = {"Content-Type": request.content_type, **request.headers}
+        headers = {"Content-Type": request.content_type}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
@@ -143,10 +141,9 @@ class ServerClient:
         except httpx.HTTPError as error:
             raise Failed(f"{where}: the answer broke off: {self._redacted(error)}") from error
         came = excerpt(bytes(body), response.headers.get("Content-Type", "").partition(";")[0], self._token)
-        if response.status_code not in request.accept:
-            _require_success(response, f"{where}: status {response.status_code}, {came}")
+        _require_success(response, f"{where}: status {response.status_code}, {came}")
         try:
-            return read(Answer(response.status_code, bytes(body), url))
+            return read(bytes(body))
         except Declined as error:
             raise Refused(f"{where}: the server declined: {self._redacted(error)}") from None
         except ValueError as error:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_digen.reward.servers.answers import Answer, UnusableAnswer, shown
+from verl_digen.reward.servers.answers import UnusableAnswer, shown
 
 MAX_VALUES = 1_000_000
 MAX_DEPTH = 50
@@ -122,13 +122,8 @@ class _Reader(pickle.Unpickler):
         return found
 
 
-def pickle_of(answer: Answer) -> Any:
-    """The answer's body as a pickle of plain values."""
-    return loads(answer.body)
-
-
-def loads(body: bytes) -> Any:
-    """Read a pickle of plain values; see the module.
+def pickle_of(body: bytes) -> Any:
+    """An answer as a pickle of plain values; see the module.
 
     Raises:
         UnusableAnswer: it is no pickle, wants something else, or is too large.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of `digen doctor` about this machine and installation: versions, plugin, platform, registered names."""
+"""Findings of `digen doctor` about this machine and installation: versions, plugin, platform."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
-from importlib.resources import files
-from importlib.util import find_spec
 
 from packaging.requirements import Requirement
 
@@ -42,8 +39,6 @@ class Report:
     platform_reason: str = "verl could not be imported"
     devices: list[str] = field(default_factory=list)
     plugin_loaded: bool = False
-    registered: dict[str, list[str]] = field(default_factory=dict)
-    """Kind -> registered names, sorted."""
     problems: list[Problem] = field(default_factory=list)
 
     def add_problem(self, what: str, remedy: str) -> None:
@@ -69,7 +64,6 @@ def examine() -> Report:
         _check_plugin(report)
         _check_platform(report)
         _check_vllm_omni(report)
-        _check_registries(report)
     return report
 
 
@@ -81,9 +75,7 @@ def to_text(report: Report) -> str:
         lines.append(f"  {name:<14} {number}{tested}")
     lines += ["", f"platform: {report.platform} ({report.platform_reason})"]
     lines += [f"  {device}" for device in report.devices]
-    lines += ["", f"plugin: {'loaded' if report.plugin_loaded else 'not loaded'}", "", "registered"]
-    lines += [f"  {kind:<14} {', '.join(names) or '-'}" for kind, names in report.registered.items()]
-    lines.append("")
+    lines += ["", f"plugin: {'loaded' if report.plugin_loaded else 'not loaded'}", ""]
     if not report.problems:
         lines.append("A run could start.")
     for problem in report.problems:
@@ -124,6 +116,12 @@ def _check_plugin(report: Report) -> None:
     plugin = sys.modules.get("verl_digen.plugin")
     report.plugin_loaded = plugin is not None
     if plugin is not None:
+        for module in ("verl.trainer.ppo.v1", "verl.workers.engine", "verl.workers.rollout.replica"):
+            try:  # ours are registered when they are imported
+                importlib.import_module(module)
+            except Exception as error:
+                what = f"{module} cannot be imported ({type(error).__name__}: {error})"
+                report.add_problem(what, "install what the error names")
         for failure in plugin.FAILURES:
             report.add_problem(f"plugin: {failure}", "repair what the error names, or install verl-digen again")
         return
@@ -172,14 +170,8 @@ def _check_platform(report: Report) -> None:
         )
 
 
-MISFITS = ("torchvision", "torchcodec", "torchaudio")
-"""Packages installed with vLLM; their published builds need a PyTorch with CUDA."""
-
-
 def _check_vllm_omni(report: Report) -> None:
-    """Check an installed vLLM-Omni: tested versions, and no package that a CPU build of PyTorch cannot use."""
-    import torch
-
+    """Check the versions of an installed vLLM-Omni."""
     if "vllm-omni" not in report.versions:
         return
     found = [report.versions.get(package) for package in ENGINE_PACKAGES]
@@ -189,80 +181,3 @@ def _check_vllm_omni(report: Report) -> None:
             f"tested as {' or '.join(ENGINE_TESTED)}, both the same",
             "pip install 'verl-digen[vllm-omni]'",
         )
-    if torch.version.cuda is None:
-        for name in MISFITS:
-            if find_spec(name) is None:
-                continue
-            try:
-                importlib.import_module(name)
-            except Exception as error:
-                report.add_problem(
-                    f"{name} cannot be imported with torch {torch.__version__}, a CPU build "
-                    f"({type(error).__name__}: {str(error).splitlines()[0]})",
-                    f"pip uninstall {' '.join(MISFITS)}: vLLM brings them for CUDA, and nothing here needs them",
-                )
-
-
-def _check_registries(report: Report) -> None:
-    for kind, names in REGISTRIES.items():
-        try:
-            report.registered[kind] = sorted(names())
-        except Exception as error:
-            report.registered[kind] = []
-            report.add_problem(f"{kind} cannot be listed ({type(error).__name__}: {error})", _remedy(error))
-            continue
-        if not report.registered[kind]:
-            report.add_problem(f"no {kind} registered", "install verl-digen again")
-    plugin = sys.modules.get("verl_digen.plugin")
-    for failure in plugin.FAILURES if plugin else []:  # those that occur when verl's modules are imported
-        report.add_problem(f"plugin: {failure}", "repair what the error names, or install verl-digen again")
-
-
-def _remedy(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"pip install {error.name.partition('.')[0]}"
-    return "repair what the error names"
-
-
-def _trainers() -> list[str]:
-    importlib.import_module("verl.trainer.ppo.v1")
-    registry = importlib.import_module("verl.trainer.ppo.v1.trainer_base").TRAINER_REGISTRY
-    return [name for name, trainer in registry.items() if trainer.__module__.startswith("verl_digen.")]
-
-
-def _engines() -> list[str]:
-    from verl.workers.engine import EngineRegistry
-
-    return [
-        f"{model_type}/{backend}/{device}"
-        for model_type, backends in EngineRegistry._engines.items()
-        for backend, devices in backends.items()
-        for device, engine in devices.items()
-        if engine.__module__.startswith("verl_digen.")
-    ]
-
-
-def _replicas() -> set[str]:
-    from verl.workers.rollout.replica import RolloutReplicaRegistry
-
-    from verl_digen.rollout.registry import REPLICAS
-
-    return set(REPLICAS) & set(RolloutReplicaRegistry._registry)
-
-
-def _names_in(module: str, table: str) -> Callable[[], Iterable[str]]:
-    return lambda: getattr(importlib.import_module(f"verl_digen.{module}"), table)
-
-
-REGISTRIES: dict[str, Callable[[], Iterable[str]]] = {
-    "recipes": lambda: [
-        file.name[:-5] for file in files("verl_digen.recipes").iterdir() if file.name.endswith(".yaml")
-    ],
-    "trainers": _trainers,
-    "engines": _engines,
-    "replicas": _replicas,
-    "models": _names_in("models", "MODELS"),
-    "rewards": _names_in("reward.named", "BUILT_IN"),
-    "losses": lambda: importlib.import_module("verl_digen.algorithms.objectives").objective_names(),
-}
-"""Kind -> names that are registered; each is listed when it is asked for, because that imports libraries."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_digen.reward.base import Result
 from verl_digen.reward.pictures import base64_of, images_of
-from verl_digen.reward.servers.answers import Answer, Declined, Request, entry_of, json_of, numbers_of
+from verl_digen.reward.servers.answers import Declined, Request, entry_of, json_of, numbers_of
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
 from verl_digen.types import RewardInput
 
@@ -55,7 +55,7 @@ class FlowFactory(Protocol):
         }
         return Request("/compute", json.dumps(payload).encode(), "application/json")
 
-    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
+    def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
         """Read `rewards`."""
         found = json_of(answer)
         if isinstance(found, Mapping) and found.get("error"):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, scores_of
+from verl_digen.reward.servers.answers import scores_of
 from verl_digen.reward.servers.pickles import pickle_of
 from verl_digen.reward.servers.protocol import JpegSettings, PickledJpegs
 from verl_digen.types import PromptRow, RewardInput
@@ -48,7 +48,7 @@ class Geneval(PickledJpegs):
         rows = [meta_data(sample.row) for sample in batch]
         return {"meta_datas": rows, "only_strict": self.config.only_strict}
 
-    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
+    def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
         """Read `scores`, and the rules as details."""
         found = pickle_of(answer)
         rules = {"strict_accuracy": "strict_rewards"} | ({} if self.config.only_strict else {"accuracy": "rewards"})

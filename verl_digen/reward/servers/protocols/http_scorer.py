@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_digen.reward.base import Result
-from verl_digen.reward.servers.answers import Answer, Declined, numbers_of, scores_of
+from verl_digen.reward.servers.answers import Declined, numbers_of, scores_of
 from verl_digen.reward.servers.pickles import pickle_of
 from verl_digen.reward.servers.protocol import JpegSettings, PickledJpegs
 from verl_digen.types import RewardInput
@@ -41,7 +41,7 @@ class HttpScorer(PickledJpegs):
         metadata = {**self.config.metadata, **({"meta_datas": rows} if self.config.sends_rows else {})}
         return {"prompts": [sample.row.text for sample in batch], "metadata": metadata}
 
-    def read(self, answer: Answer, batch: Sequence[RewardInput]) -> list[Result]:
+    def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
         """Read `scores` and further lists."""
         found = pickle_of(answer)
         if isinstance(found, Mapping) and "error" in found:
