@@ -12,6 +12,7 @@ from verl_digen.tools.plan.activations import Activations, BlockBytes
 from verl_digen.tools.plan.episodes import Episodes
 from verl_digen.tools.plan.networks import Counts, Part, Tensors
 from verl_digen.tools.plan.run import Dtypes, Measured, Run, Settings
+from verl_digen.tools.simulate.splits import Limits
 
 GB = 10**9
 
@@ -42,6 +43,7 @@ SETTINGS = Settings(
     shares_host_copies=False,
     dtypes=Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
     episodes=Episodes(),
+    limits=Limits(),
 )
 """A full fine-tune in fp32 on 8 devices, colocated."""
 BLOCK = BlockBytes(

@@ -103,12 +103,6 @@ def test_accelerators_are_planned_as_on_a_machine_that_has_them():
     split = compose_run(["recipe=digen_flowgrpo+disaggregated"], Words(gpus=16))
     assert (split.trainer.nnodes, split.trainer.n_gpus_per_node) == (1, 8)
     assert (split.actor_rollout_ref.rollout.nnodes, split.actor_rollout_ref.rollout.n_gpus_per_node) == (1, 8)
-    of_types = compose_run(["recipe=digen_flowgrpo+disaggregated"], Words(pools=(Pool(20, "H800"), Pool(24, "A100"))))
-    rollout = of_types.actor_rollout_ref.rollout
-    assert (of_types.trainer.nnodes, of_types.trainer.n_gpus_per_node) == (4, 5)
-    assert (rollout.nnodes, rollout.n_gpus_per_node) == (3, 8)
-    accelerators = of_types.digen.placement.trainer_accelerator, of_types.digen.placement.generator_accelerator
-    assert accelerators == ("H800", "A100")
 
 
 def test_the_platform_is_the_machines_own_again_afterwards():

@@ -15,6 +15,9 @@ checkpoint that this knows.
     digen plan recipe=digen_flowgrpo actor_rollout_ref.model.path=Wan-AI/Wan2.1-T2V-14B-Diffusers \\
         digen.sampling.height_px=480 digen.sampling.width_px=832 digen.sampling.num_frames=81 gpus=8 device=H100
 
+With a type of device it also says which split of the same devices into trainer and generator is the fastest one that
+fits, simulated as by `digen simulate` on the calculated seconds, and the words for it.
+
 A config that a run would refuse before Ray starts is refused with the same message. Weights, prompts and rewards need
 not be there yet, nor the packages of a replica.
 
@@ -28,12 +31,15 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from verl_digen.tools.plan.output import Plan, to_json, to_text
 
 if TYPE_CHECKING:
+    from verl_digen.tools.plan.compose import Words
     from verl_digen.tools.plan.run import Run
+    from verl_digen.tools.plan.split import SplitPlan
 
 NAME = "plan"
 
@@ -60,11 +66,12 @@ def make_plan(words: Sequence[str]) -> Plan:
         ValueError: a config, checkpoint or setting that cannot be planned.
     """
     from verl_digen.models.published import checkpoint_folder
-    from verl_digen.preflight.rules import check_plannable, check_plannable_model
-    from verl_digen.tools.plan.compose import compose_run, device_of, mfu_of, platform_of, split_words
+    from verl_digen.preflight.rules import check_plannable_model
+    from verl_digen.tools.plan.compose import device_of, mfu_of, split_words
     from verl_digen.tools.plan.memory import plan_memory
     from verl_digen.tools.plan.remedies import find_remedies
     from verl_digen.tools.plan.run import read_run
+    from verl_digen.tools.plan.split import plan_split
     from verl_digen.tools.plan.time import plan_time
 
     own, overrides = split_words(words)
@@ -72,9 +79,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     def read(*more: str) -> Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # verl warns about every engine whose library is missing
-            config = compose_run([*overrides, *more], own)
-            with platform_of(own):
-                check_plannable(config)
+            config = check_words([*overrides, *more], own)
             with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
                 check_plannable_model(config, folder)
             return read_run(config, own.prompt_tokens)
@@ -84,6 +89,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     memory = plan_memory(planned, device_bytes)
     types = own.types or (None if device is None else (device, device))
     mfu = own.mfu or mfu_of(planned.measured.title, planned.measured.counts.num_weights)
+    split = None if types is None else plan_split(planned, types, device_bytes, mfu)
     return Plan(
         run=planned,
         memory=memory,
@@ -93,4 +99,41 @@ def make_plan(words: Sequence[str]) -> Plan:
         mfu=mfu,
         words=own,
         remedies=[] if device_bytes is None else find_remedies(planned, device_bytes, read),
+        split=split,
+        split_words=split_words_of(split, overrides, own) if split is not None and split.is_proposed else "",
     )
+
+
+def check_words(overrides: Sequence[str], own: Words) -> Any:
+    """Compose the config of these overrides and check it, as a run would before Ray starts.
+
+    Raises:
+        ValueError: the messages that a run would be refused with.
+    """
+    from verl_digen.preflight.rules import check_plannable
+    from verl_digen.tools.plan.compose import compose_run, platform_of
+
+    config = compose_run(overrides, own)
+    with platform_of(own):
+        check_plannable(config)
+    return config
+
+
+def split_words_of(split: SplitPlan, overrides: Sequence[str], own: Words) -> str:
+    """Words to type for the proposed split, in place of `gpus`; or why a run would refuse them."""
+    from verl_digen.tools.plan.compose import POOL_KEYS
+
+    words = list(split.overrides)
+    kept = [word for word in overrides if word.partition("=")[0].lstrip("+") not in POOL_KEYS]
+    if split.given is None:
+        recipes = [word for word in kept if word.startswith("recipe=")]
+        kept = [word for word in kept if word not in recipes]
+        named = [recipes[-1].removeprefix("recipe=").strip("[]").replace(",", "+")] if recipes else []
+        words.insert(0, f"recipe={'+'.join([*named, 'disaggregated'])}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_words([*kept, *words], replace(own, gpus=None, pools=None, device=own.types and own.types[0]))
+    except ValueError as error:
+        return f"which a run would refuse as it is: {error}"
+    return " ".join(words)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from verl_digen.devices import DEVICE_GB, Pool, parse_pool
 from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
+from verl_digen.tools.simulate.layout import NODE_SIZE, arrange, pool_overrides, pooled_nodes, type_overrides
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -30,8 +31,6 @@ FLUX.1-dev-fp8-flumina), and training also communicates."""
 MEASURED_MFU = {"Stable Diffusion 3, SD3Transformer2DModel": (3e9, 0.21)}
 """Title of a network -> (its most parameters, share of an H100's peak that a run of it reached in generation and in
 training, docs/gpu_results.md), in place of the assumed one."""
-NODE_SIZE = 8
-"""Most devices of a node."""
 PROMPT_TOKENS = 128
 """Assumed length of a prompt, for networks that read prompts without padding."""
 POOL_KEYS = (
@@ -188,30 +187,31 @@ def is_split(config: DictConfig) -> bool:
 
 
 def _pools(words: Words, split: bool) -> list[str]:
-    """Overrides that give each pool its devices: the fewest equal nodes, of at most NODE_SIZE devices."""
-    given = "+".join(map(str, words.pools or ()))
+    """Overrides that give each pool its devices."""
     if words.pools is not None:
-        rule = "gpus must be a number where trainer and replicas share devices"
-        require(split, rule, given, "add recipe disaggregated")
-        sizes = [pool.num_devices for pool in words.pools]
-    else:
-        assert words.gpus is not None
-        rule = "gpus must be even with separate pools"
-        require(not split or words.gpus % 2 == 0, rule, words.gpus, "give the pools' own keys")
-        sizes = [words.gpus // 2] * 2 if split else [words.gpus]
-    nodes = [next(n for n in range(-(-size // NODE_SIZE), size + 1) if size % n == 0) for size in sizes]
+        return _pools_of_types(*words.pools, split=split)
+    gpus = words.gpus
+    assert gpus is not None
+    require(not split or gpus % 2 == 0, "gpus must be even with separate pools", gpus, "give the pools' own keys")
+    num_devices = gpus // 2 if split else gpus
+    num_nodes = -(-num_devices // NODE_SIZE)
     require(
-        all(number < size for number, size in zip(nodes, sizes, strict=True) if size > NODE_SIZE),
+        num_devices % num_nodes == 0,
         f"gpus must fill nodes of {NODE_SIZE} evenly",
-        words.gpus or given,
+        gpus,
         "give trainer.nnodes and trainer.n_gpus_per_node",
     )
-    shapes = [number for pair in zip(nodes, sizes, strict=True) for number in (pair[0], pair[1] // pair[0])]
-    pools = [f"{key}={number}" for key, number in zip(POOL_KEYS, shapes, strict=False)]
-    if words.pools is not None and len({pool.device for pool in words.pools}) == 2:
-        sides = zip(("trainer", "generator"), words.pools, strict=True)
-        pools += [f"digen.placement.{side}_accelerator={pool.device}" for side, pool in sides]
-    return pools
+    keys = POOL_KEYS if split else POOL_KEYS[:2]
+    return [f"{key}={num_nodes if key.endswith('nnodes') else num_devices // num_nodes}" for key in keys]
+
+
+def _pools_of_types(trainer: Pool, generator: Pool, *, split: bool) -> list[str]:
+    """Overrides for pools that each have devices of their own type."""
+    given = f"{trainer}+{generator}"
+    require(split, "gpus must be a number where trainer and replicas share devices", given, "add recipe disaggregated")
+    shapes = arrange(pooled_nodes((trainer, generator), ()), trainer, generator)
+    assert shapes is not None  # pools of nodes with one device each can always be placed
+    return [*pool_overrides(*shapes), *type_overrides(trainer, generator)]
 
 
 @contextmanager

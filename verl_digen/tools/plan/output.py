@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from verl_digen.tools.plan.memory import Items, Memory, Phase
     from verl_digen.tools.plan.remedies import Remedy
     from verl_digen.tools.plan.run import Run, Settings
+    from verl_digen.tools.plan.split import SplitPlan
     from verl_digen.tools.plan.time import StepTime
 
 
@@ -30,6 +31,10 @@ class Plan:
     """Share of the device's peak, measured or assumed."""
     words: Words
     remedies: list[Remedy]
+    split: SplitPlan | None
+    """None: the type of device is not known, or its generation is not timed."""
+    split_words: str
+    """Words for `split.best`, if it is proposed; or why a run would refuse it."""
 
     @property
     def host_fits(self) -> bool | None:
@@ -89,6 +94,7 @@ def to_text(plan: Plan) -> str:
         _line("a checkpoint", memory.checkpoint_bytes),
         "",
         *_seconds(plan),
+        *_split(plan),
         "",
         *_verdict(plan),
         _host_verdict(plan),
@@ -181,6 +187,13 @@ def _seconds(plan: Plan) -> list[str]:
         f"a step in {time.step_s:.1f} s or more",
         time.run_words(plan.run.settings),
     ]
+
+
+def _split(plan: Plan) -> list[str]:
+    """Lines on the best split."""
+    from verl_digen.tools.plan.split import split_lines
+
+    return [] if plan.split is None else split_lines(plan.split, plan.split_words)
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -282,6 +295,21 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "limit_bytes": memory.limit_bytes,
         "fits": memory.fits,
         "remedies": [asdict(remedy) for remedy in plan.remedies],
+        "split": _split_json(plan),
+    }
+
+
+def _split_json(plan: Plan) -> dict[str, Any] | None:
+    split = plan.split
+    return split and {
+        "given": None if split.given is None else str(split.given),
+        "given_s": split.given_s,
+        "together": split.together,
+        "together_s": split.together_s,
+        "best": None if split.best is None else str(split.best.split),
+        "best_s": split.best_s,
+        "gain": split.gain,
+        "words": plan.split_words,
     }
 
 

@@ -47,6 +47,7 @@ from verl_digen.tools.plan.networks import (
     list_tensors,
     transformer_bytes,
 )
+from verl_digen.tools.simulate.splits import Limits
 from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
@@ -106,6 +107,7 @@ class Settings:
     """True if the `diffusers` processes of a node that sleep share one host copy of equal weights."""
     dtypes: Dtypes
     episodes: Episodes
+    limits: Limits
     num_steps: int | None = None
     """Steps of the run; None: as many as its epochs have."""
 
@@ -287,6 +289,11 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         shares_host_copies=config.trainer.device in SHARING,
         dtypes=_dtypes(fsdp, rollout, digen),
         episodes=plan_episodes(config, digen, num_replicas=num_generator // size, is_split=split),
+        limits=Limits(
+            fsdp_size=fsdp.fsdp_size,
+            sequence_parallel=fsdp.ulysses_sequence_parallel_size,
+            replica_devices=num_replica_devices(config),
+        ),
     )
 
 

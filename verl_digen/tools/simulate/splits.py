@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Search of the best split of equal devices into trainer and generator, by simulation. Pure.
+"""Search of the best split of given devices into trainer and generator, by simulation. Pure.
 
-Invariant (tests/simulate/test_splits.py): up to `GRID_POINTS` splits, the best of them all is found.
+- `digen simulate` searches all splits of equal devices, `digen plan` those that its config and its nodes allow, on one
+  or two types of devices.
+- A pool has devices of one type; of two types each family of splits is searched by itself: one type trains and the
+  other generates, or one type does both and the other is not used.
+
+Invariants (tests/simulate/test_splits.py): what is found was among the splits given; up to `GRID_POINTS` of a family it
+is the best of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from verl_digen.devices import Pool
 from verl_digen.require import require
 from verl_digen.tools.simulate.cluster import Split, run_split
+from verl_digen.tools.simulate.layout import Shape, arrange
 from verl_digen.tools.simulate.profile import Profile
 
 SEARCH_STEPS = 10
@@ -19,6 +27,97 @@ SEARCH_STEPS = 10
 
 GRID_POINTS = 9
 """Number of splits tried before the search narrows down on the best one's neighbours."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rules of a run's config about the sizes of its pools.
+
+    Example:
+        Limits(fsdp_size=8).allows_trainer(12)   # False: 12 ranks are no whole groups of 8
+    """
+
+    fsdp_size: int = -1
+    """Ranks that shard the weights; -1: all."""
+    sequence_parallel: int = 1
+    """Ranks that share a row."""
+    replica_devices: int = 1
+
+    def allows_trainer(self, num_ranks: int) -> bool:
+        """True if a trainer may have this number of ranks."""
+        shards = self.fsdp_size in (-1, 0) or self.fsdp_size >= num_ranks or num_ranks % self.fsdp_size == 0
+        return shards and num_ranks % self.sequence_parallel == 0
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A split and its shapes on the nodes."""
+
+    split: Split
+    trainer: Shape
+    generator: Shape
+
+
+def placed_splits(nodes: Mapping[str, Sequence[int]], limits: Limits) -> list[list[Placed]]:
+    """Families of splits that the limits and the nodes allow, each with the trainer ascending.
+
+    For each trainer the largest generator that can be placed: devices stay idle where no other can.
+
+    Args:
+        nodes: type of device, one or two -> devices of each node.
+
+    Example:
+        placed_splits({"H800": [8, 8]}, Limits())   # one family: 1+15, 2+14, 4+12, 8+8
+    """
+    families = []
+    for trains in nodes:
+        for generates in nodes:
+            found = [
+                placed
+                for number in range(1, sum(nodes[trains]) + 1)
+                if limits.allows_trainer(number)
+                and (placed := _largest_generator(nodes, Pool(number, trains), generates, limits)) is not None
+            ]
+            if found:
+                families.append(found)
+    return families
+
+
+def _largest_generator(nodes: Mapping[str, Sequence[int]], trainer: Pool, device: str, limits: Limits) -> Placed | None:
+    free = sum(nodes[device]) - (trainer.num_devices if trainer.device == device else 0)
+    size = limits.replica_devices
+    for number in range(free // size * size, 0, -size):
+        generator = Pool(number, device)
+        shapes = arrange(nodes, trainer, generator)
+        if shapes is not None:
+            return Placed(Split(trainer, generator), *shapes)
+    return None
+
+
+def best_of(families: Iterable[Sequence[Item]], step_s: Callable[[Item], float]) -> tuple[Item, float] | None:
+    """The item with the shortest step, and its seconds; None without one that has finite seconds.
+
+    Each family is searched by a grid that narrows around the best: exact for up to `GRID_POINTS` items, else if the
+    seconds have a single minimum along it.
+
+    Args:
+        step_s: seconds; infinite for what cannot run.
+    """
+    best: tuple[Item, float] | None = None
+    for family in families:
+        known: dict[int, float] = {}
+
+        def value(index: int, family: Sequence[Item] = family, known: dict[int, float] = known) -> float:
+            if index not in known:
+                known[index] = step_s(family[index])
+            return known[index]
+
+        index = _lowest(0, len(family) - 1, value)
+        if value(index) != float("inf") and (best is None or value(index) < best[1]):
+            best = family[index], value(index)
+    return best
 
 
 def best_split(
@@ -44,19 +143,21 @@ def best_split(
     def split(num_trainer: int) -> Split:
         return Split(replace(pool, num_devices=num_trainer), replace(pool, num_devices=pool.num_devices - num_trainer))
 
-    known: dict[int, float] = {}
+    def step_s(tried: Split) -> float:
+        return run_split(
+            profile,
+            tried,
+            techniques,
+            num_steps=min(num_steps, SEARCH_STEPS),
+            stale_fraction=stale_fraction,
+        ).step_s
 
-    def step_s(num_trainer: int) -> float:
-        if num_trainer not in known:
-            steps = min(num_steps, SEARCH_STEPS)
-            outcome = run_split(profile, split(num_trainer), techniques, num_steps=steps, stale_fraction=stale_fraction)
-            known[num_trainer] = outcome.step_s
-        return known[num_trainer]
-
-    return split(lowest(smallest, largest, step_s))
+    found = best_of([[split(number) for number in range(smallest, largest + 1)]], step_s)
+    assert found is not None  # simulated seconds are finite
+    return found[0]
 
 
-def lowest(smallest: int, largest: int, value: Callable[[int], float]) -> int:
+def _lowest(smallest: int, largest: int, value: Callable[[int], float]) -> int:
     """Argument in [smallest, largest] with the least value, by a grid that narrows around the best."""
     while True:
         stride = max(1, -(-(largest - smallest) // (GRID_POINTS - 1)))

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proposed split: the same seconds as `digen simulate`, only splits that fit, and words that a run accepts."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from tests.plan.runs import make_run
+from tests.plan.test_command import digen_plan, small
+from tests.schedulers.flat import make_rules
+from verl_digen.devices import PEAK_TFLOPS, Pool
+from verl_digen.tools.plan.command import split_words_of
+from verl_digen.tools.plan.compose import Words, split_words
+from verl_digen.tools.plan.memory import plan_memory
+from verl_digen.tools.plan.split import plan_split, run_profile, split_lines, with_split
+from verl_digen.tools.plan.time import plan_time
+from verl_digen.tools.simulate.cluster import run_colocated, run_split, simulated_rules
+from verl_digen.tools.simulate.costs import sample_s, train_s
+from verl_digen.tools.simulate.splits import SEARCH_STEPS, Limits, placed_splits
+
+MFU, H800 = 0.4, ("H800", "H800")
+
+
+def two_pools(num_trainer: int, num_generator: int, **settings):
+    sizes = {"num_trainer_devices": num_trainer, "num_generator_devices": num_generator, "num_shards": num_trainer}
+    per_node = {"trainer_devices_per_node": min(8, num_trainer), "generator_devices_per_node": min(8, num_generator)}
+    return make_run(is_split=True, frees_replica=False, **sizes, **per_node, **settings)
+
+
+def test_the_profile_takes_the_seconds_of_the_plan():
+    run = two_pools(4, 12)
+    memory = plan_memory(run, None)
+    time, profile = plan_time(run, "H800", MFU, memory.recomputed_share), run_profile(run, memory, "H800", MFU)
+    numbers = replace(profile.numbers, gather_s=0.0)
+    assert sample_s(numbers, 1.0) * 32 / 12 == pytest.approx(time.generating_s)
+    assert train_s(numbers, numbers.num_prompts, 4, slowdown=1.0, has_tsp=True) == pytest.approx(time.training_s)
+
+
+def test_every_split_is_simulated_as_by_digen_simulate_and_the_best_is_proposed():
+    run = two_pools(2, 14)
+    found = plan_split(run, H800, None, MFU)
+    (family,) = placed_splits({"H800": [8, 8]}, Limits())
+    seconds = {}
+    for placed in family:
+        resized = with_split(run, placed)
+        profile = run_profile(resized, plan_memory(resized, None), "H800", MFU)
+        rules = simulated_rules(profile, placed.split, ("gap", "tsp"))
+        outcome = run_split(profile, placed.split, ("gap", "tsp"), num_steps=SEARCH_STEPS, rules=rules)
+        seconds[str(placed.split)] = outcome.step_s
+    assert len(seconds) == 15 and found.best_s == min(seconds.values()) == seconds[str(found.best.split)]
+    assert found.given_s == seconds["2xH800 + 14xH800"] and found.is_proposed
+    assert found.gain == pytest.approx(found.given_s / found.best_s)
+
+
+def test_in_turns_is_the_colocated_run_of_the_simulator():
+    run = make_run()
+    found = plan_split(run, H800, None, MFU)
+    memory = plan_memory(run, None)
+    one = run_colocated(run_profile(run, memory, "H800", MFU), Pool(8, "H800"), has_tsp=True)
+    assert found.given is None and found.now_s == found.together_s == one.step_s
+
+
+def test_a_split_that_does_not_fit_is_not_proposed():
+    run = two_pools(2, 14)
+    every = {placed.split.trainer.num_devices: placed for placed in placed_splits({"H800": [8, 8]}, Limits())[0]}
+    needed = {number: plan_memory(with_split(run, placed), 10**15).peak_bytes for number, placed in every.items()}
+    assert needed[12] < needed[8] < needed[4]
+    device_bytes = int((needed[12] + needed[8]) / 2 / 0.9)
+    assert plan_split(run, H800, device_bytes, MFU).best.split.trainer.num_devices > 8
+    assert plan_split(run, H800, 10**9, MFU).best is None
+
+
+def test_of_two_types_the_faster_one_trains():
+    run = two_pools(8, 8)
+    found = plan_split(run, ("A100", "H800"), None, MFU)
+    assert str(found.best.split) == "8xH800 + 8xA100" and found.gain > 1.5
+    assert found.overrides[-2:] == [
+        "digen.placement.trainer_accelerator=H800",
+        "digen.placement.generator_accelerator=A100",
+    ]
+    assert plan_split(two_pools(8, 8), ("H800", "A100"), None, MFU).is_proposed is False
+
+
+def test_seconds_of_two_types_are_each_of_its_own():
+    one, two = (plan_time(two_pools(8, 8), "H800", MFU, 0.0, other) for other in (None, "A100"))
+    assert two.training_s == one.training_s
+    assert two.generating_s == pytest.approx(one.generating_s * PEAK_TFLOPS["H800"] / PEAK_TFLOPS["A100"])
+
+
+def test_it_says_so_where_in_turns_is_faster():
+    (first, *rest) = split_lines(plan_split(two_pools(1, 15), H800, None, MFU), "WORDS")
+    assert "1xH800 + 15xH800 takes" in first and "16xH800 together, in turns" in first
+    assert "leave out recipe disaggregated" in rest[0] and rest[-1] == "    WORDS"
+
+
+def test_techniques_are_those_of_the_config():
+    assert make_rules(2, 2, is_pipelined=False).techniques == ("tsp",)
+    assert make_rules(2, 2, assist="bts", max_versions=1).techniques == ("gap", "tsp", "tag", "tcss")
+
+
+def test_gpus_names_two_types():
+    words, _ = split_words(["gpus=20xH800+24xA100"])
+    assert words.types == ("H800", "A100") and words.names_accelerator and words.gpus is None
+    for wrong, message in (
+        ("gpus=20+24", r"gpus must be a number, with a type or a memory, or devices that train \+ .*, got '20\+24'"),
+        ("gpus=8xX1", "device must be one of RTX3090"),
+        ("gpus=8xH800+8xX1", "gpus must name a device type"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            split_words([wrong])
+    with pytest.raises(ValueError, match="device must be left out where gpus names types, got 'H100'"):
+        Words(pools=words.pools, device="H100")
+
+
+@pytest.mark.slow
+def test_a_run_accepts_the_words_that_are_proposed(tiny_qwen_image, capsys):
+    separate = ["recipe=digen_flowgrpo+disaggregated", *small(tiny_qwen_image)[1:], "data.train_batch_size=8"]
+    bad = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.n_gpus_per_node=7", "device=H800"]
+    assert digen_plan(*separate, *bad, "--json") == 0
+    proposed = json.loads(capsys.readouterr().out)["split"]
+    assert proposed["given"] == "1xH800 + 7xH800" and proposed["gain"] > 1.5
+    assert digen_plan(*separate, *proposed["words"].split(), "device=H800", "--json") == 0
+    again = json.loads(capsys.readouterr().out)["split"]
+    assert again["given"] == proposed["best"] and again["words"] == ""
+    assert again["given_s"] == pytest.approx(proposed["best_s"]) and math.isclose(again["gain"], 1.0)
+
+
+def test_words_for_one_pool_name_the_recipe_and_what_a_run_would_refuse(tiny_qwen_image):
+    """Words for a colocated run: its recipe and the pools; and the reason, if a run would refuse them."""
+    own = Words(device="H800")
+    run = make_run(num_prompts=1, num_trainer_devices=8, num_generator_devices=8, limits=Limits())
+    split = plan_split(run, H800, None, MFU)
+    overrides = [*small(tiny_qwen_image), "data.train_batch_size=8", "trainer.n_gpus_per_node=8"]
+    words = split_words_of(split, overrides, own)
+    recipe, *rest = words.split()
+    assert recipe == "recipe=digen_flowgrpo+disaggregated" and rest == split.overrides
+    refused = split_words_of(split, [*overrides, "actor_rollout_ref.actor.ppo_epochs=2"], own)
+    assert refused.startswith("which a run would refuse as it is: actor_rollout_ref.actor.ppo_mini_batch_size")

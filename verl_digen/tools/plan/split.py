@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposal of a split of the run's devices into trainer and generator, simulated on the plan's calculated seconds.
+
+- The run becomes a profile of the simulator (`run_profile`), with the totals of `verl_digen.tools.plan.time`; the live
+  planner plays it, as in `digen simulate`, with the rules of the run's config.
+- A split counts if the config allows its sizes, the nodes have room for it, and it fits the memory; each is planned by
+  itself, as fewer ranks hold larger shards and make smaller tiles.
+- An assist is taken to gather the weights at every step, whatever memory it has.
+- Left out: encoding, decoding, rewards, environments, variance. Episodes and pictures of a data set get no proposal.
+
+Invariants (tests/plan/test_split.py): a proposed split fits and passes the checks of a start; its seconds are from
+`digen simulate` for the same profile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from verl_digen.devices import PEAK_TFLOPS, Pool
+from verl_digen.pool_sizes import num_shards
+from verl_digen.schedulers.rules import BatchRules
+from verl_digen.tools.plan.memory import Memory, plan_memory, update_bytes
+from verl_digen.tools.plan.run import Run
+from verl_digen.tools.plan.time import plan_time
+from verl_digen.tools.simulate.cluster import COLOCATED_TSP, Split, baselines, run_split
+from verl_digen.tools.simulate.layout import pool_overrides, pooled_nodes, type_overrides
+from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
+from verl_digen.tools.simulate.splits import SEARCH_STEPS, Placed, best_of, placed_splits
+from verl_digen.trainer.batch_rules import batch_rules
+
+GATHER_BYTES_PER_S = 160e9
+"""Speed of an all-gather of weights, as in the shipped profiles: 0.8 of NVLink of an H800 in one direction."""
+NETWORK_BYTES_PER_S = 50e9
+"""Speed of weights to the replicas, as in the shipped profiles: one 400 Gbit/s port per device."""
+HOST_BYTES_PER_S = 50e9
+"""Speed of weights to the host and back, as in the shipped profiles: 0.8 of PCIe 5.0 x16."""
+MIN_GAIN = 1.02
+"""Times as fast from which on a split is proposed: the simulation knows no smaller differences."""
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """Simulated seconds of a step on the run's devices, split in several ways."""
+
+    given: Split | None
+    """None: one pool."""
+    given_s: float | None
+    together_s: float | None
+    """All devices in turns, at the slowest type's speed, or one type alone; None if it does not fit."""
+    together: str
+    """Its devices, in words."""
+    best: Placed | None
+    """None if no split is allowed and fits."""
+    best_s: float | None
+
+    @property
+    def now_s(self) -> float | None:
+        """Seconds of the run as it is configured."""
+        return self.together_s if self.given is None else self.given_s
+
+    @property
+    def gain(self) -> float | None:
+        """Times as fast with the best split; None if the one or the other is not known."""
+        return None if self.best_s is None or self.now_s is None else self.now_s / self.best_s
+
+    @property
+    def is_proposed(self) -> bool:
+        return self.gain is not None and self.gain >= MIN_GAIN
+
+    @property
+    def overrides(self) -> list[str]:
+        """Overrides for the best split, beside recipe disaggregated; empty without one."""
+        if self.best is None:
+            return []
+        split = self.best.split
+        types = type_overrides(split.trainer, split.generator)
+        return [*pool_overrides(self.best.trainer, self.best.generator), *types]
+
+
+def plan_split(run: Run, types: tuple[str, str], device_bytes: int | None, mfu: float) -> SplitPlan | None:
+    """Search the best split; None for runs whose generation the plan cannot time.
+
+    Args:
+        types: types of the trainer's and the generator's devices.
+        device_bytes: memory of a device, the smaller of both types; None: any split fits.
+        mfu: share of the peak that is assumed.
+    """
+    settings = run.settings
+    if settings.digen.environment.is_on or plan_time(run, types[0], mfu, 0.0).generating_flops == 0:
+        return None
+    pools = [Pool(settings.num_trainer_devices, types[0])]
+    if settings.is_split:
+        pools.append(Pool(settings.num_generator_devices, types[1]))
+    given = Split(*pools) if settings.is_split else None
+    given_s = None if given is None else _split_s(run, plan_memory(run, device_bytes), given, types[0], mfu)
+    together_s, together = _together_s(run, pools, device_bytes, mfu)
+    nodes = pooled_nodes(pools, (settings.trainer_devices_per_node, settings.generator_devices_per_node))
+    families = placed_splits(nodes, settings.limits)
+
+    def step_s(placed: Placed) -> float:
+        resized = with_split(run, placed)
+        memory = plan_memory(resized, device_bytes)
+        if memory.fits is False:
+            return math.inf
+        return _split_s(resized, memory, placed.split, types[0], mfu)
+
+    found = best_of(families, step_s)
+    best, best_s = (None, None) if found is None else found
+    return SplitPlan(given, given_s, together_s, together, best, best_s)
+
+
+def with_split(run: Run, placed: Placed) -> Run:
+    """The run on separate pools of other sizes."""
+    num_trainer = placed.split.trainer.num_devices
+    settings = replace(
+        run.settings,
+        is_split=True,
+        rollout_name="diffusers" if run.settings.draws else run.settings.rollout_name,
+        frees_replica=False,
+        num_trainer_devices=num_trainer,
+        num_generator_devices=placed.split.generator.num_devices,
+        trainer_devices_per_node=placed.trainer.per_node,
+        generator_devices_per_node=placed.generator.per_node,
+        num_shards=num_shards(run.settings.limits.fsdp_size, num_trainer),
+    )
+    return replace(run, settings=settings)
+
+
+def _together_s(run: Run, pools: Sequence[Pool], device_bytes: int | None, mfu: float) -> tuple[float | None, str]:
+    """(seconds of the fastest run in turns, its devices)."""
+    settings, number = run.settings, sum(pool.num_devices for pool in pools)
+    one = replace(
+        settings,
+        is_split=False,
+        frees_replica=settings.frees_replica or settings.is_split,
+        num_trainer_devices=number,
+        num_generator_devices=number,
+        num_shards=num_shards(settings.limits.fsdp_size, number),
+    )
+    memory = plan_memory(replace(run, settings=one), device_bytes)
+    if memory.fits is False:
+        return None, ""
+    profile = run_profile(replace(run, settings=one), memory, pools[0].device, mfu)
+    runs = [run for run in baselines(profile, pools) if run.name == COLOCATED_TSP]
+    fastest = min(runs, key=lambda run: run.step_s)
+    return fastest.step_s, fastest.devices
+
+
+def _split_s(run: Run, memory: Memory, split: Split, device: str, mfu: float) -> float:
+    rules = run_rules(run)
+    outcome = run_split(
+        run_profile(run, memory, device, mfu), split, rules.techniques, num_steps=SEARCH_STEPS, rules=rules
+    )
+    return outcome.step_s
+
+
+def run_rules(run: Run) -> BatchRules:
+    """The planner's rules in the run."""
+    settings = run.settings
+    return batch_rules(
+        settings.digen,
+        num_prompts=settings.num_prompts,
+        group_size=settings.group_size,
+        num_trainer_ranks=settings.num_trainer_devices // settings.sequence_parallel,
+    )
+
+
+def run_profile(run: Run, memory: Memory, device: str, mfu: float) -> Profile:
+    """The run as a profile for devices of type `device`: its rows and steps together take what the plan says."""
+    settings, counts = run.settings, run.measured.counts
+    time = plan_time(run, device, mfu, memory.recomputed_share)
+    reached = PEAK_TFLOPS[device] * 1e12 * mfu
+    num_steps = settings.digen.num_generation_steps
+    num_rows = max(1, round(run.num_trained_rows / settings.num_samples))
+    gathers = settings.num_shards > 1 and settings.reshard
+    shard_bytes = counts.num_params / run.measured.num_experts * settings.dtypes.compute.itemsize
+    numbers = Numbers(
+        num_prompts=settings.num_prompts,
+        group_size=settings.group_size,
+        num_steps=num_steps,
+        num_trained_steps=num_rows,
+        max_chunk_size=settings.digen.rollout.batch_size,
+        rows_per_tile=max(1, memory.training.num_rows),
+        min_trainer_devices=1,
+        min_gathering_devices=NEVER,
+        step_s=time.generating_flops / settings.num_begun / num_steps / reached,
+        decode_s=0.0,
+        row_s=time.training_flops / (settings.num_samples * num_rows) / reached,
+        gather_s=shard_bytes / GATHER_BYTES_PER_S if gathers else 0.0,
+        score_s=0.0,
+        commit_s=update_bytes(run) / NETWORK_BYTES_PER_S,
+        switch_s=0.0 if settings.draws else 2 * run.measured.transformer_bytes / HOST_BYTES_PER_S,
+    )
+    return Profile("plan", run.measured.title, "calculated by digen plan", device, numbers, {})
+
+
+def split_lines(plan: SplitPlan, words: str) -> list[str]:
+    """The proposal for people.
+
+    Args:
+        words: to type for the best split, if it is proposed.
+    """
+    ways = [] if plan.given is None else [f"{plan.given} takes {plan.given_s:.1f} s a step"]
+    if plan.together_s is not None:
+        ways.append(f"{plan.together}, in turns, {plan.together_s:.1f} s")
+    lines = [f"simulated on these seconds, not measured: {'; '.join(ways)}"]
+    known = [seconds for seconds in (plan.given_s, plan.best_s) if seconds is not None]
+    if plan.given is not None and plan.together_s is not None and plan.together_s * MIN_GAIN <= min(known):
+        lines.append(
+            f"  in turns they are {min(known) / plan.together_s:.2f} times as fast as with the best split: leave out "
+            "recipe disaggregated"
+        )
+    if plan.best is None:
+        return [*lines, "  no split into trainer and generator is allowed and fits"]
+    if not plan.is_proposed:
+        return [*lines, f"  no split is faster; the best of those that fit: {plan.best.split}, {plan.best_s:.1f} s"]
+    faster = f", {plan.gain:.2f} times as fast" if plan.gain is not None else ""
+    return [
+        *lines,
+        f"  best split: {plan.best.split.trainer} train, {plan.best.split.generator} generate, "
+        f"{plan.best_s:.1f} s a step{faster}:",
+        f"    {words}",
+    ]
