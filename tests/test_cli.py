@@ -50,6 +50,7 @@ def digen(capsys, *words):
         ),
         (("simulate", "--profile", "qwen-image-20"), "did you mean qwen-image-20b?"),
         (("simulate", "--profile", "bytes"), "--profile must be a file of JSON, got 'bytes'"),
+        (("bench", "nosuch"), "overrides must be KEY=VALUE, got 'nosuch'"),
         (("timeline", "no_such_run"), "RUN_DIR must be the folder of a run"),
     ],
 )

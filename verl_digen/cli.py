@@ -17,6 +17,7 @@ from typing import NoReturn, Protocol
 
 from verl_digen.observe.timeline import command as timeline
 from verl_digen.report import report_command as report
+from verl_digen.tools.bench import command as bench
 from verl_digen.tools.checkup import command as doctor
 from verl_digen.tools.export import export_command as export
 from verl_digen.tools.export import sample_command as sample
@@ -54,7 +55,7 @@ EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143
 
 COMMANDS: tuple[Command, ...] = (
     *(train, watch, report, sample, export),
-    *(doctor, plan, score, simulate, timeline),
+    *(doctor, plan, score, simulate, timeline, bench),
 )
 
 

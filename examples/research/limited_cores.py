@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run a command with more devices than this machine has cores, each with the same share of a core.
 
-    python examples/research/limited_cores.py --cores 0.45 python examples/research/bench.py --trainer 2 --generator 2
+    python examples/research/limited_cores.py --cores 0.45 digen bench --trainer 2 --generator 2
 
 The kernel's CPU quota holds each trainer rank and each replica that the command starts to `--cores`. Without it, a
 device that waits leaves its core to the others, and waiting costs nothing. What is no device (the driver, rewards,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench.py` with a mode more: our engine with the settings of verl-omni's published recipe.
+"""`digen bench` with a mode more: our engine with the settings of verl-omni's published recipe.
 
-    python examples/research/peer.py --modes as-verl-omni,colocated+tsp,gap+tsp+tag [further words of bench.py]
+    python examples/research/peer.py --modes as-verl-omni,colocated+tsp,gap+tsp+tag [further words of digen bench]
 
 It differs from `colocated` in what that recipe sets: samples are generated one at a time, trained in micro-batches of
 16 samples and one timestep, with a reduction of the gradient for each, in two optimizer steps after a log-prob pass.
@@ -11,12 +11,15 @@ It is no measurement of verl-omni: its engine, offloading, and a reward that tak
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 
 from as_verl_omni import NAME, VERL_OMNI
-from bench import MODES, Mode, main
+
+from verl_digen.tools.bench import command
+from verl_digen.tools.bench.modes import MODES, Mode
 
 NUM_PROMPTS = 8
-"""Prompts of a batch of the quick start, the recipe of `bench.py`."""
+"""Prompts of a batch of the quick start, the recipe of `digen bench`."""
 
 
 def peer_mode() -> Mode:
@@ -28,8 +31,15 @@ def peer_mode() -> Mode:
         f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS // VERL_OMNI.num_updates}",
         "digen.rollout.max_batch_size=1",
     )
-    return Mode(NAME, (), overrides)
+    return Mode(NAME, (), overrides, ())
+
+
+def main() -> int:
+    MODES[NAME] = peer_mode()
+    parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    command.add_arguments(parser)
+    return command.run(parser.parse_args())
 
 
 if __name__ == "__main__":
-    sys.exit(main({**MODES, NAME: peer_mode()}))
+    sys.exit(main())

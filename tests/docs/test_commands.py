@@ -3,7 +3,7 @@
 
 - `python -m verl.trainer.main_ppo WORDS`, and lines of KEY=VALUE: Hydra composes them, and the checks of a start pass
   that need no prompts and no weights.
-- `digen SUBCOMMAND`: the command's own parser; the words of `digen plan` are composed, too.
+- `digen SUBCOMMAND`: the command's own parser; the words of `digen plan` and `digen bench` are composed, too.
 - other programs of the repository: the file exists and knows every option.
 - `make`, `pip`, `uv`: targets and extras exist.
 - `docker`, `sbatch`, `kubectl`: files and build arguments exist; words for a script compose.
@@ -101,10 +101,6 @@ def check_python(start, block: Block, words: list[str]) -> None:
         check_program(module / "__main__.py" if module.is_dir() else module.with_suffix(".py"), words[3:])
     else:
         inner = next((number for number, word in enumerate(words[2:], 2) if word in PROGRAMS), len(words))
-        if "--" in words:  # the program gives the rest to verl
-            inner = words.index("--")
-            composed(start, ["recipe=digen_quickstart", *words[inner + 1 :]])
-            words = words[:inner]
         check_program(ROOT / words[1], words[2:inner])
         if inner < len(words):  # a command that the program runs
             check_command(start, block, words[inner:])
@@ -119,6 +115,8 @@ def check_digen(start, block: Block, words: list[str]) -> None:
             check_config(compose_run(overrides, own))
     elif args.command == "train" and args.config_name is None:
         composed(start, words_of(args.words))
+    elif args.command == "bench" and args.overrides:
+        composed(start, [f"recipe={args.recipe or 'digen_quickstart'}", *args.overrides])
 
 
 def check_make(start, block: Block, words: list[str]) -> None:
