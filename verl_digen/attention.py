@@ -21,7 +21,6 @@ from verl_digen.require import require, require_one_of
 
 NATIVE = "native"
 """PyTorch's own choice among its kernels."""
-QUANTIZES = "it quantizes queries and keys, so log-probs would be those of another policy, and it has no backward"
 
 
 @dataclass(frozen=True)
@@ -56,18 +55,13 @@ class AttentionBackend:
     takes_fp32: bool = False
     """False: bfloat16 or float16 only, on an accelerator."""
     trains: bool = True
-    needs_compile: bool = False
-    """True if it is slow, or runs out of memory, outside compiled blocks."""
     split: Split | None = None
     """None: diffusers refuses it, or its backward, where devices share a row's tokens."""
-    refused: str | None = None
-    """Reason for which no side may use it."""
 
 
 _FLASH = Package("flash_attn", "flash-attn", (2, 6, 3))
 _FLASH_3 = Package("flash_attn_3", "flash-attn-3")
 _HUB = Package("kernels", "kernels", (0, 12))
-_SAGE = AttentionBackend(refused=QUANTIZES)
 
 ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = {
     NATIVE: AttentionBackend((), takes_masks=True, takes_fp32=True, split=Split(takes_masks=True)),
@@ -81,36 +75,26 @@ ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = {
     "_flash_3_hub": AttentionBackend(package=_HUB, split=Split()),
     "_flash_3_varlen_hub": AttentionBackend(package=_HUB, takes_masks=True, split=Split(takes_masks=True)),
     "aiter_fa2_hub": AttentionBackend(package=_HUB),
-    "flex": AttentionBackend(takes_fp32=True, needs_compile=True),
     "_native_cudnn": AttentionBackend(takes_masks=True, split=Split()),
     "_native_efficient": AttentionBackend(takes_masks=True, takes_fp32=True),
     "_native_flash": AttentionBackend(("cuda", "cpu"), split=Split()),
     "_native_math": AttentionBackend((), takes_masks=True, takes_fp32=True),
     "_native_npu": AttentionBackend(("npu",), Package("torch_npu", "torch-npu"), takes_masks=True),
-    "_native_xla": AttentionBackend(("xla",), Package("torch_xla", "torch-xla", (2, 2))),
-    "xformers": AttentionBackend(package=Package("xformers", "xformers", (0, 0, 29)), takes_fp32=True),
-    **dict.fromkeys(("sage", "sage_hub", "sage_blackwell_hub", "sage_varlen", "_sage_qk_int8_pv_fp8_cuda"), _SAGE),
-    **dict.fromkeys(("_sage_qk_int8_pv_fp8_cuda_sm90", "_sage_qk_int8_pv_fp16_cuda"), _SAGE),
-    "_sage_qk_int8_pv_fp16_triton": _SAGE,
 }
-"""Name -> kernel."""
-ALLOWED = tuple(sorted(name for name, backend in ATTENTION_BACKENDS.items() if backend.refused is None))
+"""Name -> kernel. diffusers' others are not here: SageAttention quantizes queries and keys, so log-probs would be those
+of another policy, and has no backward; the rest has not been asked for."""
 
 
 def check_name(key: str, name: str) -> None:
     """Raise ValueError unless a run may use the kernel `name`; says which one was probably meant."""
-    if name in ATTENTION_BACKENDS:
-        reason = ATTENTION_BACKENDS[name].refused
-        require(reason is None, f"{key} must be one of {', '.join(ALLOWED)}: {reason}", name, "choose one of these")
-    require_one_of(key, name, ALLOWED)
+    require_one_of(key, name, sorted(ATTENTION_BACKENDS))
 
 
-def check_use(key: str, name: str, *, trains: bool, dtype: str, device: str, compiles: bool) -> None:
+def check_use(key: str, name: str, *, trains: bool, dtype: str, device: str) -> None:
     """Raise ValueError if the kernel cannot do what this side of the run asks of it.
 
     Args:
-        trains: True for the trainer. dtype: e.g. "bfloat16" or "fp32". device: type, e.g. "cuda". compiles: blocks are
-            compiled.
+        trains: True for the trainer. dtype: e.g. "bfloat16" or "fp32". device: type, e.g. "cuda".
     """
     backend = ATTENTION_BACKENDS[name]
     require(
@@ -125,12 +109,6 @@ def check_use(key: str, name: str, *, trains: bool, dtype: str, device: str, com
         name,
         "set it to native, or compute in bfloat16",
     )
-    require(
-        compiles or not backend.needs_compile,
-        f"{key} must be another one without compiled blocks: this one then makes a matrix of all pairs of tokens",
-        name,
-        "set digen.compile=true, or native",
-    )
 
 
 def check_split(key: str, name: str, size_key: str, *, needs_masks: bool) -> None:
@@ -143,7 +121,7 @@ def check_split(key: str, name: str, size_key: str, *, needs_masks: bool) -> Non
     able = [
         each
         for each, backend in ATTENTION_BACKENDS.items()
-        if backend.refused is None and backend.split is not None and (backend.split.takes_masks or not needs_masks)
+        if backend.split is not None and (backend.split.takes_masks or not needs_masks)
     ]
     asked = [
         "diffusers can run on a row's tokens split over devices",

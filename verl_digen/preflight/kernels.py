@@ -64,7 +64,7 @@ def check_kernels(config: DictConfig) -> None:
 
     device = get_platform().device_name
     for side in sides(config):
-        check_use(side.key, side.attention, trains=side.trains, dtype=side.dtype, device=device, compiles=side.compiles)
+        check_use(side.key, side.attention, trains=side.trains, dtype=side.dtype, device=device)
         if side.size > 1:
             check_split(side.key, side.attention, SIZE_KEY, needs_masks=False)
     if config.actor_rollout_ref.rollout.name != "vllm_omni":

@@ -56,27 +56,12 @@ EXACT_ATTENTION = (
 )
 """Attention back ends that neither quantize nor skip anything."""
 
-_DEVICES = (
-    "the devices of a replica share the tensors of a layer and nothing else "
-    "(actor_rollout_ref.rollout.tensor_model_parallel_size)"
-)
-_NUMBERS = "it computes with other numbers than the trainer, so the recorded log-probs would be wrong"
-_STEPS = "steps and schedule are the project's own (digen.sampling, digen.sde)"
-_WEIGHTS = "the trainer sends weights and adapters"
-
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("cache_backend", "cache_config", "enable_cache_dit_summary"), _NUMBERS),
-    **dict.fromkeys(("diffusion_kv_cache_dtype", "quantization", "quantization_config", "force_cutlass_fp8"), _NUMBERS),
-    **dict.fromkeys(("diffusion_kv_cache_skip_steps", "diffusion_kv_cache_skip_layers", "VSA_sparsity"), _NUMBERS),
-    **dict.fromkeys(("diffusion_attention_config", "fastvideo_vsa_topk"), _NUMBERS),
-    **dict.fromkeys(("flow_shift", "boundary_ratio", "skip_time_steps", "streaming_output"), _STEPS),
-    **dict.fromkeys(("lora_path", "lora_scale", "lora_backend", "max_cpu_loras"), _WEIGHTS),
-    **dict.fromkeys(("diffusion_load_format", "enable_layerwise_offload"), _WEIGHTS),
-    **dict.fromkeys(("enable_distributed_layerwise_offload", "model", "revision"), _WEIGHTS),
-    **dict.fromkeys(("parallel_config", "cfg_parallel_size", "ulysses_degree", "ring_degree"), _DEVICES),
-    **dict.fromkeys(("allgather_degree", "sequence_parallel_size", "pipeline_parallel_size"), _DEVICES),
-    **dict.fromkeys(("data_parallel_size", "tensor_parallel_size", "num_gpus"), _DEVICES),
-    **dict.fromkeys(("use_hsdp", "text_encoder_tp_size", "vae_patch_parallel_size"), _DEVICES),
+    **dict.fromkeys(
+        ("cache_backend", "quantization", "diffusion_kv_cache_dtype"),
+        "it computes with other numbers than the trainer, so the recorded log-probs would be wrong",
+    ),
+    "tensor_parallel_size": "actor_rollout_ref.rollout.tensor_model_parallel_size sets it",
     "dtype": "actor_rollout_ref.rollout.dtype sets it",
     "enforce_eager": "actor_rollout_ref.rollout.enforce_eager sets it",
     "enable_sleep_mode": "actor_rollout_ref.rollout.free_cache_engine sets it",
@@ -84,13 +69,9 @@ REFUSED: dict[str, str] = {
     "prompt_embed_cache_size": "digen.rollout.embed_cache_size sets it",
     "max_num_seqs": "digen.rollout.max_batch_size sets it",
     "request_batch_max_wait_ms": "digen.rollout.batch_wait_s sets it",
-    "step_execution": "it follows from the model",
-    **dict.fromkeys(
-        ("custom_pipeline_args", "worker_extension_cls", "engine_backend", "diffusion_model_runner_cls"),
-        "verl-digen records and updates weights through it",
-    ),
 }
-"""Setting -> why a run may not set it."""
+"""Setting -> why a run may not set it. Others are refused as unknown: they change numbers or schedules, place weights,
+or split a replica in another way than by tensors."""
 
 
 def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
