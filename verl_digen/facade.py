@@ -37,8 +37,8 @@ DECIDED_BY = {
     "resource_pool_manager": "trainer.nnodes and trainer.n_gpus_per_node, and with separate pools the keys of "
     "actor_rollout_ref.rollout, say which devices are taken",
     "ray_worker_group_cls": "the ranks are in verl's RayWorkerGroup",
-    "train_dataset": "data.train_files names the prompts",
-    "val_dataset": "data.val_files names the prompts",
+    "train_dataset": "data.train_files names the prompts, and data.custom_cls.path and .name a class of your own",
+    "val_dataset": "data.val_files names the prompts, and data.custom_cls.path and .name a class of your own",
     "collate_fn": "prompts are collated by verl's",
     "train_sampler": "data.shuffle and data.seed decide on the order",
 }

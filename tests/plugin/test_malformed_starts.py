@@ -29,7 +29,7 @@ from tests.tiny_models import BUILDERS, build_tiny
 from verl_digen import preflight
 from verl_digen.config import load
 from verl_digen.preflight.machine import tracker_notes
-from verl_digen.preflight.unknown import _verls_keys, keys_of
+from verl_digen.preflight.unknown import READERS, _verls_keys, keys_of, unknown_problems
 from verl_digen.preflight.values import OURS, REFUSED, unused_keys
 from verl_digen.preflight.weights import check_weights
 
@@ -167,6 +167,15 @@ def test_every_key_without_effect_is_one_of_verls(compose_main):
 def test_verls_yaml_has_the_keys_of_its_composed_config(start):
     composed = {key for key in keys_of(start()) if key.partition(".")[0] not in ("hydra", "model_engine")}
     assert composed <= set(keys_of(OmegaConf.create(_verls_keys()))) and "trainer.save_freq" in composed
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_section_that_a_class_of_ones_own_reads_may_have_any_key(start, runnable, reader):
+    key, ours = READERS[reader]
+    config = start(*runnable, f"+{reader}.mine=1")
+    assert [problem.split()[0] for problem in unknown_problems(config)] == [f"{reader}.mine"]
+    OmegaConf.update(config, key, f"My{ours}")
+    assert unknown_problems(config) == []
 
 
 def test_all_problems_of_a_start_are_told_at_once(start, runnable):

@@ -16,6 +16,7 @@ from verl_digen.preflight.rewards import (
     check_group_rewards,
     check_reward_devices,
     check_reward_keys,
+    check_reward_manager,
     check_rewards,
     check_timeshared,
     reward_formula,
@@ -303,6 +304,7 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
             "'custom_reward_function', got ['mine.py']; the keys are under reward.custom_reward_function now",
         ),
         (check_reward_keys, {"reward_model__rollout__name": "vllm"}, "reward_model.rollout.name must be left out"),
+        (check_reward_manager, {"reward__reward_manager__name": "naive"}, "reward_manager must be the recipes', "),
     ],
 )
 def test_keys_around_rewards_that_would_do_nothing_or_fail_later_are_refused(composed, check, changes, message):

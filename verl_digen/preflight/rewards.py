@@ -85,6 +85,21 @@ def check_rewards(config: DictConfig) -> None:
     )
 
 
+OURS = ("importlib", "DiffusionRewardManager", "pkg://verl_digen.reward.manager")
+"""`source`, `name` and `module.path` of the project's own reward manager."""
+
+
+def check_reward_manager(config: DictConfig) -> None:
+    """Require the recipes' reward manager."""
+    section = config.reward.reward_manager
+    require(
+        (section.source, section.name, section.module.path) == OURS,
+        "reward.reward_manager must be the recipes', DiffusionRewardManager",
+        f"{section.name} of {section.module.path}",
+        "leave it out: a reward of your own is a function or a class (docs/reward_cookbook.md)",
+    )
+
+
 def check_reward_devices(config: DictConfig) -> None:
     """Require devices for a pool of reward devices, and processes that use them."""
     model = config.reward.reward_model

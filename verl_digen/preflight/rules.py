@@ -94,6 +94,7 @@ RULES: tuple[Rule, ...] = (
     rewards.check_latents,
     rewards.check_combination,
     rewards.check_group_rewards,
+    rewards.check_reward_manager,
     rewards.check_reward_devices,
     rewards.check_timeshared,
     rewards.check_watching,

@@ -7,6 +7,7 @@ verl makes of it in the workers, and keys of verl's own yaml. Not checked, becau
 - mappings inside a dataclass's section (`engine_kwargs`, `override_optimizer_config`, `mixed_precision`, `wrap_policy`,
   `profiler.tool_config`, `custom`), and sections that are empty in verl's yaml (`sampler_kwargs`);
 - `OPEN`: sections that are passed on as a whole, or have a rule of their own;
+- a section that a user's class reads (`READERS`);
 - a user's own section, `+mine.key=value`, unless its name is nearly one of verl's.
 """
 
@@ -39,6 +40,11 @@ EXTRA: Mapping[str, frozenset[str]] = {
     "reward.custom_reward_function": frozenset({"reward_kwargs"}),
 }
 """Section -> keys that are read, and not in verl's yaml."""
+READERS: Mapping[str, tuple[str, str]] = {
+    "data": ("data.custom_cls.name", "DiffusionPromptDataset"),
+    "trainer.v1.sampler": ("trainer.v1.sampler.custom_sampler.name", "GroupReplayBuffer"),
+}
+"""Section -> key with the name of the class that reads it, and our class."""
 MANY = 5
 """Maximum number of sections that share a key name for the name to be a useful hint."""
 NEVER_MEANT = frozenset({"hydra", "critic", "distillation"})
@@ -87,6 +93,8 @@ def _unknown(section: DictConfig, path: str, verls: Any) -> Iterator[tuple[str, 
 
 def _known(section: DictConfig, path: str, verls: Any) -> set[str] | None:
     """The section's keys; None where they are the user's."""
+    if path in READERS and OmegaConf.select(section._get_root(), READERS[path][0]) != READERS[path][1]:
+        return None
     names = set(verls or ()) | EXTRA.get(path, frozenset()) | {"_target_"}
     target = section._get_node("_target_", validate_access=False)
     if target is not None:

@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the installation, the `digen:` section, batches that divide, and classes that verl loads by name."""
+"""Rules for the installation, the `digen:` section, batches that divide, and classes that verl loads by name: the
+recipes name ours, and another one must be a subclass of it."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen import plugin
 from verl_digen.config import digen_config
-from verl_digen.pool_sizes import ROLLOUT, num_trainer_devices
+from verl_digen.pool_sizes import num_trainer_devices
 from verl_digen.require import refusing, require, suggestion
 
 
@@ -100,19 +103,51 @@ def check_batches(config: DictConfig) -> None:
 
 
 CLASSES = {
-    "data.custom_cls.path": "pkg://verl_digen.data.dataset",
-    "data.custom_cls.name": "DiffusionPromptDataset",
-    "trainer.v1.sampler.custom_sampler.path": "pkg://verl_digen.trainer.replay_buffer",
-    "trainer.v1.sampler.custom_sampler.name": "GroupReplayBuffer",
-    f"{ROLLOUT}.agent.agent_loop_manager_class": "verl_digen.agent_loop.manager.DiffusionAgentLoopManager",
-    "reward.reward_manager.module.path": "pkg://verl_digen.reward.manager",
-    "reward.reward_manager.name": "DiffusionRewardManager",
+    "data.custom_cls": ("verl_digen.data.dataset", "DiffusionPromptDataset"),
+    "trainer.v1.sampler.custom_sampler": ("verl_digen.trainer.replay_buffer", "GroupReplayBuffer"),
 }
-"""Key with which verl names a class -> its value in the recipes."""
+"""Section whose `path` and `name` name a class -> module and name of ours, as the recipes have them."""
+MANAGER_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+MANAGER = "verl_digen.agent_loop.manager.DiffusionAgentLoopManager"
 
 
 def check_classes(config: DictConfig) -> None:
-    """Require our classes where verl loads one by name."""
-    for key, ours in CLASSES.items():
-        given = OmegaConf.select(config, key, throw_on_missing=True)
-        require(given == ours, f"{key} must be {ours}", given, "leave it to the recipes")
+    """Require every class to be ours, or a subclass of ours that can be loaded."""
+    for section, (module, ours) in CLASSES.items():
+        path, name = (OmegaConf.select(config, f"{section}.{key}", throw_on_missing=True) for key in ("path", "name"))
+        if (path, name) != (f"pkg://{module}", ours):
+            _check_class(section, module, ours, path, name)
+    given = OmegaConf.select(config, MANAGER_KEY)
+    require(
+        isinstance(given, str) and (given == MANAGER or _is_subclass(given)),
+        f"{MANAGER_KEY} must be {MANAGER}, or a subclass of it that can be imported",
+        given,
+        "leave it to the recipes",
+    )
+
+
+def _check_class(section: str, module: str, ours: str, path: Any, name: Any) -> None:
+    from verl.utils.import_utils import load_extern_object
+
+    importlib.import_module("verl.trainer.ppo.v1")  # which imports the modules of ours, and not the other way round
+    remedy = "leave both keys to the recipes"
+    if path == f"pkg://{module}":
+        remedy = f"{suggestion(str(name), (ours,))}{remedy}"
+    with refusing(f"{section}.name must be a class of {section}.path={path}", name, remedy):
+        given = load_extern_object(path, name)
+    require(
+        isinstance(given, type) and issubclass(given, getattr(importlib.import_module(module), ours)),
+        f"{section}.name must be {ours} or a subclass of it",
+        name,
+        remedy,
+    )
+
+
+def _is_subclass(given: str) -> bool:
+    module, _, name = given.rpartition(".")
+    ours = getattr(importlib.import_module(MANAGER.rpartition(".")[0]), MANAGER.rpartition(".")[2])
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return isinstance(found, type) and issubclass(found, ours)
