@@ -129,6 +129,11 @@ def reward_worker() -> Any:
     return worker
 
 
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl_digen.reward.manager.resolve_reward_manager_cls", lambda config: DiffusionRewardManager)
+
+
 def run_batch(server: DiffusersServer, *, is_scored: bool, batch: DataProto | None = None) -> DataProto:
     """`generate_sequences` of a worker over two replicas."""
     worker = make_worker(digen=digen_config(CONFIG), llm_client=make_manager(server, server))
@@ -145,7 +150,9 @@ def run_batch(server: DiffusersServer, *, is_scored: bool, batch: DataProto | No
 
 @pytest.fixture(scope="module")
 def generated(server: DiffusersServer) -> DataProto:
-    return run_batch(server, is_scored=True)
+    with pytest.MonkeyPatch.context() as patch:
+        registered.__wrapped__(patch)  # type: ignore[attr-defined]
+        return run_batch(server, is_scored=True)
 
 
 def test_the_package_has_every_name():
@@ -371,7 +378,7 @@ def test_a_reward_manager_takes_the_rfcs_arguments_and_columns(generated: DataPr
         DiffusionRewardManager(CONFIG, None, compute_score)  # type: ignore[arg-type]
 
 
-def test_compute_rm_score_gives_the_scores_of_the_run(generated: DataProto):
+def test_compute_rm_score_gives_the_scores_of_the_run(registered, generated: DataProto):
     manager: Any = object.__new__(DiffusionRewardLoopManager)
     manager.config, manager._pools = CONFIG, {}
     manager.reward_loop_workers = [Scoring(reward_worker().score)]
@@ -411,7 +418,7 @@ def test_a_reward_that_does_not_score_a_row_is_nan_and_one_of_latents_is_refused
         make_reward_manager({"mine": {"weight": 1.0, "reward": LATENT}}).compute_rm_score(generated)
 
 
-def test_a_worker_of_functions_scores_a_batch(generated: DataProto):
+def test_a_worker_of_functions_scores_a_batch(registered, generated: DataProto):
     scored = run(reward_worker().compute_score_batch(generated))
     assert [one["reward_score"] for one in scored] == pytest.approx(generated.batch["rm_scores"][:, 0].tolist())
 

@@ -266,6 +266,11 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
         ),
         (
             check_combination,
+            {"digen__reward__combine": "gdpo", "reward__reward_manager__name": "Mine"},
+            "digen.reward.combine must be sum with reward.reward_manager.name=Mine, which returns one number, got",
+        ),
+        (
+            check_combination,
             {"digen__reward__combine": "gdpo", "digen__queue__drop_zero_spread": True},
             "digen.queue.drop_zero_spread must be false with digen.reward.combine=gdpo",
         ),
@@ -304,7 +309,8 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
             "'custom_reward_function', got ['mine.py']; the keys are under reward.custom_reward_function now",
         ),
         (check_reward_keys, {"reward_model__rollout__name": "vllm"}, "reward_model.rollout.name must be left out"),
-        (check_reward_manager, {"reward__reward_manager__name": "naive"}, "reward_manager must be the recipes', "),
+        (check_reward_manager, {"reward__reward_manager__name": "naive"}, "must name a class that can be imported"),
+        (check_reward_manager, {"reward__reward_manager__module__path": "pkg://nowhere"}, "got 'DiffusionRewardMan"),
     ],
 )
 def test_keys_around_rewards_that_would_do_nothing_or_fail_later_are_refused(composed, check, changes, message):

@@ -28,6 +28,10 @@ STOPS = (GOLD, "digen.reward.stop_on_hacking=true", "trainer.test_freq=20", "tra
             (GOLD, "trainer.test_freq=-1", "trainer.val_before_train=false"),
             "trainer.val_before_train true, with digen.reward.recipe_functions.gold.when=validation, got -1",
         ),
+        (
+            (GOLD, "reward.reward_manager.name=Mine", "reward.reward_manager.module.path=mine.py"),
+            "digen.reward.recipe_functions.gold must score all samples with reward.reward_manager.name=Mine",
+        ),
     ],
 )
 def test_what_watching_needs_is_asked_for_before_the_start(start, runnable, given, message):

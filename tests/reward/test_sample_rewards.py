@@ -21,7 +21,7 @@ from verl_digen.config.reward import reward_entry
 from verl_digen.errors import RunStopped
 from verl_digen.reward.combine import formula
 from verl_digen.reward.functions import call_arguments
-from verl_digen.reward.manager import DiffusionRewardManager, RewardPoolWorker
+from verl_digen.reward.manager import DiffusionRewardLoopWorker, DiffusionRewardManager, RewardPoolWorker, samples_of
 from verl_digen.reward.named import check, check_packages, check_rows, make
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.reward.scorers import diversity
@@ -158,6 +158,36 @@ def test_a_sample_that_kills_whoever_scores_it_fails_alone_and_says_so(monkeypat
     monkeypatch.setattr(Lengths, "score", died)
     (failed,) = score_group(DigenConfig(), size=1)
     assert isinstance(failed, ScoringError) and "the reward worker died whenever it scored this sample" in str(failed)
+
+
+def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine, monkeypatch):
+    class Mine:
+        def __init__(self, config, tokenizer, compute_score):
+            self.num_calls = 0
+
+        async def run_single(self, data: Any) -> Any:
+            (sample,) = samples_of(data)
+            self.num_calls += 1
+            if self.num_calls == 1:
+                raise OSError("the first call fails, and is tried again")
+            told = {"light": float(sample.pixels.max()), "text": sample.row.text}
+            return {"reward_score": 1.0 + sample.is_validation, "reward_extra_info": told}
+
+    monkeypatch.setattr("verl_digen.reward.manager.resolve_reward_manager_cls", lambda config: Mine)
+    named = {"jpeg_compressibility": 1.0, "bright": {"weight": 2.0, "reward": f"{mine}:Bright"}}
+    reward = {"reward_manager": {"name": "Mine"}, "custom_reward_function": {"path": None}}
+    config = OmegaConf.create({"digen": {"reward": {"functions": named}}, "reward": reward})
+
+    async def run() -> Any:
+        worker = DiffusionRewardLoopWorker(config)
+        handles = {SHARED: [Handle(worker)], "bright": [Handle(RewardPoolWorker(config, "bright"))]}
+        rewards = SampleRewards.of_run(config, handles, DigenConfig(reward=RewardConfig(named)))
+        sample = replace(make_sample(value=7), is_validation=True)
+        return await rewards.score(sample, version=0, group_size=1)
+
+    score, _ = asyncio.run(run())
+    assert score.total == 2.0 + 2.0 * 7.0
+    assert score.parts == {"manager": 2.0, "manager/light": 7.0, "bright": 7.0, "bright/red": 1.0}
 
 
 @pytest.mark.parametrize(

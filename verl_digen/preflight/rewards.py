@@ -23,9 +23,11 @@ from verl_digen.reward.encoders import WEIGHTS
 from verl_digen.reward.functions import CUSTOM, require_reward_function
 from verl_digen.reward.named import (
     BUILT_IN,
+    OWN_MANAGER,
     check,
     find,
     has_custom,
+    has_pool,
     num_function_workers,
     reads_latents,
 )
@@ -90,14 +92,18 @@ OURS = ("importlib", "DiffusionRewardManager", "pkg://verl_digen.reward.manager"
 
 
 def check_reward_manager(config: DictConfig) -> None:
-    """Require the recipes' reward manager."""
+    """Require the reward manager to be ours or the user's, not verl's for text."""
     section = config.reward.reward_manager
-    require(
-        (section.source, section.name, section.module.path) == OURS,
-        "reward.reward_manager must be the recipes', DiffusionRewardManager",
+    if (section.source, section.name, section.module.path) == OURS:
+        return
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+    with refusing(
+        "reward.reward_manager must name a class that can be imported",
         f"{section.name} of {section.module.path}",
-        "leave it out: a reward of your own is a function or a class (docs/reward_cookbook.md)",
-    )
+        "leave reward.reward_manager alone, a reward of your own is a function",
+    ):
+        resolve_reward_manager_cls(config)
 
 
 def check_reward_devices(config: DictConfig) -> None:
@@ -134,6 +140,13 @@ def check_combination(config: DictConfig) -> None:
     """Require `digen.reward.combine` to be known, and what it reads to be there."""
     reward = digen_config(config).reward
     find_combination(reward)
+    manager = config.reward.reward_manager.name
+    require(
+        reward.combine == "sum" or manager == OWN_MANAGER,
+        f"digen.reward.combine must be sum with reward.reward_manager.name={manager}, which returns one number",
+        reward.combine,
+        "leave reward.reward_manager alone, or digen.reward.combine out",
+    )
     names = [entry.name for entry in reward.entries]
     require(
         CUSTOM not in names or not has_custom(config),
@@ -258,6 +271,7 @@ STOP = "digen.reward.stop_on_hacking"
 def check_watching(config: DictConfig) -> None:
     """Require what rewards of some samples, gold rewards and the stop on hacking need."""
     reward = digen_config(config).reward
+    _check_manager(config, reward.entries)
     late = [entry for entry in reward.entries if entry.when == VALIDATION]
     for entry in late:
         require(
@@ -298,4 +312,20 @@ def _check_stop(config: DictConfig, golds: Sequence[str]) -> None:
         f"actor_rollout_ref.actor.checkpoint.save_contents must have model with {STOP}=true",
         contents,
         "add it",
+    )
+
+
+def _check_manager(config: DictConfig, entries: Sequence[RewardEntry]) -> None:
+    """Refuse functions of some samples with the user's own reward manager, which is called on all."""
+    manager = config.reward.reward_manager.name
+    partial = [
+        entry.key
+        for entry in entries
+        if (entry.when != ALWAYS or entry.data_sources is not None) and manager != OWN_MANAGER and not has_pool(entry)
+    ]
+    require(
+        not partial,
+        f"{', '.join(partial)} must score all samples with reward.reward_manager.name={manager}, which scores each",
+        manager,
+        "leave reward.reward_manager alone, or when and data_sources out",
     )

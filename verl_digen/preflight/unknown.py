@@ -42,6 +42,7 @@ EXTRA: Mapping[str, frozenset[str]] = {
 """Section -> keys that are read, and not in verl's yaml."""
 READERS: Mapping[str, tuple[str, str]] = {
     "data": ("data.custom_cls.name", "DiffusionPromptDataset"),
+    "reward": ("reward.reward_manager.name", "DiffusionRewardManager"),
     "trainer.v1.sampler": ("trainer.v1.sampler.custom_sampler.name", "GroupReplayBuffer"),
 }
 """Section -> key with the name of the class that reads it, and our class."""

@@ -18,14 +18,16 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_loop import RewardLoopManager, RewardLoopWorker
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.plugin.platform import get_platform
-from verl.trainer.ppo.reward import get_custom_reward_fn
+from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 
 from verl_digen.config import digen_config
-from verl_digen.data.rows import dataproto_rows, is_validation, sample_indices
+from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
 from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
 from verl_digen.processes.workers import RestartingActor
+from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.functions import CUSTOM, reward_of
 from verl_digen.reward.named import (
+    has_own_manager,
     num_function_workers,
     pool_entries,
     reads_latents,
@@ -33,7 +35,7 @@ from verl_digen.reward.named import (
     shared_entries,
 )
 from verl_digen.reward.reward_model import ServedModel, connected, router_argument
-from verl_digen.reward.sample_rewards import SHARED, SampleRewards, weighted
+from verl_digen.reward.sample_rewards import MANAGER, SHARED, SampleRewards, weighted
 from verl_digen.reward.scoring import BatchScorer, Turn
 from verl_digen.types import PartScore, RewardInput, Score
 
@@ -53,6 +55,15 @@ def samples_of(data: DataProto) -> list[RewardInput]:
     ]
 
 
+def sample_data(sample: RewardInput) -> DataProto:
+    """The sample as `samples_of` reads it, for the user's own reward manager."""
+    return DataProto(
+        TensorDict({"responses": torch.from_numpy(sample.pixels.copy()).unsqueeze(0)}, batch_size=1),
+        {ROW: object_column([sample.row]), AUDIO: object_column([sample.audio])},
+        {"validate": sample.is_validation},
+    )
+
+
 async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
     """Score of each row of `data`, see `DiffusionRewardLoopManager.compute_rm_score`.
 
@@ -63,6 +74,19 @@ async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
     sizes = Counter(sample.row.uid for sample in samples)
     scored = [rewards.score(sample, version=0, group_size=sizes[sample.row.uid]) for sample in samples]
     return [score for score, _ in await asyncio.gather(*scored)]
+
+
+class ManagerReward(Reward):
+    """The user's own reward manager as a reward; what else it returns are details."""
+
+    def __init__(self, manager: Any):
+        super().__init__(None, torch.device("cpu"))
+        self._manager = manager
+
+    async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
+        """Score the samples, each by a call of its own."""
+        found = await asyncio.gather(*(self._manager.run_single(sample_data(sample)) for sample in batch))
+        return [{**one.get("reward_extra_info", {}), "score": one["reward_score"]} for one in found]
 
 
 class RewardProcess:
@@ -142,8 +166,15 @@ class DiffusionRewardLoopWorker(RewardProcess, RewardLoopWorker):
     def _init_reward_fn(self) -> None:
         router = self.reward_router_address
         further: dict[str, Any] = {} if router is None else {"reward_router_address": router}
-        self.reward_manager = DiffusionRewardManager(self.config, get_custom_reward_fn(self.config), **further)
-        self.scorers = self.reward_manager.scorers
+        manager_cls: Any = resolve_reward_manager_cls(self.config)
+        self.reward_manager = manager_cls(
+            config=self.config, tokenizer=None, compute_score=get_custom_reward_fn(self.config), **further
+        )
+        if has_own_manager(self.config):
+            self.scorers = self.reward_manager.scorers
+        else:
+            make, reward = partial(ManagerReward, self.reward_manager), digen_config(self.config).reward
+            self.scorers = {MANAGER: BatchScorer(MANAGER, make, *reward.limits)}
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         """Score one sample, as verl calls it."""

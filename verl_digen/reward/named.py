@@ -31,6 +31,8 @@ BUILT_IN = {
 """Name -> "module:REWARD" of each file in `scorers/`; none of them is imported before it is asked for."""
 
 FILE_END = ".py:"
+OWN_MANAGER = "DiffusionRewardManager"
+"""`reward.reward_manager.name` of this project."""
 
 
 def find(entry: RewardEntry) -> type[Reward]:
@@ -185,7 +187,12 @@ def has_custom(config: DictConfig) -> bool:
     return config.reward.custom_reward_function.path is not None
 
 
+def has_own_manager(config: DictConfig) -> bool:
+    """True if this project's reward manager calls the functions, and not the user's."""
+    return config.reward.reward_manager.name == OWN_MANAGER
+
+
 def num_function_workers(config: DictConfig, reward: RewardConfig) -> int:
     """Processes that hold all functions without a pool; 0 if there is no such function."""
-    is_needed = has_custom(config) or bool(shared_entries(reward))
+    is_needed = has_custom(config) or bool(shared_entries(reward)) or not has_own_manager(config)
     return config.reward.num_workers if is_needed else 0

@@ -25,7 +25,7 @@ from verl_digen.config import DigenConfig, RewardEntry
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.reward.combine import combined, find_combination
 from verl_digen.reward.groups import GroupRooms, PartScores
-from verl_digen.reward.named import find, has_custom, reads_latents
+from verl_digen.reward.named import find, has_custom, has_own_manager, reads_latents
 from verl_digen.reward.scoring import ScoringError
 from verl_digen.types import RewardInput, Score
 
@@ -33,6 +33,8 @@ SHARED = ""
 """Name of the pool that holds the functions without one of their own; the others have their reward's."""
 WORKERS_KEY = "reward.num_workers or digen.reward.functions.NAME.num_workers"
 """Config key of a pool's number of workers, for messages."""
+MANAGER = "manager"
+"""Name of the one score that the user's own reward manager gives a sample; what else it returns are details."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,10 @@ class SampleRewards:
     @classmethod
     def of_run(cls, config: DictConfig, handles: Mapping[str, Sequence[Any]], digen: DigenConfig) -> SampleRewards:
         """The rewards of a run's config."""
-        return cls(handles, digen.reward.weights(has_custom=has_custom(config)), digen)
+        weights = digen.reward.weights(has_custom=has_custom(config))
+        if not has_own_manager(config):
+            weights = {MANAGER: 1.0, **{name: weights[name] for name in weights if name in handles}}
+        return cls(handles, weights, digen)
 
     async def score(self, sample: RewardInput, *, version: int, group_size: int) -> tuple[Score, tuple[float, float]]:
         """Score one sample -> (score, (start, end) in unix time).
