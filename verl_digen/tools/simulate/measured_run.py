@@ -61,7 +61,7 @@ def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
         num_generators > 0 and not digen_config(config).environment.is_on and len(steps) > 0,
         f"--run must have separate pools, no environment, and more than {WARM_UP_STEPS} steps",
         str(run_dir),
-        "name another run, or take a --profile",
+        "digen plan proposes a split before a run",
     )
     setting = (
         f"measured with {num_ranks} + {num_generators} devices, {median(step.step_s for step in steps):.3g} s a step "
