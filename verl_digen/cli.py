@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 
 from verl_digen.observe.timeline import command as timeline
 from verl_digen.report import report_command as report
-from verl_digen.tools.bench import command as bench
+from verl_digen.tools import bench
 from verl_digen.tools.checkup import command as doctor
 from verl_digen.tools.export import export_command as export
 from verl_digen.tools.export import sample_command as sample

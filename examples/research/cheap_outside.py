@@ -32,8 +32,8 @@ from verl_digen.inputs import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.observe.run_files import METRICS, read_lines
 from verl_digen.rollout.server import DiffusersServer
-from verl_digen.tools.bench.modes import Mode
-from verl_digen.tools.bench.runs import BenchWork, read_steps, run_dir_of, run_mode
+from verl_digen.tools.bench import BenchWork, Mode, run_dir_of, run_mode
+from verl_digen.tools.checkup.training import read_steps
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
 MODES = {
@@ -55,7 +55,7 @@ def mode_of(name: str) -> Mode:
     default = asdict(Outside())
     changed = {key: value for key, value in asdict(MODES[name]).items() if value != default[key]}
     overrides = [f"digen.sampling.outside.{key}={json.dumps(value)}" for key, value in changed.items()]
-    return Mode(name, ("flowgrpo_fast",), (f"digen.sampling.num_steps={NUM_STEPS}", *overrides), ())
+    return Mode(name, ("flowgrpo_fast",), (f"digen.sampling.num_steps={NUM_STEPS}", *overrides))
 
 
 def train(names: list[str], num_steps: int, seed: int, out: Path) -> None:

@@ -29,8 +29,8 @@ from statistics import median
 from learning_report import Curve, Run, cut, write_report
 
 from verl_digen.observe.run_files import METRICS, read_lines
-from verl_digen.tools.bench.modes import Mode
-from verl_digen.tools.bench.runs import BenchWork, RunFailed, run_dir_of, run_mode
+from verl_digen.tools.bench import BenchWork, Mode, run_dir_of, run_mode
+from verl_digen.tools.checkup.training import RunFailed
 
 QUICKSTART = ("digen_quickstart",)
 LONG_STEPS = 60
@@ -117,11 +117,11 @@ def mode_of(name: str, staleness: int | None = None) -> Mode:
     """
     entry = CURVES[name]
     if staleness is None:
-        return Mode(name, entry.recipes, entry.overrides, ())
+        return Mode(name, entry.recipes, entry.overrides)
     overrides = [*entry.overrides, f"digen.staleness.max_versions={staleness}"]
     if name == "flow_grpo" and staleness > 1:  # which needs a loss for older samples
         overrides.append("digen.loss.name=tis")
-    return Mode(f"{name}-pools-{staleness}", (*entry.recipes, "disaggregated"), tuple(overrides), ())
+    return Mode(f"{name}-pools-{staleness}", (*entry.recipes, "disaggregated"), tuple(overrides))
 
 
 def read_run(run_dir: Path) -> Run:

@@ -15,8 +15,8 @@ from argparse import ArgumentParser
 
 from as_verl_omni import NAME, VERL_OMNI
 
-from verl_digen.tools.bench import command
-from verl_digen.tools.bench.modes import MODES, Mode
+from verl_digen.tools import bench
+from verl_digen.tools.bench import MODES, Mode
 
 NUM_PROMPTS = 8
 """Prompts of a batch of the quick start, the recipe of `digen bench`."""
@@ -31,14 +31,14 @@ def peer_mode() -> Mode:
         f"actor_rollout_ref.actor.ppo_mini_batch_size={NUM_PROMPTS // VERL_OMNI.num_updates}",
         "digen.rollout.max_batch_size=1",
     )
-    return Mode(NAME, (), overrides, ())
+    return Mode(NAME, (), overrides)
 
 
 def main() -> int:
     MODES[NAME] = peer_mode()
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    command.add_arguments(parser)
-    return command.run(parser.parse_args())
+    bench.add_arguments(parser)
+    return bench.run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 The same functions run on the pretend accelerator.
 """
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,6 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import sd3
 from verl_digen.observe.run_files import METRICS
 from verl_digen.patches import attention_gradient
-from verl_digen.tools.bench.runs import RunFailed
 from verl_digen.tools.checkup import attention, gradient, selftest, sleeping, training, update
 from verl_digen.tools.checkup.checks import CheckFailed, Setting
 from verl_digen.tools.checkup.runner import read_figures
@@ -159,6 +159,42 @@ def test_numbers_that_do_not_come_back_fail(monkeypatch: pytest.MonkeyPatch):
         sleeping.sleep_and_wake(4 * SIZE_MB, CPU)
 
 
+MAIN = """
+import json, pathlib, sys
+folder, rows = pathlib.Path(sys.argv[1]), [{"step": 0, "val/reward": 0.1}]
+print(*(f"line {number}" for number in range(100)), sep="\\n")
+rows += [{"step": step, "perf/step_s": 2.0} for step in range(1, 1 + int(sys.argv[2]))]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+sys.exit(int(sys.argv[3]))
+"""
+"""Stands in for verl's main: FOLDER STEPS CODE."""
+
+
+@pytest.mark.parametrize(("exit_code", "num_done"), [(0, 2), (1, 2), (0, 1)])
+def test_a_run_is_verls_main_and_one_without_its_steps_is_an_error_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int, num_done: int
+):
+    def command_of(*given):
+        commands.append(real(*given))
+        return [sys.executable, "-c", MAIN, str(given[-1]), str(num_done), str(exit_code)]
+
+    commands, real, run_dir = [], training.command_of, tmp_path / "run"
+    monkeypatch.setattr(training, "command_of", command_of)
+    if (exit_code, num_done) == (0, 2):
+        steps = training.train("digen_quickstart", ("trainer.logger=[console]",), 2, run_dir)
+        assert [row["step"] for row in steps] == [1, 2]
+        assert commands[0][1:4] == ["-m", "verl.trainer.main_ppo", "recipe=digen_quickstart"]
+        assert commands[0].index("trainer.logger=[]") < commands[0].index("trainer.logger=[console]")
+        assert {"trainer.total_training_steps=2", f"trainer.default_local_dir={run_dir}"} <= {*commands[0]}
+        return
+    with pytest.raises(training.RunFailed) as told:
+        training.train("digen_quickstart", (), 2, run_dir)
+    text = str(told.value)
+    assert text.startswith(f"exit code {exit_code}, {num_done} of 2 steps were done; ")
+    assert str(run_dir / "console.log") in text
+    assert text.endswith("line 99") and "line 80" in text and "line 79" not in text
+
+
 # -- training: the run itself is in test_command.py ---------------------------------------------------------------
 def test_steps_without_a_gradient_or_with_other_rewards_fail():
     step = {
@@ -183,7 +219,7 @@ def test_a_run_that_ends_is_told_with_what_it_noted_before(tmp_path: Path, monke
     def fails(recipe, overrides, num_steps, run_dir):
         run_dir.mkdir()
         append_metrics(run_dir / METRICS, 1, {"perf/step_s": 2.0, "reward/mean": 0.5})
-        raise RunFailed("exit code 1, 1 of 3 steps were done; RunStopped: no replica is alive")
+        raise training.RunFailed("exit code 1, 1 of 3 steps were done; RunStopped: no replica is alive")
 
     monkeypatch.setattr(training, "train", fails)
     (folder := tmp_path / "training").mkdir()

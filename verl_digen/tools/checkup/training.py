@@ -19,7 +19,7 @@ from pathlib import Path
 from verl.plugin.platform import get_platform
 
 from verl_digen.models.tiny import build_tiny
-from verl_digen.tools.bench.runs import RunFailed, read_steps, train
+from verl_digen.observe.run_files import LOG, METRICS, read_lines
 from verl_digen.tools.checkup.checkpoints import write_checkpoint
 from verl_digen.tools.checkup.checks import CheckFailed, Setting
 from verl_digen.tools.checkup.quickstart import quickstart_devices
@@ -45,6 +45,17 @@ SMALL = (
     "actor_rollout_ref.rollout.n=2",
 )
 """Overrides of a run of published size on a CPU."""
+STEPS_ALONE = (
+    *("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.save_freq=-1"),
+    *("trainer.resume_mode=disable", "trainer.logger=[]"),
+)
+"""Overrides of a run whose steps are all that is asked for: no validation, checkpoint or logger."""
+NUM_LOG_LINES = 20
+"""Lines of the log that are shown if a run fails."""
+
+
+class RunFailed(RuntimeError):
+    """A run ended with an error, or without its steps."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,46 @@ def check_run(setting: Setting) -> str:
         if planning is not None:
             _note_plan(setting, planning.communicate()[0])
     return conclude(steps, quickstart_devices(setting.num_devices), run.rewards)
+
+
+def train(recipe: str, overrides: Sequence[str], num_steps: int, run_dir: Path) -> tuple[Mapping[str, float], ...]:
+    """Train in verl's main, in a process of its own, and return the metrics of its steps.
+
+    Args:
+        recipe: names joined by "+", the algorithm's first.
+        run_dir: new folder; gets `console.log`.
+
+    Raises:
+        RunFailed: it ended with an error, or without its steps.
+    """
+    run_dir.mkdir(parents=True, exist_ok=False)
+    log = run_dir / LOG
+    with open(log, "w", encoding="utf-8") as file:
+        command = command_of(recipe, overrides, num_steps, run_dir)
+        exit_code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+    steps = read_steps(run_dir)
+    if exit_code == 0 and len(steps) == num_steps:
+        return steps
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    stopped = [line.strip() for line in lines if "verl-digen: " in line or "Error" in line]
+    raise RunFailed(
+        f"exit code {exit_code}, {len(steps)} of {num_steps} steps were done; "
+        + "\n".join([*stopped[-1:], f"the end of {log}:", *lines[-NUM_LOG_LINES:]])
+    )
+
+
+def command_of(recipe: str, overrides: Sequence[str], num_steps: int, run_dir: Path) -> list[str]:
+    """The command line of a run."""
+    return [
+        *(sys.executable, "-m", "verl.trainer.main_ppo", f"recipe={recipe}"),
+        *(f"trainer.total_training_steps={num_steps}", *STEPS_ALONE, *overrides),
+        *(f"trainer.default_local_dir={run_dir}", f"hydra.run.dir={run_dir}/hydra"),
+    ]
+
+
+def read_steps(run_dir: Path) -> tuple[Mapping[str, float], ...]:
+    """The metrics of a run's steps; empty if it did not get that far."""
+    return tuple(row for row in read_lines(run_dir / METRICS) if "perf/step_s" in row)
 
 
 def _words(setting: Setting, run: Run) -> tuple[str, ...]:
