@@ -10,7 +10,7 @@ from tests.e2e.moments import interfere_with_runs
 from tests.weight_change import SGD
 from verl_digen.observe.timeline import read_timeline
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.grid]
 
 ASSISTED = (
     *SGD,

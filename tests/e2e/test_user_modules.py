@@ -11,7 +11,7 @@ from tests import own_parts
 from tests.e2e.conftest import CHECKPOINT, assert_succeeded, run_main, steps_of
 from verl_digen.user_modules import KEY
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.grid]
 
 
 def test_a_users_own_model_objective_and_reward_train_and_are_sampled(tmp_path, monkeypatch):

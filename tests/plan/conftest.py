@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.grid import IN_GRID
 from tests.models.cases import CASES, Loaded
 
 VARIANTS = (
@@ -16,12 +17,12 @@ VARIANTS = (
     "wan2.2_ti2v_5b",
     "wan2.2_ti2v_5b_i2v",
 )
-"""Architectures whose network is that of another one, with other inputs or sizes; planned in long tests."""
+"""Architectures whose network is that of another one, with other inputs or sizes; planned in the grid."""
 
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(case, marks=pytest.mark.long if case.name in VARIANTS else ()) for case in CASES],
+    params=[pytest.param(case, marks=IN_GRID if case.name in VARIANTS else ()) for case in CASES],
     ids=[case.name for case in CASES],
 )
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:

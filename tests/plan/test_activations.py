@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.grid import IN_GRID
 from verl_digen.models import load_model
 from verl_digen.tools.plan import activations
 from verl_digen.tools.plan.activations import trace_activations
@@ -63,7 +64,7 @@ def saved_for_real(loaded, scale) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.long), 3.0])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=IN_GRID), 3.0])
 def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
     traced = trace(loaded, scale=scale)
     real = saved_for_real(loaded, scale)
