@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 
 from tests.local_ray import local_ray
@@ -49,16 +50,18 @@ def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def yaml_parsed_once() -> Iterator[None]:
     """Parse each yaml file of a package once per session: parsing takes most of the time of a composition."""
-    read, parsed = ImportlibResourcesConfigSource._read_config, dict[str, bytes]()
+    Plugins.instance()  # it makes the classes of sources anew, and registers them
+    packages: Any = SourcesRegistry.instance().resolve("pkg")
+    read, parsed = packages._read_config, dict[str, bytes]()
 
-    def read_once(source: ImportlibResourcesConfigSource, file: Any) -> ConfigResult:
+    def read_once(source: Any, file: Any) -> ConfigResult:
         key = f"{source.path} {source.provider} {file}"
         if key not in parsed:
             parsed[key] = pickle.dumps(read(source, file))
         return pickle.loads(parsed[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ImportlibResourcesConfigSource, "_read_config", read_once)
+        patch.setattr(packages, "_read_config", read_once)
         yield
 
 

@@ -122,6 +122,9 @@ def interfere_with_runs(
     patch: pytest.MonkeyPatch, folder: Path, run_dir: Path, by: signal.Signals, sample_s: float = 0.0, **moments: int
 ) -> None:
     """Have runs that start from now on interfere with themselves, see `Moments`; `folder` takes the code."""
+    from tests.local_ray import shared_server  # which a run's processes need not import
+
+    shared_server()  # it would pass the code on to all later runs
     code = SITECUSTOMIZE.format(run_dir=str(run_dir), signal=int(by), moments=moments, sample_s=sample_s)
     (folder / "sitecustomize.py").write_text(code)
     patch.setenv("PYTHONPATH", f"{folder}:{ROOT}", prepend=":")
