@@ -74,7 +74,7 @@ def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
     assert traced.saved == pytest.approx(real, rel=0.01)
 
 
-@pytest.mark.parametrize("trained", ["", "to_q.weight"])
+@pytest.mark.parametrize("trained", [pytest.param("", marks=IN_GRID), "to_q.weight"])
 def test_a_block_that_does_not_run_counts_as_if_it_did(loaded, trained, monkeypatch):
     replayed = trace(loaded, scale=3.0, trained=trained)
     monkeypatch.setattr(activations, "_kind", lambda *block: object())
