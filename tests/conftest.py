@@ -3,6 +3,7 @@
 
 import gc
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from verl_digen.algorithms.objectives import registry
 from verl_digen.models import kernels
 
 torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files that mark no test `long` where only those are wanted: each process imports what it collects."""
+    wants_long = config.option.markexpr.startswith("long") and collection_path.name.startswith("test_")
+    return True if wants_long and not re.search("mark.long|IN_GRID", collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
