@@ -59,10 +59,7 @@ STEP = {"perf/step_s": 2.0, "perf/images_per_s": 4.0, "reward/mean": 0.5}
 
 @pytest.mark.parametrize(
     ("ends", "code", "said"),
-    [
-        (RunFailed("gap: exit code 1"), 1, "gap: exit code 1"),
-        (KeyboardInterrupt(), 130, "interrupted"),
-    ],
+    [(RunFailed("gap: exit code 1"), 1, "gap: exit code 1"), (KeyboardInterrupt(), 130, "interrupted")],
 )
 def test_the_repeats_that_are_whole_are_shown_when_a_run_fails_or_is_stopped(
     tmp_path, monkeypatch, capsys, ends, code, said

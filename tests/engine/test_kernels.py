@@ -9,14 +9,7 @@ import pytest
 import torch
 
 from tests.engine.cases import Case
-from tests.engine.harness import (
-    assert_close,
-    make_batch,
-    make_engine,
-    perturb,
-    train,
-    weights,
-)
+from tests.engine.harness import assert_close, make_batch, make_engine, perturb, train, weights
 from verl_digen.engine.engine import DiffusersFSDPEngine
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("without_a_compiler")]

@@ -295,11 +295,7 @@ def trained(batches: dict[int, RandomBatch], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [
-        *SEEDS[:NUM_IN_CI],
-        *(pytest.param(seed, marks=IN_GRID) for seed in SEEDS[NUM_IN_CI:]),
-    ],
+    "seed", [*SEEDS[:NUM_IN_CI], *(pytest.param(seed, marks=IN_GRID) for seed in SEEDS[NUM_IN_CI:])]
 )
 def test_committed_gradient_is_that_of_the_slow_way(
     batches: dict[int, RandomBatch], trained: dict[int, list[Trained]], seed: int

@@ -41,12 +41,7 @@ GUIDED = 2.0
 """Guidance scale w; it multiplies the branches' rounding errors by up to 2 w - 1."""
 PAIRS = pytest.mark.parametrize(
     ("scale", "size"),
-    [
-        (1.0, 0),
-        (GUIDED, 1),
-        pytest.param(1.0, 1, marks=IN_GRID),
-        pytest.param(GUIDED, 0, marks=IN_GRID),
-    ],
+    [(1.0, 0), (GUIDED, 1), pytest.param(1.0, 1, marks=IN_GRID), pytest.param(GUIDED, 0, marks=IN_GRID)],
 )
 """Guidance and size: each value for every change, the other pairs in the grid."""
 ODE = Window(sde_steps=(), train_steps=())

@@ -50,10 +50,7 @@ def test_a_picture_of_sd3_takes_three_feature_maps_of_its_last_level():
 
 @pytest.mark.parametrize(
     ("repository", "size"),
-    [
-        pytest.param("black-forest-labs/FLUX.1-dev", (1024, 1024), marks=IN_GRID),
-        ("Qwen/Qwen-Image", (512, 512)),
-    ],
+    [pytest.param("black-forest-labs/FLUX.1-dev", (1024, 1024), marks=IN_GRID), ("Qwen/Qwen-Image", (512, 512))],
 )
 def test_a_decoder_that_takes_tiles_needs_what_one_tile_does(monkeypatch, repository, size):
     """Against a trace of the whole picture in tiles, as a replica decodes it that ran out of memory."""

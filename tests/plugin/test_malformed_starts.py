@@ -288,10 +288,7 @@ OF_TRANSFORMER = [
     (_sharded(has_index=False), "has diffusion_pytorch_model-00000.safetensors, diffusion_pytorch_model-00001."),
     (_with_config(_class_name=None), "that names a network of diffusers, got _class_name=None"),
     (_with_config(quantization_config={"quant_method": "bitsandbytes"}), "weights that train, but"),
-    (
-        _renamed("diffusion_pytorch_model.fp16.safetensors"),
-        "has diffusion_pytorch_model.fp16.safetensors; ",
-    ),
+    (_renamed("diffusion_pytorch_model.fp16.safetensors"), "has diffusion_pytorch_model.fp16.safetensors; "),
     (_renamed("diffusion_pytorch_model.bin", b"PK" + bytes(3000)), "was cut short: 3002 bytes; download"),
     (_renamed("diffusion_pytorch_model.bin", b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
 ]

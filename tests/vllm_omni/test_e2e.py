@@ -5,16 +5,7 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import (
-    ROOT,
-    Run,
-    assert_succeeded,
-    finish_main,
-    kill_one,
-    run_main,
-    start_main,
-    steps_of,
-)
+from tests.e2e.conftest import ROOT, Run, assert_succeeded, finish_main, kill_one, run_main, start_main, steps_of
 from tests.e2e.test_edits import CASES, train_continued, train_edits
 from tests.tiny_models import build_tiny
 
