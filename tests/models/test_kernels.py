@@ -176,7 +176,8 @@ def test_compiled_blocks_compute_the_same_with_inductor(tmp_path: Any, monkeypat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", ["sd3", *in_grid(case.name for case in CASES if case.name != "sd3")])
+@pytest.mark.grid
+@pytest.mark.parametrize("case", [case.name for case in CASES])
 def test_a_compiled_network_has_the_same_velocity_in_sampling_and_in_training(case: str, tmp_path: Any):
     loaded = Loaded.tiny(case, tmp_path / "m")
     model, geometry, (row, *_) = loaded.model, loaded.case.sizes[0], loaded.encode(PROMPTS[:1])
