@@ -18,7 +18,7 @@ from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
 from verl_digen.cluster import joins_cluster
-from verl_digen.config import digen_config
+from verl_digen.config import digen_config, load
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.preflight.effects import effect_problems
@@ -467,6 +467,16 @@ def test_verls_loaders_are_made_where_a_run_does_not_validate_and_names_no_promp
     )
     PPOTrainer._init_dataloader(trainer)
     assert len(trainer.train_dataset) == 8 and list(trainer.val_dataloader) == []
+
+
+def test_a_check_resolves_the_section_once_and_forgets_it(start, runnable, monkeypatch):
+    resolve, calls = load._resolve, []
+    monkeypatch.setattr(load, "_resolve", lambda config: calls.append(config) or resolve(config))
+    config = start(*runnable)
+    preflight.check(config)
+    assert len(calls) == 1
+    config.digen.kl.coef = 0.5
+    assert digen_config(config).kl.coef == 0.5
 
 
 def test_a_plugin_that_failed_refuses_the_run_and_names_the_cause(start, runnable):
