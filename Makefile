@@ -36,11 +36,11 @@ test-e2e:  ## a run on each placement, and one that is resumed
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m "e2e and not (gpu or long)" tests/e2e
 
-test-long:  ## nine end-to-end runs: faults, an environment, stale samples, video, edits, the facade; several ranks; three files at a time; CI too
+test-long:  ## ten end-to-end runs: faults, an environment, stale samples, video, edits, the facade; several ranks; three files at a time; CI too
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m "long and not grid" -n 3 --dist loadfile
 
-test-grids:  ## what is not worth CI's time, before a release: further end-to-end runs, architectures, ranks and settings of what the other targets try, the package in bare environments, and the oldest PyTorch (80 minutes)
+test-grids:  ## what is not worth CI's time, before a release: further end-to-end runs, architectures, ranks and settings of what the other targets try, the package in bare environments, and the oldest PyTorch (more than an hour)
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m grid -n 2 --dist loadfile
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni
