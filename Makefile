@@ -34,13 +34,13 @@ test-unit:  ## three files at a time, because some wait for Ray; those that take
 
 test-e2e:  ## a run on each placement, and one that is resumed
 	@.ci/setup_env.sh dev
-	$(BIN)/python -m pytest -m "e2e and not (gpu or long)"
+	$(BIN)/python -m pytest -m "e2e and not (gpu or long)" tests/e2e
 
-test-long:  ## an architecture of each kind end to end, faults, long runs, three files at a time; CI too
+test-long:  ## ten end-to-end runs: faults, an environment, stale samples, video, edits, the facade; several ranks; three files at a time; CI too
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m "long and not grid" -n 3 --dist loadfile
 
-test-grids:  ## what is not worth CI's time: further architectures, ranks and settings of what test-long and test-vllm-omni try, the package in bare environments, and the oldest PyTorch (40 minutes)
+test-grids:  ## what is not worth CI's time, before a release: further end-to-end runs, architectures, ranks and settings of what the other targets try, the package in bare environments, and the oldest PyTorch (more than an hour)
 	@.ci/setup_env.sh dev
 	$(BIN)/python -m pytest -m grid -n 2 --dist loadfile
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni

@@ -3,13 +3,15 @@
 
 import gc
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 
 from tests.local_ray import local_ray
@@ -18,6 +20,12 @@ from verl_digen.algorithms.objectives import registry
 from verl_digen.models import kernels
 
 torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip files that mark no test `long` where only those are wanted: each process imports what it collects."""
+    wants_long = config.option.markexpr.startswith("long") and collection_path.name.startswith("test_")
+    return True if wants_long and not re.search("mark.long|IN_GRID", collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,16 +57,18 @@ def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def yaml_parsed_once() -> Iterator[None]:
     """Parse each yaml file of a package once per session: parsing takes most of the time of a composition."""
-    read, parsed = ImportlibResourcesConfigSource._read_config, dict[str, bytes]()
+    Plugins.instance()  # it makes the classes of sources anew, and registers them
+    packages: Any = SourcesRegistry.instance().resolve("pkg")
+    read, parsed = packages._read_config, dict[str, bytes]()
 
-    def read_once(source: ImportlibResourcesConfigSource, file: Any) -> ConfigResult:
+    def read_once(source: Any, file: Any) -> ConfigResult:
         key = f"{source.path} {source.provider} {file}"
         if key not in parsed:
             parsed[key] = pickle.dumps(read(source, file))
         return pickle.loads(parsed[key])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ImportlibResourcesConfigSource, "_read_config", read_once)
+        patch.setattr(packages, "_read_config", read_once)
         yield
 
 

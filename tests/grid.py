@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+IN_GRID = (pytest.mark.long, pytest.mark.grid)
+"""Marks of a value whose other values are no long tests."""
+
 
 def in_grid(values: Iterable[Any]) -> list[Any]:
     """Mark values of `pytest.mark.parametrize` with `grid`."""

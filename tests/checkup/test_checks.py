@@ -17,6 +17,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import functional
 from verl.plugin.platform import get_platform
 
+from tests.grid import IN_GRID
 from tests.pretend.process import on_pretend
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
@@ -69,7 +70,7 @@ def test_an_architecture_that_fails_is_named_with_its_error(tmp_path: Path, monk
 
 
 # -- attention ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("is_dense", [True, False])
+@pytest.mark.parametrize("is_dense", [pytest.param(True, marks=IN_GRID), False])
 def test_a_kernel_that_reads_a_second_layout_as_the_first_fails_without_dense_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dense: bool
 ):

@@ -54,6 +54,7 @@ def test_every_check_passes_here(tmp_path: Path):
 
 @pytest.mark.e2e
 @pytest.mark.long
+@pytest.mark.grid
 def test_what_only_full_runs_passes_here(tmp_path: Path):
     """Stable Diffusion 3.5 through verl's main, tiny in place of its published size; others differ by their recipe."""
     names = ("rates", "architectures", "quickstart_fp32", "sd3_fast")

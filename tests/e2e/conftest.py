@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of verl's own main entry: real Ray, TransferQueue, FSDP2 on gloo.
 
-`three_steps` starts as a user types it, by `digen train`. The processes of the other runs are forks that have PyTorch
+`two_steps` starts as a user types it, by `digen train`. The processes of the other runs are forks that have PyTorch
 and other libraries imported already (`tests/local_ray.py`), which saves most of a short run's time.
 """
 
@@ -223,19 +223,19 @@ def assert_every_sample_trained_once(run: Run) -> None:
 
 
 @pytest.fixture(scope="session")
-def three_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A run of 3 steps with checkpoints, an average and validations, shared by read-only tests."""
-    run_dir = tmp_path_factory.mktemp("e2e") / "three"
+def two_steps(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of 2 steps with checkpoints, an average and validations, shared by read-only tests."""
+    run_dir = tmp_path_factory.mktemp("e2e") / "two"
     return run_main(
         run_dir,
         *SGD,
-        "trainer.total_training_steps=3",
+        "trainer.total_training_steps=2",
         "trainer.save_freq=1",
-        "trainer.test_freq=3",
+        "trainer.test_freq=2",
         "trainer.val_before_train=true",
         "trainer.logger=[tensorboard]",
         "digen.reward.recipe_functions.gold={weight: 0, gold: true, reward: jpeg_compressibility}",
-        "digen.logged_groups_every=3",
+        "digen.logged_groups_every=2",
         *AVERAGED,
         main=(Path(sys.executable).with_name("digen"), "train"),
     )
@@ -260,13 +260,13 @@ def judge() -> Iterator[ChatServer]:
 
 @pytest.fixture(scope="session")
 def separate(tmp_path_factory: pytest.TempPathFactory, judge: ChatServer) -> Run:
-    """The work of `three_steps` on separate pools, with a judge that looks on."""
+    """The work of `two_steps` on separate pools, with a judge that looks on."""
     return run_main(
         tmp_path_factory.mktemp("e2e") / "separate",
         *SGD,
-        "trainer.total_training_steps=3",
+        "trainer.total_training_steps=2",
         "trainer.save_freq=1",
-        "trainer.test_freq=3",
+        "trainer.test_freq=2",
         "digen.reward.recipe_functions.shapes.num_workers=2",  # a pool of its own
         "digen.reward.recipe_functions.shapes.max_batch_size=4",
         "digen.gap.slots_per_replica=1",  # with 2, these small pictures are all drawn before the first is scored

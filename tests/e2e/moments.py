@@ -46,8 +46,8 @@ class Moments:
     by: signal.Signals
     """Signal that a process sends itself, once per moment of the run."""
     from_step: Mapping[str, int]
-    """generation, load and validation of a replica, training and assist of a trainer's rank -> the first step in which
-    it is sent."""
+    """generation, load and validation of a replica, training of a trainer's rank -> the first step in which it is
+    sent."""
     sample_s: float = 0.0
     """Seconds by which a replica takes longer for each sample."""
 
@@ -106,22 +106,23 @@ def _interfere_with_replicas(moments: Moments) -> None:
 def _interfere_with_ranks(moments: Moments) -> None:
     from verl_digen.engine.worker import DiffusionWorker
 
-    def signalling(method: Any, moment: str) -> Any:
-        def signal_and_work(self: Any, *args: Any, **kwargs: Any) -> Any:
-            moments.happen(moment)
-            return method(self, *args, **kwargs)
+    accumulate: Any = DiffusionWorker.accumulate
 
-        signal_and_work.__dict__.update(method.__dict__)  # how verl dispatches it
-        return signal_and_work
+    def signal_and_accumulate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moments.happen("training")
+        return accumulate(self, *args, **kwargs)
 
-    DiffusionWorker.accumulate = signalling(DiffusionWorker.accumulate, "training")
-    DiffusionWorker.assist = signalling(DiffusionWorker.assist, "assist")
+    signal_and_accumulate.__dict__.update(accumulate.__dict__)  # how verl dispatches it
+    DiffusionWorker.accumulate = signal_and_accumulate
 
 
 def interfere_with_runs(
     patch: pytest.MonkeyPatch, folder: Path, run_dir: Path, by: signal.Signals, sample_s: float = 0.0, **moments: int
 ) -> None:
     """Have runs that start from now on interfere with themselves, see `Moments`; `folder` takes the code."""
+    from tests.local_ray import shared_server  # which a run's processes need not import
+
+    shared_server()  # it would pass the code on to all later runs
     code = SITECUSTOMIZE.format(run_dir=str(run_dir), signal=int(by), moments=moments, sample_s=sample_s)
     (folder / "sitecustomize.py").write_text(code)
     patch.setenv("PYTHONPATH", f"{folder}:{ROOT}", prepend=":")

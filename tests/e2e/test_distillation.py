@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.conftest import CHECKPOINT, assert_succeeded, run_main, steps_of
 from tests.engine.teacher import ADAPTER, save_adapter
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.grid]
 
 TARGETS = ["attn.to_v", "img_mlp.net.2"]
 

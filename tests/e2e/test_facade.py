@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.contracts.test_verl_surface import replaced
-from tests.e2e.conftest import CHECKPOINT, ROOT, SGD, SMALL, Run, assert_succeeded, run_main, trained_weights
+from tests.e2e.conftest import CHECKPOINT, ROOT, SGD, SMALL, Run, trained_weights
 from tests.local_ray import shared_server
 from verl_digen.models import load_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+WITH_KL = (*SGD, "digen.kl.coef=0.01")
 
 PIPELINE = """
 import sys
@@ -53,28 +55,29 @@ def output_of(module: str, *words: str, cwd: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("recipe", "trainer"),
-    [("digen_flowgrpo", "ColocatedTrainer"), ("digen_flowgrpo+disaggregated", "DisaggregatedTrainer")],
-)
-def test_a_pipeline_that_swaps_in_our_trainer_trains_and_replaces_nothing_of_verl(tmp_path, recipe, trainer):
-    (tmp_path / "pipeline.py").write_text(PIPELINE.format(replaced=inspect.getsource(replaced)))
-    run_dir = tmp_path / "run"
-    overrides = [f"recipe={recipe}", *SMALL, f"trainer.default_local_dir={run_dir}"]
-    output = output_of("pipeline", *overrides, "trainer.total_training_steps=2", cwd=tmp_path)
+def swap_in(folder: Path, recipe: str, trainer: str) -> Path:
+    """Train two steps in the pipeline, with KL -> the run's folder. Nothing of verl is replaced in any process."""
+    (folder / "pipeline.py").write_text(PIPELINE.format(replaced=inspect.getsource(replaced)))
+    run_dir = folder / "run"
+    words = [f"recipe={recipe}", *SMALL, *WITH_KL, f"trainer.default_local_dir={run_dir}", "trainer.save_freq=2"]
+    output = output_of("pipeline", *words, "trainer.total_training_steps=2", cwd=folder)
     assert [row["step"] for row in Run(0, output, run_dir).metrics] == [1, 2]
     said = re.search(rf"{trainer} replaced (.*) in (\d+) actors", output)
     assert said is not None and eval(said[1]) == [[]] * (int(said[2]) + 1) and int(said[2]) >= 3, said
+    return run_dir
 
 
-def test_the_steps_by_hand_reach_the_weights_of_the_trainers_own(tmp_path):
-    """One rank; with a KL term the reference is part of them."""
-    words = (*SGD, "digen.kl.coef=0.01")
-    own = f"trainer.default_local_dir={tmp_path / 'by_hand'}"
-    output_of("examples.by_hand", "recipe=digen_flowgrpo", *SMALL, *words, own, cwd=ROOT)
-    of_main = run_main(tmp_path / "main", *words, "trainer.total_training_steps=2", "trainer.save_freq=2")
-    assert_succeeded(of_main)
-    expected, found = (trained_weights(tmp_path / run, 2) for run in ("main", "by_hand"))
+@pytest.mark.grid
+def test_a_pipeline_on_separate_pools_replaces_nothing_of_verl(tmp_path):
+    swap_in(tmp_path, "digen_flowgrpo+disaggregated", "DisaggregatedTrainer")
+
+
+def test_a_pipeline_that_swaps_in_our_trainer_and_the_steps_by_hand_reach_the_same_weights(tmp_path):
+    """One rank; with a KL term the reference is part of the steps."""
+    by_hand, swapped = tmp_path / "by_hand", swap_in(tmp_path, "digen_flowgrpo", "ColocatedTrainer")
+    words = ("recipe=digen_flowgrpo", *SMALL, *WITH_KL, f"trainer.default_local_dir={by_hand}")
+    output_of("examples.by_hand", *words, cwd=ROOT)
+    expected, found = (trained_weights(run_dir, 2) for run_dir in (swapped, by_hand))
     start = load_model(CHECKPOINT).load_transformer(torch.float32).state_dict()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)

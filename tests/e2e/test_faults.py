@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deaths and failures in a run: it goes on without loss, or stops and can be resumed.
 
-The user's own code makes the faults, in step 2 and once per run folder; or a signal from outside does.
+The user's own code makes the faults, in step 2 and once per run folder; or a signal from outside does. Two runs with
+different faults end with the same weights.
 """
 
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import (
     SEPARATE,
+    Run,
     assert_every_sample_trained_once,
     assert_same_weights,
     assert_succeeded,
@@ -21,6 +25,8 @@ from tests.e2e.conftest import (
     steps_of,
     wait_for,
 )
+from tests.e2e.moments import interfere_with_runs
+from tests.reward.judges.chat_server import ChatServer
 from tests.weight_change import SGD
 from verl_digen.observe.timeline import read_timeline
 from verl_digen.trainer.checkpoint import load_driver_state, load_open_prompts
@@ -70,9 +76,11 @@ def write_faulty(folder: Path, run_dir: Path) -> Path:
     return path
 
 
-def test_a_dead_replica_and_dead_reward_workers_cost_time_and_no_sample(separate, judge, tmp_path):
-    """Two rewards with pools, a judge on a server and a function; one worker of the first three is killed, and of the
-    last."""
+@pytest.fixture(scope="module")
+def bereaved(judge: ChatServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that loses a replica and reward workers: two rewards with pools, a judge on a server and a function; one
+    worker of the first three is killed, and of the last."""
+    tmp_path = tmp_path_factory.mktemp("bereaved")
     run_dir = tmp_path / "run"
     process = start_main(
         run_dir,
@@ -100,17 +108,18 @@ def test_a_dead_replica_and_dead_reward_workers_cost_time_and_no_sample(separate
     if process.poll() is None:
         kill_one(process, "DiffusersServer")  # before or while step 1 is published
         kill_one(process, "RewardPoolWorker")
-    run = finish_main(process, run_dir)
+    return finish_main(process, run_dir)
+
+
+def test_a_dead_replica_and_dead_reward_workers_cost_time_and_no_sample(bereaved):
+    run = bereaved
     assert_succeeded(run)
-    assert (run_dir / "crash").exists(), "a reward worker was killed"
+    assert (run.run_dir / "crash").exists(), "a reward worker was killed"
     assert "replicas lost" in run.output
     steps = steps_of(run)
     assert min(row["rollout/num_replicas"] for row in steps) == 1 and steps[-1]["rollout/num_restarts"] == 1
     assert_every_sample_trained_once(run)
-    assert_same_weights(separate, run, 3)
-    for row, undisturbed in zip(steps, steps_of(separate), strict=True):
-        for name in ("reward/mean", "reward/std", "reward/shapes", "reward/yes_no"):
-            assert row[name] == pytest.approx(undisturbed[name], abs=1e-3), name
+    for row in steps:
         assert 0.1 < row["reward/yes_no"] < 0.9 and row["reward/yes_no/share"] == pytest.approx(0.9)
         assert row["reward_calls/diversity_samples"] == 4 and row["reward_calls/diversity_count"] == 4
         assert 4 <= row["reward_calls/shapes_count"] <= 16 and row["reward/diversity"] > 0
@@ -118,10 +127,13 @@ def test_a_dead_replica_and_dead_reward_workers_cost_time_and_no_sample(separate
     assert lanes == {"reward/0", "reward/1", "reward/2", "reward/3"}
 
 
-def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would_have(separate, tmp_path, monkeypatch):
+def test_an_exception_stops_the_run_and_a_resume_with_an_assisting_trainer_ends_where_a_run_without_either_does(
+    bereaved, tmp_path, monkeypatch
+):
     run_dir = tmp_path / "run"
     write_faulty(tmp_path, run_dir)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    # a replica that is as fast as the trainer may begin all of a batch before the trainer is free
+    interfere_with_runs(monkeypatch, tmp_path, run_dir, signal.SIGKILL, sample_s=0.3)
     overrides = (
         *SGD,
         "trainer.total_training_steps=3",
@@ -129,6 +141,9 @@ def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would
         "trainer.resume_mode=auto",
         "actor_rollout_ref.model.external_lib=faulty_user_code",
         "digen.loss.name=overflows_once",
+        "digen.tag.policy=always",
+        "digen.tag.chunk_size=6",  # of two groups, where neither is begun
+        "digen.gap.chunk_size=1",  # a replica that takes few samples at a time leaves most of a batch to the trainer
     )
     stopped = run_main(run_dir, *overrides, recipe=SEPARATE)
     assert stopped.exit_code != 0
@@ -136,6 +151,8 @@ def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would
     assert "step 2 failed: FloatingPointError: the loss overflowed" in last, stopped.output[-3000:]
     assert "checkpoint of step 1 is intact" in last and "trainer.resume_mode=auto" in last
     assert [row["step"] for row in steps_of(stopped)] == [1]
+    alive = subprocess.run(["pgrep", "-fc", str(run_dir)], capture_output=True, text=True, check=False)
+    assert int(alive.stdout) == 0, "no process is left"
     begun = load_open_prompts(run_dir / "global_step_1")
     assert len(begun) == 4, "the next batch, which replicas had begun"
     assert load_driver_state(run_dir / "global_step_1").num_prompts_drawn == 8
@@ -143,6 +160,14 @@ def test_an_exception_in_training_stops_the_run_and_a_resume_ends_where_it_would
     assert_succeeded(resumed)
     assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3]
     assert_every_sample_trained_once(resumed)
-    assert_same_weights(separate, resumed, 3)
-    trained = [one for one in read_timeline(run_dir / "timeline.jsonl").intervals if one.kind == "train"]
-    assert {uid for one in trained if one.step == 2 for uid in one.group_ids} == {row.uid for row in begun}
+    assert_same_weights(bereaved, resumed, 3)
+    for row, other in zip(steps_of(resumed), steps_of(bereaved), strict=True):
+        assert row["rollout/version_age_max_versions"] == 0 and row["rollout/log_prob_gap_max"] <= 1e-5
+        for name in ("reward/mean", "reward/std", "reward/shapes"):
+            assert row[name] == pytest.approx(other[name], abs=1e-3), name
+    intervals = read_timeline(run_dir / "timeline.jsonl").intervals
+    trained = {uid for one in intervals if (one.kind, one.step) == ("train", 2) for uid in one.group_ids}
+    assert trained == {row.uid for row in begun}
+    assists = [one for one in intervals if one.kind == "assist"]
+    assert {(one.lane.pool, one.detail["reason"]) for one in assists} == {("trainer", "always")}
+    assert max(len(one.group_ids) for one in assists) >= 2

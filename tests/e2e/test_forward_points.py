@@ -2,10 +2,13 @@
 """Objectives of finished pictures through verl's own main: samples of the old policy, no recorded path, in both
 placements; DGPO's groups with every scheduling technique at once."""
 
+import signal
+
 import pytest
 import torch
 
 from tests.e2e.conftest import assert_same_gradients, assert_same_weights, run_main, steps_of, trained_weights
+from tests.e2e.moments import interfere_with_runs
 from tests.e2e.test_training import assert_succeeded
 from tests.weight_change import SGD
 
@@ -20,6 +23,7 @@ NFT = (
 )
 
 
+@pytest.mark.grid
 def test_separate_pools_with_assisting_trainers_leave_the_weights_of_the_colocated_trainer(tmp_path):
     one = run_main(tmp_path / "colocated", *NFT, recipe="[digen_flowgrpo,nft]")
     assert_succeeded(one)
@@ -39,12 +43,12 @@ def test_separate_pools_with_assisting_trainers_leave_the_weights_of_the_colocat
         torch.testing.assert_close(old[1][name], shard, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.grid
-def test_dgpo_trains_groups_on_separate_pools_with_assistance_and_stale_samples(tmp_path):
+def test_dgpo_trains_groups_on_separate_pools_with_assistance_and_stale_samples(tmp_path, monkeypatch):
     """Replicas begin the next batch while the trainer has the open gradient of groups that are complete."""
+    interfere_with_runs(monkeypatch, tmp_path, tmp_path / "run", signal.SIGKILL, sample_s=0.2)
     run = run_main(
         tmp_path / "run",
-        "trainer.total_training_steps=4",
+        "trainer.total_training_steps=3",
         "actor_rollout_ref.rollout.n=3",
         "actor_rollout_ref.model.lora_rank=4",
         "digen.forward.num_points=2",
@@ -57,7 +61,7 @@ def test_dgpo_trains_groups_on_separate_pools_with_assistance_and_stale_samples(
     )
     assert_succeeded(run)
     steps = steps_of(run)
-    assert len(steps) == 4
+    assert len(steps) == 3
     for row in steps:
         assert row["batch/num_samples"] == 12 and row["actor/num_rows"] == 12 * 2
         assert row["actor/num_fragments"] > 1 and row["batch/late_samples"] == 0

@@ -25,7 +25,7 @@ from tests.e2e.conftest import (
 )
 from tests.e2e.moments import interfere_with_runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.grid]
 
 SLOW_REWARD = """
 import re

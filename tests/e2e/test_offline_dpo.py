@@ -9,7 +9,7 @@ import pytest
 from tests.e2e.conftest import ROOT, assert_succeeded, run_main, steps_of
 from tests.weight_change import SGD
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.grid]
 
 
 def test_separate_pools_train_on_pairs_and_validate_by_generating(tmp_path):

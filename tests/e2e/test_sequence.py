@@ -20,7 +20,7 @@ from tests.tiny_models import build_tiny
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.models import load_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.grid]
 
 NUM_STEPS = 2
 SHARED = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2")

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three steps through verl's own main, colocated and on separate pools: equal weights, and what a run leaves behind.
+"""Two steps through verl's own main, colocated and on separate pools: equal weights, and what a run leaves behind.
 
 All tests of these two runs are in this file: files run side by side, and each process would make the runs anew.
 """
 
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,39 +17,38 @@ from tests.e2e.conftest import (
     steps_of,
 )
 from tests.weight_change import SGD
+from verl_digen.cli import main
 from verl_digen.observe.timeline import read_timeline
 from verl_digen.report.page import collect
 
 pytestmark = pytest.mark.e2e
 
 
-def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(three_steps):
-    assert_succeeded(three_steps)
+def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(two_steps):
+    assert_succeeded(two_steps)
     # verl says so on import: the driver's server imported it for all workers, and none by itself
-    assert "engine is not available" not in three_steps.output
-    steps = steps_of(three_steps)
-    assert [row["step"] for row in steps] == [1, 2, 3]
-    lines = three_steps.output.splitlines()
-    assert sum("validation after 3 steps: reward" in line or "step 3/3 | reward" in line for line in lines) == 2
-    assert len(lines) < 30 and "digen export" in three_steps.output and "WARNING" not in three_steps.output
-    log = (three_steps.run_dir / "console.log").read_text()
+    assert "engine is not available" not in two_steps.output
+    steps = steps_of(two_steps)
+    assert [row["step"] for row in steps] == [1, 2]
+    lines = two_steps.output.splitlines()
+    assert sum("validation after 2 steps: reward" in line or "step 2/2 | reward" in line for line in lines) == 2
+    assert len(lines) < 30 and "digen export" in two_steps.output and "WARNING" not in two_steps.output
+    log = (two_steps.run_dir / "console.log").read_text()
     assert len(log.splitlines()) > 500 and "could not be registered" not in log
-    assert steps[-1]["val/reward"] > 0 and three_steps.metrics[0]["val/failed_samples"] == 0
+    assert steps[-1]["val/reward"] > 0 and two_steps.metrics[0]["val/failed_samples"] == 0
     for row in steps:
         assert row["rollout/version_age_max_versions"] == 0, "strict mode trains what the current weights generated"
         assert row["actor/grad_norm"] > 0 and row["rollout/log_prob_gap_max"] <= 1e-5
         assert row["actor/ratio_deviation_max"] == row["actor/ratio_deviation_min"] == 0, "one update per batch"
         assert "reward/shapes" in row and "reward/gold" not in row, "a gold reward scores validations alone"
-    assert all(row["rollout/version_lag_max_versions"] == 0 for row in steps[:2]), "replicas serve every update"
+    assert all(row["rollout/version_lag_max_versions"] == 0 for row in steps[:1]), "replicas serve every update"
     assert steps[-1]["val/reward_gold"] < 0 and steps[-1]["hacking/warning"] == 0
-    for name in ("step_000000.png", "step_000003.png", "before_after.png", "train_000003.png"):
-        assert (three_steps.run_dir / "images" / name).stat().st_size > 1000
-    assert 4 <= len(list((three_steps.run_dir / "images" / "train_000003").iterdir())) <= 8, (
-        "best and worst of 4 groups"
-    )
-    assert list((three_steps.run_dir / "tensorboard" / "training").iterdir())
-    report = collect(three_steps.run_dir)
-    assert (three_steps.run_dir / "report.html").stat().st_size > 1_000_000 and report["curves"]["num_rows"] == 4
+    for name in ("step_000000.png", "step_000002.png", "before_after.png", "train_000002.png"):
+        assert (two_steps.run_dir / "images" / name).stat().st_size > 1000
+    assert 4 <= len(list((two_steps.run_dir / "images" / "train_000002").iterdir())) <= 8, "best and worst of 4 groups"
+    assert list((two_steps.run_dir / "tensorboard" / "training").iterdir())
+    report = collect(two_steps.run_dir)
+    assert (two_steps.run_dir / "report.html").stat().st_size > 1_000_000 and report["curves"]["num_rows"] == 3
     assert not report["missing"]["left_out"] and report["missing"]["empty"].keys() <= {"warnings"}
     assert {bar["kind"] for bar in report["timelines"]["steps"][-1]["bars"]} >= {
         "generate",
@@ -60,35 +56,34 @@ def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(thr
         "train",
         "publish",
     }
-    assert (three_steps.run_dir / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert (two_steps.run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def test_a_resumed_run_continues_as_if_it_had_not_stopped(three_steps, tmp_path):
-    assert_succeeded(three_steps)
+def test_a_resumed_run_continues_as_if_it_had_not_stopped(two_steps, tmp_path):
+    assert_succeeded(two_steps)
     stopped = tmp_path / "stopped"
-    shutil.copytree(three_steps.run_dir, stopped)
-    for step in (2, 3):
-        shutil.rmtree(stopped / f"global_step_{step}")
+    shutil.copytree(two_steps.run_dir, stopped)
+    shutil.rmtree(stopped / "global_step_2")
     (stopped / "latest_checkpointed_iteration.txt").write_text("1")
     resumed = run_main(
-        stopped, *SGD, *AVERAGED, "trainer.total_training_steps=3", "trainer.save_freq=1", "trainer.resume_mode=auto"
+        stopped, *SGD, *AVERAGED, "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.resume_mode=auto"
     )
     assert_succeeded(resumed)
-    assert [row["step"] for row in steps_of(resumed)] == [1, 2, 3]
-    assert_same_weights(three_steps, resumed, 3)
+    assert [row["step"] for row in steps_of(resumed)] == [1, 2]
+    assert_same_weights(two_steps, resumed, 2)
 
 
-def test_three_steps_leave_the_weights_of_the_colocated_trainer(three_steps, separate):
-    assert_succeeded(three_steps)
+def test_two_steps_leave_the_weights_of_the_colocated_trainer(two_steps, separate):
+    assert_succeeded(two_steps)
     assert_succeeded(separate)
-    assert_same_weights(three_steps, separate, 3)
-    assert_same_gradients(three_steps, separate)
+    assert_same_weights(two_steps, separate, 2)
+    assert_same_gradients(two_steps, separate)
     assert all(row["rollout/version_age_max_versions"] == 0 for row in steps_of(separate))
 
 
 def test_training_begins_before_the_last_group_is_generated(separate):
     # in some step: on busy cores the ranks may come late; the planner's tests have every step, on a virtual clock
-    assert read_timeline(separate.run_dir / "timeline.jsonl").steps == [1, 2, 3]
+    assert read_timeline(separate.run_dir / "timeline.jsonl").steps == [1, 2]
     assert any(row["perf/overlap_s"] > 0 for row in steps_of(separate))
     for row in steps_of(separate):
         for pool in ("trainer", "generator"):
@@ -98,17 +93,15 @@ def test_training_begins_before_the_last_group_is_generated(separate):
 def test_checkpoints_and_the_validation_after_the_last_step_are_in_the_timeline(separate):
     intervals = read_timeline(separate.run_dir / "timeline.jsonl").intervals
     saved = [interval for interval in intervals if interval.kind == "save"]
-    assert [interval.step for interval in saved] == [1, 2, 3]
+    assert [interval.step for interval in saved] == [1, 2]
     published = {one.step: one for one in intervals if (one.kind, one.lane.pool) == ("publish", "trainer")}
     assert all(published[save.step].end_s <= save.start_s for save in saved), "replicas need not wait for the files"
-    assert [interval.step for interval in intervals if interval.kind == "validate"] == [3]
+    assert [interval.step for interval in intervals if interval.kind == "validate"] == [2]
     assert all(row["perf/busy_s/trainer/save"] > 0 for row in steps_of(separate))
 
 
-def test_the_timeline_command_shows_a_step(separate, tmp_path):
-    digen = Path(sys.executable).with_name("digen")
-    command = [digen, "timeline", separate.run_dir, "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "timeline_step_3.trace.json").stat().st_size > 1_000
-    assert "trainer" in done.stdout and "no_chunk_left" in done.stdout
+def test_the_timeline_command_shows_a_step(separate, tmp_path, capsys):
+    assert main(["timeline", str(separate.run_dir), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "timeline_step_2.trace.json").stat().st_size > 1_000
+    shown = capsys.readouterr().out
+    assert "trainer" in shown and "no_chunk_left" in shown

@@ -8,15 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tests.engine.harness import (
-    LORA,
-    RefusesToBeWritten,
-    assert_equal,
-    make_batch,
-    make_engine,
-    train,
-    weights,
-)
+from tests.engine.harness import LORA, RefusesToBeWritten, assert_equal, make_batch, make_engine, train, weights
 from verl_digen.engine.saved_state import METADATA, SavedState
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -23,6 +23,7 @@ from tests.engine.harness import (
     perturb,
 )
 from tests.engine.test_generating import SEED, Rank, drawn, server_of
+from tests.grid import IN_GRID
 from tests.rollout.test_server import make_requests
 from tests.sampling.runs import assert_bitwise
 from verl_digen.models import int8
@@ -52,7 +53,7 @@ class Network(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=IN_GRID)])
 def test_a_layer_is_one_with_the_rounded_weight_to_the_bit(dtype, compiles):
     torch.manual_seed(0)
     network = Network()

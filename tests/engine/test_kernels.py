@@ -9,14 +9,8 @@ import pytest
 import torch
 
 from tests.engine.cases import Case
-from tests.engine.harness import (
-    assert_close,
-    make_batch,
-    make_engine,
-    perturb,
-    train,
-    weights,
-)
+from tests.engine.harness import assert_close, make_batch, make_engine, perturb, train, weights
+from tests.grid import in_grid
 from verl_digen.engine.engine import DiffusersFSDPEngine
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("without_a_compiler")]
@@ -34,7 +28,7 @@ COMPILED_CASES = {
 """Full weights with a frozen copy swapped in, an adapter that is left out, and guidance."""
 
 
-@pytest.mark.parametrize("name", COMPILED_CASES)
+@pytest.mark.parametrize("name", ["lora_kl", *in_grid(["full_kl", "guided_from_host"])])
 def test_committed_gradient_is_that_of_the_serial_loop(one_rank: None, tiny_qwen_image: Path, name: str):
     case = COMPILED_CASES[name]
     found, metrics = case.committed(tiny_qwen_image)
@@ -65,6 +59,7 @@ def exported(engine: DiffusersFSDPEngine) -> dict[str, torch.Tensor]:
     return weights(engine) | {f"average of {name}": tensor for name, tensor in average.items()}
 
 
+@pytest.mark.grid
 def test_a_compiled_engine_exports_what_another_one_does_which_continues_from_its_checkpoint(
     one_rank: None, tiny_qwen_image: Path, tmp_path: Path
 ):

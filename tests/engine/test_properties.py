@@ -28,6 +28,7 @@ from tests.engine.harness import SIZE_PX, are_equal, make_engine, peek, process_
 from tests.engine.random_batches import FLAVOURS, FLAVOURS_ON, Accident, RandomBatch, draw
 from tests.engine.slow_gradient import SIGMAS, expected
 from tests.engine.toy import LATENTS, TEXT_WIDTH, build_toy, register_toy
+from tests.grid import IN_GRID
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
@@ -39,8 +40,8 @@ from verl_digen.types import Geometry
 pytestmark = pytest.mark.slow
 
 SEEDS = range(209)
-NUM_SHORT, NUM_LONG = 44, 132
-"""Number of seeds for every change, and for CI; the others are a grid."""
+NUM_IN_CI = 44
+"""Number of seeds that CI trains; the others are in the grid."""
 RANKS = (1, 2, 1, 3, 2, 1, 4, 2, 1, 3, 2)
 """Number of ranks of seeds 0 to 10, then repeating: more ranks take longer."""
 TOLERANCE = 1e-5
@@ -294,12 +295,7 @@ def trained(batches: dict[int, RandomBatch], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [
-        *SEEDS[:NUM_SHORT],
-        *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS[NUM_SHORT:NUM_LONG]),
-        *(pytest.param(seed, marks=[pytest.mark.long, pytest.mark.grid]) for seed in SEEDS[NUM_LONG:]),
-    ],
+    "seed", [*SEEDS[:NUM_IN_CI], *(pytest.param(seed, marks=IN_GRID) for seed in SEEDS[NUM_IN_CI:])]
 )
 def test_committed_gradient_is_that_of_the_slow_way(
     batches: dict[int, RandomBatch], trained: dict[int, list[Trained]], seed: int

@@ -303,10 +303,7 @@ def cut_the_index(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (
-            remove_a_file,
-            r"all files of one save, whole, got FileNotFoundError: .*__1_0\.distcp' on rank 0; copy",
-        ),
+        (remove_a_file, r"all files of one save, whole, got FileNotFoundError: .*__1_0\.distcp' on rank 0; copy"),
         (cut_a_file, r"must hold all files of one save, whole, got .*; copy them again, from all nodes"),
         (cut_the_index, r"must hold all files of one save, whole, got .*; copy them again"),
     ],

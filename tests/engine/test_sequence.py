@@ -26,7 +26,6 @@ from tests.engine.harness import (
 )
 from tests.engine.sequence_cases import CASES, build, gradient_and_log_probs
 from tests.engine.test_assistant import assert_same, assist, by_sampler
-from tests.grid import in_grid
 
 pytestmark = pytest.mark.slow
 GRADIENT_RTOL = 1e-5
@@ -51,14 +50,12 @@ class Ranks:
 
 TWO = Ranks("hunyuan_video", 2, 2)
 """The quick one: prompts are split, masked and padded."""
-LONG = (
+GRID = (
     Ranks("hunyuan_video", 2, 2, is_lora=True, is_offloaded=True),
     Ranks("hunyuan_video", 4, 2),
     Ranks("hunyuan_video15", 2, 2, is_lora=True),
     Ranks("wan2.1", 4, 4),
     Ranks("wan2.2_a14b", 2, 2),
-)
-GRID = (
     Ranks("hunyuan_video", 2, 2, is_lora=True),
     Ranks("hunyuan_video", 4, 4),
     Ranks("hunyuan_video15", 2, 2),
@@ -110,7 +107,8 @@ def test_two_ranks_that_share_rows_have_the_gradient_of_one(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("asked", [*LONG, *in_grid(GRID)], ids=str)
+@pytest.mark.grid
+@pytest.mark.parametrize("asked", GRID, ids=str)
 def test_ranks_that_share_rows_have_the_gradient_of_one(asked: Ranks, tmp_path: Path) -> None:
     compare(asked, tmp_path)
 

@@ -12,6 +12,7 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "quickstart.ipynb"
 
 @pytest.mark.e2e
 @pytest.mark.long
+@pytest.mark.grid
 def test_the_notebook_trains_and_shows_the_reward_and_pictures(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)

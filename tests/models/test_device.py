@@ -5,18 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.grid import IN_GRID
 from tests.pretend.__main__ import documented, numbers
 from tests.pretend.phases import ARCHITECTURES, measure
 from tests.pretend.process import on_pretend
 from tests.tiny_models import build_tiny
 
 QUICK = ("qwen_image", "wan2.1")
-"""Measured by every test run; the others take longer altogether."""
+"""Measured by every test run, the others in the grid."""
 THEIRS = ("diffusers/", "transformers/")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES]
+    "name", [name if name in QUICK else pytest.param(name, marks=IN_GRID) for name in ARCHITECTURES]
 )
 def test_an_architecture_runs_within_its_budget_of_stalls(name: str, tmp_path: Path) -> None:
     """Encode, sample, decode, evaluate, backward, sleep, wake and update, as in a replica and on a trainer."""

@@ -17,6 +17,7 @@ import torch
 from diffusers import AutoencoderKLFlux2
 from torch import Tensor
 
+from tests.grid import IN_GRID
 from tests.models.cases import CASES, CPU, NEGATIVE, NUM_STEPS, PROMPTS, Loaded, record_inputs
 from tests.tiny_models import BUILDERS, build_tiny
 from tests.training_rows import rows_of
@@ -40,14 +41,9 @@ GUIDED = 2.0
 """Guidance scale w; it multiplies the branches' rounding errors by up to 2 w - 1."""
 PAIRS = pytest.mark.parametrize(
     ("scale", "size"),
-    [
-        (1.0, 0),
-        (GUIDED, 1),
-        pytest.param(1.0, 1, marks=pytest.mark.long),
-        pytest.param(GUIDED, 0, marks=pytest.mark.long),
-    ],
+    [(1.0, 0), (GUIDED, 1), pytest.param(1.0, 1, marks=IN_GRID), pytest.param(GUIDED, 0, marks=IN_GRID)],
 )
-"""Guidance and size: each value for every change, the other pairs as long tests."""
+"""Guidance and size: each value for every change, the other pairs in the grid."""
 ODE = Window(sde_steps=(), train_steps=())
 TRAINED = Window(sde_steps=(1, 2), train_steps=(1, 2))
 
@@ -159,7 +155,7 @@ def test_embedded_guidance_is_the_pipelines(loaded: Loaded) -> None:
     close(asked, loaded.run_pipeline(geometry, 1.0, start, guidance_scale=2.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=IN_GRID)])
 def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: torch.dtype) -> None:
     """Seven steps, each with the same dtypes and bit-equal timestep and guidance scale."""
     geometry, num_steps = loaded.case.sizes[0], 7
@@ -244,7 +240,7 @@ def test_only_sigmas_stay_on_the_host(loaded: Loaded) -> None:
     assert (velocity.device, velocity.shape, velocity.dtype) == (device, x.shape, torch.float32)
 
 
-@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.long), GUIDED])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=IN_GRID), GUIDED])
 def test_replay_gives_the_recorded_log_probs(loaded: Loaded, scale: float) -> None:
     """All trained steps of both samples, per expert; a replay with other prompts does not."""
     model, geometry = loaded.model, loaded.case.sizes[0]

@@ -3,25 +3,16 @@
 
 import pytest
 
+from tests.grid import IN_GRID
 from tests.models.cases import CASES, Loaded
 
-VARIANTS = (
-    "flux_kontext",
-    "flux_schnell",
-    "hunyuan_video15_i2v",
-    "qwen_image_edit",
-    "qwen_image_edit_plus",
-    "wan2.1_i2v",
-    "wan2.2_i2v_a14b",
-    "wan2.2_ti2v_5b",
-    "wan2.2_ti2v_5b_i2v",
-)
-"""Architectures whose network is that of another one, with other inputs or sizes; planned in long tests."""
+IN_CI = ("flux_dev", "ltx2", "qwen_image", "sd3", "wan2.1")
+"""Architectures that CI plans."""
 
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(case, marks=pytest.mark.long if case.name in VARIANTS else ()) for case in CASES],
+    params=[pytest.param(case, marks=() if case.name in IN_CI else IN_GRID) for case in CASES],
     ids=[case.name for case in CASES],
 )
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Loaded:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tests.grid import IN_GRID
 from verl_digen.models import load_model
 from verl_digen.tools.plan import activations
 from verl_digen.tools.plan.activations import trace_activations
@@ -63,7 +64,7 @@ def saved_for_real(loaded, scale) -> int:
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=pytest.mark.long), 3.0])
+@pytest.mark.parametrize("scale", [pytest.param(1.0, marks=IN_GRID), 3.0])
 def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
     traced = trace(loaded, scale=scale)
     real = saved_for_real(loaded, scale)
@@ -73,7 +74,7 @@ def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
     assert traced.saved == pytest.approx(real, rel=0.01)
 
 
-@pytest.mark.parametrize("trained", ["", "to_q.weight"])
+@pytest.mark.parametrize("trained", [pytest.param("", marks=IN_GRID), "to_q.weight"])
 def test_a_block_that_does_not_run_counts_as_if_it_did(loaded, trained, monkeypatch):
     replayed = trace(loaded, scale=3.0, trained=trained)
     monkeypatch.setattr(activations, "_kind", lambda *block: object())

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.grid import IN_GRID
 from verl_digen.models import load_model
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.tools.plan import decoding
@@ -48,7 +49,8 @@ def test_a_picture_of_sd3_takes_three_feature_maps_of_its_last_level():
 
 
 @pytest.mark.parametrize(
-    ("repository", "size"), [("black-forest-labs/FLUX.1-dev", (1024, 1024)), ("Qwen/Qwen-Image", (512, 512))]
+    ("repository", "size"),
+    [pytest.param("black-forest-labs/FLUX.1-dev", (1024, 1024), marks=IN_GRID), ("Qwen/Qwen-Image", (512, 512))],
 )
 def test_a_decoder_that_takes_tiles_needs_what_one_tile_does(monkeypatch, repository, size):
     """Against a trace of the whole picture in tiles, as a replica decodes it that ran out of memory."""

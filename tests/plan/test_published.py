@@ -7,6 +7,7 @@ from importlib.resources import files
 import pytest
 import torch
 
+from tests.grid import IN_GRID
 from verl_digen.models import load_model
 from verl_digen.models.published import checkpoint_folder, repositories
 from verl_digen.tools.plan.networks import count_network, count_parts
@@ -47,8 +48,8 @@ PUBLISHED = {
     "Lightricks/LTX-2": (19e9, 0.02),
 }
 """Repository -> (parameters of the transformer, tables included; relative tolerance)."""
-SLOW = ("stabilityai/stable-diffusion-3.5-medium",)
-"""Its position table takes long to compute."""
+SLOW = tuple(f"stabilityai/stable-diffusion-3.5-{size}" for size in ("medium", "large", "large-turbo"))
+"""Their position tables take long to compute."""
 TEXT_ENCODERS = {
     "Qwen/Qwen-Image": {"text_encoder": 7.07e9},  # Qwen2.5-VL-7B without language head and vision tower
     # Qwen2.5-VL-7B without language head; the VAE's half that encodes images
@@ -95,7 +96,7 @@ def test_every_part_names_its_source_and_its_check_and_is_used():
 
 
 @pytest.mark.parametrize(
-    "repository", [pytest.param(one, marks=pytest.mark.long if one in SLOW else []) for one in sorted(PUBLISHED)]
+    "repository", [pytest.param(one, marks=IN_GRID if one in SLOW else ()) for one in sorted(PUBLISHED)]
 )
 def test_networks_have_as_many_parameters_as_published(repository):
     expected, tolerance = PUBLISHED[repository]

@@ -16,7 +16,9 @@ WITHIN = 0.05
 RECIPES = {case.recipe: case for case in CASES}
 
 
-@pytest.mark.parametrize(("recipe", "num_ranks"), [("digen_qwen_image", 8), ("digen_z_image", 64)])
+@pytest.mark.parametrize(
+    ("recipe", "num_ranks"), [("digen_qwen_image", 8), pytest.param("digen_z_image", 64, marks=pytest.mark.grid)]
+)
 def test_a_tile_takes_what_is_planned(recipe, num_ranks):
     """LoRA with guidance, and LoRA with one row per sample."""
     case = RECIPES[recipe]

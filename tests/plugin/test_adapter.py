@@ -88,11 +88,7 @@ def test_adapters_of_the_network_are_accepted_and_loaded_whole(start, runnable, 
 @pytest.mark.parametrize(
     ("edit", "given", "message"),
     [
-        (
-            renamed("base_model.model.", "transformer."),
-            {},
-            "the 8 tensors of the adapter .* 0 fit: it has",
-        ),
+        (renamed("base_model.model.", "transformer."), {}, "the 8 tensors of the adapter .* 0 fit: it has"),
         (tensors(lambda found: {k: v for k, v in found.items() if "blocks.0" in k}), {}, "of whose 4 tensors 4 fit"),
         (tensors(lambda found: found | {"more": torch.zeros(1)}), {}, r"of whose 9 tensors 8 fit: it has more \[1\]"),
         (settings(r=8), {}, r"0 fit: .*lora_A.weight \[4, 32\].* takes .*lora_A.weight \[8, 32\]"),

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf, open_dict
 from safetensors.torch import load_file, save_file
 
+from tests.grid import IN_GRID
 from tests.plugin.malformed import (
     ADDED_UNKNOWN,
     ALONE,
@@ -75,10 +76,10 @@ def assert_told(message, override, key):
 
 
 def _first_of_each_key(starts):
-    """The first of each key for every change, the others as long tests."""
+    """The first of each key for every change, the others in the grid."""
     seen = set()
     for override, key in starts:
-        yield pytest.param(override, key, id=override, marks=[pytest.mark.long] if key in seen else [])
+        yield pytest.param(override, key, id=override, marks=IN_GRID if key in seen else [])
         seen.add(key)
 
 
@@ -287,10 +288,7 @@ OF_TRANSFORMER = [
     (_sharded(has_index=False), "has diffusion_pytorch_model-00000.safetensors, diffusion_pytorch_model-00001."),
     (_with_config(_class_name=None), "that names a network of diffusers, got _class_name=None"),
     (_with_config(quantization_config={"quant_method": "bitsandbytes"}), "weights that train, but"),
-    (
-        _renamed("diffusion_pytorch_model.fp16.safetensors"),
-        "has diffusion_pytorch_model.fp16.safetensors; ",
-    ),
+    (_renamed("diffusion_pytorch_model.fp16.safetensors"), "has diffusion_pytorch_model.fp16.safetensors; "),
     (_renamed("diffusion_pytorch_model.bin", b"PK" + bytes(3000)), "was cut short: 3002 bytes; download"),
     (_renamed("diffusion_pytorch_model.bin", b"version https://git-lfs"), "is a pointer of Git LFS; fetch"),
 ]

@@ -43,10 +43,7 @@ def test_every_step_in_the_window_is_refused_with_key_rule_value_and_remedy(star
         ),
         ((SEPARATE, FP8, "actor_rollout_ref.rollout.name=vllm_omni"), rf"{KEY} must be left out with .*=vllm_omni"),
         ((SEPARATE, FP8, "digen.tag.policy=bts"), rf"{KEY}\.fp8 must be false with digen\.tag\.policy=bts: .*; set it"),
-        (
-            (TOGETHER, FP8, "digen.compile=true"),
-            rf"{KEY}\.fp8 must be false with compiled.*rollout\.compile=false",
-        ),
+        ((TOGETHER, FP8, "digen.compile=true"), rf"{KEY}\.fp8 must be false with compiled.*rollout\.compile=false"),
     ],
 )
 def test_other_back_ends_and_trainers_that_assist_are_refused(start, words, message):

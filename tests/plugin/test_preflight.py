@@ -12,12 +12,13 @@ import pytest
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+from tests.grid import in_grid
 from tests.models.cases import draw_image
 from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
 from verl_digen.cluster import joins_cluster
-from verl_digen.config import digen_config
+from verl_digen.config import digen_config, load
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.preflight.effects import effect_problems
@@ -38,11 +39,14 @@ MODEL_RECIPES = (
     *("digen_qwen_image_edit", "digen_flux_kontext", "digen_flux2_klein"),
     *("digen_wan2_1_i2v", "digen_wan2_2_i2v", "digen_wan2_2_ti2v", "digen_hunyuan_video15_i2v"),
     "digen_ltx2",
-    *("digen_wan2_2", "digen_z_image", "[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]"),
-    *("[digen_sd3,nft]", "[digen_wan2_1,nft]", "[digen_flux,mixgrpo]", "[digen_wan2_1,mixgrpo]"),
+    *("digen_wan2_2", "digen_z_image", "[digen_sd3,nft]", "[digen_flux,mixgrpo]", "[digen_sd3,branch]"),
+)
+"""A recipe per model, and one of each kind of points."""
+MORE_RECIPES = (
+    *("[digen_sd3,flowgrpo_fast]", "[digen_flux,flowgrpo_fast]", "[digen_wan2_1,nft]", "[digen_wan2_1,mixgrpo]"),
     *("[digen_sd3,awm]", "[digen_hunyuan_video,dgpo]", "[digen_qwen_image,dpo]"),
     *("[digen_wan2_1,longcat]", "[digen_sd3,longcat]", "[digen_sd3,guard]", "[digen_sd3,dppo]", "[digen_sd3,gdpo]"),
-    *("[digen_sd3,branch]", "[digen_wan2_1,branch]", "[digen_sd3,distilled]", "[digen_flux2_klein,distilled]"),
+    *("[digen_wan2_1,branch]", "[digen_sd3,distilled]", "[digen_flux2_klein,distilled]"),
 )
 
 
@@ -227,10 +231,7 @@ TREES = ("digen.branches.splits=[0,2]", "digen.sampling.shared_initial_noise=tru
     ("override", "message"),
     [
         ("actor_rollout_ref.rollout.n=4", None),
-        (
-            "actor_rollout_ref.rollout.n=6",
-            "actor_rollout_ref.rollout.n must be 4, the leaves of a tree with digen",
-        ),
+        ("actor_rollout_ref.rollout.n=6", "actor_rollout_ref.rollout.n must be 4, the leaves of a tree with digen"),
         ("digen.branches.factor=3", "actor_rollout_ref.rollout.n must be 9, the leaves of a tree"),
         ("digen.branches.splits=[2,0]", "digen.branches.splits must be steps >= 0 in ascending order, got [2, 0]"),
         ("digen.branches.splits=[0,9]", "digen.branches.splits must lie within the 9 stochastic steps of"),
@@ -332,11 +333,7 @@ def test_sizes_of_images_are_those_of_the_models_pipeline(start, runnable, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "pipeline"),
-    [
-        ("qwen_image", "QwenImageLayeredPipeline"),
-        ("wan2.1", "LTXPipeline"),
-    ],
+    ("checkpoint", "pipeline"), [("qwen_image", "QwenImageLayeredPipeline"), ("wan2.1", "LTXPipeline")]
 )
 def test_a_pipeline_that_is_not_supported_is_refused_before_anything_starts_whatever_its_transformer(
     start, runnable, tmp_path, checkpoint, pipeline
@@ -450,7 +447,7 @@ def test_an_image_that_a_pipeline_does_not_take_is_refused_before_anything_start
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", MODEL_RECIPES)
+@pytest.mark.parametrize("recipe", [*MODEL_RECIPES, *in_grid(MORE_RECIPES)])
 def test_the_published_checkpoint_of_a_recipe_makes_what_the_recipe_asks_for(start, recipe):
     """From the configs that `digen plan` has, so without a download."""
     config = start(f"recipe={recipe}")
@@ -470,6 +467,16 @@ def test_verls_loaders_are_made_where_a_run_does_not_validate_and_names_no_promp
     )
     PPOTrainer._init_dataloader(trainer)
     assert len(trainer.train_dataset) == 8 and list(trainer.val_dataloader) == []
+
+
+def test_a_check_resolves_the_section_once_and_forgets_it(start, runnable, monkeypatch):
+    resolve, calls = load._resolve, []
+    monkeypatch.setattr(load, "_resolve", lambda config: calls.append(config) or resolve(config))
+    config = start(*runnable)
+    preflight.check(config)
+    assert len(calls) == 1
+    config.digen.kl.coef = 0.5
+    assert digen_config(config).kl.coef == 0.5
 
 
 def test_a_plugin_that_failed_refuses_the_run_and_names_the_cause(start, runnable):

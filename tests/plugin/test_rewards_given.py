@@ -132,11 +132,7 @@ KWARGS = "reward__custom_reward_function__reward_kwargs"
             None,
             "this is verl's form for text: rename solution_str to solution_image",
         ),
-        (
-            "def compute_score(): ...",
-            None,
-            "got a function of () (got an unexpected keyword argument",
-        ),
+        ("def compute_score(): ...", None, "got a function of () (got an unexpected keyword argument"),
         (
             "def compute_score(data_source, solution_image, ground_truth, extra_info): ...",
             {"scale": 2},
@@ -205,10 +201,7 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         ({PATH: __file__, NAME: None}, "reward.custom_reward_function.name must be the name of a function in"),
         ({"digen__reward__functions": {}}, "digen.reward.functions must name a reward function and its weight"),
         ({"digen__reward__functions": {"jpeg_compressibility": 0.0}}, "must have a weight that is not 0"),
-        (
-            {"digen__reward__functions": {"nonsense": 1.0}},
-            "must name one of aesthetic, clip_score, diversity, ",
-        ),
+        ({"digen__reward__functions": {"nonsense": 1.0}}, "must name one of aesthetic, clip_score, diversity, "),
         ({"digen__reward__functions": {"no_such.module:f": 1.0}}, "'no_such.module:f' could not be loaded"),
         (
             {"digen__reward__functions": {"math:pi": 1.0}},
@@ -296,10 +289,7 @@ def test_a_reward_that_cannot_be_found_or_weighed_is_refused(composed, changes, 
         ),
         (
             check_reward_devices,
-            {
-                "digen__reward__functions": {"diversity": 1.0},
-                "reward__reward_model__enable_resource_pool": True,
-            },
+            {"digen__reward__functions": {"diversity": 1.0}, "reward__reward_model__enable_resource_pool": True},
             "enable_resource_pool must be false where every reward has processes of its own, got True;",
         ),
         (

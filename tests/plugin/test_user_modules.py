@@ -84,8 +84,7 @@ def test_a_run_and_a_plan_accept_what_only_the_users_module_registers(own, start
 
 
 @pytest.mark.parametrize(
-    "process",
-    ["task runner", "trainer rank", "diffusers replica", "functions", "pool", "environment"],
+    "process", ["task runner", "trainer rank", "diffusers replica", "functions", "pool", "environment"]
 )
 def test_a_new_process_registers_them_from_what_it_is_given(own, start: Start, runnable, tmp_path, process):
     words = own_words(runnable, own)

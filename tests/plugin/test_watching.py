@@ -80,10 +80,7 @@ def routed(**sources: str) -> str:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            (routed(a="ocr"),),
-            "must be scored by a reward whose weight is not 0, got ['drawn', 'geneval']; add it to",
-        ),
+        ((routed(a="ocr"),), "must be scored by a reward whose weight is not 0, got ['drawn', 'geneval']; add it to"),
         (
             (routed(a="ocr,geneval"), "+digen.reward.functions.log=0"),
             "must be scored by a reward whose weight is not 0, got ['drawn']",

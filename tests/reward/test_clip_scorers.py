@@ -205,11 +205,7 @@ def test_a_folder_without_weights_is_refused(clip, tmp_path):
         ("pickscore", {"dtype": "fp8"}, r"functions.pickscore.dtype must be one of fp32, bf16, fp16, got 'fp8'"),
         ("hpsv2", {"base": ""}, "hpsv2: base must name a folder or a repository"),
         ("image_reward", {"tokenizer": ""}, "image_reward: tokenizer must name a folder or a repository"),
-        (
-            "hpsv3",
-            {"path": "/nowhere/x"},
-            "hpsv3: path must name a folder or a repository of the hub",
-        ),
+        ("hpsv3", {"path": "/nowhere/x"}, "hpsv3: path must name a folder or a repository of the hub"),
     ],
 )
 def test_settings_are_checked_before_anything_is_loaded(name, settings, said):

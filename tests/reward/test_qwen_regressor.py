@@ -238,10 +238,7 @@ def test_lora_factors_are_merged_as_peft_merges_them():
     ("change", "message"),
     [
         (lambda weights: weights.pop("rm_head.0.bias"), r"path must hold the tensors of its head .* missing: 0.bias"),
-        (
-            lambda weights: weights.pop("model.norm.weight"),
-            r"of Qwen2-VL .* missing: language_model.norm.weight",
-        ),
+        (lambda weights: weights.pop("model.norm.weight"), r"of Qwen2-VL .* missing: language_model.norm.weight"),
     ],
 )
 def test_weights_of_another_model_are_refused(preference, base, tmp_path, change, message):

@@ -213,11 +213,7 @@ def test_diversity_is_the_mean_distance_to_the_other_pictures():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        (
-            "diversity",
-            {"weight": 1, "size_px": 0},
-            "diversity.size_px must be >= 1, got 0; 32 is the default",
-        ),
+        ("diversity", {"weight": 1, "size_px": 0}, "diversity.size_px must be >= 1, got 0; 32 is the default"),
         ("jpeg_compressibility", {"weight": 1, "scale": 2}, "take the other names out of the entry's arguments"),
         (
             "x",

@@ -18,7 +18,7 @@ from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Generation, SampleRequest, Sampling
 from verl_digen.weights.receiver import tensors_of_update
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("without_a_compiler")]
+pytestmark = [pytest.mark.long, pytest.mark.grid, pytest.mark.usefixtures("without_a_compiler")]
 
 CASE = CASES["wan2.1"]
 ANSWER_S = 300.0

@@ -25,10 +25,7 @@ LOGGED = "INFO:2026-11-27 19:54:52,210:"
             "ray.exceptions.RayTaskError(OSError): x",
         ),
         ("(raylet) 2 workers (tasks / actors) were killed", "2 workers (tasks / actors) were killed"),
-        (
-            f"{TASK}{LOGGED}Total training steps: 3",
-            "   7 s  prompts are read; ranks, replicas and rewards start",
-        ),
+        (f"{TASK}{LOGGED}Total training steps: 3", "   7 s  prompts are read; ranks, replicas and rewards start"),
         (f"{TASK}{LOGGED}create worker group dict_keys(['actor_rollout'])", None),
         (f"{TASK} 'actor_rollout_ref': {{'actor': {{'step 1/3 |': 0}}}}", None),
         (f'{TASK}  warnings.warn("automodel engine is not available: ModuleNotFoundError(x)")', None),
@@ -44,13 +41,7 @@ def test_a_person_sees_steps_warnings_links_and_errors(line, shown):
 
 def test_the_end_is_explained_whole_and_what_ray_says_meanwhile_is_not():
     console = Console()
-    lines = [
-        "verl-digen: this config cannot run.",
-        "data.x must be > 0",
-        "",
-        "see docs",
-        "(A pid=3) bye",
-    ]
+    lines = ["verl-digen: this config cannot run.", "data.x must be > 0", "", "see docs", "(A pid=3) bye"]
     assert [console.read(line, 0) for line in lines] == [*lines[:2], None, "see docs", None]
     assert console.explains_end
 

@@ -39,10 +39,7 @@ def trainer_rules(digen: dict):
             "digen": digen,
             "data": {"train_batch_size": 80},
             "trainer": {"nnodes": 8, "n_gpus_per_node": 8, "v1": {"trainer_mode": "digen_disaggregated"}},
-            "actor_rollout_ref": {
-                "rollout": {"n": 2},
-                "actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 1}},
-            },
+            "actor_rollout_ref": {"rollout": {"n": 2}, "actor": {"fsdp_config": {"ulysses_sequence_parallel_size": 1}}},
         }
     )
     trainer = object.__new__(DisaggregatedTrainer)

@@ -489,13 +489,7 @@ def test_a_trainer_whose_slots_are_overdue_waits_for_an_event_and_asks_once_more
     assert step_s >= overdue_s and num_asked <= 2 * num_events
 
 
-SHORT = DeadlinesConfig(
-    first_s=1.0,
-    generate_s=50.0,
-    score_s=70.0,
-    train_s=80.0,
-    answer_s=5.0,
-)
+SHORT = DeadlinesConfig(first_s=1.0, generate_s=50.0, score_s=70.0, train_s=80.0, answer_s=5.0)
 
 
 class Hanging(Pools):

@@ -33,11 +33,7 @@ CONFIG = OmegaConf.create(
         "data": {"train_batch_size": 1},
         "trainer": {"nnodes": 1, "n_gpus_per_node": 1},
         "actor_rollout_ref": {
-            "actor": {
-                "ppo_mini_batch_size": 1,
-                "ppo_epochs": 1,
-                "fsdp_config": {"ulysses_sequence_parallel_size": 1},
-            },
+            "actor": {"ppo_mini_batch_size": 1, "ppo_epochs": 1, "fsdp_config": {"ulysses_sequence_parallel_size": 1}},
             "rollout": {"n": 4, "nnodes": 1, "n_gpus_per_node": 1},
         },
         "reward": {

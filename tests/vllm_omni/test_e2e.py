@@ -5,16 +5,7 @@ import time
 
 import pytest
 
-from tests.e2e.conftest import (
-    ROOT,
-    Run,
-    assert_succeeded,
-    finish_main,
-    kill_one,
-    run_main,
-    start_main,
-    steps_of,
-)
+from tests.e2e.conftest import ROOT, Run, assert_succeeded, finish_main, kill_one, run_main, start_main, steps_of
 from tests.e2e.test_edits import CASES, train_continued, train_edits
 from tests.tiny_models import build_tiny
 
@@ -40,15 +31,15 @@ def trained_steps(run: Run, num_steps: int) -> list[dict[str, float]]:
         pytest.param(
             (
                 *(*LORA, "digen.sampling.true_cfg_scale=2.0", "digen.sampling.val_true_cfg_scale=2.0"),
-                "trainer.test_freq=3",
+                "trainer.test_freq=2",
             ),
             id="LoRA, guidance, validation",
         ),
     ],
 )
-def test_three_steps_train_what_was_generated(tmp_path, overrides):
-    run = run_main(tmp_path / "run", "trainer.total_training_steps=3", *overrides, recipe=RECIPE, timeout_s=600)
-    for row in trained_steps(run, 3):
+def test_two_steps_train_what_was_generated(tmp_path, overrides):
+    run = run_main(tmp_path / "run", "trainer.total_training_steps=2", *overrides, recipe=RECIPE, timeout_s=600)
+    for row in trained_steps(run, 2):
         assert row["rollout/version_age_max_versions"] == 0
         assert row["actor/grad_norm"] > 0
         assert row["rollout/refilled_groups"] == 0
@@ -62,7 +53,8 @@ def test_episodes_of_edits_have_one_adapter_each_on_pools_that_work_at_the_same_
         f"data.val_files={TINY_EDIT / 'prompts' / 'val.parquet'}",
         f"digen.environment.path={ROOT}/examples/drawn_world/shape_edits.py:ShapeEdits",
         "digen.reward.functions={}",
-        "trainer.total_training_steps=3",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
         "actor_rollout_ref.model.lora_rank=4",
         "digen.gap.chunk_size=1",
         "digen.gap.slots_per_replica=4",
@@ -70,11 +62,12 @@ def test_episodes_of_edits_have_one_adapter_each_on_pools_that_work_at_the_same_
         recipe="[digen_edit_episodes,disaggregated,vllm_omni]",
         timeout_s=600,
     )
-    for row in trained_steps(run, 3):
+    for row in trained_steps(run, 2):
         assert row["episodes/turns_mean"] == 3, "each turn edits the picture of the one before"
         assert row["perf/overlap_s"] > 0
 
 
+@pytest.mark.grid
 def test_a_killed_replica_is_started_again_and_every_sample_trains_once(tmp_path):
     run_dir = tmp_path / "run"
     process = start_main(
@@ -99,6 +92,7 @@ def test_a_killed_replica_is_started_again_and_every_sample_trains_once(tmp_path
         assert row["actor/num_rows"] == 4 * 4 * 39, "16 samples of 39 trained steps, each once"
 
 
+@pytest.mark.grid
 def test_a_pipeline_that_runs_in_one_go_trains_with_samples_of_the_trainer_beside_its_own(tmp_path):
     run = run_main(
         tmp_path / "run",

@@ -13,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from tests.grid import in_grid
+from tests.grid import IN_GRID, in_grid
 from tests.models.cases import draw_image
 from tests.sampling.runs import assert_bitwise
 from tests.tiny_models import build_tiny
@@ -143,19 +143,18 @@ NOT_READ_BY_DIFFUSERS = {"text_encoder_out_layers": [1, 2, 3]}
 """Entries of a text encoder's config."""
 
 
-LIKE_ANOTHER = {"wan2.2_i2v_a14b", "wan2.1", "hunyuan_video15", "flux_kontext"}
-"""Cases of which each part is in another one: an image in Wan2.1's, two experts in text to video, text in both; FLUX.1
-in text to image, and images beside it in FLUX.2's and in the case with an adapter."""
-ADAPTERS_LIKE_ANOTHER = {"flux2_klein", "wan2.2_i2v_a14b", "wan2.2_ti2v_5b_i2v", "hunyuan_video15_i2v"}
+SERVED_IN_CI = {"sd3", "wan2.2_a14b", "ltx2", "flux2_klein"}
+"""A picture, two networks, sound, and two images in a batch that is one request."""
+ADAPTED_IN_CI = {"flux_kontext", "wan2.1_i2v"}
 
 
-def by_hand(names: Collection[str], case: Case) -> Collection[pytest.MarkDecorator]:
-    """Marks of a case: CI leaves out those of `names`."""
-    return [pytest.mark.long, pytest.mark.grid] if case.name in names else []
+def in_ci(names: Collection[str], case: Case) -> Collection[pytest.MarkDecorator]:
+    """Marks of a case: CI has those of `names`."""
+    return [] if case.name in names else IN_GRID
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(case, id=case.name, marks=by_hand(LIKE_ANOTHER, case)) for case in CASES]
+    scope="module", params=[pytest.param(case, id=case.name, marks=in_ci(SERVED_IN_CI, case)) for case in CASES]
 )
 def served(request, ray_here, tmp_path_factory) -> Iterator[tuple[Case, Replica]]:
     """A replica per checkpoint, one at a time; updates carry full weights."""
@@ -267,7 +266,8 @@ def test_updates_come_between_trajectories_and_with_every_weight(served):
     replica.update(full_weights(replica.path, 0).items(), 0).result()
 
 
-@pytest.mark.parametrize("case", [CASES[0], JOINED[1], *in_grid([CASES[1], JOINED[0]])], ids=str)
+@pytest.mark.grid
+@pytest.mark.parametrize("case", [*CASES[:2], *JOINED], ids=str)
 def test_a_replica_in_bf16_decodes_in_fp32_where_the_authors_do(ray_here, tmp_path, case):
     path = build_tiny(case.name, tmp_path / "checkpoint")
     rank = FIRST_RANK + len(CASES) + 2 + len(ADAPTED) + CASES.index(case)
@@ -308,10 +308,7 @@ def test_a_trajectory_has_the_adapter_it_was_asked_for(adapted):
 
 @pytest.mark.parametrize(
     "number",
-    [
-        pytest.param(number, id=case.name, marks=by_hand(ADAPTERS_LIKE_ANOTHER, case))
-        for number, (case, _) in enumerate(ADAPTED)
-    ],
+    [pytest.param(number, id=case.name, marks=in_ci(ADAPTED_IN_CI, case)) for number, (case, _) in enumerate(ADAPTED)],
 )
 def test_a_sample_with_an_adapter_is_encoded_once_and_fails_alone_without_its_image(ray_here, tmp_path, number):
     case, overrides = ADAPTED[number]

@@ -89,6 +89,7 @@ def test_two_devices_generate_what_one_does_before_and_after_an_update(ray_here,
                 ray.get(server.generate.remote("after", [], {"request": requests[0]}), timeout=120)
 
 
+@pytest.mark.grid
 def test_workers_in_processes_of_their_own_know_a_users_own_model(ray_here, tiny_qwen_image, tmp_path):
     own_parts.write_modules(tmp_path)
     path = own_parts.write_checkpoint(tmp_path / "checkpoint", tiny_qwen_image)

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ from verl_digen.reward.named import check_packages, num_function_workers, pool_e
 from verl_digen.versions import SUPPORTED, outside
 
 logger = logging.getLogger(__name__)
+installed_version = cache(version)
 
 TRACKERS = {
     **{name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio", "rl_insight")},
@@ -199,7 +201,7 @@ def _require_reachable(address: str) -> None:
     )
 
 
-def check_versions(config: DictConfig, found: Callable[[str], str] = version) -> None:
+def check_versions(config: DictConfig, found: Callable[[str], str] = installed_version) -> None:
     """Require installed packages that can work; warn where they are not those that were tested."""
     installed = {name: found(name) for name in SUPPORTED}
     refused = list(outside(installed, tested=False))

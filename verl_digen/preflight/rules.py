@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from verl_digen.config import digen_config
+from verl_digen.config.load import unchanging
 from verl_digen.preflight import (
     adapter,
     agent_loop,
@@ -116,7 +117,7 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> None:
     wrong = values.value_problems(config)
     problems = [problem for problem in wrong.values() if problem is not None]
     usable = _without(config, list(wrong)) if wrong else config
-    with flag_override(usable, "readonly", True):
+    with flag_override(usable, "readonly", True), unchanging(usable):
         for rule in rules:
             try:
                 problems += rule(usable) or []

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.grid import IN_GRID
 from verl_digen.devices import Pool
 from verl_digen.tools.simulate.cluster import run_colocated
 from verl_digen.tools.simulate.profile import load_profile, profile_names, windowed
@@ -41,7 +42,12 @@ def block(name: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("size", "over", "number"),
-    [("32", "COLOCATED_TSP", 0), ("32", "NAME", 5), ("mixed", "COLOCATED_TSP", 3), ("mixed", "ALONE", 4)],
+    [
+        pytest.param("32", "COLOCATED_TSP", 0, marks=IN_GRID),
+        pytest.param("32", "NAME", 5, marks=IN_GRID),
+        ("mixed", "COLOCATED_TSP", 3),
+        ("mixed", "ALONE", 4),
+    ],
 )
 def test_a_row_that_is_simulated_again_lies_in_the_range_of_the_page(script, size, over, number):
     run = script.EVERYTHING if over == "NAME" else script.STRICT

@@ -85,12 +85,7 @@ def test_an_axis_that_is_missing_or_out_of_range_is_a_failure(answer):
 
 @pytest.mark.parametrize(
     "answer, value",
-    [
-        ("open now", 1.0),
-        ("open n0w", 1 - 1 / 7),
-        ("", 0.0),
-        (message("open now and so on and on", "length"), 1.0),
-    ],
+    [("open now", 1.0), ("open n0w", 1 - 1 / 7), ("", 0.0), (message("open now and so on and on", "length"), 1.0)],
 )
 def test_text_that_is_read_is_compared_with_the_quoted_text(answer, value):
     with ChatServer(lambda request: answer) as server:

@@ -7,15 +7,7 @@ import re
 import pytest
 
 from verl_digen.reward.judges.content import fields_of, filled
-from verl_digen.reward.judges.reading import (
-    Reply,
-    Token,
-    number_in,
-    preferred,
-    read_reply,
-    require_distinct,
-    weighed,
-)
+from verl_digen.reward.judges.reading import Reply, Token, number_in, preferred, read_reply, require_distinct, weighed
 from verl_digen.reward.servers.answers import SHOWN_CHARS, UnusableAnswer
 from verl_digen.types import PromptRow
 
@@ -207,11 +199,7 @@ def test_tokens_of_equal_text_keep_all_their_probabilities():
 
 @pytest.mark.parametrize(
     "texts",
-    [
-        ["<", "think", ">", "No", "</", "think", ">", "\n\n", "Yes"],
-        ["No", "</think>", "\n\n", "Yes"],
-        ["\n\n", "Yes"],
-    ],
+    [["<", "think", ">", "No", "</", "think", ">", "\n\n", "Yes"], ["No", "</think>", "\n\n", "Yes"], ["\n\n", "Yes"]],
 )
 def test_tokens_of_thoughts_are_left_out(texts):
     """Even if the server has taken the thoughts out of the content."""
