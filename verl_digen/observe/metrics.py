@@ -1,50 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of one step, computed from the facts in the samples' tags. Pure.
 
-| name | unit | meaning |
-| --- | --- | --- |
-| `reward/mean`, `_std`, `_min`, `_max` | reward | over the samples of the logical batch |
-| `reward/NAME` | reward | mean of one reward function, or of one of its details |
-| `reward_calls/NAME_count` | calls | of one reward, for the samples of the batch |
-| `reward_calls/NAME_s` | s | mean duration of a call |
-| `reward_calls/NAME_samples` | samples | mean size of a call |
-| `reward_calls/NAME_queued_max_samples` | samples | that waited in the same process when a call began |
-| `reward_calls/NAME_retries` | requests | of a reward that asks a server |
-| `reward_calls/NAME_wake_s`, `_sleep_s` | s | in which a timeshared reward came to the devices, left them |
-| `reward_calls/NAME_asleep_gb` | GB | device memory of tensors that a process of it held asleep; maximum |
-| `reward/zero_spread_groups`, `_fraction` | groups, share | whose samples all scored the same: they carry no gradient |
-| `actor/grad_norm` | | of the committed gradient, before it is clipped |
-| `actor/grad_projection` | | a fixed ±1 projection of it: tells directions apart, see `engine.gradients.projection` |
-| `actor/grad_rms`, `actor/grad_rms_to_eps` | | root mean square of the clipped gradient's entries; over Adam's eps |
-| `actor/eps_bound_share` | share | of trained parameters whose step Adam's eps holds back |
-| `actor/num_empty_updates` | steps | optimizer steps not taken, because the objective selected no sample |
-| `actor/loss_scale` | | of training in fp16, see `engine.loss_scale` |
-| `actor/ratio_above_fraction`, `_below_` | share | of rows with a ratio above, below 1; neither counts exact 1 |
-| `actor/ratio_sign_positive`, `_negative` | -1 to 1 | mean sign of log-ratios of rows with that sign of the advantage |
-| `advantage/positive_fraction`, `_negative_` | share | of rows |
-| `advantage/num_nonzero` | samples | of an optimizer step, with a gradient |
-| `advantage/effective_samples` | samples | (sum of abs A)^2 / sum of A^2: as many of equal weight |
-| `advantage/abs_mean`, `_max` | | of the advantages, before they are clamped |
-| `rollout/version_age_max_versions` | versions | between the generating and the trained weights; 0 in strict mode |
-| `rollout/log_prob_gap_max`, `_mean` | nats | the trainer's log-probs against those recorded at generation |
-| `rollout/log_prob_gap_to_bound` | | the mean gap over the largest harmless one, see `verl_digen.observe.health` |
-| `rollout/ratio_above_fraction`, `_below_` | share | of rows whose log-prob is above, below the recorded one |
-| `rollout/shared_step_share` | share | of denoising steps served by another sample of the group; with shared noise |
-| `rollout/skipped_step_share` | share | of denoising steps without an evaluation; with `digen.sampling.outside` |
-| `rollout/ratio`, `rollout/ratio_deviation_max` | | the same as a ratio: 1 and 0 if both agree |
-| `episodes/turns_mean`, `_max` | turns | pictures of an episode; with an environment |
-| `episodes/exceeded` | episodes | that ended at `digen.environment.max_turns`, not done |
-| `episodes/retries` | events | environments that were made again |
-| `episodes/failed` | episodes | that failed, and that another one of the group replaced |
-| `episodes/environment_s`, `_p95_s` | s | from a picture to the environment's answer: mean, 95th percentile |
-| `episodes/idle_share` | share | of the time from the first turn to the last one in which no replica generated |
-| `perf/images_per_s`, `..._per_device` | 1/s | pictures of the step over its whole time; over all devices |
-| `perf/step_s` | s | the whole step, checkpoint excluded |
-| `perf/generate_s`, `perf/score_s` | s | time in which at least one sample was being generated, scored |
-| `perf/train_s` | s | the update, in the engine |
-| `perf/sync_s` | s | weights to the replicas |
-| `perf/overhead_s` | s | the step less the time in which anything was generated, scored or trained |
-| `perf/tflops_per_device/POOL`, `perf/mfu/POOL` | TFLOP/s, share | see `verl_digen.trainer.step_result` |
+Their meaning and healthy values: docs/metrics.md, and docs/numerics.md for those of ratios and gradients.
 """
 
 from __future__ import annotations

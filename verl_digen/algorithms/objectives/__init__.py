@@ -30,27 +30,7 @@
 | `reference_mean`, `reference_velocity` | the same under the reference policy, without gradient |
 | `teacher_mean`, `teacher_velocity` | the same under the teacher, without gradient |
 
-| name | per row, with A the clamped advantage, sg[.] without gradient, r = pi / pi_generation |
-| --- | --- |
-| `flow_grpo`, `dance_grpo` | max(-A q, -A clamp(q, 1 - c, 1 + c')), q = pi / pi_old |
-| `grpo_guard` | the same with q centred and scaled alike at all noise levels, over -dt |
-| `flow_dppo` | -A q, 0 where the step's Gaussian has moved too far and q moves on; A is not clamped |
-| `longcat` | k max(-A q, -A clamp(q, 1 - c, 1 + c')), q = pi / pi_old, k the weight of the step |
-| `tis` | -sg[clamp(r, low, high)] A log_prob |
-| `cispo` | -sg[clamp(r, 1 - low, 1 + high)] A log_prob; optionally 0 where PPO would clip |
-| `topr` | -A log_prob where the reward is positive, else -sg[clamp(r, 0, 1)] A log_prob |
-| `weighted_topr` | the two parts of `topr`, each with a weight |
-| `decoupled_ppo` | sg[min(pi_old / pi_generation, cap)] max(-A q, -A clamp(q, 1 - c, 1 + c')), q = pi / pi_old |
-| `gspo` | max(-A s, -A clamp(s, 1 - c, 1 + c')), s = exp(mean log r over the trajectory's trained steps) |
-| `kimi` | -A log_prob + tau / 2 (log_prob - behaviour_log_prob)^2 |
-| `reinforce` | -A log_prob |
-| `diffusion_nft` | (f) errors of two predictions, around policy `old`, weighed by A; it also generates the samples |
-| `awm` | (f) PPO's clip of a surrogate log-prob made of the flow error, and distances to the reference and an average |
-| `awm_off_policy` | (f) the same, with the average in place of the old policy; it also generates the samples |
-| `dgpo` | (f) A e with the flow error e, weighed by how far the group is from its order |
-| `opd` | distance from the teacher's step; A is not read |
-| `online_dpo` | (f) -logsigmoid of the best sample's gain over the reference less the worst one's |
-| `offline_dpo` | (f) the same for a pair of pictures from the data set, chosen and rejected |
+(p) recorded transitions, (f) clean latents noised again. What each loss is per row: docs/algorithms/objectives.md.
 
 Log-probs are means over latent dims, so ratios are near 1 and bounds that are wide for tokens seldom bind here.
 `digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: `tis` to `reinforce`, and all at
@@ -61,16 +41,6 @@ Invariants, while advantages are not clamped (tests/algorithms/test_losses.py)
 - A loss registered as `homogeneous` is positively homogeneous in the advantage, loss(c A) = c loss(A) for c > 0. So the
   scale of advantages may be applied to an accumulated gradient instead, and `digen.advantage.scale=batch` does not make
   training wait for the whole batch's rewards.
-
-Example, a custom loss with a setting of its own, `digen.loss.name=my_loss digen.loss.power=2`:
-
-    @dataclass(frozen=True)
-    class MyConfig(ClampedConfig):
-        power: float = 1.0
-
-    @register_objective("my_loss", config=MyConfig, columns=("log_prob", "advantage"))
-    def my_loss(rows: LossInputs, config: MyConfig) -> LossOutput:
-        return LossOutput(rows.mean(-rows["advantage"] * rows["log_prob"] ** config.power), {})
 """
 
 import importlib
