@@ -140,7 +140,7 @@ class Loop:
 
 
 def work(rank: int, address: str, args: argparse.Namespace) -> None:
-    """What a process does."""
+    """Train in one of the processes."""
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     distributed.init_process_group("gloo", f"file://{address}", rank=rank, world_size=args.processes)
