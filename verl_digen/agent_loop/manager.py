@@ -276,7 +276,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
     async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
         """Generate samples of one group on the replica `server`; see `verl_digen.agent_loop.chunks`."""
-        return await self._chunks.generate(order, server)
+        client = ServerClient(
+            server, self.digen, wants_latents=self._rewards.reads_latents, burst=self._burst_of(order)
+        )
+        return await self._chunks.generate(order, client)
 
     async def cancel_chunk(self, chunk_id: int) -> None:
         """Cancel a chunk on the replica that generates it."""
@@ -333,10 +336,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         edits = environment_class(self.digen.environment).edits
         return EnvironmentAgentLoop(client, self._environments, edits=edits)
 
-    async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation | Episode:
-        client = ServerClient(
-            server, self.digen, wants_latents=self._rewards.reads_latents, burst=self._burst_of(order)
-        )
+    async def _generate_for_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> Generation | Episode:
         loop = self._make_loop(client)
         columns = {**loop_columns(order.row), "global_steps": order.step, "session_id": index}
         return await loop.run({"validate": False}, **columns)
@@ -349,9 +349,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             return None
         return Burst(str(order.chunk_id), len(order.samples))
 
-    async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, server: Any) -> None:
+    async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> None:
         try:
-            await server.abort_request.remote(request_id(order.uid, index))
+            await client.server.abort_request.remote(request_id(order.uid, index))
         except RayActorError:
             logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
 

@@ -125,7 +125,7 @@ class SampleRewards:
         """Scores of samples by all rewards of a scope that score the first one, one call per pool."""
         lean = tuple(one if one.latents is None else replace(one, latents=None) for one in samples)
         calls = [
-            pool.workers.call("score", names, tuple(samples) if pool.reads_latents else lean)
+            pool.workers.call_together("score", (names, tuple(samples) if pool.reads_latents else lean))
             for pool, names in self._wanted(scope, samples[0])
         ]
         try:
