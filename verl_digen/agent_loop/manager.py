@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it.
 
-Status of a prompt key in TransferQueue, read by the trainer's replay buffer: pending -> running -> finished |
-failure. With a reward that takes turns with the replicas, the status of a running group says when all of it is
-generated. A failed group has no rows (one failed sample fails its group) and its reason is the tag `error`.
+Status of a prompt key in TransferQueue, read by the trainer's replay buffer: pending -> finished | failure. With a
+reward that takes turns with the replicas, it is running in between, once all of the group is generated. A failed group
+has no rows (one failed sample fails its group) and its reason is the tag `error`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         uid, validate, step = row.uid, trajectory["validate"], prompt["global_steps"]
         partition = VAL if validate else TRAIN
         num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
-        await publish_status(partition, uid, PromptStatus("running"))
         params = {**sampling_params, "validate": validate}
         columns = {**loop_columns(row), "global_steps": step, "agent_name": prompt["agent_name"]}
         telling = self._tell_generated(partition, uid, num_samples)
