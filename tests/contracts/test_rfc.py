@@ -295,7 +295,8 @@ class Failing:
 
     async def generate_all(self, requests: Any) -> Any:
         found = await self.server.generate_all(requests)
-        failed = RayTaskError("", "", OSError("the replica is ill"))  # type: ignore[arg-type]
+        error = OSError("the replica is ill")
+        failed = RayTaskError("generate_all", f"{error}", error)  # type: ignore[arg-type]
         return [
             failed if (one.uid, one.sample_index) == ("u1", 0) else made
             for one, made in zip(requests, found, strict=True)

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from ray.exceptions import ActorUnavailableError
 
 from verl_digen.config import DigenConfig, RewardEntry
+from verl_digen.errors import plain
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.reward.combine import combined, find_combination
 from verl_digen.reward.groups import GroupRooms, PartScores
@@ -102,7 +103,7 @@ class SampleRewards:
         try:
             (scores,) = await self._scores("sample", (sample,))
         except Exception as error:
-            self.fail(sample.row.uid, sample.sample_index, str(error))
+            self.fail(sample.row.uid, sample.sample_index, str(plain(error)))
             raise
         if any(self._wanted("group", sample)):
             scores = {**scores, **await self._groups.score(sample, version=version, group_size=group_size)}
