@@ -232,6 +232,15 @@ class Generation:
 
 
 @dataclass(frozen=True)
+class Stored:
+    """Reference to one `Generation` of a list in Ray's object store."""
+
+    samples: Any
+    """Reference to the list."""
+    place: int
+
+
+@dataclass(frozen=True)
 class SampleLatents:
     """One sample before it was decoded, on the CPU. Written by a replica, read by rewards."""
 

@@ -2,6 +2,7 @@
 """A custom agent loop, in this process: separate pools use it as colocated ones do."""
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ from verl.experimental.agent_loop import agent_loop as verls
 from tests.agent_loop.worker import make_worker
 from verl_digen.agent_loop.chunks import ChunkOrder
 from verl_digen.agent_loop.custom import make_agent_loop
+from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.preflight.agent_loop import check_agent_loop
-from verl_digen.types import PromptRow
+from verl_digen.types import PromptRow, SampleRequest
 
 ROW = PromptRow("a cat", "test", None, uid="g0")
 AGENT = "actor_rollout_ref.rollout.agent"
@@ -29,13 +31,13 @@ class InCapitals(DiffusionSingleTurnAgentLoop):
 
 
 class Server:
-    """A replica's handle that answers with the request's name and prompt."""
+    """A replica's handle that answers with the names and prompts of the requests."""
 
     def __init__(self) -> None:
-        self.generate = SimpleNamespace(remote=self._generate)
+        self.generate_all = SimpleNamespace(remote=self._generate_all)
 
-    async def _generate(self, name: str, tokens: list[int], params: dict[str, Any]) -> tuple[str, str]:
-        return name, params["request"].inputs.text
+    async def _generate_all(self, requests: Sequence[SampleRequest]) -> list[tuple[str, int, str]]:
+        return [(one.uid, one.sample_index, one.inputs.text) for one in requests]
 
 
 @pytest.fixture
@@ -48,8 +50,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(registered, name, prompt):
     order = ChunkOrder(chunk_id=1, samples=(2,), row=ROW, step=1)
     worker = make_worker(name, config=OmegaConf.create({"data": {}}))
-    found = asyncio.run(worker._generate_for_chunk(order, 2, Server()))
-    assert found == ("g0_2", prompt)
+    found = asyncio.run(worker._generate_for_chunk(order, 2, ServerClient(Server(), worker.digen)))
+    assert found == ("g0", 2, prompt)
 
 
 def test_a_loop_that_is_not_registered_is_told_with_the_known_ones():

@@ -14,7 +14,7 @@ import torch
 from tests.agent_loop.worker import make_worker
 from tests.tags import make_facts
 from verl_digen.agent_loop.batch import GroupsBeingGenerated
-from verl_digen.agent_loop.chunks import ChunkOrder
+from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
 from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
@@ -50,30 +50,31 @@ class Rewards:
 
 
 class Asked:
-    """A server that keeps the request."""
+    """A server that keeps the requests of each call."""
 
     def __init__(self) -> None:
-        self.requests: list[Any] = []
-        self.generate = SimpleNamespace(remote=self._generate)
+        self.requests: list[list[Any]] = []
+        self.generate_all = SimpleNamespace(remote=self._generate_all)
 
-    async def _generate(self, name: str, prompt_ids: list[int], sampling_params: dict[str, Any]) -> None:
-        self.requests.append(sampling_params["request"])
+    async def _generate_all(self, requests: list[Any]) -> list[Any]:
+        self.requests.append(requests)
+        return [ValueError("no picture")] * len(requests)
 
 
 @pytest.mark.parametrize("is_single", [True, False])
-def test_the_samples_of_a_chunk_say_how_many_come_together(is_single: bool) -> None:
+def test_the_samples_of_a_chunk_come_in_one_call_and_say_how_many_they_are(is_single: bool) -> None:
     worker, server = make_worker(), Asked()
     order = ChunkOrder(7, (2, 3, 5), PromptRow("a cat", "test", None, uid="g0"), step=1)
     if not is_single:
         worker._make_loop = partial(make_agent_loop, SINGLE_TURN, worker)
         worker._environments = object()
 
-    async def run() -> None:
-        await asyncio.gather(*[worker._generate_for_chunk(order, index, server) for index in order.samples])
-
-    asyncio.run(run())
+    worker._chunks = ChunkRunner(worker._generate_for_chunk, *[Any] * 3)
+    failed = asyncio.run(worker.generate_chunk(order, server)).failures
     expected = Burst("7", 3) if is_single else None
-    assert [request.burst for request in server.requests] == [expected] * 3
+    (requests,) = server.requests
+    assert [request.burst for request in requests] == [expected] * 3
+    assert failed == dict.fromkeys(order.samples, "ValueError: no picture")
 
 
 def finished(

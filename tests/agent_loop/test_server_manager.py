@@ -12,6 +12,7 @@ import pytest
 import ray
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from tests.chaos.loop import run_in_virtual_time
 from tests.reward.samples import LATENT
@@ -40,16 +41,16 @@ class Server:
         self.num_asked = 0
         self.asked = []
         self.aborted = []
-        self.generate, self.check_health = remote(self._generate), remote(self._check_health)
+        self.generate_all, self.check_health = remote(self._generate_all), remote(self._check_health)
         self.abort_request = SimpleNamespace(remote=self.aborted.append)
 
-    async def _generate(self, name, prompt_ids, sampling_params):
+    async def _generate_all(self, requests):
         self.num_asked += 1
-        self.asked.append(sampling_params["request"])
+        self.asked += requests
         if self.errors:
             raise self.errors.pop(0)
         await asyncio.sleep(self.takes_s)
-        return f"from {self.name}"
+        return [f"from {self.name}" for _ in requests]
 
     async def _check_health(self):
         if self.is_silent:
@@ -57,23 +58,30 @@ class Server:
         return {}
 
 
-class Balancer:
+class InOrder(GlobalRequestLoadBalancer):
     """verl's balancer, handing out its replicas in order."""
 
-    def __init__(self, **servers):
-        self.servers = servers
+    def acquire_server(self, request_id):
+        super().acquire_server(request_id)  # raises without a replica
+        return next(iter(self._servers.items()))
+
+
+class Balancer:
+    """The handle of a balancer."""
+
+    def __init__(self, balancer_class=InOrder, **servers):
         for name, server in servers.items():
             server.name = name
-        self.acquire_server, self.remove_servers = remote(self._acquire), remote(self._remove)
+        self.balancer = balancer_class(servers)
+        self.num_calls = 0
+        self.__ray_call__, self.remove_servers = remote(self._call), remote(self._remove)
 
-    async def _acquire(self, request_id):
-        if not self.servers:
-            raise RuntimeError("No available servers in load balancer")
-        return next(iter(self.servers.items()))
+    async def _call(self, function, *args):
+        self.num_calls += 1
+        return function(self.balancer, *args)
 
     async def _remove(self, names):
-        for name in names:
-            self.servers.pop(name, None)
+        self.balancer.remove_servers(names)
 
 
 class Client(DiffusionServerClient):
@@ -82,12 +90,6 @@ class Client(DiffusionServerClient):
     def __init__(self, balancer):
         self._load_balancer = balancer
         self.__dict__["digen"] = DIGEN
-
-    async def _acquire_server(self, request_id):
-        return await self._load_balancer.acquire_server.remote(request_id)
-
-    def _release_server(self, server_id, request_id=None):
-        pass
 
 
 def generate(monkeypatch, **servers):
@@ -101,6 +103,23 @@ def generate(monkeypatch, **servers):
         return sample, asyncio.get_running_loop().time()
 
     return run_in_virtual_time(run())
+
+
+def test_samples_of_one_pass_are_assigned_generated_and_released_together():
+    servers = {"one": Server(), "two": Server()}
+
+    async def run():
+        balancer = Balancer(GlobalRequestLoadBalancer, **servers)
+        client = Client(balancer)
+        asked = [sample_request(DIGEN, ROW, index, step=1, validate=True) for index in range(20)]
+        samples = await asyncio.gather(*map(client.generate_sample, asked))
+        await asyncio.sleep(1.0)
+        return samples, balancer
+
+    samples, balancer = run_in_virtual_time(run())
+    assert sorted(samples) == ["from one"] * 10 + ["from two"] * 10
+    assert [server.num_asked for server in servers.values()] == [2, 2], "a batch holds 8"
+    assert balancer.num_calls == 2 and balancer.balancer.get_total_inflight() == 0, "acquired and released"
 
 
 def test_a_replica_that_hangs_is_ended_and_its_sample_goes_to_another_one(monkeypatch):

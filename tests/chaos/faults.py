@@ -42,7 +42,7 @@ trainer ranks, TransferQueue. A process is named by its kind and a number; a rep
 
 CALLS: dict[str, tuple[str, ...]] = {
     SERVER: (
-        "generate",
+        "generate_all",
         "abort_request",
         "encode",
         "activate_weights",
@@ -76,7 +76,7 @@ WEIGHTS = {SERVER: 6, ENGINE: 2, AGENT: 1, REWARD: 3, RANK: 1, QUEUE: 1}
 
 @dataclass(frozen=True)
 class Fault:
-    """Example: Fault("server 1", "generate", 2, Kind.DIES_AFTER) strikes the third generation asked of server 1."""
+    """Example: Fault("server 1", "generate_all", 2, Kind.DIES_AFTER) strikes the third generation asked of server 1."""
 
     process: str
     method: str

@@ -67,6 +67,8 @@ class Process:
         self.num_calls: Counter[str] = Counter()
         self._wakings: list[asyncio.Future[None]] = []
         self.unanswered: dict[asyncio.Task[None], tuple[str, asyncio.Future[Any]]] = {}
+        self._once: list[tuple[asyncio.Task[None], asyncio.Future[Any]]] = []
+        """Calls that Ray does not retry."""
 
     def die(self) -> None:
         """Fail all calls in flight, and all later ones."""
@@ -77,13 +79,18 @@ class Process:
             task.cancel()
 
     def restart(self) -> None:
-        """Come back with the same object, and retry all unanswered calls, as Ray does with `max_task_retries`."""
+        """Come back with the same object, and retry the unanswered calls, as Ray does with `max_task_retries`."""
         self.is_stopped = False
+        for task, answer in self._once:
+            if not answer.done():
+                answer.set_exception(ActorUnavailableError("it restarts", self.actor_id.binary()))
+                task.cancel()
+        self._once = []
         for woken in self._wakings:
             woken.set_result(None)
         self._wakings = []
 
-    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reference:
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_retried: bool = True) -> Reference:
         number = self.num_calls[method]
         self.num_calls[method] += 1
         answer = self.cluster.loop.create_future()
@@ -92,6 +99,8 @@ class Process:
         task = self.cluster.loop.create_task(self._serve(method, number, fault, answer, args, kwargs))
         self.unanswered[task] = f"{self.name}.{method} #{number}", answer
         task.add_done_callback(self.unanswered.pop)
+        if not is_retried:
+            self._once.append((task, answer))
         return Reference(answer)
 
     async def _serve(
@@ -166,7 +175,16 @@ class Handle:
     def __getattr__(self, method: str) -> Any:
         if method.startswith("__") and method not in (SIGN_OF_LIFE, RAY_CALL):
             raise AttributeError(method)
-        return SimpleNamespace(remote=lambda *args, **kwargs: self._process.call(method, args, kwargs))
+
+        def called(max_task_retries: int = 1) -> SimpleNamespace:
+            return SimpleNamespace(
+                remote=lambda *args, **kwargs: self._process.call(
+                    method, args, kwargs, is_retried=max_task_retries > 0
+                ),
+                options=called,
+            )
+
+        return called()
 
 
 class Cluster:

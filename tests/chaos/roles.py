@@ -30,6 +30,8 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.algorithms.metric import Plain
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.engine.fragment import FragmentSpec
+from verl_digen.processes.bundles import outcomes
+from verl_digen.reward.manager import RewardProcess
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.rollout.batcher import RequestBatcher
 from verl_digen.rollout.lost import ReplicaHandle
@@ -123,8 +125,8 @@ class Server:
         self._sealed: dict[str, int] = {}
         self._num_batches = 0
 
-    async def generate(self, request_id: str, prompt_ids: list[int], sampling_params: dict[str, Any]) -> Generation:
-        return await self._batcher.submit(sampling_params["request"])
+    async def generate_all(self, requests: Sequence[SampleRequest]) -> list[Any]:
+        return await outcomes([self._batcher.submit(request) for request in requests])
 
     async def _denoise(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]
@@ -197,13 +199,13 @@ class Engine:
         await self._server.call("seal_update", version, 1)
 
 
-class Reward:
+class Reward(RewardProcess):
     """A reward worker."""
 
     def __init__(self, cluster: Cluster, name: str):
         self._cluster, self._name, self._num_scored = cluster, name, 0
 
-    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
+    async def score_one(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
         self._num_scored += 1
         began_s = self._cluster.loop.time()
         await asyncio.sleep(self._cluster.draw_s(SCORE_S, self._name, self._num_scored))
@@ -212,13 +214,13 @@ class Reward:
         return {name: [PartScore(reward_of(int(one.pixels.flat[0])), {}, call) for one in samples]}
 
 
-class Judge:
+class Judge(RewardProcess):
     """A worker of a reward of whole groups."""
 
     def __init__(self, cluster: Cluster, name: str, checks: Checks):
         self._cluster, self._name, self._checks, self._num_scored = cluster, name, checks, 0
 
-    async def score(self, names: Sequence[str], group: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
+    async def score_one(self, names: Sequence[str], group: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
         self._num_scored += 1
         began_s = self._cluster.loop.time()
         await asyncio.sleep(self._cluster.draw_s(SCORE_S, self._name, self._num_scored))

@@ -41,7 +41,7 @@ EVERY_CALL = World(
 )
 """A small world in which every remote call is made, except for those that follow a failure."""
 
-LONG = Fault("server 1", "generate", 1, Kind.HANGS)
+LONG = Fault("server 1", "generate_all", 1, Kind.HANGS)
 """Makes a run long enough for a few heartbeats."""
 
 ONLY_AFTER = {
@@ -125,7 +125,7 @@ def test_what_once_went_wrong_goes_well(name):
     assert verdict.struck and {*verdict.struck} <= {*verdict.world.faults} and not verdict.problems
 
 
-ALL_DIE = tuple(Fault(f"server {number}", "generate", 1, Kind.DIES_BEFORE) for number in (0, 1))
+ALL_DIE = tuple(Fault(f"server {number}", "generate_all", 1, Kind.DIES_BEFORE) for number in (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ ALL_DIE = tuple(Fault(f"server {number}", "generate", 1, Kind.DIES_BEFORE) for n
         World(
             num_prompts=3,
             num_batches=3,
-            faults=(*ALL_DIE, *(Fault(f"server {number}", "generate", 0, Kind.DIES_BEFORE) for number in (2, 3))),
+            faults=(*ALL_DIE, *(Fault(f"server {number}", "generate_all", 0, Kind.DIES_BEFORE) for number in (2, 3))),
         ),
         World(
             num_batches=2,
@@ -151,16 +151,16 @@ def test_a_run_that_lost_every_replica_waits_for_one_that_is_started(world):
 
 
 def while_validating(num_replicas, call, kind, **world):
-    faults = tuple(Fault(f"server {number}", "generate", call, kind) for number in range(num_replicas))
+    faults = tuple(Fault(f"server {number}", "generate_all", call, kind) for number in range(num_replicas))
     return World(num_replicas=num_replicas, num_prompts=3, num_batches=2, validates=(1, 2), faults=faults, **world)
 
 
-VALIDATES_ALONE = while_validating(1, 6, Kind.DIES_BEFORE)
+VALIDATES_ALONE = while_validating(1, 3, Kind.DIES_BEFORE)
 
 
 @pytest.mark.parametrize(
     "world",
-    [VALIDATES_ALONE, while_validating(2, 3, Kind.HANGS), while_validating(1, 10, Kind.DIES_BEFORE, max_versions=1)],
+    [VALIDATES_ALONE, while_validating(2, 3, Kind.HANGS), while_validating(1, 5, Kind.DIES_BEFORE, max_versions=1)],
     ids=["one dies", "both hang", "with stale samples"],
 )
 def test_a_validation_that_lost_every_replica_waits_for_one_and_has_every_prompt_under_its_version(world):
@@ -193,8 +193,8 @@ def test_a_planted_bug_is_found(name):
 
 
 def test_a_world_that_fails_shrinks_to_the_fault_that_matters():
-    needless = (Fault("server 0", "generate", 1, Kind.SLOW), Fault("reward 0", "score", 0, Kind.TWICE))
-    deadly = Fault("server 1", "generate", 0, Kind.DIES_BEFORE)
+    needless = (Fault("server 0", "generate_all", 1, Kind.SLOW), Fault("reward 0", "score", 0, Kind.TWICE))
+    deadly = Fault("server 1", "generate_all", 0, Kind.DIES_BEFORE)
     bug = BUGS["the samples of a lost slot are never generated again"]
     large = World(num_replicas=3, num_prompts=3, num_batches=2, num_rewards=2, faults=(*needless, deadly))
     with planted(bug):

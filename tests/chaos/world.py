@@ -28,7 +28,7 @@ MANY = 50
 
 @dataclass(frozen=True)
 class World:
-    """Example: World(seed=1, num_batches=2, faults=(Fault("server 0", "generate", 0, Kind.DIES_BEFORE),))"""
+    """Example: World(seed=1, num_batches=2, faults=(Fault("server 0", "generate_all", 0, Kind.DIES_BEFORE),))"""
 
     seed: int = 0
     """Seed of all durations."""

@@ -26,7 +26,7 @@ OVERRIDDEN = {
     "agent_loop.manager:DiffusionAgentLoopWorker": "generate_sequences _run_agent_loop _run_prompt "
     "_agent_loop_postprocess",
     "agent_loop.manager:DiffusionAgentLoopManager": "_init_agent_loop_workers",
-    "agent_loop.server_manager:DiffusionServerClient": "generate",
+    "agent_loop.server_manager:DiffusionServerClient": "generate _acquire_server _release_server",
     "agent_loop.server_manager:AsyncDiffusionServerManager": "_acquire_server _release_server",
     "agent_loop.server_manager:DiffusionServerManager": "get_client",
     "agent_loop.single_turn:DiffusionSingleTurnAgentLoop": "run",

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
+from ray.exceptions import RayTaskError
 from tensordict import TensorDict
 from verl import DataProto
 
@@ -42,6 +43,7 @@ from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.sde import sde_step, transition_mean
 from verl_digen.config import digen_config
 from verl_digen.data.rows import prompt_batch as prompt_rows_batch
+from verl_digen.reward.manager import RewardProcess
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling import outputs
@@ -79,14 +81,17 @@ def run(call: Any) -> Any:
 
 
 def handle(method: Callable[..., Any]) -> Any:
-    return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
+    called = SimpleNamespace(remote=lambda *args: asyncio.ensure_future(method(*args)))
+    called.options = lambda **_: called
+    return called
 
 
 def remote(served: Any) -> Any:
     """Handle of a replica's server in this process."""
-    return SimpleNamespace(
-        generate=handle(served.generate), check_health=handle(served.check_health), abort_request=handle(str)
-    )
+    found: Any = type("Handle", (), {})()
+    found.generate_all, found.check_health = handle(served.generate_all), handle(served.check_health)
+    found.abort_request = handle(str)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +123,9 @@ class Scoring:
     """Handle of a reward worker in this process."""
 
     def __init__(self, answer: Callable[..., Any]):
-        self.score = handle(answer)
+        worker: Any = RewardProcess()
+        worker.score_one = answer
+        self.score = handle(worker.score)
 
 
 def reward_worker() -> Any:
@@ -141,7 +148,7 @@ def run_batch(server: DiffusersServer, *, is_scored: bool, batch: DataProto | No
 
     async def calls() -> DataProto:
         if is_scored:
-            worker.reward_loop_worker_handles = {SHARED: [Scoring(reward_worker().score)]}
+            worker.reward_loop_worker_handles = {SHARED: [Scoring(reward_worker().score_one)]}
             worker._rewards = SampleRewards.of_run(CONFIG, worker.reward_loop_worker_handles, worker.digen)
         return await worker.generate_sequences(prompt_batch() if batch is None else batch)
 
@@ -195,8 +202,8 @@ def test_a_request_id_keeps_its_replica_until_the_map_is_full_and_others_go_to_t
             self.name = name
             self.may_end = asyncio.Event()
 
-        async def generate(self, request_id: str, prompt_ids: Any, sampling_params: Any) -> Any:
-            asked.append((self.name, request_id.rpartition("_")[0]))
+        async def generate_all(self, requests: Any) -> Any:
+            asked.extend((self.name, request.uid) for request in requests)
             await self.may_end.wait()
             raise ValueError("no picture")
 
@@ -287,10 +294,14 @@ class Failing:
     def __init__(self, server: DiffusersServer):
         self.server, self.check_health = server, server.check_health
 
-    async def generate(self, request_id: str, prompt_ids: Any, params: Any) -> Any:
-        if request_id == "u1_0":
-            raise OSError("the replica is ill")
-        return await self.server.generate(request_id, prompt_ids, params)
+    async def generate_all(self, requests: Any) -> Any:
+        found = await self.server.generate_all(requests)
+        error = OSError("the replica is ill")
+        failed = RayTaskError("generate_all", f"{error}", error)  # type: ignore[arg-type]
+        return [
+            failed if (one.uid, one.sample_index) == ("u1", 0) else made
+            for one, made in zip(requests, found, strict=True)
+        ]
 
 
 def comparing(seen: list[Any]) -> Callable[..., Any]:
@@ -381,7 +392,7 @@ def test_a_reward_manager_takes_the_rfcs_arguments_and_columns(generated: DataPr
 def test_compute_rm_score_gives_the_scores_of_the_run(registered, generated: DataProto):
     manager: Any = object.__new__(DiffusionRewardLoopManager)
     manager.config, manager._pools = CONFIG, {}
-    manager.reward_loop_workers = [Scoring(reward_worker().score)]
+    manager.reward_loop_workers = [Scoring(reward_worker().score_one)]
     found = manager.compute_rm_score(generated)
     assert found.batch["rm_scores"].shape == (4, 1)
     assert torch.equal(found.batch["rm_scores"], generated.batch["rm_scores"]) and found.batch["rm_scores"].any()

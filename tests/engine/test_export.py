@@ -10,6 +10,8 @@ import pytest
 import torch
 from peft import get_peft_model
 from tensordict import TensorDict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.engine.harness import (
     LORA,
@@ -18,11 +20,13 @@ from tests.engine.harness import (
     log_probs,
     make_batch,
     make_engine,
+    on_two_ranks,
     perturb,
     train,
     weights,
 )
 from tests.engine.serial import plain_lora, plain_transformer
+from verl_digen.engine import export
 from verl_digen.engine.export import LOOKAHEAD, in_step
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -143,6 +147,31 @@ def test_adapter_that_cannot_be_merged_is_refused(tiny_qwen_image: Path):
         ValueError, match=r"lora.merge=true needs plain LoRA on linear layers, got Linear with DoRA around img_in"
     ):
         weights(engine)
+
+
+def gathers_tensors_of_all_kinds(path: Path, folder: Path) -> list[int]:
+    """Numbers of tensors that are gathered together, of which each must arrive whole, in memory of its own."""
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(32, 8), (2,), (4, 2, 2), (3, 4), (8, 8), (600, 500), (2, 2)]
+    whole = {str(number): torch.randn(shape, generator=generator) for number, shape in enumerate(shapes)}
+    whole["low"], whole["plain"] = torch.ones(4).bfloat16(), torch.ones(3)
+    sharded: dict[str, torch.Tensor] = {
+        name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole.items() if name != "plain"
+    }
+    sharded["plain"] = whole["plain"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "GATHER_BYTES", 1 << 20)
+        found = dict(export.gathered(sharded.items()))
+        assert list(found) == list(whole)
+        assert_equal(found, whole)
+        assert not any(value.untyped_storage().nbytes() > value.nbytes for name, value in found.items() if name != "3")
+        return [len(run) for run in export.together(sharded.items())]
+
+
+def test_small_tensors_are_gathered_together(tiny_qwen_image: Path, tmp_path: Path):
+    found = on_two_ranks([gathers_tensors_of_all_kinds], tiny_qwen_image, tmp_path)
+    assert found["gathers_tensors_of_all_kinds"] == [3, 1, 1, 1, 1, 1, 1]
 
 
 def test_no_rank_gathers_far_ahead_of_one_that_writes_slowly():

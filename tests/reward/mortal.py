@@ -4,7 +4,11 @@
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from verl_digen.processes.bundles import outcomes
 
 
 class MortalWorker:
@@ -23,3 +27,6 @@ class MortalWorker:
             os.kill(os.getpid(), number)
         await asyncio.sleep(0.05 * name)
         return name / 10
+
+    async def score_all(self, samples: Sequence[tuple[int, int, int]]) -> list[Any]:
+        return await outcomes([self.score(sample) for sample in samples])

@@ -34,4 +34,6 @@ class Handle:
     """Handle of a reward worker in this process."""
 
     def __init__(self, worker: Any):
-        self.score = SimpleNamespace(remote=lambda *given: asyncio.ensure_future(worker.score(*given)))
+        self.score = SimpleNamespace(
+            remote=lambda *given: asyncio.ensure_future(worker.score(*given)), options=lambda **_: self.score
+        )

@@ -21,7 +21,13 @@ from verl_digen.config.reward import reward_entry
 from verl_digen.errors import RunStopped
 from verl_digen.reward.combine import formula
 from verl_digen.reward.functions import call_arguments
-from verl_digen.reward.manager import DiffusionRewardLoopWorker, DiffusionRewardManager, RewardPoolWorker, samples_of
+from verl_digen.reward.manager import (
+    DiffusionRewardLoopWorker,
+    DiffusionRewardManager,
+    RewardPoolWorker,
+    RewardProcess,
+    samples_of,
+)
 from verl_digen.reward.named import check, check_packages, check_rows, make
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.reward.scorers import diversity
@@ -67,10 +73,10 @@ def not_a_number(values, weights):
 """
 
 
-class Lengths:
+class Lengths(RewardProcess):
     """Worker of the functions: the prompt's length."""
 
-    async def score(self, names: Any, samples: Any) -> Any:
+    async def score_one(self, names: Any, samples: Any) -> Any:
         call = RewardCall("length", 0.0, 1.0, 1, 0)
         return {name: [PartScore(float(len(one.row.text)), {}, call) for one in samples] for name in names}
 
@@ -152,7 +158,7 @@ def test_a_reward_that_fails_on_one_sample_leaves_none_of_its_group_waiting(mine
 
 
 def test_a_sample_that_kills_whoever_scores_it_fails_alone_and_says_so(monkeypatch):
-    async def died(self: Any, names: Any, samples: Any) -> Any:
+    async def died(self: Any, calls: Any) -> Any:
         raise ActorUnavailableError("gone again", None)
 
     monkeypatch.setattr(Lengths, "score", died)

@@ -121,8 +121,9 @@ def test_a_request_without_a_burst_and_one_whose_burst_never_comes_wait_for_othe
     assert starts_of([(0.0, chunk("a", 2, announced=3))]) == [(pytest.approx(0.05), ["a"] * 2)]
 
 
-def test_what_is_left_of_a_large_chunk_follows_at_once():
-    assert starts_of([(0.0, chunk("a", 12))]) == [(0.0, ["a"] * 8), (pytest.approx(2.0), ["a"] * 4)]
+def test_what_is_left_after_a_full_batch_follows_at_once_also_without_a_burst():
+    for asked in (chunk("a", 12), [request("a", index) for index in range(12)]):
+        assert starts_of([(0.0, asked)]) == [(0.0, ["a"] * 8), (pytest.approx(2.0), ["a"] * 4)]
 
 
 def test_chunks_of_several_groups_run_one_after_the_other_in_the_order_of_arrival():

@@ -74,35 +74,35 @@ class ChunkRunner(Generic[Generated, Scored]):
 
     Example:
         runner = ChunkRunner(generate, withdraw, score, publish)
-        await runner.generate(order, server)    # GeneratedChunk(failures={}, is_slot_lost=False)
+        await runner.generate(order, client)    # GeneratedChunk(failures={}, is_slot_lost=False)
         await runner.collect(order.chunk_id)    # ScoredChunk(tags={0: {...}, 1: {...}}, failures={})
     """
 
     generate_sample: Callable[[ChunkOrder, int, Any], Awaitable[Generated]]
-    """(order, sample index, server) -> the sample."""
+    """(order, sample index, client of the replica) -> the sample."""
     withdraw_sample: Callable[[ChunkOrder, int, Any], Awaitable[None]]
-    """(order, sample index, server): cancels the sample on the replica."""
+    """(order, sample index, client): cancels the sample on the replica."""
     score_sample: Callable[[ChunkOrder, Generated], Awaitable[Scored]]
     publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[GroupTags]]
     """Puts the samples' rows into TransferQueue for the trainer ranks -> their tags."""
     on_settled: Callable[[ChunkOrder], None] = lambda order: None
     """Called when every sample of a chunk has its outcome, or the chunk is discarded."""
     _generating: dict[int, tuple[ChunkOrder, Any, Sequence[asyncio.Task[None]]]] = field(default_factory=dict)
-    """Chunk id -> its order, the replica's server, and a task per sample."""
+    """Chunk id -> its order, the replica's client, and a task per sample."""
     _scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Scored]]]] = field(default_factory=dict)
 
-    async def generate(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
-        """Generate the samples of `order` concurrently on `server`; each is scored as soon as it is generated."""
+    async def generate(self, order: ChunkOrder, client: Any) -> GeneratedChunk:
+        """Generate the samples of `order` concurrently by `client`; each is scored as soon as it is generated."""
         scoring: dict[int, asyncio.Task[Scored]] = {}
         self._scoring[order.chunk_id] = order, scoring
 
         async def run(index: int) -> None:
-            generated = await self.generate_sample(order, index, server)
+            generated = await self.generate_sample(order, index, client)
             if order.chunk_id in self._scoring:  # else discarded
                 scoring[index] = asyncio.create_task(self._score(order, generated))
 
         tasks = [asyncio.create_task(run(index)) for index in order.samples]
-        self._generating[order.chunk_id] = order, server, tasks
+        self._generating[order.chunk_id] = order, client, tasks
         outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         del self._generating[order.chunk_id]
         _raise_stop(outcomes)
@@ -120,8 +120,8 @@ class ChunkRunner(Generic[Generated, Scored]):
         """Cancel the chunk's samples on its replica, and those that wait for an environment; once it is generated, its
         scores, which may wait for samples of their group that are not wanted any more."""
         if chunk_id in self._generating:
-            order, server, tasks = self._generating[chunk_id]
-            await asyncio.gather(*(self.withdraw_sample(order, index, server) for index in order.samples))
+            order, client, tasks = self._generating[chunk_id]
+            await asyncio.gather(*(self.withdraw_sample(order, index, client) for index in order.samples))
             for task in tasks:
                 task.cancel()
         elif chunk_id in self._scoring:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it.
 
-Status of a prompt key in TransferQueue, read by the trainer's replay buffer: pending -> running -> finished |
-failure. With a reward that takes turns with the replicas, the status of a running group says when all of it is
-generated. A failed group has no rows (one failed sample fails its group) and its reason is the tag `error`.
+Status of a prompt key in TransferQueue, read by the trainer's replay buffer: pending -> finished | failure. With a
+reward that takes turns with the replicas, it is running in between, once all of the group is generated. A failed group
+has no rows (one failed sample fails its group) and its reason is the tag `error`.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         uid, validate, step = row.uid, trajectory["validate"], prompt["global_steps"]
         partition = VAL if validate else TRAIN
         num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
-        await publish_status(partition, uid, PromptStatus("running"))
         params = {**sampling_params, "validate": validate}
         columns = {**loop_columns(row), "global_steps": step, "agent_name": prompt["agent_name"]}
         telling = self._tell_generated(partition, uid, num_samples)
@@ -276,7 +275,10 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
     async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
         """Generate samples of one group on the replica `server`; see `verl_digen.agent_loop.chunks`."""
-        return await self._chunks.generate(order, server)
+        client = ServerClient(
+            server, self.digen, wants_latents=self._rewards.reads_latents, burst=self._burst_of(order)
+        )
+        return await self._chunks.generate(order, client)
 
     async def cancel_chunk(self, chunk_id: int) -> None:
         """Cancel a chunk on the replica that generates it."""
@@ -333,10 +335,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         edits = environment_class(self.digen.environment).edits
         return EnvironmentAgentLoop(client, self._environments, edits=edits)
 
-    async def _generate_for_chunk(self, order: ChunkOrder, index: int, server: Any) -> Generation | Episode:
-        client = ServerClient(
-            server, self.digen, wants_latents=self._rewards.reads_latents, burst=self._burst_of(order)
-        )
+    async def _generate_for_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> Generation | Episode:
         loop = self._make_loop(client)
         columns = {**loop_columns(order.row), "global_steps": order.step, "session_id": index}
         return await loop.run({"validate": False}, **columns)
@@ -349,9 +348,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             return None
         return Burst(str(order.chunk_id), len(order.samples))
 
-    async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, server: Any) -> None:
+    async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> None:
         try:
-            await server.abort_request.remote(request_id(order.uid, index))
+            await client.server.abort_request.remote(request_id(order.uid, index))
         except RayActorError:
             logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
 

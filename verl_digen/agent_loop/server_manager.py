@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import ray
 from omegaconf import DictConfig
-from ray import ObjectRef
 from ray.exceptions import ActorDiedError, RayActorError
 from verl.workers.rollout.llm_server import LLMServerClient, LLMServerManager
 from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalRequestLoadBalancer
@@ -20,11 +19,12 @@ from verl.workers.rollout.router import DEFAULT_ROUTING_CACHE_SIZE, GlobalReques
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.errors import ReplicasLost
 from verl_digen.processes.actors import retried, silence, while_alive
+from verl_digen.processes.bundles import Bundles
 from verl_digen.processes.deadlines import Deadlines
 from verl_digen.reward.named import reads_latents
 from verl_digen.sampling.outputs import ImageOutput
 from verl_digen.sampling.requests import request_id, text_request
-from verl_digen.types import Burst, Generation, SampleRequest
+from verl_digen.types import Burst, Generation, SampleRequest, Stored
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,29 @@ class DiffusionServerClient(LLMServerClient):
     @cached_property
     def _deadlines(self) -> Deadlines:
         return Deadlines(self.digen.deadlines)
+
+    @cached_property
+    def _clients(self) -> dict[Any, ServerClient]:
+        """Server -> its client."""
+        return {}
+
+    @cached_property
+    def _acquiring(self) -> Bundles[str]:
+        return self._on_balancer(lambda own, name: own.acquire_server(request_id=name))
+
+    @cached_property
+    def _releasing(self) -> Bundles[dict[str, str | None]]:
+        return self._on_balancer(
+            lambda own, names: own.release_server(
+                **{field: names[field] for field in ("server_id", *own.require_release_fields())}
+            )
+        )
+
+    def _on_balancer(self, function: Callable[[Any, Any], Any]) -> Bundles[Any]:
+        """Calls of `function` in the balancer's process. A local function: it travels by value, so nothing is imported
+        there."""
+        call = self._load_balancer.__ray_call__
+        return Bundles(lambda items: call.remote(lambda own, items: [function(own, item) for item in items], items))
 
     async def generate(self, request_id: str, prompt: str, **sampling: Any) -> ImageOutput:  # type: ignore[override]
         """Generate one sample of a text prompt, on the replica that took the last one of this `request_id`.
@@ -94,6 +117,12 @@ class DiffusionServerClient(LLMServerClient):
             finally:
                 self._release_server(replica, request_id=sticky)
 
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        return await self._acquiring.call(request_id)
+
+    def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+        self._releasing.call({"server_id": server_id, "request_id": request_id})
+
     async def _remove_server(self, replica: str) -> None:
         """Send no further sample to a replica."""
         await self._load_balancer.remove_servers.remote([replica])
@@ -115,7 +144,9 @@ class DiffusionServerClient(LLMServerClient):
         return generation
 
     def _client_of(self, server: Any) -> ServerClient:
-        return ServerClient(server, self.digen, wants_latents=self._wants_latents)
+        if server not in self._clients:
+            self._clients[server] = ServerClient(server, self.digen, wants_latents=self._wants_latents)
+        return self._clients[server]
 
     async def _require_life(self, replica: str, server: Any, waited_s: float) -> None:
         """Kill a replica that gives no sign of life within `answer_s`, or that took longer than `no_progress_s`."""
@@ -139,21 +170,24 @@ class ServerClient:
         self.server = server
         self.digen = digen
         self._wants_latents, self._burst = wants_latents, burst
+        # of one group, and no more than a batch has: they end together
+        self._calls = Bundles(self._generate_all, size=digen.rollout.batch_size, key=lambda request: request.uid)
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
-        """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`.
-
-        Ranks that generate answer with a reference to the sample, which stays with the rank that made it.
-        """
-        name = request_id(request.uid, request.sample_index)
+        """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`."""
         if self._wants_latents:
             request = replace(request, wants_latents=True)
         if self._burst is not None:
             request = replace(request, burst=self._burst)
-        answer = await retried(
-            lambda: self.server.generate.remote(name, [], {"request": request}), self.digen.deadlines.blip_s
-        )
-        return await answer if isinstance(answer, ObjectRef) else answer
+        return await retried(lambda: self._calls.call(request), self.digen.deadlines.blip_s)
+
+    async def _generate_all(self, requests: Sequence[SampleRequest]) -> list[Any]:
+        """Outcomes of samples. Ranks that generate answer with references, because a sample stays with the rank that
+        made it until the agent loop reads it."""
+        answers = await self.server.generate_all.remote(requests)
+        lists = [*{answer.samples for answer in answers if isinstance(answer, Stored)}]
+        found = dict(zip(lists, await asyncio.gather(*lists), strict=True))
+        return [found[one.samples][one.place] if isinstance(one, Stored) else one for one in answers]
 
 
 class AsyncDiffusionServerManager(DiffusionServerClient):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded weights -> full tensors under the names the diffusers checkpoint uses, one at a time.
 
-- Gathering a tensor is a collective: every rank must consume the whole iterator, in step.
+- Gathering is a collective, of one large tensor or several small ones: every rank must consume the whole iterator, in
+  step.
 - A rank that sends or writes may take minutes over some tensors. The others wait for it on the CPU, at most
-  `LOOKAHEAD` tensors ahead: a gather that waits on the device is killed by NCCL's watchdog.
+  `LOOKAHEAD` collectives ahead: a gather that waits on the device is killed by NCCL's watchdog.
 - A yielded tensor is a copy; it stays valid when the weights change.
 - The module is not changed: LoRA is merged into the copy, in fp32, rounded once.
 
@@ -12,15 +13,16 @@ Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from verl.utils.device import get_device_id
 
 NamedTensors = Iterator[tuple[str, Tensor]]
@@ -28,7 +30,10 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 Item = TypeVar("Item")
 
 LOOKAHEAD = 16
-"""Tensors that a rank may gather before the slowest rank asks for them."""
+"""Collectives that a rank may begin before the slowest rank does."""
+GATHER_BYTES = 32 << 20
+"""Maximum bytes of several tensors that one collective gathers. Each costs half a millisecond of CPU time, whatever its
+size, and an adapter has a thousand tensors."""
 
 PEFT_PREFIX = "base_model.model."
 """Prefix that `PeftModel` puts before every name."""
@@ -67,10 +72,7 @@ def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | No
         ValueError: the adapter cannot be merged.
     """
     adapters = mergeable(module) if merge_lora else {}
-    for name, value in in_step(module.state_dict().items(), _meet):
-        if is_adapter(name):
-            continue
-        full = _gather(value)
+    for name, full in gathered((name, value) for name, value in module.state_dict().items() if not is_adapter(name)):
         if name in adapters:
             layer = adapters[name]
             down, up = (
@@ -91,8 +93,55 @@ def adapter_weights(module: PeftModel, dtype: torch.dtype | None = None) -> Name
     """The adapter's tensors under peft's canonical names, "base_model.model.LAYER.lora_A.weight"."""
     # save_embedding_layers: "auto" asks the Hugging Face hub about the base model
     state = get_peft_model_state_dict(module, state_dict=module.state_dict(), save_embedding_layers=False)
-    for name, value in in_step(state.items(), _meet):
-        yield name, _cast(_gather(value), dtype)
+    for name, full in gathered(state.items()):
+        yield name, _cast(full, dtype)
+
+
+def gathered(items: Iterable[tuple[str, Tensor]]) -> NamedTensors:
+    """The full tensors, each in its own memory, on the compute device; on every rank."""
+    for run in in_step(together(items), _meet):
+        yield from zip([name for name, _ in run], _gather_all([value for _, value in run]), strict=True)
+
+
+def together(items: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Split into runs of tensors that one collective gathers."""
+    run: list[tuple[str, Tensor]] = []
+    layout, num_bytes = None, 0
+    for name, value in items:
+        own = _layout(value)
+        if run and (own is None or own != layout or num_bytes + value.nbytes > GATHER_BYTES):
+            yield run
+            run, num_bytes = [], 0
+        run.append((name, value))
+        layout, num_bytes = own, num_bytes + value.nbytes
+    if run:
+        yield run
+
+
+def _layout(value: Tensor) -> tuple[DeviceMesh, torch.dtype] | None:
+    """Equal for tensors that may be gathered together: cut evenly along their first dimension; None for any other."""
+    if not isinstance(value, DTensor) or value.placements != (Shard(0),):
+        return None
+    mesh = value.device_mesh
+    return (mesh, value.dtype) if mesh.size() > 1 and value.shape[0] % mesh.size() == 0 else None
+
+
+def _gather_all(values: Sequence[Tensor]) -> list[Tensor]:
+    """The full tensors of a run of `together`."""
+    if len(values) == 1:
+        return [_gather(values[0])]
+    shards = [
+        value.to_local().detach().to(get_device_id()).reshape(-1) for value in values if isinstance(value, DTensor)
+    ]
+    own = torch.cat(shards)
+    mesh = cast("DTensor", values[0]).device_mesh
+    of_ranks = own.new_empty(mesh.size(), len(own))
+    dist.all_gather_into_tensor(of_ranks.view(-1), own, group=mesh.get_group())
+    parts = of_ranks.split([len(shard) for shard in shards], dim=1)
+    return [
+        part.clone(memory_format=torch.contiguous_format).view(value.shape)
+        for part, value in zip(parts, values, strict=True)
+    ]
 
 
 def in_step(items: Iterable[Item], meet: Callable[[], None]) -> Iterator[Item]:

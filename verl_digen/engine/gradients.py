@@ -160,7 +160,7 @@ def projection(module: nn.Module) -> Tensor:
         if parameter.grad is not None:
             assert isinstance(parameter.grad, DTensor)
             _, offset = compute_local_shape_and_global_offset(parameter.shape, *layout)
-            share = project(plain_name(name), parameter.grad.to_local(), parameter.shape, offset)
+            share = project(plain_name(name), parameter.grad.to_local(), offset)
         mine[layout] = mine.get(layout, 0.0) + share
     total = torch.zeros(())
     for (mesh, placements), share in mine.items():

@@ -17,8 +17,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import ray
@@ -50,7 +52,8 @@ from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.rollout.adapter import NoWeightsSent
 from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.store.conditions import fetch_conditions
-from verl_digen.types import Generation, SampleRequest
+from verl_digen.transfers import send_as_bytes
+from verl_digen.types import Generation, SampleRequest, Stored
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +107,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
         Args:
             port: where the ranks meet; the worker group passes it. None: at verl's port.
         """
+        send_as_bytes()
         rendezvous.meet_at(port)
         ensure_process_group(self.config.nccl_timeout)
         share_cpu_cores(0 if self._is_rollout else self.config.rollout.n_gpus_per_node)
@@ -148,13 +152,18 @@ class DiffusionWorker(ActorRolloutRefWorker):
         """Generate this rank's share of the requests, see `RankGenerator.draw`.
 
         Returns:
-            (place in `requests`, reference to the `Generation`, or the error) of each; and `RankGenerator.facts`.
+            (place in `requests`, where the sample is stored, or the error) of each; and `RankGenerator.facts`.
         """
         assert self._generator is not None
         drawn = self._generator.draw(requests, coming, version)
-        return [(place, one if isinstance(one, ValueError) else ray.put(one)) for place, one in drawn], (
-            self._generator.facts()
-        )
+        stored = dict(stored_by_group([one for _, one in drawn if not isinstance(one, ValueError)]))
+        numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+        answers = [
+            (place, one if isinstance(one, ValueError) else Stored(stored[uid], next(numbers[uid])))
+            for place, one in drawn
+            for uid in (requests[place].uid,)
+        ]
+        return answers, self._generator.facts()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def rest(self) -> None:

@@ -5,6 +5,7 @@
 | --- | --- |
 | a worker's process dies | Ray restarts it, at most `MAX_RESTARTS` times per run, and retries its open calls |
 | it gives no sign of life for `digen.deadlines.answer_s` | it is killed, so that it restarts |
+| it dies on a call that several samples share | each is called alone |
 | it dies 1 + `max_retries` times on a call | the call raises `ActorUnavailableError` |
 | it is dead permanently | it is removed, and its calls go to the others |
 | all are dead permanently | `RunStopped` |
@@ -23,10 +24,11 @@ from copy import copy
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from verl_digen.errors import RunStopped
 from verl_digen.processes.actors import silence, while_alive
+from verl_digen.processes.bundles import Bundles, given
 from verl_digen.processes.deadlines import DeadlinesConfig
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ MAX_RESTARTS = 20
 MAX_CALLS = 100_000
 """Maximum concurrent calls of a worker. With Ray's 1000 a sign of life would queue behind the samples of a batch."""
 
+MAX_BUNDLE = 32
+"""Maximum samples that are sent to a worker in one call; the call ends with the slowest of them."""
 
 _KEPT: list[Any] = []
 """References to the constructor arguments of all workers that were started here: Ray drops a large argument once an
@@ -87,6 +91,7 @@ class WorkerPool:
         self._config, self._kind, self._key, self._run = config, kind, key, run
         self._num_open: Counter[Any] = Counter()
         """Worker -> samples or episodes that it has from here."""
+        self._bundles = Bundles(self._send, size=MAX_BUNDLE, key=lambda item: item[:2])
         self._chosen: Any = None
         self._num_left = 0
         """Further calls that go to the chosen worker."""
@@ -107,6 +112,26 @@ class WorkerPool:
                 lost = error
             finally:
                 self.release(worker, lost)
+
+    async def call_together(self, method: str, item: Any) -> Any:
+        """The answer to one item of `method`, which takes items and returns their `outcomes`: in one call with others
+        of the same pass of the event loop. If the worker dies, of which any of them may be the cause, in a call alone.
+
+        Raises: see `call`. The item's exception.
+        """
+        worker, lost = self.take(), None
+        try:
+            return await self._bundles.call((worker, method, item))
+        except RayActorError as error:
+            lost = error
+        finally:
+            self.release(worker, lost)
+        return given(*await self.call(method, [item]))
+
+    async def _send(self, bundle: Sequence[tuple[Any, str, Any]]) -> list[Any]:
+        worker, method, _ = bundle[0]
+        call = getattr(worker, method).options(max_task_retries=0)
+        return await self.answer(worker, call.remote([item for *_, item in bundle]))
 
     def take(self, other_than: Any = None) -> Any:
         """Choose the worker of the last call, until it has its run; then one of those with the fewest open calls, and

@@ -23,6 +23,7 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
 from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
+from verl_digen.processes.bundles import outcomes
 from verl_digen.processes.workers import RestartingActor
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.functions import CUSTOM, reward_of
@@ -95,12 +96,13 @@ class RewardProcess:
     scorers: dict[str, BatchScorer]
     """By the rewards' names."""
 
-    async def score(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
-        """Score one sample, or all samples of a group, with the rewards that are named.
+    async def score(self, calls: Sequence[tuple[Sequence[str], Sequence[RewardInput]]]) -> list[Any]:
+        """Score, per call, one sample or all samples of a group with the rewards that are named -> `outcomes`: scores
+        by reward, or a ScoringError if one kept failing."""
+        return await outcomes([self.score_one(*call) for call in calls])
 
-        Raises:
-            ScoringError: one of them kept failing.
-        """
+    async def score_one(self, names: Sequence[str], samples: Sequence[RewardInput]) -> dict[str, list[PartScore]]:
+        """One call of `score`."""
         found = await asyncio.gather(*(self.scorers[name].score(samples) for name in names))
         return dict(zip(names, found, strict=True))
 
@@ -155,7 +157,7 @@ class DiffusionRewardManager(RewardProcess, RewardManagerBase):
         (sample,) = samples_of(data)
         source, validates = sample.row.data_source, sample.is_validation
         skipped = {entry.name for entry in self._entries if not entry.scores(source, is_validation=validates)}
-        found = await self.score([name for name in self.scorers if name not in skipped], [sample])
+        found = await self.score_one([name for name in self.scorers if name not in skipped], [sample])
         total, parts = weighted({name: score for name, (score,) in found.items()}, self._weights)
         return {"reward_score": total, "reward_extra_info": parts}
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from ray.exceptions import ActorUnavailableError
 
 from verl_digen.config import DigenConfig, RewardEntry
+from verl_digen.errors import plain
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.reward.combine import combined, find_combination
 from verl_digen.reward.groups import GroupRooms, PartScores
@@ -102,7 +103,7 @@ class SampleRewards:
         try:
             (scores,) = await self._scores("sample", (sample,))
         except Exception as error:
-            self.fail(sample.row.uid, sample.sample_index, str(error))
+            self.fail(sample.row.uid, sample.sample_index, str(plain(error)))
             raise
         if any(self._wanted("group", sample)):
             scores = {**scores, **await self._groups.score(sample, version=version, group_size=group_size)}
@@ -125,7 +126,7 @@ class SampleRewards:
         """Scores of samples by all rewards of a scope that score the first one, one call per pool."""
         lean = tuple(one if one.latents is None else replace(one, latents=None) for one in samples)
         calls = [
-            pool.workers.call("score", names, tuple(samples) if pool.reads_latents else lean)
+            pool.workers.call_together("score", (names, tuple(samples) if pool.reads_latents else lean))
             for pool, names in self._wanted(scope, samples[0])
         ]
         try:

@@ -69,6 +69,8 @@ class RequestBatcher:
         self._answered: list[Entry] = []
         """Batch whose answers are on their way."""
         self._answering: asyncio.Task[None] | None = None
+        self._last_s = 0.0
+        """When the last request arrived."""
         self._bursts = Bursts()
         self._arrived = asyncio.Event()
         self._open = asyncio.Event()
@@ -83,6 +85,7 @@ class RequestBatcher:
             self._worker.add_done_callback(self._on_worker_ended)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._pending.append((request, answer))
+        self._last_s = asyncio.get_running_loop().time()
         self._bursts.arrive(request.burst)
         self._arrived.set()
         return await answer
@@ -170,8 +173,9 @@ class RequestBatcher:
                 await self._arrived.wait()
             while not self._is_ready():
                 self._arrived.clear()
+                left_s = self._last_s + self._wait_s - asyncio.get_running_loop().time()
                 try:
-                    await asyncio.wait_for(self._arrived.wait(), self._wait_s)
+                    await asyncio.wait_for(self._arrived.wait(), left_s)
                 except asyncio.TimeoutError:
                     break
             if self._open.is_set():

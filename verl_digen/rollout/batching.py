@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl_digen.processes.bundles import outcomes
 from verl_digen.rollout.batcher import Answers, RequestBatcher
+from verl_digen.transfers import send_as_bytes
 from verl_digen.types import Generation, SampleRequest
 
 
@@ -18,6 +20,7 @@ class BatchingServer:
     """
 
     def __init__(self, *, max_batch_size: int, wait_s: float):
+        send_as_bytes()
         self._batcher = RequestBatcher(self._generate_batch, max_batch_size=max_batch_size, wait_s=wait_s)
 
     async def _generate_batch(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Answers:
@@ -34,6 +37,10 @@ class BatchingServer:
     ) -> Generation:
         """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's."""
         return await self._batcher.submit(sampling_params["request"])
+
+    async def generate_all(self, requests: Sequence[SampleRequest]) -> list[Any]:
+        """Generate samples -> `outcomes`."""
+        return await outcomes([self._batcher.submit(request) for request in requests])
 
     async def abort_request(self, request_id: str) -> None:
         """Cancel the sample `UID_INDEX`: its caller gets `Withdrawn`."""

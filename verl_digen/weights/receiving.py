@@ -34,6 +34,9 @@ from verl_digen.weights.host_pool import pool_for
 STOP_S = 30.0
 """Timeout for the thread of a cancelled update, which may be copying a bucket."""
 
+RECONNECT_MS = 1
+"""Interval of tries to connect: the sender binds after the receiver has begun. zmq's 100 would be most of an update."""
+
 Named = Sequence[tuple[str, Tensor]]
 """Tensors of an update, with their names."""
 Take = Callable[[Named], None]
@@ -92,6 +95,7 @@ class BoundedReceiver(BucketedWeightReceiver):
     def _init_socket(self) -> None:
         self.socket = BoundedSocket.open(self.zmq_context, zmq.REP, check=self._check, timeout_s=self._timeout_s)
         self.socket.setsockopt(zmq.LINGER, round(self._timeout_s * 1000))  # deliver the last answer before closing
+        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self.socket.connect(self.zmq_handle)
 
 

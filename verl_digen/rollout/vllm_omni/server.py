@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +33,7 @@ from vllm_omni.entrypoints.async_omni import AsyncOmni
 
 from verl_digen.models import load_model
 from verl_digen.models.text import only_text
+from verl_digen.processes.bundles import outcomes
 from verl_digen.rollout.birth import SeenDevice, cpu_threads, drop_launcher_variables
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
@@ -46,7 +48,8 @@ from verl_digen.rollout.vllm_omni.requests import (
 )
 from verl_digen.sampling.outputs import ImageOutput
 from verl_digen.sampling.recording import with_experts
-from verl_digen.sampling.requests import text_request
+from verl_digen.sampling.requests import request_id, text_request
+from verl_digen.transfers import send_as_bytes
 from verl_digen.types import Condition, Generation, SampleRequest
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.receiver import NOT_WHOLE
@@ -80,6 +83,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._latents_dtype = PrecisionType.to_dtype(self.digen.rollout.latents_dtype)
         self._sends_adapter = self.model_config.adapter_config() is not None
         self._init_state()
+        send_as_bytes()
         if get_platform().device_name == "cpu":
             torch.set_num_threads(
                 cpu_threads(
@@ -154,6 +158,10 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             raise ValueError(f"a prompt must be a text, got {type(prompt_ids).__name__}; a pipeline encodes it itself")
         request = text_request(self.digen, request_id, prompt_ids, **given)
         return ImageOutput.of(await self._generate(request_id, request))
+
+    async def generate_all(self, requests: Sequence[SampleRequest]) -> list[Any]:
+        """Generate samples -> `outcomes`."""
+        return await outcomes([self._generate(request_id(one.uid, one.sample_index), one) for one in requests])
 
     async def _generate(self, request_id: str, request: SampleRequest) -> Generation:
         for inputs in request.branches:  # here, because in the engine an error would fail all requests of the same step
