@@ -56,7 +56,7 @@ def run(server, *words, cwd, given="", **variables):
     environment = {**os.environ, "PYTHONPATH": f"{Path.cwd()}", "STATUS": "0", "INTERPRETER": sys.executable}
     environment |= {"OF_ACTOR": "{}", **variables}
     done = subprocess.run(
-        [server.python, *words], cwd=cwd, input=given, text=True, capture_output=True, timeout=60, env=environment
+        [server.python, *words], cwd=cwd, input=given, text=True, capture_output=True, timeout=600, env=environment
     )
     return done.returncode, json.loads(done.stdout or "null"), done.stderr
 
@@ -102,6 +102,18 @@ def test_modules_read_the_first_workers_environment_and_the_runs(folder):
     assert run(server, "-m", "answer", cwd=folder, **environment)[1] == ["1", "given"]
     server.end()
     assert gone(server.process.pid) and not server.python.exists()
+
+
+def test_forks_draw_different_ids_after_all_that_a_run_imports(folder):
+    """Objects of two processes with one ID would be one object."""
+    (folder / "answer.py").write_text(
+        "import json\nfrom ray import JobID\nfrom ray._raylet import TaskID\n"
+        "print(json.dumps(TaskID.for_fake_task(JobID.from_int(1)).hex()))"
+    )
+    server = start({}, with_modules=True)
+    drawn = [run(server, "-m", "answer", cwd=folder)[1] for _ in range(2)]
+    server.end()
+    assert all(drawn) and len({*drawn}) == 2, drawn
 
 
 def test_a_fork_that_was_killed_has_a_killed_processes_status(server, folder):

@@ -38,6 +38,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 CLIENT = """#!{python} -IS
@@ -173,6 +174,8 @@ def serve(
                 (arguments, environment, cwd), files = _receive(connection)
                 if modules:
                     _take({**environment, **variables})  # which a worker takes later, in setup_worker.py
+                    _import_quietly(("ray.actor",))
+                    _leave_generator_alone()
                     _import_quietly(modules)
                     modules, fixed = (), fixed | {name: os.environ.get(name) for name in READ_ON_IMPORT}
                 sys.path = own_path
@@ -219,6 +222,17 @@ def _import_quietly(modules: Sequence[str]) -> None:
     assert threading.active_count() == 1, "a fork has only the thread that forks"
     gc.collect()
     gc.freeze()
+
+
+def _leave_generator_alone() -> None:
+    """Have Ray draw the IDs of actor classes from the kernel. With one of its own generator all forks would go on from
+    one state: objects of two of them could have the same ID, and a reader would get the wrong one."""
+    from ray import ActorClassID, actor
+
+    def from_random() -> ActorClassID:
+        return ActorClassID(os.urandom(ActorClassID.size()))
+
+    actor.ActorClassID = SimpleNamespace(from_random=from_random)  # type: ignore[assignment, misc]
 
 
 def _receive(connection: socket.socket) -> tuple[list, Sequence[int]]:
