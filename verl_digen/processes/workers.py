@@ -39,9 +39,8 @@ MAX_RESTARTS = 20
 MAX_CALLS = 100_000
 """Maximum concurrent calls of a worker. With Ray's 1000 a sign of life would queue behind the samples of a batch."""
 
-MAX_BUNDLE = 6
-"""Maximum samples sent to a worker in one call, which ends with the slowest of them. Small pictures then travel in the
-message itself; Ray puts arguments of 100 kB into its object store."""
+MAX_BUNDLE = 32
+"""Maximum samples that are sent to a worker in one call; the call ends with the slowest of them."""
 
 _KEPT: list[Any] = []
 """References to the constructor arguments of all workers that were started here: Ray drops a large argument once an
