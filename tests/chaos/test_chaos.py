@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("first", "num_orders"), [(0, 150), pytest.param(150, 850, marks=IN_GRID)], ids=["some", "many"]
+    ("first", "num_orders"), [(0, 200), pytest.param(200, 800, marks=IN_GRID)], ids=["some", "many"]
 )
 def test_nothing_is_lost_duplicated_mixed_leaked_stuck_or_crashed_in_any_order(first, num_orders):
     verdicts = [run_world(seed) for seed in range(first, first + num_orders)]

@@ -16,7 +16,7 @@ from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.config.reward import reward_entry
 from verl_digen.observe.metrics import reward_metrics
 from verl_digen.reward.combine import formula
-from verl_digen.reward.manager import DiffusionRewardManager
+from verl_digen.reward.manager import DiffusionRewardManager, RewardProcess
 from verl_digen.reward.reward_model import ServedModel, asks_reward_model, connected
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.trainer.updates import group_rewards
@@ -33,13 +33,13 @@ NAMED = {
 }
 
 
-class Counting:
+class Counting(RewardProcess):
     """A worker that counts its calls; a function gives 1, a pool 10."""
 
     def __init__(self, pool: str):
         self._value, self.calls = (1.0 if pool == SHARED else 10.0), list[Any]()
 
-    async def score(self, names: Any, samples: Any) -> Any:
+    async def score_one(self, names: Any, samples: Any) -> Any:
         self.calls.append(names)
         call = RewardCall(names[0], 0.0, 1.0, len(samples), 0)
         return {name: [PartScore(self._value, {}, call) for _ in samples] for name in names}
@@ -155,7 +155,7 @@ def scores_of(functions, custom):
     """Values of a sample by the functions and the user's own."""
     config = OmegaConf.create({"digen": {"reward": {"functions": functions}}})
     manager = DiffusionRewardManager(config, custom, SERVED.router)
-    found = asyncio.run(manager.score([*functions, "custom"], [make_sample()]))
+    found = asyncio.run(manager.score_one([*functions, "custom"], [make_sample()]))
     return {name: score.value for name, (score,) in found.items()}
 
 
