@@ -34,7 +34,7 @@ KINDS = {
     "ray::TaskRunner": "task runner",
     "ray::WorkerDict": "ranks",
     "Server": "replicas",
-    "AgentLoopWorker": "agent loop",
+    "EarlyWorker": "agent loop",
     "SimpleStorage": "TransferQueue",
     "TransferQueueController": "TransferQueue",
     "Reward": "rewards",
