@@ -81,10 +81,9 @@ def test_two_steps_leave_the_weights_of_the_colocated_trainer(two_steps, separat
     assert all(row["rollout/version_age_max_versions"] == 0 for row in steps_of(separate))
 
 
-def test_training_begins_before_the_last_group_is_generated(separate):
-    # in some step: on busy cores the ranks may come late; the planner's tests have every step, on a virtual clock
+def test_the_timeline_has_every_step_and_both_pools(separate):
+    # that training begins before the last group is generated depends on the cores: tests/trainer/test_conductor.py
     assert read_timeline(separate.run_dir / "timeline.jsonl").steps == [1, 2]
-    assert any(row["perf/overlap_s"] > 0 for row in steps_of(separate))
     for row in steps_of(separate):
         for pool in ("trainer", "generator"):
             assert 0 <= row[f"perf/bubble_fraction/{pool}"] < 1
