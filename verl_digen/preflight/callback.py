@@ -97,7 +97,7 @@ def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
 
 
 def _leave(run_dir: Path, state: str, reason: object) -> None:
-    """Write `end.json`, and the report of a run that ended early, which says how long it takes, once more.
+    """Write `end.json`, and once more the report of a run that ended early, which shows the time that is left.
 
     Without them a process that is gone counts as stopped, so a full disk is only reported.
     """

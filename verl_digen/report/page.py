@@ -26,8 +26,8 @@ from verl_digen.observe.run_files import METRICS, REPORT, START
 from verl_digen.report.curves import columns, distributions, read_rows
 from verl_digen.report.missing import sentences
 from verl_digen.report.pictures import groups, validations
-from verl_digen.report.runs import planned_steps, state_of
-from verl_digen.report.start import read_start, warnings_of
+from verl_digen.report.runs import state_of
+from verl_digen.report.start import planned_steps, read_start, warnings_of
 from verl_digen.report.summary import heading, health, tiles
 from verl_digen.report.timelines import timelines
 from verl_digen.require import require

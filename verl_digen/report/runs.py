@@ -23,7 +23,7 @@ from typing import Any
 
 from verl_digen.observe.run_files import END, IMAGES, LOCK, METRICS, START, WARNINGS
 from verl_digen.report.curves import VALIDATION, read_rows, rounded, thinned
-from verl_digen.report.start import read_start, value_of
+from verl_digen.report.start import planned_steps, read_start
 from verl_digen.report.summary import RECENT, health
 
 MAX_DEPTH = 5
@@ -114,12 +114,6 @@ def totals(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
             samples += row["perf/step_s"] * row["perf/images_per_s"]
         found.append((hours, samples))
     return found
-
-
-def planned_steps(start: dict[str, Any]) -> int | None:
-    """Steps that the newest start was asked for; None if it names none."""
-    planned = value_of(start, "trainer.total_training_steps")
-    return int(planned) if planned is not None and planned.isdecimal() else None
 
 
 def state_of(run_dir: Path, step: int, steps: int | None) -> tuple[str, str]:

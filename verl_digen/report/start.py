@@ -77,3 +77,9 @@ def _text(value: Any) -> str:
     """The value as one would type it, cut to `MAX_VALUE_CHARS`."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
+
+
+def planned_steps(start: dict[str, Any]) -> int | None:
+    """Steps that the newest start was asked for; None if it names none."""
+    planned = value_of(start, "trainer.total_training_steps")
+    return int(planned) if planned is not None and planned.isdecimal() else None

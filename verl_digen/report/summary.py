@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_digen.observe.health import Health
 from verl_digen.report.curves import VALIDATION, rounded
-from verl_digen.report.start import value_of
+from verl_digen.report.start import planned_steps, value_of
 
 RECENT = 20
 """Newest steps whose median is shown as the speed."""
@@ -105,7 +105,7 @@ def _time(rows: Sequence[Mapping[str, float]], start: dict[str, Any], state: str
     gaps = [min(row["at_s"] - before["at_s"], row["perf/step_s"] + PAUSE_S) for before, row in pairwise(timed)]
     spent_s = first["at_s"] - began_s + sum(gaps)
     pace_s = median([*gaps[-RECENT:], last["perf/step_s"]])
-    left = int(value_of(start, "trainer.total_training_steps") or 0) - last["step"]
+    left = (planned_steps(start) or 0) - last["step"]
     if left > 0 and state in ("starting", "running"):
         ends = f"about {duration(left * pace_s)} left"
     else:
