@@ -13,8 +13,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-
 from verl_digen.observe.health import RULES, VALIDATION
 from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps, read_lines
 
@@ -86,6 +84,8 @@ def distributions(run_dir: Path, last_step: int) -> dict[str, Any]:
 
 
 def _binned(of_steps: Sequence[Sequence[float]]) -> dict[str, Any]:
+    import numpy as np  # here alone: every `digen` command imports this module
+
     everything = np.array([value for values in of_steps for value in values if isfinite(value)], dtype=float)
     low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
     edges = np.linspace(low, high, NUM_BINS + 1) if high > low else np.linspace(low - 0.5, low + 0.5, NUM_BINS + 1)

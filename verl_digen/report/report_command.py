@@ -19,8 +19,6 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from verl_digen.observe.run_files import REPORT
-from verl_digen.report.comparison import compare, named
-from verl_digen.report.page import render, write_page, write_report
 from verl_digen.require import require
 
 NAME = "report"
@@ -35,6 +33,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Write and say where."""
+    from verl_digen.report.comparison import compare, named  # these import numpy and Pillow
+    from verl_digen.report.page import render, write_page, write_report
+
     default = args.runs[0] / REPORT if len(args.runs) == 1 else Path(COMPARISON)
     path = default if args.out is None else args.out
     try:
