@@ -36,6 +36,7 @@ from verl_digen.tools.simulate.cluster import (
     run_split,
     together,
 )
+from verl_digen.tools.simulate.costs import sample_s
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
 from verl_digen.tools.simulate.splits import best_split
 
@@ -45,7 +46,11 @@ SIZES = (16, 32, 256)
 MIXED = (Pool(20, "H800"), Pool(24, "A100"))
 """Training and generating pool of the comparison on two types of devices."""
 LADDER_SIZE = 32
-"""Devices of the table of levers."""
+"""Devices of the tables of levers and of slow rewards."""
+CALCULATED = [name for name in profile_names() if name != "sd3.5-medium"]
+"""Profiles that verl-omni's way is compared on: its factors are over calculated seconds, not over measured ones."""
+REWARD_TIMES = (0, 1, 3, 10)
+"""Seconds of rewards in that table, as multiples of the time that all devices take to generate a batch."""
 CALIBRATED = "qwen-image-20b"
 """Profile to which verl-omni's way is calibrated."""
 ELSEWHERE = f"{NAME}, reward elsewhere"
@@ -172,7 +177,7 @@ def row(profile: Profile, pools: Sequence[Pool], *, num_steps: int = NUM_STEPS) 
 def rows(window: int | None, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
     """All rows, with the profiles' own window or another one."""
     found = []
-    for name in profile_names():
+    for name in CALCULATED:
         profile = load_profile(name) if window is None else windowed(load_profile(name), window)
         for pools in (*([Pool(size, DEVICE)] for size in SIZES), MIXED):
             found.append(row(profile, pools))
@@ -209,6 +214,23 @@ def lever_table(profiles: Sequence[Profile], size: int) -> list[str]:
         ]
         body.append([name, *cells])
         before = now
+    return lines_of([f"simulated, {pool}", *(f"`{profile.name}`" for profile in profiles)], body)
+
+
+def slow_reward_table(profiles: Sequence[Profile], size: int) -> list[str]:
+    """Speed-up of both kinds of separate pools over one pool, where rewards take as long as batches."""
+    pool, body = Pool(size, DEVICE), []
+    for times in REWARD_TIMES:
+        cells = []
+        for profile in profiles:
+            numbers = profile.numbers
+            rounds = -(-numbers.num_prompts * numbers.group_size // size)
+            batch_s = rounds * sample_s(numbers, pool.slowdown(profile.device))
+            slow = profile.changed("a slow reward", score_s=times * batch_s)
+            one_s = run_colocated(slow, pool, has_tsp=True).step_s
+            ratios = (one_s / run_separate(slow, [pool], name).step_s for name in (STRICT, EVERYTHING))
+            cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
+        body.append([f"{times}", *cells])
     return lines_of([f"simulated, {pool}", *(f"`{profile.name}`" for profile in profiles)], body)
 
 
@@ -274,11 +296,12 @@ def summary_table(own: Sequence[Row], windowed_rows: Sequence[Row]) -> list[str]
 def tables(progress: Callable[[str], None] = lambda _: None) -> dict[str, list[str]]:
     """Name -> lines of every table of the page."""
     own, windowed_rows = rows(None, progress), rows(WINDOW, progress)
-    profiles = [windowed(load_profile(name), WINDOW) for name in profile_names()]
+    profiles = [windowed(load_profile(name), WINDOW) for name in CALCULATED]
     calibrated = load_profile(CALIBRATED)
     return {
         "summary": summary_table(own, windowed_rows),
         "levers": lever_table(profiles, LADDER_SIZE),
+        "rewards": slow_reward_table([load_profile(name) for name in profile_names()], LADDER_SIZE),
         "published": published_table(calibrated),
     }
 

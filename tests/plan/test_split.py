@@ -11,6 +11,7 @@ from tests.plan.runs import make_run
 from tests.plan.test_command import digen_plan, small
 from tests.schedulers.flat import make_rules
 from verl_digen.devices import PEAK_TFLOPS, Pool
+from verl_digen.schedulers.rules import StalenessConfig
 from verl_digen.tools.plan.command import split_words_of
 from verl_digen.tools.plan.compose import Words, split_words
 from verl_digen.tools.plan.memory import plan_memory
@@ -60,6 +61,14 @@ def test_in_turns_is_the_colocated_run_of_the_simulator():
     memory = plan_memory(run, None)
     one = run_colocated(run_profile(run, memory, "H800", MFU), Pool(8, "H800"), has_tsp=True)
     assert found.given is None and found.now_s == found.together_s == one.step_s
+
+
+def test_slow_rewards_make_separate_pools_worth_it():
+    """In turns every device waits for the last reward of a batch; separate pools generate the next one, if they may."""
+    run = make_run(digen={"staleness": StalenessConfig(max_versions=1)})
+    quick, slow = (plan_split(run, H800, None, MFU, reward_s=seconds) for seconds in (0.0, 100.0))
+    assert slow.together_s == pytest.approx(quick.together_s + 100.0)
+    assert not quick.is_proposed and slow.is_proposed
 
 
 def test_a_split_that_does_not_fit_is_not_proposed():

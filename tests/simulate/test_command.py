@@ -49,6 +49,26 @@ def test_each_run_gets_its_own_best_split_and_a_slower_one_is_not_taken(tmp_path
 
 
 @pytest.mark.parametrize(
+    ("seconds", "advice"),
+    [
+        ("0", "so: one pool, 8xH100 together (colocated+tsp); two are not faster by more than 5%"),
+        (
+            "10",
+            "so: two pools, 7xH100 + 1xH100 (gap+tsp+tag, every sample on-policy), 1.06 times as fast as colocated+tsp",
+        ),
+        (
+            "600",
+            "so: two pools, 6xH100 + 2xH100 (gap+tsp+tag+tcss, digen.staleness.max_versions=1), 1.97 times as fast as",
+        ),
+    ],
+)
+def test_the_advice_follows_the_time_that_rewards_take(seconds, advice, capsys):
+    arguments = ("--profile", "sd3.5-medium", "--devices", "8", "--steps", "8", "--reward-seconds", seconds)
+    assert digen_simulate(*arguments) == 0
+    assert advice in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--profile", "nothing", "--devices", "8"), "shipped are flux1-12b, hunyuanvideo-13b, qwen-image-20b"),
@@ -56,6 +76,10 @@ def test_each_run_gets_its_own_best_split_and_a_slower_one_is_not_taken(tmp_path
         (("--profile", "flux1-12b", "--trainer", "4"), "--devices, or --trainer and --generator"),
         (("--profile", "flux1-12b", "--devices", "8", "--window", "17"), "trained steps must lie in [1, 16]"),
         (("--profile", "flux1-12b", "--devices", "8", "--prompts", "0"), "--prompts must be >= 1, got 0"),
+        (
+            ("--profile", "flux1-12b", "--devices", "8", "--reward-seconds", "-1"),
+            "--reward-seconds must be >= 0, got -1",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(arguments, message, capsys):

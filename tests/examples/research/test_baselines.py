@@ -56,6 +56,14 @@ def test_a_row_that_is_simulated_again_lies_in_the_range_of_the_page(script, siz
     assert float(low) - 0.005 <= compared.speedup(run, getattr(script, over)) <= float(high) + 0.005
 
 
+def test_a_line_of_slow_rewards_that_is_simulated_again_is_that_of_the_page(script, monkeypatch):
+    monkeypatch.setattr(script, "REWARD_TIMES", (3,))
+    *_, line = script.slow_reward_table([load_profile("sd3.5-medium")], script.LADDER_SIZE)
+    head, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in block("rewards"))
+    (of_page,) = (cells for cells in lines if cells[0] == "3")
+    assert line == f"| 3 | {of_page[head.index('`sd3.5-medium`')]} |"
+
+
 def test_the_page_shows_the_calibration_as_it_is(script):
     assert block("published") == script.published_table(QWEN)
 

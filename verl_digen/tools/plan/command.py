@@ -10,6 +10,7 @@ checkpoint that this knows.
   host_mem=1000       GB of host memory of a node, for a verdict about it
   mfu=0.4             share of the peak that is assumed; where one was measured for the network, that one without it
   prompt_tokens=128   length of a prompt
+  reward_s=0          seconds from a sample's pixels to its rewards, for the split below
 
     digen plan recipe=digen_qwen_image gpus=8 gpu_mem=80
     digen plan recipe=digen_flowgrpo actor_rollout_ref.model.path=Wan-AI/Wan2.1-T2V-14B-Diffusers \\
@@ -89,7 +90,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     memory = plan_memory(planned, device_bytes)
     types = own.types or (None if device is None else (device, device))
     mfu = own.mfu or mfu_of(planned.measured.title, planned.measured.counts.num_weights)
-    split = None if types is None else plan_split(planned, types, device_bytes, mfu)
+    split = None if types is None else plan_split(planned, types, device_bytes, mfu, own.reward_s)
     return Plan(
         run=planned,
         memory=memory,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of a run from its command line, composed as by verl's main, and the plan's own words.
 
-- `gpus`, `gpu_mem`, `device`, `host_mem`, `mfu` and `prompt_tokens` are not keys of the config; everything else goes to
-  Hydra.
+- `gpus`, `gpu_mem`, `device`, `host_mem`, `mfu`, `prompt_tokens` and `reward_s` are not keys of the config; everything
+  else goes to Hydra.
 - On a machine without an accelerator, any of the first three plans a run on accelerators: the config is then composed
   as it would be there, without `recipe=digen_cpu`.
 """
@@ -56,6 +56,8 @@ class Words:
     mfu: Annotated[float | None, In("(0, 1]"), f"{MFU} is assumed without it"] = None
     """Share of the peak; None: the measured one of the network, else `MFU`."""
     prompt_tokens: Annotated[int, In("[1, inf]")] = PROMPT_TOKENS
+    reward_s: Annotated[float, In("[0, inf)"), "give seconds"] = 0.0
+    """From a sample's pixels to its rewards: a VLM judge or a server takes seconds."""
 
     def __post_init__(self) -> None:
         check_fields(self, "", null=None)
@@ -102,6 +104,7 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
         "host_mem": float,
         "mfu": float,
         "prompt_tokens": int,
+        "reward_s": float,
     }
     own: dict[str, Any] = {}
     overrides = []

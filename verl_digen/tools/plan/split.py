@@ -6,7 +6,8 @@
 - A split counts if the config allows its sizes, the nodes have room for it, and it fits the memory; each is planned by
   itself, as fewer ranks hold larger shards and make smaller tiles.
 - An assist is taken to gather the weights at every step, whatever memory it has.
-- Left out: encoding, decoding, rewards, environments, variance. Episodes and pictures of a data set get no proposal.
+- Left out: encoding, decoding, environments, variance, and rewards without `reward_s`. Episodes and pictures of a data
+  set get no proposal.
 
 Invariants (tests/plan/test_split.py): a proposed split fits and passes the checks of a start; its seconds are from
 `digen simulate` for the same profile.
@@ -79,13 +80,16 @@ class SplitPlan:
         return [*pool_overrides(self.best.trainer, self.best.generator), *types]
 
 
-def plan_split(run: Run, types: tuple[str, str], device_bytes: int | None, mfu: float) -> SplitPlan | None:
+def plan_split(
+    run: Run, types: tuple[str, str], device_bytes: int | None, mfu: float, reward_s: float = 0.0
+) -> SplitPlan | None:
     """Search the best split; None for runs whose generation the plan cannot time.
 
     Args:
         types: types of the trainer's and the generator's devices.
         device_bytes: memory of a device, the smaller of both types; None: any split fits.
         mfu: share of the peak that is assumed.
+        reward_s: from a chunk's pixels to its rewards.
     """
     settings = run.settings
     if settings.digen.environment.is_on or plan_time(run, types[0], mfu, 0.0).generating_flops == 0:
@@ -94,8 +98,8 @@ def plan_split(run: Run, types: tuple[str, str], device_bytes: int | None, mfu: 
     if settings.is_split:
         pools.append(Pool(settings.num_generator_devices, types[1]))
     given = Split(*pools) if settings.is_split else None
-    given_s = None if given is None else _split_s(run, plan_memory(run, device_bytes), given, types[0], mfu)
-    together_s, together = _together_s(run, pools, device_bytes, mfu)
+    given_s = None if given is None else _split_s(run, plan_memory(run, device_bytes), given, types[0], mfu, reward_s)
+    together_s, together = _together_s(run, pools, device_bytes, mfu, reward_s)
     nodes = pooled_nodes(pools, (settings.trainer_devices_per_node, settings.generator_devices_per_node))
     families = placed_splits(nodes, settings.limits)
 
@@ -104,7 +108,7 @@ def plan_split(run: Run, types: tuple[str, str], device_bytes: int | None, mfu: 
         memory = plan_memory(resized, device_bytes)
         if memory.fits is False:
             return math.inf
-        return _split_s(resized, memory, placed.split, types[0], mfu)
+        return _split_s(resized, memory, placed.split, types[0], mfu, reward_s)
 
     found = best_of(families, step_s)
     best, best_s = (None, None) if found is None else found
@@ -128,7 +132,9 @@ def with_split(run: Run, placed: Placed) -> Run:
     return replace(run, settings=settings)
 
 
-def _together_s(run: Run, pools: Sequence[Pool], device_bytes: int | None, mfu: float) -> tuple[float | None, str]:
+def _together_s(
+    run: Run, pools: Sequence[Pool], device_bytes: int | None, mfu: float, reward_s: float
+) -> tuple[float | None, str]:
     """(seconds of the fastest run in turns, its devices)."""
     settings, number = run.settings, sum(pool.num_devices for pool in pools)
     one = replace(
@@ -142,18 +148,15 @@ def _together_s(run: Run, pools: Sequence[Pool], device_bytes: int | None, mfu: 
     memory = plan_memory(replace(run, settings=one), device_bytes)
     if memory.fits is False:
         return None, ""
-    profile = run_profile(replace(run, settings=one), memory, pools[0].device, mfu)
+    profile = run_profile(replace(run, settings=one), memory, pools[0].device, mfu, reward_s)
     runs = [run for run in baselines(profile, pools) if run.name == COLOCATED_TSP]
     fastest = min(runs, key=lambda run: run.step_s)
     return fastest.step_s, fastest.devices
 
 
-def _split_s(run: Run, memory: Memory, split: Split, device: str, mfu: float) -> float:
-    rules = run_rules(run)
-    outcome = run_split(
-        run_profile(run, memory, device, mfu), split, rules.techniques, num_steps=SEARCH_STEPS, rules=rules
-    )
-    return outcome.step_s
+def _split_s(run: Run, memory: Memory, split: Split, device: str, mfu: float, reward_s: float) -> float:
+    rules, profile = run_rules(run), run_profile(run, memory, device, mfu, reward_s)
+    return run_split(profile, split, rules.techniques, num_steps=SEARCH_STEPS, rules=rules).step_s
 
 
 def run_rules(run: Run) -> BatchRules:
@@ -167,7 +170,7 @@ def run_rules(run: Run) -> BatchRules:
     )
 
 
-def run_profile(run: Run, memory: Memory, device: str, mfu: float) -> Profile:
+def run_profile(run: Run, memory: Memory, device: str, mfu: float, reward_s: float = 0.0) -> Profile:
     """The run as a profile for devices of type `device`: its rows and steps together take what the plan says."""
     settings, counts = run.settings, run.measured.counts
     time = plan_time(run, device, mfu, memory.recomputed_share)
@@ -189,7 +192,7 @@ def run_profile(run: Run, memory: Memory, device: str, mfu: float) -> Profile:
         decode_s=0.0,
         row_s=time.training_flops / (settings.num_samples * num_rows) / reached,
         gather_s=shard_bytes / GATHER_BYTES_PER_S if gathers else 0.0,
-        score_s=0.0,
+        score_s=reward_s,
         commit_s=update_bytes(run) / NETWORK_BYTES_PER_S,
         switch_s=0.0 if settings.draws else 2 * run.measured.transformer_bytes / HOST_BYTES_PER_S,
     )

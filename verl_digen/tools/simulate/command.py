@@ -19,6 +19,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ NAME = "simulate"
 
 MAX_SEARCHED = 4096
 """Maximum number of devices for a search of the best split: half a minute per row of the table, on one core."""
+
+WORTH_POOLS = 1.05
+"""Speed-up from which separate pools, and then stale samples, are advised: both are more to set up and to watch."""
 
 DEFAULT_STEPS = 40
 """Default number of simulated steps, the first two included. With tcss, generation may take 20 steps to get as far
@@ -66,6 +70,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, help="prompts of a step, in place of the profile's")
     parser.add_argument("--samples-per-prompt", type=int, help="in place of the profile's")
     parser.add_argument("--window", type=int, help="trained steps of a sample, in place of the profile's")
+    parser.add_argument("--reward-seconds", type=float, help="from pixels to rewards, in place of the profile's")
     parser.add_argument(
         "--whole-base",
         action="store_true",
@@ -84,6 +89,11 @@ def run(args: Namespace) -> int:
         profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
         if args.window is not None:
             profile = windowed(profile, args.window)
+        if args.reward_seconds is not None:
+            require(
+                0 <= args.reward_seconds < inf, "--reward-seconds must be >= 0", args.reward_seconds, "give seconds"
+            )
+            profile = profile.changed("--reward-seconds", score_s=args.reward_seconds)
         if args.whole_base:
             profile = profile.changed("--whole-base", gather_s=0.0)  # the adapter is gathered in no time
         runs = simulate_all(profile, args)
@@ -207,10 +217,27 @@ def table(profile: Profile, runs: Sequence[Outcome]) -> str:
         )
     lines += [
         "",
+        _advice(runs, best),
+        "",
         "x best: times as fast as the best baseline. stale: share of groups begun under weights one version old; 0 %",
         "is strict. at least: calculated, a step in which nobody waits.",
     ]
     return "\n".join(lines)
+
+
+def _advice(runs: Sequence[Outcome], best: Outcome) -> str:
+    """The placement to choose, in a line: separate pools where they are faster by more than `WORTH_POOLS`, and stale
+    samples where they bring as much again."""
+    chosen = best
+    for is_stale in (False, True):
+        fastest = min((run for run in runs if (run.stale > 0) == is_stale), key=lambda run: run.step_s, default=best)
+        if chosen.step_s > WORTH_POOLS * fastest.step_s:
+            chosen = fastest
+    if chosen.split is None:
+        return f"so: one pool, {chosen.devices} ({chosen.name}); two are not faster by more than {WORTH_POOLS - 1:.0%}"
+    how = "digen.staleness.max_versions=1" if chosen.stale > 0 else "every sample on-policy"
+    speedup = f"{best.step_s / chosen.step_s:.2f} times as fast as {best.name}"
+    return f"so: two pools, {chosen.devices} ({chosen.name}, {how}), {speedup}"
 
 
 def _bound(outcome: Outcome) -> str:
