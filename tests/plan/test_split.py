@@ -64,7 +64,7 @@ def test_in_turns_is_the_colocated_run_of_the_simulator():
 
 
 def test_slow_rewards_make_separate_pools_worth_it():
-    """In turns every device waits for the last reward of a batch; separate pools generate the next one, if they may."""
+    """A colocated run waits for the last reward of a batch; separate pools generate the next one, if they may."""
     run = make_run(digen={"staleness": StalenessConfig(max_versions=1)})
     quick, slow = (plan_split(run, H800, None, MFU, reward_s=seconds) for seconds in (0.0, 100.0))
     assert slow.together_s == pytest.approx(quick.together_s + 100.0)
