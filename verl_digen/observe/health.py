@@ -243,7 +243,7 @@ RULES = (
     Rule(
         *("Overhead", OVERHEAD, _overhead, "{:.0%} of a step", 0.4, 0.7),
         "For much of a step no device generates, scores or trains.",
-        "`digen timeline RUN` names what they wait for.",
+        "`digen timeline RUN` names what devices wait for.",
         "metrics.md#where-the-time-goes",
     ),
     Rule(
