@@ -81,8 +81,3 @@ def assert_rows_of_the_table(name: str, run: Run) -> None:
         off = 100 * (float(planned.split()[0]) / float(tracked.split()[0]) - 1)
         assert float(difference.removesuffix(" %")) == pytest.approx(off, abs=0.06)
         assert abs(off) <= WITHIN
-
-
-def test_stable_diffusion_fits_a_small_device_as_the_page_says():
-    ((claimed, words),) = re.findall(r"fits one GPU of 24 GB as it is \(([\d.]+) GB, `digen plan (.*?)`\)", MODELS)
-    assert claimed == peak(make_plan(words.split()).memory)

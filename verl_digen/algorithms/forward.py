@@ -47,23 +47,23 @@ class NoiseLevels:
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """`digen.forward`: the points of objectives that noise finished pictures again (diffusion_nft, awm, dgpo,
-    online_dpo, offline_dpo). Others train `digen.window`."""
+    """`digen.forward`: the noise levels of forward objectives (diffusion_nft, awm, dgpo, online_dpo, offline_dpo).
+    Others train `digen.window`."""
 
     kind: Annotated[str, OneOf(KINDS)] = "steps"
     """steps: levels of distinct denoise steps (DiffusionNFT, DGPO). strata: the steps are cut into as many equal parts
     as there are points, and each part gives one level (AWM). logit_normal: levels between the steps, mostly in the
     middle of the schedule (online DPO)."""
     fraction: Annotated[float, In("(0, 1]")] = 0.99
-    """Share of the steps at whose noise levels each sample trains, rounded down, at least one; which ones differs from
-    group to group. 0.99 in DiffusionNFT: all but one."""
+    """Share of the steps whose noise levels train, rounded down, at least one; drawn for each group. 0.99 in
+    DiffusionNFT: all but one."""
     num_points: Annotated[int | None, In("[1, inf]"), "null takes digen.forward.fraction of the steps"] = None
-    """Number of levels in place of the share. null: `fraction` decides."""
+    """Number of levels, instead of `fraction`. null: `fraction` decides."""
     first_step: Annotated[int, In("[0, inf]"), "0 is the step of pure noise"] = 0
-    """steps and strata: first denoise step whose level may be drawn. 1 in AWM, which leaves pure noise out."""
+    """steps and strata: first denoise step whose level may be drawn. 1 in AWM, which omits pure noise."""
     until: Annotated[float, In("(0, 1]"), "1 draws from the whole schedule"] = 1.0
-    """steps and strata: share of the schedule, from pure noise on, that levels are drawn from; its steps are rounded
-    down. 0.9 in AWM; 0.7 in DGPO, 7 steps of 10."""
+    """steps and strata: draw levels from this share of the schedule, beginning at pure noise, rounded down to steps.
+    0.9 in AWM; 0.7 in DGPO, 7 steps of 10."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.forward.")

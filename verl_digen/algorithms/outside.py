@@ -37,23 +37,21 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Outside:
-    """`digen.sampling.outside`: how the steps before and after a window are sampled in training. Rows of the window are
-    exact with any value: their recorded log-probs belong to its steps, given the latents where it begins."""
+    """`digen.sampling.outside`: cheaper steps before and after a window in training. The window's own rows and
+    log-probs stay exact."""
 
     cache: Annotated[float, In("[0, 1)"), "0.1 is usual; 0 evaluates the network at every step"] = 0.0
-    """A step outside the window reuses the velocity of the last network evaluation if it is predicted to have changed
-    by less than this share of its norm; each sample decides by itself (`verl_digen.algorithms.step_cache`). 0: off. For
-    solver euler on `diffusers` replicas, without trainers that assist."""
+    """A step outside the window reuses the last velocity if it is predicted to have changed by less than this share of
+    its norm. 0: off. For solver euler on `diffusers` replicas, without `digen.tag.policy`."""
     cache_max_skips: Annotated[int, In("[1, inf]"), "2 is usual; outside.cache=0 skips none"] = DEFAULT_MAX_SKIPS
-    """Most steps in a row that reuse one velocity."""
+    """Maximum steps in a row that reuse one velocity."""
     solver_before: Annotated[float, In("(0, 1]")] = 1.0
-    """Share of the steps before the window that the solver takes, rounded up; each taken step is longer."""
+    """Share of the steps before the window that the solver takes, rounded up; it skips the others."""
     solver_after: Annotated[float, In("(0, 1]")] = 1.0
     """Share of the steps after the window, likewise. 0.4 in MixGRPO-Flash, with solver dpm2."""
     fp8: bool = False
-    """Multiply in fp8 (e4m3; a scale per token and per output channel) in the linear layers of the repeated blocks
-    outside the window; a replica keeps one more byte per weight. For devices with fp8 such as H100, on `diffusers`
-    replicas of one device, without `digen.compile` and trainers that assist."""
+    """Multiply in fp8 (e4m3) in the linear layers of the repeated blocks outside the window; a replica keeps one more
+    byte per weight. For H100 and later, on `diffusers` replicas, without `digen.compile` and `digen.tag.policy`."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.sampling.outside.")

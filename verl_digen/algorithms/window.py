@@ -36,17 +36,17 @@ class WindowConfig:
 
     kind: Annotated[str, OneOf(KINDS)] = "all"
     """all: every step but the last is stochastic and trained (Flow-GRPO).
-    consecutive: `size` steps in a row within `range` are, others are ODE steps (Flow-GRPO-Fast, MixGRPO).
-    fraction: every step but the last is stochastic, a random `fraction` of them is trained (DanceGRPO)."""
+    consecutive: `size` steps in a row within `range`; others are ODE steps (Flow-GRPO-Fast, MixGRPO).
+    fraction: every step but the last is stochastic, and a random `fraction` of them is trained (DanceGRPO)."""
     size: Annotated[int, In("[1, inf]"), "2 or 3 is usual"] = 2
     """consecutive: steps in the window. 2 or 3 in Flow-GRPO-Fast, 4 in MixGRPO."""
     range: tuple[int, int] | None = None
-    """consecutive: (lo, hi), the window lies within steps lo .. hi-1. null: the first half, (0, T // 2)."""
+    """consecutive: (lo, hi): the window lies in steps lo .. hi-1. null: the first half, (0, T // 2)."""
     shift_every: Annotated[int | None, In("[1, inf]"), "null keeps the window where it is"] = None
-    """consecutive: optimizer steps after which `range` moves on by one denoise step; it starts over at the schedule's
-    end (MixGRPO, with size = hi - lo: 25, MixGRPO-Flash 20). null: it stays."""
+    """consecutive: `range` moves by one denoise step every shift_every optimizer steps, and starts over at the
+    schedule's end (MixGRPO, with size = hi - lo: 25, MixGRPO-Flash 20). null: it stays."""
     fraction: Annotated[float, In("(0, 1]")] = 0.6
-    """fraction: share of the stochastic steps that is trained, at least one step. 0.6 in DanceGRPO."""
+    """fraction: share of the stochastic steps that train, at least one. 0.6 in DanceGRPO."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.window.")

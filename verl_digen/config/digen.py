@@ -43,7 +43,7 @@ class DigenConfig:
     """Everything under `digen:`."""
 
     seed: int = 42
-    """Run seed: noise, windows and prompt order are functions of it."""
+    """Seed of noise, windows and prompt order."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sde: SdeConfig = field(default_factory=SdeConfig)
     window: WindowConfig = field(default_factory=WindowConfig)
@@ -66,24 +66,22 @@ class DigenConfig:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     """Timeouts of everything the run waits for, see `verl_digen.processes.deadlines`."""
     attention_backend: str = NATIVE
-    """Attention kernel by diffusers' name (`verl_digen.attention`), for trainer and replicas: native is PyTorch's
-    choice, flash is flash-attn, _flash_3_hub FlashAttention 3. Without masks, a forward has texts of one length: more
-    tiles, and guidance in two forwards."""
+    """Attention kernel of trainer and replicas, by diffusers' name (`verl_digen.attention`): native is PyTorch's
+    choice, flash is flash-attn, _flash_3_hub FlashAttention 3."""
     compile: bool = False
-    """Compile the repeated blocks with `torch.compile` (inductor), for trainer and replicas. The first calls of each
-    kind take seconds to minutes longer."""
+    """Compile the repeated blocks of trainer and replicas with `torch.compile` (inductor). The first calls of each kind
+    take seconds to minutes longer."""
     max_refills_per_step: Annotated[int | None, In("[0, inf]"), "null means as many as the batch has prompts"] = None
-    """Maximum groups replaced per step because a sample failed; 0: none. null: the number of prompts of a batch."""
+    """Maximum groups replaced per step because a sample failed; 0: none. null: the number of prompts in a batch."""
     num_logged_images: Annotated[int, In("[0, inf]"), "0 logs none"] = 16
     """Validation prompts shown in the picture grids."""
     num_logged_groups: Annotated[int, In("[0, inf]"), "0 logs none"] = 4
-    """Training groups whose best and worst sample are shown every `logged_groups_every` steps; 0: none, and no
+    """Training groups whose best and worst samples are shown every `logged_groups_every` steps; 0: none, and no
     distributions of rewards."""
     logged_groups_every: Annotated[int, In("[1, inf]"), "digen.num_logged_groups=0 shows none"] = 10
-    """Steps between two steps whose training groups are shown."""
+    """Steps between two logs of training groups."""
     report: bool = True
-    """Keep `report.html` of the run up to date, about once a minute, in a process beside the run. `digen report RUN`
-    writes it too."""
+    """Write `report.html` about once a minute, in a separate process. `digen report RUN` writes it too."""
 
     def __post_init__(self) -> None:
         require(

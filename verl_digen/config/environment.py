@@ -17,28 +17,26 @@ MAX_CONCURRENT = 1_000_000
 
 @dataclass(frozen=True)
 class EnvironmentConfig:
-    """The environment that every sample of the run is an episode of, see `verl_digen.environments`."""
+    """The environment of multi-turn samples (episodes), see `verl_digen.environments`."""
 
     name: str | None = None
-    """Built-in environment. null, and `path` null: samples are single pictures."""
+    """Built-in environment. If `name` and `path` are null, samples are single pictures."""
     path: str | None = None
     """Your own environment: FILE.py:NAME, or package.module.NAME, on every node."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of the environment's class, by name."""
     max_turns: Annotated[int, In(f"[1, {MAX_TURNS}]")] = 4
-    """Maximum pictures of an episode. One that reaches it without being done ends there, trains, and is counted in
-    `episodes/exceeded`."""
+    """Maximum pictures of an episode. An episode that reaches it ends, trains, and counts in `episodes/exceeded`."""
     num_workers: Annotated[int, In(f"[1, {MAX_WORKERS}]")] = 1
     """Processes of environments."""
     num_gpus: float = 0.0
-    """Devices of each process: 0 computes on the CPU, 0.5 shares a device, a whole number takes that many."""
+    """Devices per process: 0 is the CPU, 0.5 half a device."""
     concurrent: Annotated[int, In(f"[1, {MAX_CONCURRENT}]")] = 256
-    """Maximum calls of environments that a process runs at the same time; further ones wait."""
+    """Maximum concurrent calls per process."""
     step_timeout_s: Annotated[float, In("(0, inf]")] = 60.0
-    """Time in s that a call of `reset` or `step` may take; then it counts as failed."""
+    """Timeout of a call of `reset` or `step`."""
     max_retries: Annotated[int, In(f"[0, {MAX_RETRIES}]")] = 2
-    """Times that the environment of an episode is made again after an exception, a timeout or a dead process. Then the
-    episode fails."""
+    """Restarts of an episode's environment after an exception, a timeout or a dead process; then the episode fails."""
 
     def __post_init__(self) -> None:
         key = "digen.environment"

@@ -28,11 +28,11 @@ class PoolSettings:
     num_workers: Annotated[int, In(f"[1, {MAX_WORKERS}]")] = 1
     """Processes. Each makes the reward once."""
     num_gpus: Annotated[float, In("[0, inf]")] = 0.0
-    """Devices of each process: 0 computes on the CPU, 0.5 shares a device, a whole number takes that many."""
+    """Devices per process: 0 is the CPU, 0.5 half a device."""
     max_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]")] = 8
     """Maximum samples of one call."""
     batch_wait_s: Annotated[float, In("[0, inf]")] = 0.05
-    """Time in s that a call with fewer samples waits after each sample for another."""
+    """Seconds that a call waits for another sample until it is full."""
     timeshare: bool = False
     """True: one process on each device of the trainer and its replicas, in place of `num_workers` and `num_gpus`. It
     scores when all samples of the batch are generated, and its weights wait in host memory otherwise."""
@@ -89,23 +89,22 @@ class RewardConfig:
     """Rewards of a sample. verl's `reward.custom_reward_function` is added as `custom`."""
 
     functions: Any = None
-    """Name -> weight, or a mapping of keys (`weight`, `reward`, `when`, `gold`, `data_sources`, the pool's keys below,
-    and arguments; docs/rewards.md has the table). A weight of 0 only logs. null: `recipe_functions`."""
+    """Name -> weight, or a mapping with `weight` and other keys. A weight of 0 only logs. null: `recipe_functions`."""
     recipe_functions: dict[str, Any] = field(default_factory=dict)
-    """The recipe's rewards, in the form of `functions`, which replaces them all; `recipe_functions.NAME=...` adds one,
-    or changes one."""
+    """The recipe's rewards, in the same form. `functions` replaces them all; `recipe_functions.NAME=...` adds or
+    changes one."""
     custom_weight: float = 1.0
     """Weight of `reward.custom_reward_function`, if there is one."""
     combine: str = "sum"
-    """sum: the weighted sum. gdpo: the weighted sum of rewards that are each normalised in their group. Or
-    package.module.function or FILE.py:function of (values, weights) by name, which returns the reward."""
+    """sum: the weighted sum. gdpo: the weighted sum of rewards normalised within their group. Or
+    package.module.function or FILE.py:function of (values, weights), two mappings by name, which returns the reward."""
     max_retries: Annotated[int, In(f"[0, {MAX_RETRIES}]")] = 2
-    """Retries before a sample fails: of a reward that raised, and of a sample whose reward worker died."""
+    """Retries before a sample fails, if its reward raises or its reward worker dies."""
     timeout_s: Annotated[float, In("(0, inf]")] = 300.0
-    """Timeout of a call; a longer one counts as failed."""
+    """Timeout of a call."""
     stop_on_hacking: bool = False
-    """End the run when the trained reward rises and a gold reward falls (`verl_digen.reward.hacking`), and keep the
-    checkpoint of each gold reward's best validation."""
+    """End the run when the trained reward rises and a gold reward falls, and keep the checkpoint of each gold reward's
+    best validation."""
 
     def __post_init__(self) -> None:
         require(

@@ -24,62 +24,57 @@ MOST_AUTO = 64
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Settings of diffusion replicas that verl's `actor_rollout_ref.rollout` lacks."""
+    """Settings of replicas that verl's `actor_rollout_ref.rollout` lacks."""
 
     max_batch_size: Annotated[int | str, In(f"[1, {MAX_SAMPLES}]", "auto"), "memory decides"] = 8
-    """Most samples that a replica denoises together. auto: as many as fit, at most 64, on a `diffusers` replica or one
-    rank that generates; measured at the first batches of each kind, and halved if one runs out of memory. On a CPU, in
-    `vllm_omni` replicas, for chunks of separate pools and in plans auto is 8."""
+    """Maximum samples that a replica denoises together. auto: as many as fit, at most 64, on a `diffusers` replica or
+    one rank that generates; measured at the first batches of each kind, and halved if one runs out of memory. On a CPU,
+    in `vllm_omni` replicas, for chunks of separate pools and in plans auto is 8."""
     split_guidance: bool | str = "auto"
-    """Run the two branches of guidance in two forwards, in half the memory, while a `diffusers` replica or the trainer
-    generates. auto: where one forward would not fit, measured at the first step of each kind of batch, on a replica or
-    one rank that generates; never on a CPU. The numbers differ by rounding."""
+    """Generate with guidance in two forwards, in half the memory (`diffusers` replicas and the trainer). auto: if one
+    forward does not fit, measured at the first step of each kind of batch; never on a CPU. Results differ by
+    rounding."""
     encoders: Annotated[str, OneOf(ENCODERS)] = AUTO
     """Place of the text encoders of a `diffusers` replica, or of a rank that generates. device: beside the transformer.
-    host: in host memory; to encode all waiting prompts they take the transformer's place. before: nowhere; all prompts
-    are encoded before any transformer is loaded, into `conditions_dir`. auto: host, if they and the transformer take
-    more than half of the device. Without effect on a CPU and for `vllm_omni` replicas."""
+    host: in host memory; they swap places with the transformer to encode all waiting prompts. before: nowhere; prompts
+    are encoded into `conditions_dir` before the transformer is loaded. auto: host, if they and the transformer take
+    more than half of the device. No effect on a CPU and for `vllm_omni` replicas."""
     conditions_dir: str = "~/.cache/verl_digen/conditions"
     """Folder of `encoders=before`, shared by all nodes and reused by later runs with the same encoders."""
     conditions_gb: Annotated[float, In("(0, inf]")] = 100.0
-    """Largest size of that folder in GB; the least recently used conditions are removed."""
+    """Maximum size of that folder in GB; the least recently used embeddings are removed."""
     attention_backend: str | None = None
-    """Attention kernel of the replicas. null: `digen.attention_backend`; a `vllm_omni` replica runs its own kernel of
-    that kind, unless `engine_kwargs.vllm_omni.diffusion_attention_backend` names one. Different kernels round
-    differently, see `rollout/log_prob_gap_max`."""
+    """Attention kernel of the replicas. null: `digen.attention_backend`. A `vllm_omni` replica uses its own kernel of
+    that kind, unless `engine_kwargs.vllm_omni.diffusion_attention_backend` names one."""
     compile: bool | None = None
-    """Compile the repeated blocks of a `diffusers` replica. null: `digen.compile`. A `vllm_omni` replica compiles by
+    """Compile the repeated blocks of `diffusers` replicas. null: `digen.compile`. For `vllm_omni` replicas see
     `actor_rollout_ref.rollout.enforce_eager`."""
     decode_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]"), "memory decides"] = 4
-    """Most pictures that a VAE decodes together, in `diffusers` replicas and trainers that generate; videos and
-    `vllm_omni` replicas decode one by one. What runs out of memory is decoded one by one, then in tiles. A picture of
-    1024 px takes about 1.6 GB (calculated for FLUX's VAE in bf16)."""
+    """Maximum pictures that a VAE decodes together; videos and `vllm_omni` replicas decode one by one. If memory runs
+    out, pictures are decoded one by one, then in tiles. A picture of 1024 px takes about 1.6 GB (calculated for FLUX's
+    VAE in bf16)."""
     batch_wait_s: Annotated[float, In("[0, 600]")] = 0.05
-    """Time that a `diffusers` replica waits after each request for another before it starts a batch that is not full; a
-    `vllm_omni` replica whose pipeline runs in one go at most five times as long in total. Only for requests of
-    colocated runs, validations and episodes: a chunk of separate pools starts when it is complete."""
+    """Seconds that a `diffusers` replica waits after each request until its batch is full; a `vllm_omni` replica whose
+    pipeline runs in one call waits at most five times as long in total. Chunks of separate pools do not wait."""
     num_kept_adapters: Annotated[int, In(f"[2, {MAX_SAMPLES}]")] = 4
     """LoRA adapters, one per weight version, that a `vllm_omni` replica keeps for requests in flight; an update waits
-    while that many are in use."""
+    if all are in use."""
     update_timeout_s: Annotated[float, In("(0, inf]")] = 600.0
-    """Longest wait in s between two parts of a replica's weight update, on either side; `digen.deadlines.train_s`
-    limits the whole update."""
+    """Timeout between two parts of a replica's weight update; `digen.deadlines.train_s` limits the whole update."""
     allow_untested_versions: bool = False
-    """Start a `vllm_omni` replica with other versions of vLLM and vLLM-Omni than those it was tested with."""
+    """Allow versions of vLLM and vLLM-Omni that `vllm_omni` replicas were not tested with."""
     embed_cache_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]")] = 1024
     """Maximum number of prompts whose embeddings a replica caches."""
     max_restarts: Annotated[int, In(f"[0, {MAX_SAMPLES}]")] = 8
-    """Maximum restarts of lost replicas per run, over all replicas; 0: a lost replica stays lost. If a run needs more
-    than a few, look for the cause."""
+    """Maximum restarts of lost replicas per run, over all replicas; 0: none."""
     num_neighbours: Annotated[int, In(f"[0, {MAX_SAMPLES}]"), "leave it to recipe=disaggregated"] = 0
-    """Trainer ranks on a replica's node that compute at the same time. On a CPU, replicas and these ranks share the
-    cores. Recipe `disaggregated` sets it."""
+    """Trainer ranks that compute on a replica's node at the same time and share its CPU cores. Recipe `disaggregated`
+    sets it."""
     latents_dtype: Annotated[str, OneOf(DTYPES)] = "float32"
-    """Storage dtype of trajectories; latents are rounded to it before the log-prob is taken."""
+    """Dtype of stored trajectories; latents are rounded to it before their log-prob is computed."""
     max_log_prob_gap: Annotated[float | None, In("(0, inf]"), "null turns the gate off"] = None
-    """Largest difference, in nats, between a recorded log-prob and the trainer's (`rollout/log_prob_gap_max`) before
-    the run stops. null: only reported. fp32 shows 1e-5; in bf16, set it to about ten times the value of the first
-    steps."""
+    """Stop the run if `rollout/log_prob_gap_max` exceeds this number of nats. null: never. In fp32 the gap is 1e-5; in
+    bf16 set about ten times the value of the first steps."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.rollout.")

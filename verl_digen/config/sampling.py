@@ -27,7 +27,7 @@ NEEDS_NOISE = "a step without noise has no density to train on; use 0.7 with law
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """Sampling in training, and in validation where no `val_` field differs."""
+    """Sampling in training, and in validation unless a `val_` key says otherwise."""
 
     height_px: Annotated[int, In(f"[1, {MAX_SIDE_PX}]"), "give the size in pixels"] = 512
     """Picture height; a multiple of what the architecture needs (16 for Qwen-Image)."""
@@ -36,48 +36,44 @@ class SamplingConfig:
     num_frames: Annotated[int, In(f"[1, {MAX_FRAMES}]"), "1 is an image"] = 1
     """Frames of a video; 1 is an image."""
     size_from_image: bool = False
-    """true: a picture or video has the shape of an image of its prompt and about the area of height_px x width_px, by
-    the rule of `image_sizes`; false: height_px x width_px."""
+    """true: the result has the shape of a prompt image and about the area of height_px x width_px, by the rule
+    `image_sizes`; false: height_px x width_px."""
     image_sizes: Annotated[str, OneOf(IMAGE_SIZES)] = "qwen_image_edit"
-    """Rule of the model's pipeline for sizes (`verl_digen/image_sizes.py`). qwen_image_edit: multiples of 32 px, the
-    shape of the last image. flux_kontext: an image is read at one of 17 sizes; multiples of 16 px. flux2: images only
-    shrink; multiples of 16 px, the shape of the first image. wan, wan_ti2v: multiples of 16 or 32 px within the area.
-    hunyuan_video15: a list of sizes in steps of 16 px. The last three read an image at the size of the video, the
-    others at `image_px`."""
+    """The pipeline's rule for sizes (`verl_digen/image_sizes.py`), set by the recipe: qwen_image_edit, flux_kontext,
+    flux2, wan, wan_ti2v or hunyuan_video15."""
     image_px: Annotated[int, In(f"[{SIDE_MULTIPLE}, {MAX_SIDE_PX}]")] = DEFAULT_IMAGE_PX
-    """Side of the square whose area an edit model reads each image of a prompt at, in the image's shape. 1024 as in the
-    pipelines; a smaller image has fewer tokens."""
+    """Edit models scale prompt images to image_px squared pixels. 1024 as in the pipelines; smaller images have fewer
+    tokens."""
     planned_images: Annotated[int | None, In("[0, inf]"), "null is the least that the model reads"] = None
-    """Images of a prompt that `digen plan` and the FLOPs of a step count; null is the least that the model reads."""
+    """Images per prompt in `digen plan` and in a step's FLOPs; null is the model's minimum."""
     num_steps: Annotated[int, In(f"[2, {MAX_STEPS}]"), USUAL_STEPS] = 10
-    """T in training. flow_grpo trains with 10."""
+    """Denoise steps (T) in training; 10 in flow_grpo."""
     true_cfg_scale: Annotated[float, In("[1, 1000]"), "1.0 turns guidance off"] = 1.0
     """True classifier-free guidance in training; 1.0 is off (one branch, half the cost)."""
     negative_prompt: str = " "
-    """Negative prompt of every sample whose data row names none; used with guidance only."""
+    """Negative prompt of rows without one; used only with guidance."""
     shared_initial_noise: bool = False
-    """All samples of a group start from the same noise in training (DanceGRPO). With a window that begins later
-    (`digen.window.kind=consecutive`), the steps before it run once for all samples of a group in a batch."""
+    """All samples of a group start from the same noise in training (DanceGRPO). Steps before a later window
+    (`digen.window.kind=consecutive`) then run once per group and batch."""
     solver: Annotated[str, OneOf(SOLVERS)] = "euler"
-    """Solver of the deterministic steps in training. euler, or ddim, the same for flow matching. dpm2 (second-order
-    multistep DPM-Solver++; MixGRPO-Flash, DiffusionNFT) and unipc (UniPC of order 2, as Wan's checkpoints) are closer
-    to the ODE's solution at the same cost. sa (SA-Solver; AWM) takes noise, for objectives that train finished
-    pictures."""
+    """Solver of the deterministic steps in training. euler, or ddim, which is the same for flow matching. dpm2
+    (second-order multistep DPM-Solver++; MixGRPO-Flash, DiffusionNFT) and unipc (UniPC of order 2, as in Wan's
+    checkpoints) are more accurate at the same cost. sa (SA-Solver; AWM) adds noise; only for forward objectives."""
     sa_noise: Annotated[float, In("[0, inf)")] = 0.4
     """Noise of solver sa: 0.4 for GenEval and OCR, 0 for PickScore in AWM's recipes."""
     sa_low: float = 0.3
-    """Solver sa takes noise in steps that end at a sigma between this and `sa_high`; 0.3 and 0.9 are AWM's."""
+    """Solver sa adds noise in steps that end at a sigma between this and `sa_high`; AWM uses 0.3 and 0.9."""
     sa_high: float = 0.9
     """See `sa_low`."""
     guidance_scale: Annotated[float | None, In("[0, inf]"), "null is the model's own"] = None
-    """Guidance scale given to networks that take one as an input (FLUX.1 dev, HunyuanVideo), in training and in
-    validation; null is the pipeline's default (3.5, 6.0)."""
+    """Guidance scale for networks that take it as an input (FLUX.1 dev, HunyuanVideo), in training and validation; null
+    is the pipeline's default (3.5, 6.0)."""
     val_num_steps: Annotated[int, In(f"[2, {MAX_STEPS}]"), USUAL_STEPS] = 40
-    """T in validation, which is deterministic (ODE). flow_grpo evaluates with 40."""
+    """Denoise steps in validation, all deterministic (ODE); 40 in flow_grpo."""
     val_true_cfg_scale: Annotated[float, In("[1, 1000]"), "1.0 turns guidance off"] = 1.0
     """True classifier-free guidance in validation."""
     val_solver: Annotated[str, OneOf(DETERMINISTIC)] = "euler"
-    """`solver` of validation, whose steps are all deterministic: any but sa."""
+    """Solver in validation: any but sa."""
     outside: Outside = field(default_factory=Outside)
     """Cheaper steps before and after the window, in training alone: validation evaluates the network at every step."""
 
@@ -93,10 +89,10 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class SdeConfig:
-    """The stochastic sampler (see formulas in `verl_digen.algorithms.sde`)."""
+    """The stochastic sampler; its formulas are in `verl_digen.algorithms.sde`."""
 
     law: Annotated[str, OneOf(LAWS)] = "flow"
-    """flow | flow_clipped | dance | cps."""
+    """SDE: flow or cps (Flow-GRPO), flow_clipped (LongCat-Video) or dance (DanceGRPO)."""
     noise_level: Annotated[float, In("(0, inf]"), NEEDS_NOISE] = 0.7
     """eta. flow: 0.7 (SD3.5), 0.9 (FLUX.1), 1.2 (Qwen-Image); dance: 0.3; cps: 0.8."""
 
@@ -121,8 +117,8 @@ class AdvantageConfig:
     eps: Annotated[float, In("(0, inf]")] = 1e-4
     """Added to the std. 1e-4 (flow_grpo), 1e-8 (DanceGRPO)."""
     best_of: int | None = None
-    """Samples of each group that train: half with the highest rewards, half with the
-    lowest. The others count for the group's mean and std. 8 of 24 in DanceGRPO (HunyuanVideo). null: all."""
+    """Samples of each group that train: half with the highest rewards, half with the lowest. The others only count for
+    the group's mean and std. 8 of 24 in DanceGRPO (HunyuanVideo). null: all."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.advantage.")
@@ -136,12 +132,14 @@ class AdvantageConfig:
 
 @dataclass(frozen=True)
 class KlConfig:
-    """KL to the reference policy (LoRA switched off, or a frozen copy of the start weights)."""
+    """KL to the reference policy (LoRA off, or a frozen copy of the initial weights)."""
 
     coef: Annotated[float, In("[0, inf]"), "0 turns the KL term off"] = 0.0
-    """beta; 0 runs no reference forward at all."""
+    """Weight of the KL (beta); 0 runs no reference forward."""
     kind: Annotated[str, OneOf(KL_KINDS)] = "flow_grpo"
-    """flow_grpo | exact | velocity | longcat, see `verl_digen.algorithms.kl`."""
+    """flow_grpo: mean[(mu - mu_ref)^2] / (2 s^2), s the step's noise rate; published coef: 0.04 (OCR, GenEval), 0.01
+    (PickScore), 0.004 (Wan). exact: the KL of the two Gaussians. velocity: mean[(v - v_ref)^2]. longcat: exact, with
+    the step weights of loss longcat; published coef: 3e-4 (Wan)."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.kl.")
@@ -149,16 +147,16 @@ class KlConfig:
 
 @dataclass(frozen=True)
 class EmaConfig:
-    """Exponential moving average of the trained weights, kept by the engine and saved with its checkpoints."""
+    """Exponential moving average of the trained weights, saved in checkpoints."""
 
     enable: bool = False
-    """Keep the average."""
+    """Keep an EMA of the trained weights."""
     max_decay: Annotated[float, In("(0, 1)")] = 0.9
     """Decay is min((1+k)/(10+k), max_decay) after k updates (flow_grpo)."""
     every_steps: Annotated[int, In("[1, inf]")] = 8
     """Optimizer steps between two updates."""
     validate: bool = False
-    """Validate with the averaged weights in place of the current ones."""
+    """Validate with the average instead of the current weights."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.ema.")

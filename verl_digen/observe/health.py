@@ -186,13 +186,13 @@ RULES = (
     ),
     Rule(
         *("Validation reward holds", VALIDATION, _lost, "{:.0%} of its gain lost", 0.5, 1.0),
-        "The reward was higher before: training has become unstable, or works on something else.",
+        "The reward has fallen: training has become unstable, or optimizes something else.",
         "Go back to the checkpoint of the best validation, with a smaller learning rate or a digen.kl.coef.",
         *(LEARNS, f"after {LEAST_VALIDATIONS} validations"),
     ),
     Rule(
-        *("Spread of the rewards", SPREAD, _spread, "{:.2g} x that of the first steps", 0.1, 0.01),
-        "Samples score nearly alike, so there is little left to learn from.",
+        *("Spread of the rewards", SPREAD, _spread, "{:.2g} x the first steps' spread", 0.1, 0.01),
+        "All samples score nearly the same, so there is little to learn from.",
         "If the reward is at its maximum, the run is done. Else use a finer reward, harder prompts, or more noise "
         "(digen.sde.noise_level).",
         *(LEARNS, f"after {2 * LEAST} steps"),
@@ -206,8 +206,7 @@ RULES = (
     ),
     Rule(
         *("What was sampled is trained", GAP, _newest(GAP), "{:.2g} x the harmless gap", 1.0, 3.0),
-        "Trainer and replicas compute other log-probs for the same step, by more than rounding explains or than the "
-        "clip range allows.",
+        "Trainer and replicas disagree on log-probs of a step, by more than rounding or than the clip range allows.",
         "Compare the dtypes (actor_rollout_ref.rollout.dtype, fsdp_config.mixed_precision.param_dtype) and attention "
         "kernels of both sides; widen the clip range; or set digen.loss.old_log_probs=auto.",
         *(
@@ -216,7 +215,7 @@ RULES = (
         ),
     ),
     Rule(
-        *("Gradient", GRADIENT, _growth, "{:.2g} x that of earlier steps", 5.0, 30.0),
+        *("Gradient", GRADIENT, _growth, "{:.2g} x the norm of earlier steps", 5.0, 30.0),
         "The gradient is zero, not finite, or growing fast.",
         "At zero: see the groups without spread. Else lower the learning rate, the clip range or "
         "digen.loss.advantage_clip.",
@@ -237,14 +236,14 @@ RULES = (
     ),
     Rule(
         *("Failures", RESTARTS, _failures, f"{{:.2g}} per step in the newest {RECENT}", 0.0, 1.0),
-        "Replicas died and were started again, or samples failed and were drawn again.",
-        "The log says why they did: memory, a driver, a reward's server.",
+        "Replicas were restarted, or failed samples were generated again.",
+        "The log has the cause: memory, a driver, a reward's server.",
         *("faults.md", "after a step"),
     ),
     Rule(
         *("Overhead", OVERHEAD, _overhead, "{:.0%} of a step", 0.4, 0.7),
-        "The devices neither generate nor score nor train for much of a step.",
-        "`digen timeline RUN` names what they wait for.",
+        "For much of a step no device generates, scores or trains.",
+        "`digen timeline RUN` names what devices wait for.",
         "metrics.md#where-the-time-goes",
     ),
     Rule(

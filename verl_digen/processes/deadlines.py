@@ -32,34 +32,33 @@ Seconds = Annotated[float, In("(0, inf)"), "give a large number"]
 
 @dataclass(frozen=True)
 class DeadlinesConfig:
-    """Timeouts of the run, in seconds. A replica that is overdue counts as lost and is restarted; an overdue
-    trainer or agent loop worker ends the run, and the last message names the key to raise.
+    """Timeouts in seconds. An overdue replica counts as lost and is restarted; an overdue trainer or agent loop worker
+    ends the run, and the message names the key to raise.
 
-    The defaults suit networks of tens of GB and training calls of minutes. With smaller models, smaller floors detect
-    a hang sooner.
+    The defaults suit networks of tens of GB and training calls of minutes; smaller values detect a hang sooner.
     """
 
     factor: Annotated[float, In("[1, inf)")] = 5.0
     """A call may take at most `factor` times the duration predicted from earlier calls of its kind."""
     first_s: Seconds = 3600.0
-    """Least bound of the first call of each kind to a replica or the trainer, which compiles and fills caches. Bound of
-    starting a lost replica again, and of waking the timeshared rewards."""
+    """Minimum timeout of the first call of each kind to a replica or the trainer, which compiles and fills caches.
+    Timeout of restarting a lost replica and of waking timeshared rewards."""
     generate_s: Seconds = 120.0
-    """Least bound of a call of a replica: a chunk, a validation sample, the switch to weights that it has received."""
+    """Minimum timeout of a replica's call: a chunk, a validation sample, the switch to received weights."""
     train_s: Seconds = 1200.0
-    """Least bound of a call of the trainer: the gradient of a fragment or of the colocated trainer's batch, a chunk
-    that it generates itself, the optimizer step, sending weights to all replicas."""
+    """Minimum timeout of a trainer's call: the gradient of a fragment or a colocated batch, a chunk that it generates,
+    the optimizer step, sending weights to all replicas."""
     score_s: Seconds = 1200.0
-    """Least bound of scoring a chunk; at least `digen.reward.timeout_s` per try of a sample."""
+    """Minimum timeout of scoring a chunk; at least `digen.reward.timeout_s` per try of a sample."""
     setup_s: Seconds = 14400.0
-    """Bound of everything before the first step (processes start, models are downloaded and loaded), and of writing or
-    reading a checkpoint."""
+    """Timeout of everything before the first step (processes, downloads, loading), and of writing or reading a
+    checkpoint."""
     answer_s: Seconds = 120.0
-    """Bound of a call without work, such as a health check, of encoding a prompt for the trainer, and of discarding the
-    gradient of a step that failed. A replica that is out of reach is retried for a quarter of it."""
+    """Timeout of a call without work, such as a health check, of encoding a prompt for the trainer, and of discarding
+    a failed step's gradient. An unreachable replica is retried for a quarter of it."""
     no_progress_s: Seconds = 10800.0
-    """Time without any event after which the run ends, independent of the other bounds. After a thirtieth of it the log
-    says who waits for whom, and again each time that has doubled."""
+    """Time without any event after which the run ends. After a thirtieth of it the log says who waits for whom, and
+    again each time it doubles."""
 
     @property
     def blip_s(self) -> float:

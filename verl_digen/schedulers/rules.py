@@ -49,17 +49,16 @@ class GapConfig:
     """Generation-axis pipeline on separate pools (`recipe=...+disaggregated`)."""
 
     enable: bool = True
-    """A fragment trains as soon as it is ready. False: the batch trains in one call, when it is complete (barrier)."""
+    """A fragment trains as soon as it is ready. False: the batch trains in one call when it is complete."""
     chunk_size: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
-    """Samples of one group that a slot generates together. auto: a group is spread over all replicas, within what
-    `digen.rollout.max_batch_size` lets a replica denoise at once. 1: every sample is sent on its own."""
+    """Samples of one group that a replica generates together. auto: a group is spread over all replicas, with at most
+    `digen.rollout.max_batch_size` samples each."""
     slots_per_replica: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
-    """Chunks in flight per replica: one is generated, the others wait there, so that the replica stays busy between
-    chunks. auto: 2; 1 with `digen.tag.policy`, because the trainer cannot generate a chunk that waits, and with
-    `digen.environment`, where it is the number of episodes."""
+    """Chunks in flight per replica: one is generated while the others wait there. With `digen.environment`: episodes.
+    auto: 2; 1 with `digen.tag.policy`, because the trainer cannot take a waiting chunk, and with environments."""
     max_groups_per_fragment: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
-    """Most groups that merge into one fragment while the trainer is busy. auto: 8, or if these have fewer than 3 rows
-    per rank, a sample for every rank and at most a quarter of the batch (`verl_digen.schedulers.rules`)."""
+    """Maximum groups that merge into one fragment while the trainer is busy. auto: 8, or if these have fewer than 3
+    rows per rank, one sample per rank, at most a quarter of the batch."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.gap.")
@@ -72,15 +71,14 @@ class GapConfig:
 
 @dataclass(frozen=True)
 class QueueConfig:
-    """Queue of samples for generation on separate pools (ROLL Flash's queue)."""
+    """ROLL Flash's queue of samples on separate pools."""
 
     replicate_prompts: bool = True
-    """Samples of a group are sent independently. False: a whole group per slot."""
+    """Send the samples of a group independently. False: a whole group per slot."""
     extra_prompts: Annotated[int, In("[0, 10000]"), "0: none"] = 0
-    """Groups begun in addition to the batch's; the surplus is dropped once enough are complete."""
+    """Additional groups per batch; the surplus is dropped once enough are complete."""
     drop_zero_spread: bool = False
-    """A group whose rewards are all equal carries no gradient: it is dropped and replaced, within
-    `digen.max_refills_per_step`."""
+    """Replace groups whose rewards are all equal, which have no gradient, within `digen.max_refills_per_step`."""
     max_sample_refills: Annotated[int | None, In("[0, inf]"), "null means as many as a group has"] = None
     """Maximum retries of failed samples per step; beyond it their groups are dropped. 0: none. null: the group size."""
 
@@ -97,13 +95,12 @@ class TagConfig:
     """Trainer-assisted generation on separate pools: a trainer without a ready fragment generates samples itself."""
 
     policy: Annotated[str, OneOf(get_args(AssistPolicy))] = "off"
-    """off | bts: when a search on the measured durations says that it shortens the batch | always: at every bubble,
-    which is known to lose time."""
+    """off | bts: when a search on measured durations says that the batch ends sooner | always: at every bubble, which
+    loses time."""
     chunk_size: Annotated[int | str, In("[1, inf]", "auto"), "auto suits most runs"] = "auto"
-    """Samples that the trainer's ranks generate together, of as many groups as they belong to; of one group where the
-    samples of a group share or pass over steps before their window. auto: one per rank, or an equal larger number where
-    a slot's chunk has more samples than the trainer has ranks, or where the search finds that more at a time end the
-    batch sooner; at most `digen.rollout.max_batch_size` per rank."""
+    """Samples that the trainer's ranks generate together; of one group if its samples share or skip steps before their
+    window. auto: one per rank, or more if a replica's chunk is larger than the number of ranks or if the search finds
+    it faster; at most `digen.rollout.max_batch_size` per rank."""
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.tag.")
@@ -111,14 +108,13 @@ class TagConfig:
 
 @dataclass(frozen=True)
 class StalenessConfig:
-    """Limits on how far generation may run ahead of training on separate pools. Every group records its one version."""
+    """Limits on how far generation may run ahead of training on separate pools. Every group has one version."""
 
     max_versions: Annotated[int, In("[0, inf]"), "0 is on-policy"] = 0
-    """Versions that a group may be behind the weights it trains. 0: strictly on-policy. 1: TCSS; a replica without work
-    begins the next batch under its current weights; if the trainer assists, only with groups that end before it would
-    have generated them. More: bounded asynchrony, with an off-policy loss."""
+    """Versions that a group may be behind the weights it trains. 0: strictly on-policy. 1: TCSS; an idle replica begins
+    the next batch with its current weights. More: bounded asynchrony, with an off-policy loss."""
     fraction: Annotated[float, In("(0, 1]"), "digen.staleness.max_versions=0 turns staleness off"] = 1.0
-    """Share of a batch that may be `max_versions` behind; the whole batch may be less behind. ROLL Flash's
+    """Share of a batch that may be `max_versions` behind; the rest may be one version less behind. ROLL Flash's
     async_generation_ratio is max_versions - 1 + fraction."""
 
     def __post_init__(self) -> None:

@@ -56,11 +56,11 @@ class AwmConfig(ClampedConfig):
     kl_coef: Annotated[float, In("[0, inf)"), "0 switches it off"] = 0.003
     """Weight of the distance to the reference. 0.001 (GenEval), 0.003 (OCR), 1e-4 (PickScore); 0 saves its forward."""
     ema_kl_coef: Annotated[float, In("[0, inf)"), "0 switches it off"] = 1.0
-    """Weight of the distance to the average `ema`; 0 saves its forward and its memory."""
+    """Weight of the distance to the EMA; 0 saves its forward and its memory."""
     average: Annotated[str, OneOf(AVERAGES)] = "linear"
-    """Decay of the average after k optimizer steps, once per batch. linear: min(0.001 k, 0.3). constant: 0.3."""
+    """Decay of the EMA after k optimizer steps, once per batch. linear: min(0.001 k, 0.3). constant: 0.3."""
     kl_weighting: str = "uniform"
-    """Weight of both distances, mean[(v - v')^2]. uniform: 1, in all recipes. elbo: 1 / (2 s^2), that of an SDE step
+    """Weight of both distances, mean[(v - v')^2]. uniform: 1, in all recipes. elbo: 1 / (2 s^2), as in an SDE step
     with eta 0.7."""
     advantage_max: Annotated[float, In("(0, inf)")] = 1.0
     """Clamped advantages are scaled to +- this."""

@@ -26,7 +26,7 @@ class CispoConfig(ClampedConfig):
     high: Annotated[float, In("(0, inf)")] = 0.1
     """Weights are at most 1 + high. 0.1 (ROLL)."""
     mask: bool = False
-    """True also removes the gradient of rows that PPO would clip at the same bounds."""
+    """Drop the gradient of rows that PPO would clip at the same bounds."""
 
     @property
     def clip_widths(self) -> Mapping[str, float]:

@@ -40,11 +40,11 @@ class DgpoConfig(ClampedConfig):
     beta: Annotated[float, In("(0, inf)")] = 100.0
     """Scale of a group's logit. 100 (OCR, GenEval), 10 (PickScore), 2000 with the old policy as the reference."""
     clip: Annotated[float, In("(0, inf]"), "inf (in a file .inf) never clips"] = 1e-2
-    """Distance of the ratio from 1 beyond which a row has no gradient. 1e-2 with guidance, 1e-3 without; .inf: off."""
+    """Drop a row's gradient if its ratio is further from 1. 1e-2 with guidance, 1e-3 without; .inf: off."""
 
     switch_step: Annotated[int, In("[0, inf]"), "200 is DGPO's"] = 0
-    """Optimizer step up to which samples come from the current policy: `old` is a copy until then, and the average with
-    decay min(0.001 k, 0.3) afterwards. 200 in its code, 500 for GenEval; 0: the average from the first step on."""
+    """Up to this optimizer step `old` is a copy of the current policy, afterwards an EMA with decay min(0.001 k, 0.3).
+    200 in DGPO's code, 500 for GenEval; 0: always the EMA."""
 
     def unclamped(self) -> DgpoConfig:
         return self  # the clip is part of the group's logit

@@ -29,7 +29,7 @@ class FlowDppoConfig(LossConfig):
     """Settings of `flow_dppo`; it does not clamp advantages."""
 
     kl_threshold: Annotated[float, In("(0, inf)")] = 1e-5
-    """Rows with a divergence of this or more may only move back."""
+    """Rows with at least this divergence train only if they move back."""
 
 
 @register_objective(

@@ -33,8 +33,8 @@ class OpdConfig(LossConfig):
     """Settings of `opd`."""
 
     teacher: str | None = None
-    """Folder of the teacher on every node of the trainer: a LoRA adapter in peft's format, of the run's checkpoint and
-    with the rank and the layers of the adapter that trains."""
+    """Folder of the teacher on every trainer node: a LoRA adapter in peft's format for the run's checkpoint, with the
+    rank and layers of the adapter that trains."""
     kind: Annotated[str, OneOf(KINDS)] = "kl"
     """Distance from the teacher: kl of the steps' Gaussians, or velocity."""
 

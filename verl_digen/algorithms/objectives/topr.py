@@ -21,9 +21,8 @@ class ToprConfig(ClampedConfig):
     """Settings of `topr`."""
 
     threshold: Annotated[float, In("(-inf, inf)"), "digen.loss.name=reinforce or tis treats all samples alike"] = 0.0
-    """A sample with a larger reward (the weighted sum, not centred) counts as positive. 0 (TOPR, whose rewards are +1
-    and -1). If all rewards are above it, topr is the same as reinforce; if all are below, the same as tis: choose it in
-    between."""
+    """Samples with a larger reward (the weighted sum, not centred) are positive. 0 in TOPR, whose rewards are +1 and
+    -1. Choose it between your rewards: if all are above it topr equals reinforce, if all are below it equals tis."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class WeightedToprConfig(ToprConfig):
     positive_weight: Annotated[float, In("(0, inf)")] = 1.0
     """Weight of positive samples. 1 (ROLL), which is topr."""
     negative_weight: Annotated[float, In("[0, inf)")] = 1.0
-    """Weight of the other samples. 1 (ROLL), which is topr."""
+    """Weight of other samples. 1 (ROLL), which is topr."""
 
 
 INPUTS = ("log_prob", BEHAVIOUR, "advantage", "reward")
