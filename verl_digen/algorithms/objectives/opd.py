@@ -30,8 +30,6 @@ KINDS = ("kl", "velocity")
 
 @dataclass(frozen=True)
 class OpdConfig(LossConfig):
-    """Settings of `opd`."""
-
     teacher: str | None = None
     """Folder of the teacher on every node of the trainer: a LoRA adapter in peft's format, of the run's checkpoint and
     with the rank and the layers of the adapter that trains."""

@@ -18,8 +18,6 @@ from verl_digen.require import In
 
 @dataclass(frozen=True)
 class ToprConfig(ClampedConfig):
-    """Settings of `topr`."""
-
     threshold: Annotated[float, In("(-inf, inf)"), "digen.loss.name=reinforce or tis treats all samples alike"] = 0.0
     """A sample with a larger reward (the weighted sum, not centred) counts as positive. 0 (TOPR, whose rewards are +1
     and -1). If all rewards are above it, topr is the same as reinforce; if all are below, the same as tis: choose it in
@@ -28,8 +26,6 @@ class ToprConfig(ClampedConfig):
 
 @dataclass(frozen=True)
 class WeightedToprConfig(ToprConfig):
-    """Settings of `weighted_topr`."""
-
     positive_weight: Annotated[float, In("(0, inf)")] = 1.0
     """Weight of positive samples. 1 (ROLL), which is topr."""
     negative_weight: Annotated[float, In("[0, inf)")] = 1.0

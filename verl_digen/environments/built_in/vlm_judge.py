@@ -49,8 +49,6 @@ Answer with one JSON object and nothing else: {{"score": NUMBER, "instruction": 
 
 @dataclass(frozen=True)
 class VlmJudgeConfig(JudgeConfig):
-    """Settings of `vlm_judge`, beside every judge's."""
-
     url: Any = ""
     num_turns: Annotated[int, In("[1, inf]")] = 3
     """Turns of an episode at most; at most `digen.environment.max_turns`."""
@@ -87,8 +85,6 @@ class Verdict:
 
 
 class VlmJudge(Environment):
-    """See the module."""
-
     config_class = VlmJudgeConfig
 
     @classmethod

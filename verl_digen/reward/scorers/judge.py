@@ -27,8 +27,6 @@ from verl_digen.types import RewardInput
 
 @dataclass(frozen=True)
 class QuestionConfig(JudgeConfig):
-    """Settings of `judge`."""
-
     pattern: str = ""
     """Regular expression whose first group is the number, e.g. 'Score: (\\d+)'. This or `answers`."""
     low: float = 0.0
@@ -71,8 +69,6 @@ def require_pattern(key: str, pattern: str) -> None:
 
 
 class Question(SampleJudge):
-    """See the module."""
-
     name = "judge"
     config_class = QuestionConfig
 

@@ -44,8 +44,6 @@ LINE_HEIGHT_PX = 48
 
 @dataclass(frozen=True)
 class OcrConfig:
-    """Settings of `ocr`."""
-
     detect: bool = True
     """False reads the whole picture as one line, which is faster: for pictures of a single line that fills them."""
     detection_side_px: Annotated[int, In("[32, inf]")] = 736
@@ -65,8 +63,6 @@ class OcrConfig:
 
 
 class Ocr(Reward):
-    """See the module."""
-
     config_class = OcrConfig
     packages = ("rapidocr", "onnxruntime", "rapidfuzz")
 

@@ -26,8 +26,6 @@ QUESTION = "Please output only the text content from the image without any addit
 
 @dataclass(frozen=True)
 class OcrVlmConfig(JudgeConfig):
-    """Settings of `ocr_vlm`."""
-
     question: str = QUESTION
     """Text that asks for the picture's text and nothing else."""
     max_tokens: int = 512
@@ -37,8 +35,6 @@ class OcrVlmConfig(JudgeConfig):
 
 
 class OcrVlm(SampleJudge):
-    """See the module."""
-
     name = "ocr_vlm"
     config_class = OcrVlmConfig
     packages = ("rapidfuzz",)

@@ -28,8 +28,6 @@ from verl_digen.types import PromptRow, RewardInput
 
 
 class ServerReward(Reward):
-    """See the module."""
-
     config_class = ProtocolSettings
 
     @classmethod

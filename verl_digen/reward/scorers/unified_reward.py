@@ -44,8 +44,6 @@ LOW, HIGH = 1.0, 5.0
 
 @dataclass(frozen=True)
 class UnifiedRewardConfig(JudgeConfig):
-    """Settings of `unified_reward`."""
-
     question: str = QUESTION
     """Text with {prompt}; the answer must give a number after 'Final Score:'."""
     size_px: Annotated[int, In(f"[0, {MAX_SIDE_PX}]")] = 512
@@ -55,8 +53,6 @@ class UnifiedRewardConfig(JudgeConfig):
 
 
 class UnifiedReward(SampleJudge):
-    """See the module."""
-
     name = "unified_reward"
     config_class = UnifiedRewardConfig
 

@@ -52,8 +52,6 @@ LOW, HIGH = 1.0, 5.0
 
 @dataclass(frozen=True)
 class UnifiedReward2Config(JudgeConfig):
-    """Settings of `unified_reward2`."""
-
     question: str = IMAGE_QUESTION
     """Text with {prompt} for pictures; the answer must give "Alignment Score (1-5): X" and so on."""
     video_question: str = VIDEO_QUESTION
@@ -62,8 +60,6 @@ class UnifiedReward2Config(JudgeConfig):
 
 
 class UnifiedReward2(SampleJudge):
-    """See the module."""
-
     name = "unified_reward2"
     config_class = UnifiedReward2Config
 

@@ -34,7 +34,6 @@ CHUNK_BYTES = 256 * 2**20
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare options and arguments."""
     parser.add_argument("reward", metavar="REWARD", help="name(s), FILE.py:NAME, or {name: {weight: 1.0, ...}}")
     parser.add_argument("files", nargs="+", metavar="FILE", help="pictures, videos, .npy arrays, or folders of them")
     parser.add_argument("--prompt", help="the prompt of all files")

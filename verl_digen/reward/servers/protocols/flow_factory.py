@@ -24,15 +24,11 @@ from verl_digen.types import RewardInput
 
 @dataclass(frozen=True)
 class FlowFactorySettings(ProtocolSettings):
-    """Settings of `protocol: flow_factory`."""
-
     extra: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the server's `compute_reward`."""
 
 
 class FlowFactory(Protocol):
-    """See the module."""
-
     settings = FlowFactorySettings
     takes_videos = True
 
@@ -56,7 +52,6 @@ class FlowFactory(Protocol):
         return Request("/compute", json.dumps(payload).encode(), "application/json")
 
     def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
-        """Read `rewards`."""
         found = json_of(answer)
         if isinstance(found, Mapping) and found.get("error"):
             raise Declined(str(found["error"]))

@@ -27,15 +27,11 @@ from verl_digen.types import PromptRow, RewardInput
 
 @dataclass(frozen=True)
 class GenevalSettings(JpegSettings):
-    """Settings of `protocol: flow_grpo_geneval`."""
-
     only_strict: bool = True
     """Leave out GenEval's own rule, as flow_grpo does in training. The score is the same."""
 
 
 class Geneval(PickledJpegs):
-    """See the module."""
-
     settings = GenevalSettings
 
     @classmethod

@@ -22,8 +22,6 @@ from verl_digen.types import RewardInput
 
 @dataclass(frozen=True)
 class HttpScorerSettings(JpegSettings):
-    """Settings of `protocol: http_scorer`."""
-
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the service, e.g. `{only_strict: true}` of its GenEval."""
     sends_rows: bool = False
@@ -31,8 +29,6 @@ class HttpScorerSettings(JpegSettings):
 
 
 class HttpScorer(PickledJpegs):
-    """See the module."""
-
     settings = HttpScorerSettings
 
     def payload(self, batch: Sequence[RewardInput]) -> Mapping[str, Any]:
