@@ -28,8 +28,8 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_digen.data.files import COMPRESSED, MAX_CHARACTERS_SHOWN, rows_of, shown
-from verl_digen.data.hub import hub_rows, saved_rows
 from verl_digen.data.splits import TRAIN, resolve
+from verl_digen.data.tables import hub_rows, saved_rows
 from verl_digen.hub import SCHEME, HubName
 from verl_digen.image_tables import SCHEME as TABLE
 from verl_digen.image_tables import TableImage
