@@ -15,54 +15,13 @@ import csv
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_digen.data.image_columns import References, holds_images, parquet_references, require_form, table_references
-from verl_digen.hub import HubName, load_saved
 
 if TYPE_CHECKING:
     import pyarrow
-
-
-def hub_rows(
-    name: HubName, key: str, kept: frozenset[str], images: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of a dataset of the hub.
-
-    Args:
-        kept, images: see `rows_of_table`.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
-    remedy = "check its name, subset and split, and that this machine reaches the hub"
-    return _rows(name.load, str(name), key, kept, images, remedy)
-
-
-def saved_rows(
-    folder: Path, key: str, kept: frozenset[str], images: Sequence[str]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of what `Dataset.save_to_disk` wrote.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
-    place = str(folder.absolute())
-    return _rows(partial(load_saved, place), place, key, kept, images, "save the dataset again")
-
-
-def _rows(
-    load: Callable[[], Any], name: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
-) -> Iterator[Any]:
-    try:
-        table = load().with_format("arrow")[:]  # as it is stored: nothing is decoded
-    except Exception as error:  # the library raises what its loaders, file systems and the network do
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{key}: {name!r} is not a dataset that can be loaded ({reason}); {remedy}") from error
-    return rows_of_table(table, name, kept, images=images)
-
 
 logger = logging.getLogger(__name__)
 
@@ -135,6 +94,22 @@ def rows_of_table(
 
 def _of_images(schema: pyarrow.Schema, images: Sequence[str]) -> list[str]:
     return [name for name in images if name in schema.names and holds_images(schema.field(name).type)]
+
+
+def dataset_rows(
+    load: Callable[[], Any], name: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of a dataset of the `datasets` library; pictures are not decoded. See `rows_of_table`.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    try:
+        table = load().with_format("arrow")[:]  # as it is stored: nothing is decoded
+    except Exception as error:  # the library raises what its loaders, file systems and the network do
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{key}: {name!r} is not a dataset that can be loaded ({reason}); {remedy}") from error
+    return rows_of_table(table, name, kept, images=images)
 
 
 def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
