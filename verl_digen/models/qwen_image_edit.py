@@ -100,11 +100,6 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
         return self.encoder_of(pipeline, dtype, device, text_encoder, vae)
 
     def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
-        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.
-
-        Args:
-            encode_prompt: the pipeline's method of this name, or one around it.
-        """
         images = [image.read() for image in inputs.images]
         seen = [self._as_seen(pipeline, image, inputs.image_px) for image in images]
         condition = {"embeds": encode_prompt([inputs.text], image=seen or None)[0][0]}

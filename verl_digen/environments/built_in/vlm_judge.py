@@ -93,7 +93,6 @@ class VlmJudge(Environment):
 
     @classmethod
     def make_shared(cls, config: VlmJudgeConfig, device: torch.device) -> ChatModel:
-        """Make the client of the judge."""
         return ChatModel(config, "vlm_judge", "environment")
 
     def __init__(self, config: VlmJudgeConfig, shared: ChatModel):
@@ -105,7 +104,6 @@ class VlmJudge(Environment):
         self._unusable: Counter[str] = Counter()
 
     async def reset(self, row: PromptRow, seed: int) -> Instruction:
-        """Begin with the prompt."""
         self._task = self._asked = row.text
         images = [fitted(image, self.config.max_px) for image in read_images(row.images)]
         self._sources = await picture_parts(images)

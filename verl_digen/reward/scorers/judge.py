@@ -73,7 +73,6 @@ class Question(SampleJudge):
     config_class = QuestionConfig
 
     async def judge(self, sample: RewardInput) -> Result:
-        """Ask about one sample."""
         config, question = self.config, self.question(sample.row)
         pictures = [*(await self.sources(sample) if config.with_images else ()), *await self.frames(sample)]
         if config.answers:

@@ -68,7 +68,6 @@ class Ocr(Reward):
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
-        """Require a text to show."""
         target_of(row)
 
     def __init__(self, config: OcrConfig, device: torch.device):

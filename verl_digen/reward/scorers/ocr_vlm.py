@@ -41,11 +41,9 @@ class OcrVlm(SampleJudge):
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
-        """Require a quoted text."""
         text_target(row.text)
 
     async def judge(self, sample: RewardInput) -> Result:
-        """Read each frame."""
         target = text_target(sample.row.text)
         question, frames = self.question(sample.row), await self.frames(sample)
         read = await self.chat.all(self.chat.ask([frame], question, lambda reply: reply.text) for frame in frames)

@@ -57,7 +57,6 @@ class UnifiedReward(SampleJudge):
     config_class = UnifiedRewardConfig
 
     async def judge(self, sample: RewardInput) -> Result:
-        """Ask about each frame."""
         question = self.question(sample.row)
         frames = images_of(sample, self.config.num_frames)
         numbers = await self.chat.all(self._number(frame, question) for frame in frames)

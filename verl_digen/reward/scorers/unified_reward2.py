@@ -64,7 +64,6 @@ class UnifiedReward2(SampleJudge):
     config_class = UnifiedReward2Config
 
     async def judge(self, sample: RewardInput) -> Result:
-        """Ask about one sample."""
         is_video = sample.pixels.ndim == 4
         question = self.question(sample.row, "video_question" if is_video else "question")
         names = VIDEO_NAMES if is_video else IMAGE_NAMES

@@ -37,7 +37,6 @@ class FlowFactory(Protocol):
         return sample.pixels.ndim, bool(sample.row.images)
 
     def request(self, batch: Sequence[RewardInput]) -> Request:
-        """Encode pictures or videos."""
         frames = [[base64_of(image) for image in images_of(sample)] for sample in batch]
         is_video = batch[0].pixels.ndim == 4
         conditions = [[base64_of(image) for image in sample.sources()] for sample in batch]
