@@ -39,9 +39,7 @@ class Command(Protocol):
         """The word after `digen`."""
         ...
 
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Declare options and arguments."""
-        ...
+    def add_arguments(self, parser: ArgumentParser) -> None: ...
 
     def run(self, args: Namespace) -> int:
         """Run the subcommand; returns the exit code."""

@@ -28,7 +28,6 @@ class Supported:
 
     @property
     def all_tested(self) -> tuple[SpecifierSet, ...]:
-        """`tested` and `also_tested`."""
         return (self.tested, *self.also_tested)
 
 

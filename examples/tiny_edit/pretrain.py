@@ -35,7 +35,8 @@ from text import IMAGE_TOKENS, build_text_encoder, build_tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from verl_digen.models.qwen_image_edit import PictureProcessor
-from verl_digen.models.tiny.qwen_image_edit import EditCheckpoint
+from verl_digen.models.tiny.image_encoders import WithProcessor
+from verl_digen.models.tiny.qwen_image_edit import edit_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ seriously."""
 SAMPLE_STEPS = 8
 
 
-def untrained(seed: int) -> EditCheckpoint:
+def untrained(seed: int) -> WithProcessor:
     """The checkpoint before its first lesson, with a text encoder that stays as it is."""
     sentences = [instruction(edit) for edit in all_edits()]
     marks = tuple(IMAGE_TOKENS.values())
@@ -75,7 +76,7 @@ def untrained(seed: int) -> EditCheckpoint:
         processor=processor,
         transformer=transformer,
     )
-    return EditCheckpoint(pipeline, images)
+    return edit_checkpoint(pipeline, images)
 
 
 @torch.no_grad()
@@ -126,7 +127,7 @@ def pretrain(options: argparse.Namespace) -> None:
     pipeline = checkpoint.pipeline
     tasks = draw_tasks(np.random.default_rng(options.seed), EDITS_PER_PICTURE)
     tasks = tasks[: math.ceil(options.share * len(tasks))]
-    pipeline.processor = PictureProcessor(checkpoint.images, pipeline.tokenizer)
+    pipeline.processor = PictureProcessor(checkpoint.processors["processor"][1], pipeline.tokenizer)
     with OneFrame(pipeline.vae):
         album = Album(pipeline.vae)
     logger.info("encoding %d prompts", len(tasks))

@@ -13,7 +13,7 @@ from verl_digen.cli import main
 from verl_digen.reward.scorers import jpeg_compressibility
 from verl_digen.tools.score import files
 from verl_digen.tools.score.prompts import prompts_of
-from verl_digen.tools.score.table import summary_of
+from verl_digen.tools.score.score_command import summary_of
 
 OWN = """
 def letters(data_source, solution_image, ground_truth, extra_info=None):
@@ -138,7 +138,7 @@ def test_what_cannot_be_scored_is_refused_in_one_line(folder, capsys, monkeypatc
 
 
 def test_the_summary_of_nothing_has_no_numbers():
-    assert summary_of([]).mean is None and summary_of([1.0, 3.0]).std == 1.0
+    assert summary_of([])["mean"] is None and summary_of([1.0, 3.0])["std"] == 1.0
 
 
 def test_memory_holds_few_files_at_once(folder, capsys, monkeypatch):

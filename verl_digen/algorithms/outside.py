@@ -108,7 +108,6 @@ def step_ends(outside: Outside, sde_steps: Sequence[int], num_steps: int) -> tup
 
 
 def num_passed_over(outside: Outside, sde_steps: Sequence[int], num_steps: int) -> int:
-    """Steps that are passed over."""
     return step_ends(outside, sde_steps, num_steps).count(None)
 
 

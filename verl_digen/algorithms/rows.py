@@ -101,13 +101,10 @@ class LossInputs:
         return torch.where(self.is_row, per_row, -torch.inf).amax()
 
     def mean_metric(self, per_row: Tensor) -> Metric:
-        """The metric `mean(per_row)`."""
         return Metric(self.mean(per_row.detach()))
 
     def min_metric(self, per_row: Tensor) -> Metric:
-        """The metric `min(per_row)`."""
         return Metric(self.min(per_row.detach()), "min")
 
     def max_metric(self, per_row: Tensor) -> Metric:
-        """The metric `max(per_row)`."""
         return Metric(self.max(per_row.detach()), "max")

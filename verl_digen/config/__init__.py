@@ -21,13 +21,12 @@
 | `environment` | `environment.py` |
 """
 
-from verl_digen.config.digen import DigenConfig
+from verl_digen.config.digen import DigenConfig, PlacementConfig, TspConfig
 from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.load import digen_config, digen_schema, require_values, value_of
 from verl_digen.config.reward import PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-from verl_digen.config.scheduling import PlacementConfig, TspConfig
 from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 __all__ = [

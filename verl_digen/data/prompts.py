@@ -21,16 +21,16 @@ import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from verl_digen.data.files import COMPRESSED, MAX_CHARACTERS_SHOWN, rows_of, shown
-from verl_digen.data.hub import hub_rows, saved_rows
 from verl_digen.data.splits import TRAIN, resolve
-from verl_digen.hub import SCHEME, HubName
+from verl_digen.data.tables import dataset_rows
+from verl_digen.hub import SCHEME, HubName, load_saved
 from verl_digen.image_tables import SCHEME as TABLE
 from verl_digen.image_tables import TableImage
 from verl_digen.require import require
@@ -132,12 +132,15 @@ def _read_one(name: str, key: str, columns: Columns) -> list[PromptRow]:
     if name.startswith(SCHEME):
         hub = HubName.parse(name, key)
         source, folder = hub.name.partition("/")[2], Path.cwd()
-        rows = _placed(hub_rows(hub, key, columns.known, columns.pictures), name)
+        remedy = "check its name, subset and split, and that this machine reaches the hub"
+        rows = _placed(dataset_rows(hub.load, str(hub), key, columns.known, columns.pictures, remedy), name)
     else:
         path = Path(os.path.expanduser(name))
         source, folder = default_source(path), path.absolute().parent
         if path.is_dir():
-            rows = _placed(saved_rows(path, key, columns.known, columns.pictures), name)
+            saved, remedy = str(path.absolute()), "save the dataset again"
+            load = partial(load_saved, saved)
+            rows = _placed(dataset_rows(load, saved, key, columns.known, columns.pictures, remedy), name)
         else:
             rows = rows_of(path, key, columns.known, columns.pictures)
     prompts = []

@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +94,22 @@ def rows_of_table(
 
 def _of_images(schema: pyarrow.Schema, images: Sequence[str]) -> list[str]:
     return [name for name in images if name in schema.names and holds_images(schema.field(name).type)]
+
+
+def dataset_rows(
+    load: Callable[[], Any], name: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of a dataset of the `datasets` library; pictures are not decoded. See `rows_of_table`.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    try:
+        table = load().with_format("arrow")[:]  # as it is stored: nothing is decoded
+    except Exception as error:  # the library raises what its loaders, file systems and the network do
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{key}: {name!r} is not a dataset that can be loaded ({reason}); {remedy}") from error
+    return rows_of_table(table, name, kept, images=images)
 
 
 def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -28,7 +28,7 @@ MODELS: dict[str, str] = {
     "HunyuanVideo15Pipeline": "verl_digen.models.hunyuan_video15:HunyuanVideo15",
     "HunyuanVideoPipeline": "verl_digen.models.hunyuan_video:HunyuanVideo",
     "LTX2Pipeline": "verl_digen.models.ltx2:LTX2",
-    "QwenImageEditPipeline": "verl_digen.models.qwen_image_edit_single:QwenImageEdit",
+    "QwenImageEditPipeline": "verl_digen.models.qwen_image_edit:QwenImageEdit",
     "QwenImageEditPlusPipeline": "verl_digen.models.qwen_image_edit:QwenImageEditPlus",
     "QwenImagePipeline": "verl_digen.models.qwen_image:QwenImage",
     "StableDiffusion3Pipeline": "verl_digen.models.sd3:StableDiffusion3",

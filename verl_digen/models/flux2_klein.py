@@ -200,14 +200,6 @@ class Flux2Klein(ReadsImages, Flux2Network):
         return self.encoder_of(pipeline, dtype, device, text_encoder, vae)
 
     def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
-        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.
-
-        Args:
-            encode_prompt: the pipeline's method of this name, or one around it.
-
-        Raises:
-            ValueError: too many images, or one that cannot be read or that the pipeline does not take.
-        """
         if len(inputs.images) > MAX_IMAGES:
             raise ValueError(
                 f"a prompt must have at most {MAX_IMAGES} images for {self.spec.title}, got {len(inputs.images)}; "

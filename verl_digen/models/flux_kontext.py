@@ -57,14 +57,6 @@ class FluxKontext(ReadsImages, Flux):
         return self.encoder_of(pipeline, dtype, device, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.vae)
 
     def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
-        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.
-
-        Args:
-            encode_prompt: the pipeline's method of this name, or one around it.
-
-        Raises:
-            ValueError: several images, or one that cannot be read.
-        """
         if len(inputs.images) > self.spec.num_images[1]:
             raise ValueError(
                 f"a prompt must have at most 1 image for {self.spec.title}, got {len(inputs.images)}; leave one"

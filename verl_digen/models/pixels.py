@@ -91,8 +91,8 @@ def load_image_decoder(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    unpack: Callable[[Tensor, Geometry], Tensor],
-    pack: Callable[[Tensor], Tensor],
+    unpack: Callable[[Tensor, Geometry], Tensor] = lambda latents, geometry: latents,
+    pack: Callable[[Tensor], Tensor] = lambda latents: latents,
 ) -> Decoder:
     """Load the decoder of a model whose VAE is diffusers' `AutoencoderKL`.
 

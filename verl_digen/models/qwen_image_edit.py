@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import QwenImageEditPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
     CONDITION_IMAGE_SIZE,
     QwenImageEditPlusPipeline,
@@ -35,6 +36,10 @@ from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check
 from verl_digen.types import Condition, Geometry
+
+MARK_TOKENS = 2
+"""Tokens beside an image's own in the text: the marks around it."""
+
 
 MAX_IMAGES = 3
 """Images that the 2509 checkpoint was made for, says its model card."""
@@ -95,11 +100,6 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
         return self.encoder_of(pipeline, dtype, device, text_encoder, vae)
 
     def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
-        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.
-
-        Args:
-            encode_prompt: the pipeline's method of this name, or one around it.
-        """
         images = [image.read() for image in inputs.images]
         seen = [self._as_seen(pipeline, image, inputs.image_px) for image in images]
         condition = {"embeds": encode_prompt([inputs.text], image=seen or None)[0][0]}
@@ -152,3 +152,28 @@ def _encode_image(pipeline: Any, image: Image.Image, image_px: int) -> Tensor:
     pixels = pipeline.image_processor.preprocess(image, *fitted_size(*image.size, image_px)).unsqueeze(2)
     latents = pipeline._encode_vae_image(pixels.to(pipeline.vae.device, pipeline.vae.dtype), None)
     return pipeline._pack_latents(latents, 1, latents.shape[1], *latents.shape[3:])[0]
+
+
+class QwenImageEdit(QwenImageEditPlus):
+    """Qwen-Image-Edit, the first one, as diffusers' `QwenImageEditPipeline` runs it, with two differences: a prompt has
+    exactly one image, whose place is in the prompt's template, and the language model reads it at the size at which the
+    network does."""
+
+    pipeline_class = QwenImageEditPipeline
+    spec: ModelSpec = replace(
+        QwenImageEditPlus.spec,
+        title="Qwen-Image-Edit",
+        example="Qwen/Qwen-Image-Edit",
+        num_images=(1, 1),
+        vllm_omni=VllmOmniServing(
+            pipeline="QwenImageEditPipeline", mixin="verl_digen.rollout.vllm_omni.edit_pipelines:EditRecording"
+        ),
+    )
+
+    def num_image_text_tokens(self, geometry: Geometry) -> int:
+        patches = [self._vision.get_number_of_image_patches(*source, {}) for source in geometry.sources]
+        return sum(MARK_TOKENS + of_image // VISION_MERGE**2 for of_image in patches)
+
+    def _as_seen(self, pipeline: Any, image: Image.Image, image_px: int) -> Image.Image:
+        # "3. Preprocess image" of QwenImageEditPipeline.__call__.
+        return pipeline.image_processor.resize(image, *fitted_size(*image.size, image_px))

@@ -98,13 +98,7 @@ class StableDiffusion3(DiffusionModel):
         return text_encoder(encode, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        return load_image_decoder(
-            self.path / "vae",
-            self.decoder_dtype(dtype),
-            device,
-            unpack=lambda latents, geometry: latents,
-            pack=lambda latents: latents,
-        )
+        return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:

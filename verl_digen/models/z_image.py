@@ -104,13 +104,7 @@ class ZImage(DiffusionModel):
         return text_encoder(encode, pipeline.text_encoder)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        return load_image_decoder(
-            self.path / "vae",
-            self.decoder_dtype(dtype),
-            device,
-            unpack=lambda latents, geometry: latents,
-            pack=lambda latents: latents,
-        )
+        return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:

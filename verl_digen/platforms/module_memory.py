@@ -168,5 +168,4 @@ def _key(storage: UntypedStorage) -> int:
 
 
 def _as_bytes(storage: UntypedStorage, device: torch.device) -> Tensor:
-    """All of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

@@ -26,7 +26,6 @@ COMPARISON = "comparison.html"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare options and arguments."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder (trainer.default_local_dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"RUN/{REPORT} without it, of several {COMPARISON}")
 

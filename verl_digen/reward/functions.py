@@ -62,7 +62,6 @@ class FunctionReward(Reward):
         return arguments
 
     async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result | Exception]:
-        """Call the function once per sample."""
         found = await asyncio.gather(*map(self._call, batch), return_exceptions=True)
         return [one if isinstance(one, Exception) else cast(Result, one) for one in found]
 

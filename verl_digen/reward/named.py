@@ -125,7 +125,6 @@ def _check_class(found: type[Reward], key: str) -> None:
 
 
 def make(entry: RewardEntry, device: torch.device) -> Reward:
-    """Make the reward on `device`."""
     found = check(entry)
     return found(found.settings(entry.arguments, entry.key), device)
 

@@ -81,7 +81,6 @@ class SampleRewards:
 
     @classmethod
     def of_run(cls, config: DictConfig, handles: Mapping[str, Sequence[Any]], digen: DigenConfig) -> SampleRewards:
-        """The rewards of a run's config."""
         weights = digen.reward.weights(has_custom=has_custom(config))
         if not has_own_manager(config):
             weights = {MANAGER: 1.0, **{name: weights[name] for name in weights if name in handles}}

@@ -150,7 +150,6 @@ class Assist(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Samples of all chunks."""
         return sum(len(chunk.samples) for chunk in self.chunks)
 
 

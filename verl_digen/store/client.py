@@ -36,7 +36,6 @@ class FirstAlone:
         self._is_made = False
 
     def run(self, call: Callable[[], Result]) -> Result:
-        """Result of `call`."""
         if self._is_made:
             return call()
         with self._making:
@@ -60,7 +59,6 @@ def close() -> None:
 
 
 def controller() -> Any:
-    """The controller's actor."""
     return ray.get_actor("TransferQueueController", namespace="transfer_queue")
 
 

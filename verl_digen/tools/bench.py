@@ -181,7 +181,6 @@ def table(found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare options and arguments."""
     parser.add_argument("--modes", default=",".join(MODES), help="some of %(default)s (default: all)")
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each run left out (default: %(default)s)")

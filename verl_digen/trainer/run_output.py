@@ -41,8 +41,6 @@ MAX_SHARE = 0.05
 
 
 class RunOutput:
-    """See the module."""
-
     def __init__(self, config: DictConfig, digen: DigenConfig, run_dir: Path):
         self._metrics_path = run_dir / METRICS
         self._warnings = WarningsFile(run_dir / WARNINGS)

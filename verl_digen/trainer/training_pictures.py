@@ -62,7 +62,6 @@ class TrainingPictures:
 
     @classmethod
     def of_run(cls, config: DictConfig, digen: DigenConfig, run_dir: Path) -> TrainingPictures:
-        """The pictures of a run's config."""
         return cls(
             digen,
             run_dir,

@@ -32,8 +32,6 @@ STATE = "watch.json"
 
 
 class RewardWatch:
-    """See the module."""
-
     def __init__(self, reward: RewardConfig, run_dir: Path, rules: Rules = RULES):
         self._golds, self._stops = reward.golds, reward.stop_on_hacking
         self._patience = rules.patience

@@ -72,7 +72,6 @@ class Casts:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """`Checksum` of all `tensors`."""
     total = Checksum()
     for tensor in tensors:
         total.add(tensor)

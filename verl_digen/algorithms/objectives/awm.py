@@ -44,8 +44,6 @@ AVERAGES = {"linear": Decay(0.001, 0.3), "constant": Decay(0.3, 0.3)}
 
 @dataclass(frozen=True)
 class AwmConfig(ClampedConfig):
-    """Settings of `awm`."""
-
     weighting: str = "ghuber"
     """Surrogate log-prob of the flow error e at noise level t. uniform: -e. t: -e t. t**2: -e t^2. huber: -t sqrt(e).
     ghuber: -t e^power / power, in all published recipes. Upper case is read as lower case."""

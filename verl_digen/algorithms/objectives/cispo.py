@@ -19,8 +19,6 @@ from verl_digen.require import In
 
 @dataclass(frozen=True)
 class CispoConfig(ClampedConfig):
-    """Settings of `cispo`."""
-
     low: Annotated[float, In("(0, 1]")] = 0.1
     """Weights are at least 1 - low. 0.1 (ROLL)."""
     high: Annotated[float, In("(0, inf)")] = 0.1

@@ -19,8 +19,6 @@ from verl_digen.require import In
 
 @dataclass(frozen=True)
 class DecoupledPpoConfig(ClipConfig):
-    """Settings of `decoupled_ppo`."""
-
     cap: Annotated[float, In("[1, inf)"), "a sample of the weights before the update has 1"] = 1.2
     """The largest weight of a row. AReaL, for tokens, drops weights above 5."""
 

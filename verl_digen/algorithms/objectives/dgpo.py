@@ -35,8 +35,6 @@ WEIGHT = "group_weight"
 
 @dataclass(frozen=True)
 class DgpoConfig(ClampedConfig):
-    """Settings of `dgpo`."""
-
     beta: Annotated[float, In("(0, inf)")] = 100.0
     """Scale of a group's logit. 100 (OCR, GenEval), 10 (PickScore), 2000 with the old policy as the reference."""
     clip: Annotated[float, In("(0, inf]"), "inf (in a file .inf) never clips"] = 1e-2

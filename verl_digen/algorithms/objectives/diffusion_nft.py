@@ -36,8 +36,6 @@ OLD_POLICIES = {
 
 @dataclass(frozen=True)
 class DiffusionNftConfig(ClampedConfig):
-    """Settings of `diffusion_nft`."""
-
     beta: Annotated[float, In("(0, inf)"), "0.1 to 1 is usual"] = 1.0
     """Distance of v+ and v- from v_old, in units of v - v_old. 1 (GenEval, PickScore), 0.1 (OCR, several rewards)."""
     kl_coef: Annotated[float, In("[0, inf)"), "1e-4 is DiffusionNFT's; 0 switches it off"] = 1e-4

@@ -27,8 +27,6 @@ from verl_digen.algorithms.sde import gaussian_kl
 
 @dataclass(frozen=True)
 class GrpoGuardConfig(ClipConfig):
-    """Settings of `grpo_guard`."""
-
     clip_range: float = 2e-6
     """Clip of the scaled ratio: 2e-6 (OCR, GenEval), 4e-6 (PickScore)."""
 

@@ -17,8 +17,6 @@ from verl_digen.require import In
 
 @dataclass(frozen=True)
 class KimiConfig(ClampedConfig):
-    """Settings of `kimi`."""
-
     tau: Annotated[float, In("[0, inf)")] = 0.1
     """Weight of the squared log-ratio. 0.1 (ROLL)."""
 

@@ -31,8 +31,6 @@ from verl_digen.algorithms.sde import STEP_WEIGHT_LAWS, step_weight
 
 @dataclass(frozen=True)
 class LongcatConfig(ClipConfig):
-    """Settings of `longcat`."""
-
     clip_range: float = 1e-3
     """Clip of the ratio: 1e-3 in GenRL, for Wan."""
 

@@ -18,8 +18,6 @@ from verl_digen.algorithms.objectives.registry import register_objective
 
 @dataclass(frozen=True)
 class OfflineDpoConfig(DpoConfig):
-    """Settings of `offline_dpo`."""
-
     beta: float = 5000.0
     """Strength of the preference. 5000 as in Diffusion-DPO's launch scripts; its paper has 2000 for SD1.5."""
 

@@ -30,8 +30,6 @@ KINDS = ("kl", "velocity")
 
 @dataclass(frozen=True)
 class OpdConfig(LossConfig):
-    """Settings of `opd`."""
-
     teacher: str | None = None
     """Folder of the teacher on every trainer node: a LoRA adapter in peft's format for the run's checkpoint, with the
     rank and layers of the adapter that trains."""

@@ -16,8 +16,6 @@ from verl_digen.require import require
 
 @dataclass(frozen=True)
 class TisConfig(ClampedConfig):
-    """Settings of `tis`."""
-
     low: float = 0.0
     """The smallest weight of a row. 0 (ROLL)."""
     high: float = 1.0

@@ -18,8 +18,6 @@ from verl_digen.require import In
 
 @dataclass(frozen=True)
 class ToprConfig(ClampedConfig):
-    """Settings of `topr`."""
-
     threshold: Annotated[float, In("(-inf, inf)"), "digen.loss.name=reinforce or tis treats all samples alike"] = 0.0
     """Samples with a larger reward (the weighted sum, not centred) are positive. 0 in TOPR, whose rewards are +1 and
     -1. Choose it between your rewards: if all are above it topr equals reinforce, if all are below it equals tis."""
@@ -27,8 +25,6 @@ class ToprConfig(ClampedConfig):
 
 @dataclass(frozen=True)
 class WeightedToprConfig(ToprConfig):
-    """Settings of `weighted_topr`."""
-
     positive_weight: Annotated[float, In("(0, inf)")] = 1.0
     """Weight of positive samples. 1 (ROLL), which is topr."""
     negative_weight: Annotated[float, In("[0, inf)")] = 1.0

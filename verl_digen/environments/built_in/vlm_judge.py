@@ -49,8 +49,6 @@ Answer with one JSON object and nothing else: {{"score": NUMBER, "instruction": 
 
 @dataclass(frozen=True)
 class VlmJudgeConfig(JudgeConfig):
-    """Settings of `vlm_judge`, beside every judge's."""
-
     url: Any = ""
     num_turns: Annotated[int, In("[1, inf]")] = 3
     """Turns of an episode at most; at most `digen.environment.max_turns`."""
@@ -87,8 +85,6 @@ class Verdict:
 
 
 class VlmJudge(Environment):
-    """See the module."""
-
     config_class = VlmJudgeConfig
 
     @classmethod
@@ -97,7 +93,6 @@ class VlmJudge(Environment):
 
     @classmethod
     def make_shared(cls, config: VlmJudgeConfig, device: torch.device) -> ChatModel:
-        """Make the client of the judge."""
         return ChatModel(config, "vlm_judge", "environment")
 
     def __init__(self, config: VlmJudgeConfig, shared: ChatModel):
@@ -109,7 +104,6 @@ class VlmJudge(Environment):
         self._unusable: Counter[str] = Counter()
 
     async def reset(self, row: PromptRow, seed: int) -> Instruction:
-        """Begin with the prompt."""
         self._task = self._asked = row.text
         images = [fitted(image, self.config.max_px) for image in read_images(row.images)]
         self._sources = await picture_parts(images)

@@ -11,7 +11,7 @@ from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from verl_digen.models.tiny.text import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
-from verl_digen.models.tiny.weights import LATENT_CHANNELS, draw_weights, image_vae
+from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn, image_vae
 
 CLIP_WIDTH = 16
 
@@ -36,7 +36,8 @@ def _shifted_schedule() -> FlowMatchEulerDiscreteScheduler:
 
 
 def _parts(scheduler: FlowMatchEulerDiscreteScheduler, *, takes_guidance: bool) -> dict[str, Any]:
-    transformer = FluxTransformer2DModel(
+    transformer = drawn(
+        FluxTransformer2DModel,
         in_channels=LATENT_CHANNELS * 4,
         num_layers=1,
         num_single_layers=1,
@@ -47,7 +48,6 @@ def _parts(scheduler: FlowMatchEulerDiscreteScheduler, *, takes_guidance: bool) 
         guidance_embeds=takes_guidance,
         axes_dims_rope=(4, 6, 6),
     )
-    draw_weights(transformer)
     return {
         "scheduler": scheduler,
         "vae": image_vae(scaling_factor=0.3611, shift_factor=0.1159),

@@ -12,9 +12,8 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl_digen.models.tiny.text import CORPUS, VOCABULARY_SIZE, byte_tokenizer
-from verl_digen.models.tiny.weights import LATENT_CHANNELS, draw_weights
-from verl_digen.models.tiny.z_image import CHAT_TEMPLATE
+from verl_digen.models.tiny.text import VOCABULARY_SIZE, chat_tokenizer
+from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn
 
 WIDTH = 16
 """Hidden size of the text encoder; the network reads three of its states side by side."""
@@ -24,22 +23,19 @@ NUM_LAYERS = 28
 
 def make() -> Flux2KleinPipeline:
     """Build the pipeline: 2 MB; with the schedule of FLUX.2, which is shifted by the size and the number of steps."""
-    tokenizer = byte_tokenizer(
-        ["user\n", "assistant\n", *CORPUS], specials=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
     return Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=_vae(),
         text_encoder=_text_encoder(),
-        tokenizer=tokenizer,
+        tokenizer=chat_tokenizer(),
         transformer=_transformer(),
         is_distilled=False,
     )
 
 
 def _transformer() -> Flux2Transformer2DModel:
-    transformer = Flux2Transformer2DModel(
+    return drawn(
+        Flux2Transformer2DModel,
         in_channels=LATENT_CHANNELS * 4,
         num_layers=1,
         num_single_layers=1,
@@ -50,14 +46,11 @@ def _transformer() -> Flux2Transformer2DModel:
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
-    draw_weights(transformer)
-    return transformer
 
 
 def _vae() -> AutoencoderKLFlux2:
-    blocks: dict[str, Any] = {"block_out_channels": (8, 8, 16, 16)}  # annotated as tuples of four
-    vae = AutoencoderKLFlux2(**blocks, layers_per_block=1, latent_channels=LATENT_CHANNELS, norm_num_groups=4)
-    draw_weights(vae)
+    sizes = {"layers_per_block": 1, "latent_channels": LATENT_CHANNELS, "norm_num_groups": 4}
+    vae = drawn(AutoencoderKLFlux2, block_out_channels=(8, 8, 16, 16), **sizes)
     statistics: Any = vae.bn
     nn.init.normal_(statistics.running_mean, std=0.3)
     nn.init.uniform_(statistics.running_var, 0.5, 2.0)
@@ -66,7 +59,8 @@ def _vae() -> AutoencoderKLFlux2:
 
 def _text_encoder() -> Qwen3ForCausalLM:
     """Text encoder with a language head of its own, as in the 9B checkpoints."""
-    encoder = Qwen3ForCausalLM(
+    return drawn(
+        Qwen3ForCausalLM,
         Qwen3Config(
             vocab_size=VOCABULARY_SIZE,
             hidden_size=WIDTH,
@@ -76,7 +70,5 @@ def _text_encoder() -> Qwen3ForCausalLM:
             num_key_value_heads=1,
             head_dim=8,
             tie_word_embeddings=False,
-        )
+        ),
     )
-    draw_weights(encoder)
-    return encoder

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE, HunyuanVideoPipeline
@@ -13,13 +11,13 @@ from transformers import LlamaConfig, LlamaModel
 
 from verl_digen.models.tiny.text import (
     CORPUS,
+    LANGUAGE_MODEL,
     TEXT_WIDTH,
-    VOCABULARY_SIZE,
     byte_tokenizer,
     clip_encoder,
     clip_tokenizer,
 )
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.weights import drawn
 
 LATENT_CHANNELS = 4
 CLIP_WIDTH = 16
@@ -40,7 +38,8 @@ def make() -> HunyuanVideoPipeline:
 
 
 def _transformer() -> HunyuanVideoTransformer3DModel:
-    transformer = HunyuanVideoTransformer3DModel(
+    return drawn(
+        HunyuanVideoTransformer3DModel,
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
         num_attention_heads=2,
@@ -52,29 +51,20 @@ def _transformer() -> HunyuanVideoTransformer3DModel:
         pooled_projection_dim=CLIP_WIDTH,
         rope_axes_dim=(4, 6, 6),
     )
-    draw_weights(transformer)
-    return transformer
 
 
 def _text_encoder() -> LlamaModel:
-    encoder = LlamaModel(
-        LlamaConfig(
-            vocab_size=VOCABULARY_SIZE,
-            hidden_size=TEXT_WIDTH,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
+    return drawn(
+        LlamaModel,
+        LlamaConfig(**LANGUAGE_MODEL, num_hidden_layers=4),
     )
-    draw_weights(encoder)
-    return encoder
 
 
 def _vae() -> AutoencoderKLHunyuanVideo:
-    widths: Any = (8, 8, 8, 8)  # annotated as a tuple of one
-    vae = AutoencoderKLHunyuanVideo(
-        latent_channels=LATENT_CHANNELS, block_out_channels=widths, layers_per_block=1, norm_num_groups=4
+    return drawn(
+        AutoencoderKLHunyuanVideo,
+        latent_channels=LATENT_CHANNELS,
+        block_out_channels=(8, 8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
     )
-    draw_weights(vae)
-    return vae

@@ -17,16 +17,10 @@ from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextMode
 
 from verl_digen.models.hunyuan_video15 import SYSTEM_MESSAGE
 from verl_digen.models.tiny.image_encoders import SIGLIP_WIDTH, WithProcessor, siglip_processor, siglip_vision
-from verl_digen.models.tiny.text import CORPUS, TEXT_WIDTH, VOCABULARY_SIZE, byte_tokenizer, t5_encoder
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.text import LANGUAGE_MODEL, TEXT_WIDTH, chat_tokenizer, t5_encoder
+from verl_digen.models.tiny.weights import drawn
 
 LATENT_CHANNELS = 4
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-"""Qwen's chat template, for text."""
 
 
 def make() -> HunyuanVideo15Pipeline:
@@ -44,14 +38,15 @@ def make_i2v() -> WithProcessor:
         feature_extractor=processor,
         **_others(),
     )
-    return WithProcessor(pipeline, {"feature_extractor": processor})
+    return WithProcessor(pipeline, {"feature_extractor": ("SiglipImageProcessor", processor)})
 
 
 def _others() -> dict[str, Any]:
     """Parts besides the network."""
     return {
         "text_encoder": _text_encoder(),
-        "tokenizer": _tokenizer(),
+        # trained on these words, the template's beginning has 108 tokens, as with the real tokenizer: the cropped part
+        "tokenizer": chat_tokenizer(f"system\n{SYSTEM_MESSAGE}"),
         "vae": _vae(),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
         "text_encoder_2": t5_encoder(),
@@ -61,7 +56,8 @@ def _others() -> dict[str, Any]:
 
 
 def _transformer(**more: Any) -> HunyuanVideo15Transformer3DModel:
-    transformer = HunyuanVideo15Transformer3DModel(
+    return drawn(
+        HunyuanVideo15Transformer3DModel,
         in_channels=2 * LATENT_CHANNELS + 1,
         out_channels=LATENT_CHANNELS,
         num_attention_heads=2,
@@ -73,39 +69,26 @@ def _transformer(**more: Any) -> HunyuanVideo15Transformer3DModel:
         rope_axes_dim=(4, 6, 6),
         **more,
     )
-    draw_weights(transformer)
-    return transformer
-
-
-def _tokenizer() -> Any:
-    # Trained on these words, the template's beginning has 108 tokens, as with the real tokenizer: the cropped part.
-    tokenizer = byte_tokenizer([f"system\n{SYSTEM_MESSAGE}", "user\n", "assistant\n", *CORPUS], SPECIAL_TOKENS)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def _text_encoder() -> Qwen2_5_VLTextModel:
-    encoder = Qwen2_5_VLTextModel(
+    return drawn(
+        Qwen2_5_VLTextModel,
         Qwen2_5_VLTextConfig(
-            vocab_size=VOCABULARY_SIZE,
-            hidden_size=TEXT_WIDTH,
-            intermediate_size=64,
+            **LANGUAGE_MODEL,
             num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
             bos_token_id=0,
             eos_token_id=0,
             rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
-        )
+        ),
     )
-    draw_weights(encoder)
-    return encoder
 
 
 def _vae() -> AutoencoderKLHunyuanVideo15:
-    widths: Any = (8, 8, 8, 8, 8)  # annotated as a tuple of one
-    vae = AutoencoderKLHunyuanVideo15(
-        latent_channels=LATENT_CHANNELS, block_out_channels=widths, layers_per_block=1, scaling_factor=1.03682
+    return drawn(
+        AutoencoderKLHunyuanVideo15,
+        latent_channels=LATENT_CHANNELS,
+        block_out_channels=(8, 8, 8, 8, 8),
+        layers_per_block=1,
+        scaling_factor=1.03682,
     )
-    draw_weights(vae)
-    return vae

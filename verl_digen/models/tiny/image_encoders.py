@@ -13,7 +13,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModel, SiglipVisionConfig, 
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.weights import drawn
 
 CLIP_WIDTH, SIGLIP_WIDTH = 20, 16
 SIDE_PX, PATCH_PX = 28, 14
@@ -25,22 +25,23 @@ class WithProcessor:
     """A pipeline without its image processor, which diffusers makes with torchvision alone, and that processor."""
 
     pipeline: Any
-    processors: Mapping[str, Any]
-    """Folder -> processor that needs no torchvision."""
+    processors: Mapping[str, tuple[str, Any]]
+    """Folder -> (its class with torchvision, processor that needs none)."""
 
     def save_pretrained(self, path: str | Path) -> None:
         """Write the checkpoint as the pipeline of a machine with torchvision does."""
         self.pipeline.save_pretrained(path)
         index = Path(path) / "model_index.json"
         parts = json.loads(index.read_text())
-        for folder, processor in self.processors.items():
+        for folder, (name, processor) in self.processors.items():
             processor.save_pretrained(Path(path) / folder)
-            parts[folder] = ["transformers", type(processor).__name__.removesuffix("Pil")]
+            parts[folder] = ["transformers", name]
         index.write_text(json.dumps(parts, indent=2))
 
 
 def clip_vision() -> CLIPVisionModel:
-    encoder = CLIPVisionModel(
+    return drawn(
+        CLIPVisionModel,
         CLIPVisionConfig(
             hidden_size=CLIP_WIDTH,
             intermediate_size=2 * CLIP_WIDTH,
@@ -48,10 +49,8 @@ def clip_vision() -> CLIPVisionModel:
             num_attention_heads=2,
             image_size=SIDE_PX,
             patch_size=PATCH_PX,
-        )
+        ),
     )
-    draw_weights(encoder)
-    return encoder
 
 
 def clip_vision_processor() -> CLIPImageProcessorPil:
@@ -62,7 +61,8 @@ def clip_vision_processor() -> CLIPImageProcessorPil:
 
 
 def siglip_vision() -> SiglipVisionModel:
-    encoder = SiglipVisionModel(
+    return drawn(
+        SiglipVisionModel,
         SiglipVisionConfig(
             hidden_size=SIGLIP_WIDTH,
             intermediate_size=2 * SIGLIP_WIDTH,
@@ -70,10 +70,8 @@ def siglip_vision() -> SiglipVisionModel:
             num_attention_heads=2,
             image_size=SIDE_PX,
             patch_size=PATCH_PX,
-        )
+        ),
     )
-    draw_weights(encoder)
-    return encoder
 
 
 def siglip_processor() -> SiglipImageProcessorPil:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from verl_digen.models.tiny.text import TEXT_WIDTH, VOCABULARY_SIZE
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.weights import drawn
 
 CHANNELS = 8
 """Channels of a token of video or of sound; the latter are two channels of four bins."""
@@ -48,7 +48,8 @@ def make() -> LTX2Pipeline:
 
 
 def _transformer() -> LTX2VideoTransformer3DModel:
-    transformer = LTX2VideoTransformer3DModel(
+    return drawn(
+        LTX2VideoTransformer3DModel,
         in_channels=CHANNELS,
         out_channels=CHANNELS,
         num_attention_heads=2,
@@ -63,8 +64,6 @@ def _transformer() -> LTX2VideoTransformer3DModel:
         caption_channels=TEXT_WIDTH,
         rope_type="split",
     )
-    draw_weights(transformer)
-    return transformer
 
 
 def _tokenizer() -> Any:
@@ -90,15 +89,14 @@ def _text_encoder() -> Gemma3ForConditionalGeneration:
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    encoder = Gemma3ForConditionalGeneration(config)
-    draw_weights(encoder)
-    return encoder
+    return drawn(Gemma3ForConditionalGeneration, config)
 
 
 def _connectors() -> LTX2TextConnectors:
-    connectors = LTX2TextConnectors(
+    return drawn(
+        LTX2TextConnectors,
         caption_channels=TEXT_WIDTH,
-        text_proj_in_factor=NUM_LAYERS + 1,  # the embedding is the first
+        text_proj_in_factor=NUM_LAYERS + 1,
         video_connector_num_attention_heads=2,
         video_connector_attention_head_dim=TEXT_WIDTH // 2,
         video_connector_num_layers=1,
@@ -107,15 +105,13 @@ def _connectors() -> LTX2TextConnectors:
         audio_connector_num_layers=1,
         rope_type="split",
     )
-    draw_weights(connectors)
-    return connectors
 
 
 def _vae() -> AutoencoderKLLTX2Video:
-    widths: Any = (8, 8, 8, 8)
-    vae = AutoencoderKLLTX2Video(
+    vae = drawn(
+        AutoencoderKLLTX2Video,
         latent_channels=CHANNELS,
-        block_out_channels=widths,
+        block_out_channels=(8, 8, 8, 8),
         decoder_block_out_channels=(8, 16, 32),
         layers_per_block=(1, 1, 1, 1, 1),
         decoder_layers_per_block=(1, 1, 1, 1),
@@ -123,16 +119,13 @@ def _vae() -> AutoencoderKLLTX2Video:
         spatial_compression_ratio=32,
         temporal_compression_ratio=8,
     )
-    draw_weights(vae)
     _draw_statistics(vae)
     return vae
 
 
 def _audio_vae() -> AutoencoderKLLTX2Audio:
-    vae = AutoencoderKLLTX2Audio(
-        base_channels=CHANNELS, num_res_blocks=1, latent_channels=CHANNELS // (MEL_BINS // 4), mel_bins=MEL_BINS
-    )
-    draw_weights(vae)
+    sizes = {"base_channels": CHANNELS, "latent_channels": CHANNELS // (MEL_BINS // 4), "mel_bins": MEL_BINS}
+    vae = drawn(AutoencoderKLLTX2Audio, num_res_blocks=1, **sizes)
     _draw_statistics(vae)
     return vae
 
@@ -144,7 +137,8 @@ def _draw_statistics(vae: Any) -> None:
 
 
 def _vocoder() -> LTX2Vocoder:
-    vocoder = LTX2Vocoder(
+    return drawn(
+        LTX2Vocoder,
         in_channels=2 * MEL_BINS,
         hidden_channels=16,
         upsample_kernel_sizes=[4, 4],
@@ -153,5 +147,3 @@ def _vocoder() -> LTX2Vocoder:
         resnet_dilations=[[1, 3]],
         output_sampling_rate=400,
     )
-    draw_weights(vocoder)
-    return vocoder

@@ -14,11 +14,10 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from verl_digen.models.tiny.text import TEXT_WIDTH, byte_tokenizer
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.text import CHAT_TOKENS, LANGUAGE_MODEL, TEXT_WIDTH, byte_tokenizer
+from verl_digen.models.tiny.weights import drawn
 
 LATENT_CHANNELS = 4
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
     "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:\nuser\n",
@@ -54,7 +53,8 @@ def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def make_transformer() -> QwenImageTransformer2DModel:
-    transformer = QwenImageTransformer2DModel(
+    return drawn(
+        QwenImageTransformer2DModel,
         in_channels=LATENT_CHANNELS * 4,
         out_channels=LATENT_CHANNELS,
         num_layers=2,
@@ -63,20 +63,17 @@ def make_transformer() -> QwenImageTransformer2DModel:
         joint_attention_dim=TEXT_WIDTH,
         axes_dims_rope=(4, 6, 6),
     )
-    draw_weights(transformer)
-    return transformer
 
 
 def make_vae() -> AutoencoderKLQwenImage:
-    vae = AutoencoderKLQwenImage(
+    return drawn(
+        AutoencoderKLQwenImage,
         base_dim=8,
         z_dim=LATENT_CHANNELS,
         num_res_blocks=1,
         latents_mean=[-0.75, 0.1, 0.95, -0.15],
         latents_std=[2.8, 1.4, 1.2, 2.0],
     )
-    draw_weights(vae)
-    return vae
 
 
 def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
@@ -84,12 +81,8 @@ def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
             text_config={
-                "vocab_size": 512,
-                "hidden_size": TEXT_WIDTH,
-                "intermediate_size": 64,
+                **LANGUAGE_MODEL,
                 "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 1,
                 "initializer_range": 0.2,
                 "bos_token_id": 0,
                 "eos_token_id": 0,
@@ -109,4 +102,4 @@ def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
 
 
 def tokenizer() -> Qwen2Tokenizer:
-    return byte_tokenizer(CORPUS, SPECIAL_TOKENS)
+    return byte_tokenizer(CORPUS, CHAT_TOKENS)

@@ -4,9 +4,6 @@ processor."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import QwenImageEditPipeline
@@ -15,7 +12,8 @@ from transformers import Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from verl_digen.models.tiny import qwen_image
-from verl_digen.models.tiny.text import byte_tokenizer
+from verl_digen.models.tiny.image_encoders import WithProcessor
+from verl_digen.models.tiny.text import CHAT_TOKENS, byte_tokenizer
 
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 """Special tokens around images, and in their place."""
@@ -31,31 +29,20 @@ CORPUS = [
 real one, and an instruction."""
 
 
-@dataclass(frozen=True)
-class EditCheckpoint:
-    """A pipeline and its processor, which diffusers makes with torchvision alone."""
-
-    pipeline: QwenImageEditPlusPipeline | QwenImageEditPipeline
-    images: Qwen2VLImageProcessorPil = field(default_factory=Qwen2VLImageProcessorPil)
-    """Part of the processor for pictures; its `size` bounds the pixels that the language model reads."""
-
-    def save_pretrained(self, path: str | Path) -> None:
-        """Write the checkpoint as the pipeline of a machine with torchvision does, without a part for videos."""
-        self.pipeline.save_pretrained(path)
-        self.images.save_pretrained(Path(path) / "processor")
-        index = Path(path) / "model_index.json"
-        parts = json.loads(index.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
-        index.write_text(json.dumps(parts, indent=2))
+def edit_checkpoint(pipeline: Any, images: Qwen2VLImageProcessorPil | None = None) -> WithProcessor:
+    """The pipeline, with the part of its processor for pictures; `size` of that bounds the pixels that the language
+    model reads."""
+    return WithProcessor(pipeline, {"processor": ("Qwen2VLProcessor", images or Qwen2VLImageProcessorPil())})
 
 
-def make() -> EditCheckpoint:
+def make() -> WithProcessor:
     """Build Qwen-Image-Edit-Plus: 3 MB."""
-    return EditCheckpoint(QwenImageEditPlusPipeline(**_parts()))
+    return edit_checkpoint(QwenImageEditPlusPipeline(**_parts()))
 
 
-def make_single() -> EditCheckpoint:
+def make_single() -> WithProcessor:
     """Build the first Qwen-Image-Edit: 3 MB."""
-    return EditCheckpoint(QwenImageEditPipeline(**_parts()))
+    return edit_checkpoint(QwenImageEditPipeline(**_parts()))
 
 
 def _parts() -> dict[str, Any]:
@@ -71,7 +58,7 @@ def _parts() -> dict[str, Any]:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    return byte_tokenizer(CORPUS, [*qwen_image.SPECIAL_TOKENS, *MARKS])
+    return byte_tokenizer(CORPUS, [*CHAT_TOKENS, *MARKS])
 
 
 def make_text_encoder(tokenizer: Any) -> Any:

@@ -8,7 +8,7 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import S
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from verl_digen.models.tiny.text import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
-from verl_digen.models.tiny.weights import LATENT_CHANNELS, draw_weights, image_vae
+from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn, image_vae
 
 CLIP_WIDTHS = (8, 16)
 """Sum less than T5's width, as in the real model, whose CLIP part is padded with zeros."""
@@ -30,7 +30,8 @@ def make() -> StableDiffusion3Pipeline:
 
 
 def _transformer() -> SD3Transformer2DModel:
-    transformer = SD3Transformer2DModel(
+    return drawn(
+        SD3Transformer2DModel,
         sample_size=16,
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
@@ -44,5 +45,3 @@ def _transformer() -> SD3Transformer2DModel:
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
     )
-    draw_weights(transformer)
-    return transformer

@@ -26,7 +26,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.weights import drawn
 
 TEXT_WIDTH = 32
 """Hidden size of the token encoders."""
@@ -41,6 +41,17 @@ CLIP_TOKENS = 77
 """Tokens that a real CLIP reads."""
 UMT5_SCALE = 8
 """Scale of UMT5's hidden states relative to T5's."""
+LANGUAGE_MODEL: dict[str, Any] = {
+    **{"vocab_size": VOCABULARY_SIZE, "hidden_size": TEXT_WIDTH, "intermediate_size": 64},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+"""Sizes of a decoder."""
+CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Chat template of Qwen2.5 and, for one user message, of Qwen3."""
 CLIP_SPECIALS = ["<|startoftext|>", "<|endoftext|>"]
 
 
@@ -64,9 +75,7 @@ def clip_encoder(width: int, *, projects: bool) -> Any:
         bos_token_id=CLIP_SPECIALS.index("<|startoftext|>"),
         eos_token_id=CLIP_SPECIALS.index("<|endoftext|>"),
     )
-    encoder = CLIPTextModelWithProjection(config) if projects else CLIPTextModel(config)
-    draw_weights(encoder)
-    return encoder
+    return drawn(CLIPTextModelWithProjection if projects else CLIPTextModel, config)
 
 
 def t5_tokenizer() -> Any:
@@ -79,15 +88,12 @@ def t5_tokenizer() -> Any:
 
 
 def t5_encoder() -> T5EncoderModel:
-    encoder = T5EncoderModel(T5Config(**_t5_sizes()))
-    draw_weights(encoder)
-    return encoder
+    return drawn(T5EncoderModel, T5Config(**_t5_sizes()))
 
 
 def umt5_encoder() -> UMT5EncoderModel:
     """A `UMT5EncoderModel` with large hidden states, to stand out from the hundreds of zeros that Wan pads with."""
-    encoder = UMT5EncoderModel(UMT5Config(**_t5_sizes()))
-    draw_weights(encoder)
+    encoder = drawn(UMT5EncoderModel, UMT5Config(**_t5_sizes()))
     with torch.no_grad():
         encoder.encoder.final_layer_norm.weight.mul_(UMT5_SCALE)
     return encoder
@@ -115,3 +121,10 @@ def byte_tokenizer(corpus: Sequence[str], specials: Sequence[str]) -> Any:
         pad_token=specials[0],
     )
     return blank.train_new_from_iterator(list(corpus) * 2, vocab_size=500, new_special_tokens=list(specials))
+
+
+def chat_tokenizer(*corpus: str) -> Any:
+    """Qwen's tokenizer with its chat template, trained on these texts, the roles and `CORPUS`."""
+    tokenizer = byte_tokenizer([*corpus, "user\n", "assistant\n", *CORPUS], CHAT_TOKENS)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

@@ -11,7 +11,7 @@ from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
 from verl_digen.models.tiny.text import TEXT_WIDTH, t5_tokenizer, umt5_encoder
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.weights import draw_weights, drawn
 
 LATENT_CHANNELS = 4
 OUTPUT_GAIN = 0.5
@@ -71,7 +71,8 @@ def make_transformer(**more: Any) -> WanTransformer3DModel:
 
 
 def make_vae(**more: Any) -> AutoencoderKLWan:
-    vae = AutoencoderKLWan(
+    return drawn(
+        AutoencoderKLWan,
         base_dim=8,
         z_dim=LATENT_CHANNELS,
         dim_mult=[1, 1, 1, 1],
@@ -80,8 +81,6 @@ def make_vae(**more: Any) -> AutoencoderKLWan:
         latents_std=[2.8, 1.4, 1.2, 2.0],
         **more,
     )
-    draw_weights(vae)
-    return vae
 
 
 def make_ti2v_vae() -> AutoencoderKLWan:

@@ -29,7 +29,8 @@ BOUNDARY_RATIO = 0.9
 def make_2_1() -> WithProcessor:
     """Build Wan2.1: 1 MB."""
     network = make_transformer(in_channels=IN_CHANNELS, image_dim=CLIP_WIDTH, added_kv_proj_dim=24)
-    return WithProcessor(_make(network, image_encoder=clip_vision()), {"image_processor": clip_vision_processor()})
+    processor = "CLIPImageProcessor", clip_vision_processor()
+    return WithProcessor(_make(network, image_encoder=clip_vision()), {"image_processor": processor})
 
 
 def make_2_2_a14b() -> WanImageToVideoPipeline:

@@ -167,7 +167,6 @@ class ChatModel:
         self._model = config.model
 
     def take_counts(self) -> Mapping[str, int]:
-        """Retries of requests since the last time."""
         return self._client.take_counts()
 
     async def all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
@@ -238,7 +237,6 @@ class Judge(Reward):
         self.chat = ChatModel(config, self.name)
 
     def take_counts(self) -> Mapping[str, int]:
-        """Retries of requests since the last time."""
         return self.chat.take_counts()
 
     def question(self, row: PromptRow, key: str = "question") -> str:

@@ -39,8 +39,6 @@ HEAD_FILE = "aesthetic-model.pth"
 
 @dataclass(frozen=True)
 class AestheticConfig(EncoderConfig):
-    """Settings of `aesthetic`."""
-
     path: str = "openai/clip-vit-large-patch14"
     """CLIP in transformers' format: a folder, or "owner/repository" of the hub."""
     head: str = "trl-lib/ddpo-aesthetic-predictor"
@@ -50,8 +48,6 @@ class AestheticConfig(EncoderConfig):
 
 
 class Aesthetic(FrameReward):
-    """See the module."""
-
     config_class = AestheticConfig
 
     def __init__(self, config: AestheticConfig, device: torch.device):

@@ -37,8 +37,6 @@ FLOW_GRPO_DIVISOR = 30.0
 
 @dataclass(frozen=True)
 class ClipScoreConfig(EncoderConfig):
-    """Settings of `clip_score`."""
-
     path: str = "openai/clip-vit-large-patch14"
     """Weights in transformers' format: a folder, or "owner/repository" of the hub."""
     scale: Annotated[str, OneOf(SCALES)] = "raw"
@@ -46,8 +44,6 @@ class ClipScoreConfig(EncoderConfig):
 
 
 class ClipScore(FrameReward):
-    """See the module."""
-
     config_class = ClipScoreConfig
 
     def __init__(self, config: ClipScoreConfig, device: torch.device):

@@ -24,15 +24,11 @@ from verl_digen.types import RewardInput
 
 @dataclass(frozen=True)
 class DiversityConfig:
-    """Settings of `diversity`."""
-
     size_px: Annotated[int, In("[1, inf]")] = 32
     """Width and height at which pictures are compared."""
 
 
 class Diversity(Reward):
-    """See the module."""
-
     scope = "group"
     config_class = DiversityConfig
 

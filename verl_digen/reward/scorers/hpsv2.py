@@ -73,8 +73,6 @@ TRANSPOSED = ("text_projection", "visual.proj")
 
 @dataclass(frozen=True)
 class HpsV2Config(EncoderConfig):
-    """Settings of `hpsv2`."""
-
     path: str = "xswu/HPSv2"
     """The file of weights, or a folder or repository that holds HPS_v2.1_compressed.pt."""
     base: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -82,8 +80,6 @@ class HpsV2Config(EncoderConfig):
 
 
 class HpsV2(FrameReward):
-    """See the module."""
-
     config_class = HpsV2Config
     packages = ("ftfy",)
 

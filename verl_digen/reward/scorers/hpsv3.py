@@ -62,8 +62,6 @@ END
 
 @dataclass(frozen=True)
 class HPSv3Config(QwenConfig):
-    """Settings of `hpsv3`."""
-
     path: str = "MizzenAI/HPSv3"
     """File of the weights, or folder or repository with HPSv3.safetensors."""
     base: str = "Qwen/Qwen2-VL-7B-Instruct"
@@ -81,8 +79,6 @@ def make_head(hidden: int) -> nn.Module:
 
 
 class HPSv3(Reward):
-    """See the module."""
-
     config_class = HPSv3Config
 
     def __init__(self, config: HPSv3Config, device: torch.device):

@@ -83,8 +83,6 @@ VISION_NAMES = (
 
 @dataclass(frozen=True)
 class ImageRewardConfig(EncoderConfig):
-    """Settings of `image_reward`."""
-
     path: str = "THUDM/ImageReward"
     """Folder or repository that holds ImageReward.pt and med_config.json."""
     tokenizer: str = "google-bert/bert-base-uncased"
@@ -92,8 +90,6 @@ class ImageRewardConfig(EncoderConfig):
 
 
 class ImageReward(FrameReward):
-    """See the module."""
-
     config_class = ImageRewardConfig
 
     def __init__(self, config: ImageRewardConfig, device: torch.device):

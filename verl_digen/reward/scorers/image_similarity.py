@@ -53,8 +53,6 @@ DINO_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithReg
 
 @dataclass(frozen=True)
 class ImageSimilarityConfig(EncoderConfig):
-    """Settings of `image_similarity`."""
-
     path: str = "openai/clip-vit-large-patch14"
     """A CLIP or DINOv2 checkpoint in transformers' format: a folder, or "owner/repository" of the hub."""
     pixel_weight: Annotated[float, In("[0, 1]"), "0 is off"] = 0.0
@@ -64,8 +62,6 @@ class ImageSimilarityConfig(EncoderConfig):
 
 
 class ImageSimilarity(Reward):
-    """See the module."""
-
     config_class = ImageSimilarityConfig
 
     def __init__(self, config: ImageSimilarityConfig, device: torch.device):

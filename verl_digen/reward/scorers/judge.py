@@ -27,8 +27,6 @@ from verl_digen.types import RewardInput
 
 @dataclass(frozen=True)
 class QuestionConfig(JudgeConfig):
-    """Settings of `judge`."""
-
     pattern: str = ""
     """Regular expression whose first group is the number, e.g. 'Score: (\\d+)'. This or `answers`."""
     low: float = 0.0
@@ -71,13 +69,10 @@ def require_pattern(key: str, pattern: str) -> None:
 
 
 class Question(SampleJudge):
-    """See the module."""
-
     name = "judge"
     config_class = QuestionConfig
 
     async def judge(self, sample: RewardInput) -> Result:
-        """Ask about one sample."""
         config, question = self.config, self.question(sample.row)
         pictures = [*(await self.sources(sample) if config.with_images else ()), *await self.frames(sample)]
         if config.answers:

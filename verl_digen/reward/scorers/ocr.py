@@ -44,8 +44,6 @@ LINE_HEIGHT_PX = 48
 
 @dataclass(frozen=True)
 class OcrConfig:
-    """Settings of `ocr`."""
-
     detect: bool = True
     """False reads the whole picture as one line, which is faster: for pictures of a single line that fills them."""
     detection_side_px: Annotated[int, In("[32, inf]")] = 736
@@ -65,14 +63,11 @@ class OcrConfig:
 
 
 class Ocr(Reward):
-    """See the module."""
-
     config_class = OcrConfig
     packages = ("rapidocr", "onnxruntime", "rapidfuzz")
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
-        """Require a text to show."""
         target_of(row)
 
     def __init__(self, config: OcrConfig, device: torch.device):

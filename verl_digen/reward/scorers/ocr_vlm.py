@@ -26,8 +26,6 @@ QUESTION = "Please output only the text content from the image without any addit
 
 @dataclass(frozen=True)
 class OcrVlmConfig(JudgeConfig):
-    """Settings of `ocr_vlm`."""
-
     question: str = QUESTION
     """Text that asks for the picture's text and nothing else."""
     max_tokens: int = 512
@@ -37,19 +35,15 @@ class OcrVlmConfig(JudgeConfig):
 
 
 class OcrVlm(SampleJudge):
-    """See the module."""
-
     name = "ocr_vlm"
     config_class = OcrVlmConfig
     packages = ("rapidfuzz",)
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
-        """Require a quoted text."""
         text_target(row.text)
 
     async def judge(self, sample: RewardInput) -> Result:
-        """Read each frame."""
         target = text_target(sample.row.text)
         question, frames = self.question(sample.row), await self.frames(sample)
         read = await self.chat.all(self.chat.ask([frame], question, lambda reply: reply.text) for frame in frames)

@@ -30,8 +30,6 @@ from verl_digen.types import RewardInput
 
 @dataclass(frozen=True)
 class PickScoreConfig(EncoderConfig):
-    """Settings of `pickscore`."""
-
     path: str = "yuvalkirstain/PickScore_v1"
     """Weights in transformers' format: a folder, or "owner/repository" of the hub."""
     processor: str | None = None
@@ -41,8 +39,6 @@ class PickScoreConfig(EncoderConfig):
 
 
 class PickScore(FrameReward):
-    """See the module."""
-
     config_class = PickScoreConfig
 
     def __init__(self, config: PickScoreConfig, device: torch.device):

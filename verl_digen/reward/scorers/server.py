@@ -28,18 +28,14 @@ from verl_digen.types import PromptRow, RewardInput
 
 
 class ServerReward(Reward):
-    """See the module."""
-
     config_class = ProtocolSettings
 
     @classmethod
     def settings(cls, arguments: Mapping[str, Any], key: str) -> Any:
-        """The settings of the protocol that the entry names."""
         return settings_of(cls, find(arguments.get("protocol", ""), f"{key}.protocol").settings, arguments, key)
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
-        """Require what the protocol sends of a prompt."""
         find(arguments.get("protocol", "")).check_row(row)
 
     def __init__(self, config: Any, device: torch.device):
@@ -48,11 +44,9 @@ class ServerReward(Reward):
         self._client = ServerClient(config, f"protocol {config.protocol}")
 
     def take_counts(self) -> Mapping[str, int]:
-        """`retries` of requests."""
         return self._client.take_counts()
 
     async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result | Exception]:
-        """Ask for all samples at once."""
         parts = [self._parts(sample) for sample in batch]
         found = iter(await self._ask([part for own in parts for part in own]))
         return [_mean([next(found) for _ in own]) for own in parts]

@@ -44,8 +44,6 @@ LOW, HIGH = 1.0, 5.0
 
 @dataclass(frozen=True)
 class UnifiedRewardConfig(JudgeConfig):
-    """Settings of `unified_reward`."""
-
     question: str = QUESTION
     """Text with {prompt}; the answer must give a number after 'Final Score:'."""
     size_px: Annotated[int, In(f"[0, {MAX_SIDE_PX}]")] = 512
@@ -55,13 +53,10 @@ class UnifiedRewardConfig(JudgeConfig):
 
 
 class UnifiedReward(SampleJudge):
-    """See the module."""
-
     name = "unified_reward"
     config_class = UnifiedRewardConfig
 
     async def judge(self, sample: RewardInput) -> Result:
-        """Ask about each frame."""
         question = self.question(sample.row)
         frames = images_of(sample, self.config.num_frames)
         numbers = await self.chat.all(self._number(frame, question) for frame in frames)

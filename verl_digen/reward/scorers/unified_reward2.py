@@ -52,8 +52,6 @@ LOW, HIGH = 1.0, 5.0
 
 @dataclass(frozen=True)
 class UnifiedReward2Config(JudgeConfig):
-    """Settings of `unified_reward2`."""
-
     question: str = IMAGE_QUESTION
     """Text with {prompt} for pictures; the answer must give "Alignment Score (1-5): X" and so on."""
     video_question: str = VIDEO_QUESTION
@@ -62,13 +60,10 @@ class UnifiedReward2Config(JudgeConfig):
 
 
 class UnifiedReward2(SampleJudge):
-    """See the module."""
-
     name = "unified_reward2"
     config_class = UnifiedReward2Config
 
     async def judge(self, sample: RewardInput) -> Result:
-        """Ask about one sample."""
         is_video = sample.pixels.ndim == 4
         question = self.question(sample.row, "video_question" if is_video else "question")
         names = VIDEO_NAMES if is_video else IMAGE_NAMES

@@ -86,8 +86,6 @@ END
 
 @dataclass(frozen=True)
 class VideoAlignConfig(QwenConfig):
-    """Settings of `video_align`."""
-
     path: str = "KwaiVGI/VideoReward"
     """Folder or repository with model_config.json and checkpoint-*/model.pth; the last checkpoint is taken."""
     base: str = "Qwen/Qwen2-VL-2B-Instruct"
@@ -99,8 +97,6 @@ class VideoAlignConfig(QwenConfig):
 
 
 class VideoAlign(Reward):
-    """See the module."""
-
     config_class = VideoAlignConfig
 
     def __init__(self, config: VideoAlignConfig, device: torch.device):

@@ -42,8 +42,6 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class WinRateConfig(JudgeConfig):
-    """Settings of `win_rate`."""
-
     question: str = QUESTION
     """Text with {prompt}, {ground_truth} and {NAME} of further columns; other braces are written twice."""
     first: str = "1"
@@ -69,8 +67,6 @@ class WinRateConfig(JudgeConfig):
 
 
 class WinRate(Judge):
-    """See the module."""
-
     name = "win_rate"
     scope = "group"
     config_class = WinRateConfig

@@ -18,8 +18,6 @@ QUESTION = 'Does this figure show "{prompt}"? Please answer yes or no.'
 
 @dataclass(frozen=True)
 class YesNoConfig(QuestionConfig):
-    """Settings of `yes_no`."""
-
     question: str = QUESTION
     """Text with {prompt}, {ground_truth} and {NAME} of further columns, to be answered with yes or no."""
     answers: dict[str, float] = field(default_factory=lambda: {"Yes": 1.0, "No": 0.0})
@@ -29,8 +27,6 @@ class YesNoConfig(QuestionConfig):
 
 
 class YesNo(Question):
-    """See the module."""
-
     name = "yes_no"
     config_class = YesNoConfig
 

@@ -26,8 +26,6 @@ from verl_digen.types import PromptRow, RewardInput
 
 @dataclass(frozen=True)
 class ProtocolSettings(ServerSettings):
-    """Settings of `reward: server`, whatever the protocol."""
-
     protocol: str = ""
     """Name of a file in `verl_digen/reward/servers/protocols/`."""
     samples_per_request: Annotated[int, In("[1, inf]")] = 64
@@ -90,5 +88,4 @@ class PickledJpegs(Protocol):
         return Request("", pickle.dumps({"images": images, **self.payload(batch)}, protocol=4))
 
     def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
-        """Read the scores."""
         return [*scores_of(pickle_of(answer), self.scores, len(batch))]

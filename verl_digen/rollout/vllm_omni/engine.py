@@ -144,8 +144,6 @@ class BarrierQueue(queue.Queue[_RpcTask]):
 
 
 class VersionedEngine(DiffusionEngine):
-    """See the module."""
-
     scheduler: BarrierScheduler
     _rpc_queue: BarrierQueue
 

@@ -235,7 +235,6 @@ class RequestRecordingMixin(PrefixSharing):
         )
 
     def _encode(self, inputs: PromptInputs) -> Condition:
-        """Check and encode one prompt."""
         with self._encoding:
             self._check_prompt(inputs.text)
             return {name: tensor.to(self.od_config.dtype) for name, tensor in self.encode_inputs(inputs).items()}

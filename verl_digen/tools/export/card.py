@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from verl_digen.models.locate import HUB_ID
 from verl_digen.observe.run_files import METRICS, read_lines
+from verl_digen.report.curves import thinned
 from verl_digen.tools.export.saved_run import SavedRun
 
 MAX_ROWS = 20
@@ -67,10 +68,7 @@ def validations(metrics: Path, step: int) -> Iterator[tuple[int, str]]:
     """(step, mean reward) of validations up to `step` in a run's metrics.jsonl; at most `MAX_ROWS`."""
     rows = [row for row in read_lines(metrics) if "val/reward" in row and row["step"] <= step]
     found = {row["step"]: row["val/reward"] for row in rows}
-    steps = sorted(found)
-    count = min(MAX_ROWS, len(steps))
-    for number in range(count):
-        at = steps[round(number * (len(steps) - 1) / max(1, count - 1))]
+    for at in thinned(sorted(found), MAX_ROWS):
         yield at, f"{found[at]:.4f}"
 
 

@@ -23,7 +23,6 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare options and arguments."""
     add_run_arguments(parser)
     parser.add_argument("--format", default="diffusers", help="diffusers (default), peft, merged or comfyui")
     parser.add_argument(

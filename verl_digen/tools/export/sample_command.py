@@ -24,7 +24,6 @@ NAME = "sample"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare options and arguments."""
     add_run_arguments(parser)
     parser.add_argument("--prompt", action="append", default=[], help="a prompt; may be given several times")
     parser.add_argument("--prompts", metavar="FILE", help="prompt file, as data.val_files")

@@ -72,7 +72,6 @@ class Words:
 
     @property
     def host_bytes(self) -> int | None:
-        """Bytes of `host_mem`."""
         return None if self.host_mem is None else int(self.host_mem * GB)
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.tools.plan.memory import Memory, plan_memory
@@ -95,7 +96,7 @@ def _describe(run: Run, device_bytes: int, changes: list[_Change]) -> Iterator[R
     _, *runs = _applied(run, changes)
     for change, changed in zip(changes, runs, strict=True):
         memory = plan_memory(changed, device_bytes)
-        override = change.override or f"gpus={_num_devices(changed)}"
+        override = change.override or f"gpus={changed.settings.num_devices}"
         yield Remedy(override, memory.training.total, memory.replica_bytes, bool(memory.fits))
 
 
@@ -120,22 +121,29 @@ def _candidates(has_adapter: bool, read: Callable[..., Run]) -> Iterator[_Change
         f"{rollout}.free_cache_engine=true",
         lambda run: None if run.settings.is_split else _set(run, frees_replica=True),
     )
-    yield _Change("digen.rollout.encoders=host", _encoders_on_host)
+    yield _Change(
+        "digen.rollout.encoders=host",
+        lambda run: _set_digen(run, "rollout", encoders="host") if run.settings.is_ours else None,
+    )
     yield _Change(f"{actor}.reshard_after_forward=true", lambda run: _set(run, reshard=True))
     yield _Change(f"{model}.whole_base=false", lambda run: _set(run, whole_base=False))
     yield _Change(f"{actor}.optimizer_offload=true", lambda run: _set(run, optimizer_offload=True))
     yield _Change(
         f"{actor}.param_offload=true", lambda run: None if run.settings.draws else _set(run, param_offload=True)
     )
-    yield _Change("digen.rollout.decode_batch_size=1", partial(_set_rollout, decode_batch_size=1))
+    yield _Change("digen.rollout.decode_batch_size=1", partial(_set_digen, section="rollout", decode_batch_size=1))
     yield _Change("digen.rollout.max_batch_size=auto", _as_many_as_fit)
-    yield _Change("digen.rollout.max_batch_size=1", partial(_set_rollout, max_batch_size=1))
+    yield _Change("digen.rollout.max_batch_size=1", partial(_set_digen, section="rollout", max_batch_size=1))
     yield _Change(" ".join(DRAW_WORDS), _draw)
-    yield _Change("digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1", _one_row)
+    one_row = partial(_set_digen, section="tsp", samples_per_tile=1, steps_per_tile=1)
+    yield _Change("digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1", one_row)
     for blocks in ("auto", "all"):
         yield _Change(f"{model}.recompute_blocks={blocks}", partial(_set, recompute=blocks))
-    yield _Change(f"{model}.enable_activation_offload=true", _offload_activations)
-    yield _Change("digen.tsp.reduce=tile", _reduce_at_tiles)
+    yield _Change(
+        f"{model}.enable_activation_offload=true",
+        lambda run: _set(run, offloads_activations=True) if run.settings.recompute not in ("none", 0) else None,
+    )
+    yield _Change("digen.tsp.reduce=tile", partial(_set_digen, section="tsp", reduce="tile"))
     yield _Change(
         " ".join(LORA_WORDS),
         lambda run: None if run.settings.is_lora else _keeping(run, read(*LORA_WORDS)),
@@ -150,16 +158,8 @@ def _candidates(has_adapter: bool, read: Callable[..., Run]) -> Iterator[_Change
         yield _Change("", _double)
 
 
-def _set(run: Run, **values: bool | str) -> Run:
+def _set(run: Run, **values: Any) -> Run:
     return replace(run, settings=replace(run.settings, **values))
-
-
-def _offload_activations(run: Run) -> Run | None:
-    return _set(run, offloads_activations=True) if run.settings.recompute not in ("none", 0) else None
-
-
-def _encoders_on_host(run: Run) -> Run | None:
-    return _set_rollout(run, encoders="host") if run.settings.is_ours else None
 
 
 def _draw(run: Run) -> Run | None:
@@ -178,24 +178,13 @@ def _draw(run: Run) -> Run | None:
 def _as_many_as_fit(run: Run) -> Run | None:
     settings = run.settings
     is_measured = settings.is_ours and settings.is_accelerated
-    return _set_rollout(run, max_batch_size="auto") if is_measured else None
+    return _set_digen(run, "rollout", max_batch_size="auto") if is_measured else None
 
 
-def _set_rollout(run: Run, **values: str | int) -> Run:
+def _set_digen(run: Run, section: str, **values: str | int) -> Run:
+    """The run with other values in a section of its config."""
     digen = run.settings.digen
-    changed = replace(digen, rollout=replace(digen.rollout, **values))
-    return replace(run, settings=replace(run.settings, digen=changed))
-
-
-def _one_row(run: Run) -> Run:
-    digen = run.settings.digen
-    one = replace(digen, tsp=replace(digen.tsp, samples_per_tile=1, steps_per_tile=1))
-    return replace(run, settings=replace(run.settings, digen=one))
-
-
-def _reduce_at_tiles(run: Run) -> Run:
-    digen = run.settings.digen
-    return replace(run, settings=replace(run.settings, digen=replace(digen, tsp=replace(digen.tsp, reduce="tile"))))
+    return _set(run, digen=replace(digen, **{section: replace(getattr(digen, section), **values)}))
 
 
 def _keeping(run: Run, lora: Run) -> Run:
@@ -212,27 +201,17 @@ def _in_int8(run: Run, read: Callable[[], Run]) -> Run | None:
 
 def _tensor_parallel(size: int, run: Run) -> Run | None:
     settings = run.settings
-    if settings.is_ours or size <= settings.tensor_parallel:
+    if settings.is_ours or size <= settings.tensor_parallel or settings.num_generator_devices % size:
         return None
-    if settings.num_generator_devices % size:
-        return None
-    return replace(run, settings=replace(settings, tensor_parallel=size))
+    return _set(run, tensor_parallel=size)
 
 
 def _double(run: Run) -> Run:
     settings = run.settings
     is_whole = settings.num_shards == settings.num_trainer_devices
-    return replace(
+    return _set(
         run,
-        settings=replace(
-            settings,
-            num_trainer_devices=2 * settings.num_trainer_devices,
-            num_generator_devices=2 * settings.num_generator_devices,
-            num_shards=2 * settings.num_shards if is_whole else settings.num_shards,
-        ),
+        num_trainer_devices=2 * settings.num_trainer_devices,
+        num_generator_devices=2 * settings.num_generator_devices,
+        num_shards=2 * settings.num_shards if is_whole else settings.num_shards,
     )
-
-
-def _num_devices(run: Run) -> int:
-    settings = run.settings
-    return settings.num_trainer_devices + (settings.num_generator_devices if settings.is_split else 0)

@@ -2,6 +2,5 @@
 """Rewards outside a run: `digen score` scores files. No Ray.
 
 files.py     paths -> pixels                     score_command.py   digen score
-prompts.py   which prompt belongs to which file  table.py           what it prints
-rewards.py   rewards by name -> batches -> scores
+prompts.py   which prompt belongs to which file  rewards.py         rewards by name -> batches -> scores
 """

@@ -102,7 +102,6 @@ class LocalRewards:
         return [self._scored(row) for row in zip(*columns, strict=True)]
 
     async def _column(self, name: str, samples: Sequence[RewardInput]) -> list[PartScore | ScoringError]:
-        """One reward's scores of all samples."""
         groups: dict[object, list[int]] = {}
         for number, sample in enumerate(samples):
             groups.setdefault(sample.row.uid if self._scopes[name] == "group" else number, []).append(number)

@@ -155,7 +155,6 @@ def _calls(intervals: Iterable[Interval], kind: str) -> list[tuple[int, float]]:
 
 
 def slot_sample_s(chunks: Iterable[tuple[int, float]]) -> float:
-    """Seconds of a sample in a slot."""
     return median(seconds / number for number, seconds in chunks)
 
 

@@ -53,8 +53,6 @@ MILESTONES = {
 
 
 class Console:
-    """See the module."""
-
     def __init__(self) -> None:
         self.run_dir: Path | None = None
         """The run's folder, once it is announced."""

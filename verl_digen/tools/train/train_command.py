@@ -29,7 +29,6 @@ NAME = "train"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare options and arguments."""
     parser.add_argument("--config-path", metavar="DIR", help="folder of a config of your own")
     parser.add_argument("--config-name", metavar="NAME", help="name of a config of your own, which may name the recipe")
     parser.add_argument(

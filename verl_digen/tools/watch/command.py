@@ -29,7 +29,6 @@ PORT, MAX_TRIES = 8765, 20
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Declare options and arguments."""
     parser.add_argument(
         "root", type=Path, nargs="?", default=Path("outputs"), metavar="FOLDER", help="outputs unless given"
     )

@@ -24,15 +24,11 @@ from verl_digen.types import RewardInput
 
 @dataclass(frozen=True)
 class FlowFactorySettings(ProtocolSettings):
-    """Settings of `protocol: flow_factory`."""
-
     extra: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the server's `compute_reward`."""
 
 
 class FlowFactory(Protocol):
-    """See the module."""
-
     settings = FlowFactorySettings
     takes_videos = True
 
@@ -41,7 +37,6 @@ class FlowFactory(Protocol):
         return sample.pixels.ndim, bool(sample.row.images)
 
     def request(self, batch: Sequence[RewardInput]) -> Request:
-        """Encode pictures or videos."""
         frames = [[base64_of(image) for image in images_of(sample)] for sample in batch]
         is_video = batch[0].pixels.ndim == 4
         conditions = [[base64_of(image) for image in sample.sources()] for sample in batch]
@@ -56,7 +51,6 @@ class FlowFactory(Protocol):
         return Request("/compute", json.dumps(payload).encode(), "application/json")
 
     def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
-        """Read `rewards`."""
         found = json_of(answer)
         if isinstance(found, Mapping) and found.get("error"):
             raise Declined(str(found["error"]))

@@ -10,8 +10,6 @@ from verl_digen.reward.servers.protocol import PickledJpegs
 
 
 class Deqa(PickledJpegs):
-    """See the module."""
-
     scores = "outputs"
 
 

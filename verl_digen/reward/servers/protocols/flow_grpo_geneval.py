@@ -27,29 +27,22 @@ from verl_digen.types import PromptRow, RewardInput
 
 @dataclass(frozen=True)
 class GenevalSettings(JpegSettings):
-    """Settings of `protocol: flow_grpo_geneval`."""
-
     only_strict: bool = True
     """Leave out GenEval's own rule, as flow_grpo does in training. The score is the same."""
 
 
 class Geneval(PickledJpegs):
-    """See the module."""
-
     settings = GenevalSettings
 
     @classmethod
     def check_row(cls, row: PromptRow) -> None:
-        """Require GenEval's columns."""
         meta_data(row)
 
     def payload(self, batch: Sequence[RewardInput]) -> Mapping[str, Any]:
-        """Meta data of the prompts."""
         rows = [meta_data(sample.row) for sample in batch]
         return {"meta_datas": rows, "only_strict": self.config.only_strict}
 
     def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
-        """Read `scores`, and the rules as details."""
         found = pickle_of(answer)
         rules = {"strict_accuracy": "strict_rewards"} | ({} if self.config.only_strict else {"accuracy": "rewards"})
         lists = {name: scores_of(found, key, len(batch)) for name, key in {"score": "scores", **rules}.items()}

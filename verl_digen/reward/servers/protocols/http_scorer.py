@@ -22,8 +22,6 @@ from verl_digen.types import RewardInput
 
 @dataclass(frozen=True)
 class HttpScorerSettings(JpegSettings):
-    """Settings of `protocol: http_scorer`."""
-
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the service, e.g. `{only_strict: true}` of its GenEval."""
     sends_rows: bool = False
@@ -31,18 +29,14 @@ class HttpScorerSettings(JpegSettings):
 
 
 class HttpScorer(PickledJpegs):
-    """See the module."""
-
     settings = HttpScorerSettings
 
     def payload(self, batch: Sequence[RewardInput]) -> Mapping[str, Any]:
-        """Prompts and metadata."""
         rows = [{**sample.row.extra, "prompt": sample.row.text} for sample in batch]
         metadata = {**self.config.metadata, **({"meta_datas": rows} if self.config.sends_rows else {})}
         return {"prompts": [sample.row.text for sample in batch], "metadata": metadata}
 
     def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
-        """Read `scores` and further lists."""
         found = pickle_of(answer)
         if isinstance(found, Mapping) and "error" in found:
             raise Declined(str(found["error"]).strip()[-500:])  # the end of a traceback says more

@@ -15,12 +15,9 @@ from verl_digen.types import RewardInput
 
 
 class UnifiedRewardRemote(PickledJpegs):
-    """See the module."""
-
     scores = "outputs"
 
     def payload(self, batch: Sequence[RewardInput]) -> Mapping[str, Any]:
-        """The prompts."""
         return {"prompts": [sample.row.text for sample in batch]}
 
 
