@@ -9,7 +9,7 @@ import torch
 from ray import cloudpickle
 from torch import Tensor
 
-from verl_digen.transfers import send_as_bytes
+from verl_digen.hardware.transfers import send_as_bytes
 
 
 @pytest.fixture

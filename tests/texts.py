@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Sequence
 
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import PromptEncoder
 from verl_digen.types import Condition
 

@@ -16,15 +16,68 @@ callbacks that fill verl's registries when verl imports the modules that own the
 
 verl hides the error of a plugin that fails. So a failure here is printed to stderr and kept in `FAILURES`, verl
 continues, and `verl_digen.preflight` refuses to start a run of ours.
+
+`after_import` waits for a module without importing it: a finder in front of `sys.meta_path` lets the other finders find
+the module and extends the `exec_module` of that one module's loader (PEP 451). No object of the module is touched.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
-from verl_digen.hooks import after_import
+_waiting: dict[str, list[Callable[[], None]]] = {}
+"""Module name -> callbacks that wait for it."""
+
+
+class _CallbackFinder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _waiting:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            _run_callbacks_after_exec(spec.loader, fullname)
+        return spec
+
+
+def _run_callbacks_after_exec(loader: Any, name: str) -> None:
+    exec_module = loader.exec_module
+
+    def exec_and_call(module: ModuleType) -> None:
+        exec_module(module)
+        for callback in _waiting.pop(name, []):
+            callback()
+
+    loader.exec_module = exec_and_call  # path finders make one loader object per module
+
+
+_finder = _CallbackFinder()
+
+
+def after_import(name: str, callback: Callable[[], None]) -> None:
+    """Call `callback` once, right after the module `name` was imported, in the thread that imports it; at once if it is
+    imported already. What the callback raises reaches the importer.
+
+    Example:
+        after_import("verl.workers.engine", register_engine)  # nothing is imported
+        import verl.workers.engine                            # register_engine() has run
+    """
+    if name in sys.modules:
+        callback()
+        return
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    _waiting.setdefault(name, []).append(callback)
+
 
 FAILURES: list[str] = []
 """Failed registrations of this process, one sentence each."""

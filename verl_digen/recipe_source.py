@@ -40,7 +40,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import Container, OmegaConf, flag_override
 from yaml import YAMLError
 
-from verl_digen.cluster import joins_cluster, num_machine_cpus
+from verl_digen.processes.cluster import joins_cluster, num_machine_cpus
 from verl_digen.require import suggestion
 
 VERL_CONFIGS = "pkg://verl.trainer.config"

@@ -22,12 +22,12 @@ from torch import Tensor
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
-from verl_digen.audio import Audio
-from verl_digen.inputs import PromptInputs, SourceImage, content_key, read_images
+from verl_digen.hardware.transfers import to_device
+from verl_digen.inputs.audio import Audio
+from verl_digen.inputs.images import PromptInputs, SourceImage, content_key, read_images
 from verl_digen.settings import EpisodeFacts
 from verl_digen.settings import Geometry as Geometry
 from verl_digen.settings import Sampling as Sampling
-from verl_digen.transfers import to_device
 
 Condition = dict[str, Tensor]
 """Transformer inputs of ONE prompt, by name, without a batch dimension, e.g. {"embeds": [L, D]}."""
@@ -58,7 +58,7 @@ class PromptRow:
     index: int = 0
     """Position in the data set."""
     images: tuple[str, ...] = ()
-    """References to the images that the prompt is about, see `verl_digen.inputs.source_image`."""
+    """References to the images that the prompt is about, see `verl_digen.inputs.images.source_image`."""
     pair: tuple[str, ...] = ()
     """References to two pictures of the prompt, the chosen and the rejected one; () without a pair."""
     place: str = field(default="", compare=False)

@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.tools.simulate.cluster import Outcome, turns_outcome
 from verl_digen.tools.simulate.costs import sample_s
 from verl_digen.tools.simulate.profile import Numbers, Profile, windowed

@@ -26,7 +26,7 @@ from as_verl_omni import (
     simulated_step_s,
 )
 
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.tools.simulate.cluster import (
     COLOCATED,
     COLOCATED_TSP,

@@ -28,7 +28,7 @@ import torch
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.window import WindowConfig, draw_window
 from verl_digen.config import DigenConfig, RolloutConfig
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.observe.run_files import METRICS, read_lines
 from verl_digen.rollout.server import DiffusersServer

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.processes.relays import Together, relayed
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.simulation import PlannerRun

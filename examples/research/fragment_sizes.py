@@ -14,7 +14,7 @@ from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import replace
 
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.tools.simulate.cluster import Split, run_split, simulated_rules
 from verl_digen.tools.simulate.profile import load_profile, profile_names, windowed
 

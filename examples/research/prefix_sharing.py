@@ -29,7 +29,7 @@ from verl.plugin.platform import get_platform
 
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.tiny import build_tiny
 from verl_digen.rollout.server import DiffusersServer

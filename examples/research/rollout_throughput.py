@@ -27,7 +27,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.rollout.vllm_omni.arguments import engine_arguments

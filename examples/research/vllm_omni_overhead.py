@@ -38,7 +38,7 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.requests import adapter_request, to_prompt
 from verl_digen.rollout.vllm_omni.server import vLLMOmniHttpServer

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.tiny_models import build_tiny
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.tools.checkup import checkpoints
 from verl_digen.tools.checkup.checkpoints import TRUE_SIZES
@@ -28,7 +28,7 @@ H100 = Words(gpus=1, device="H100")
 
 def doctor(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
     """Run the command in the checkout's folder -> outcomes by check; all passed."""
-    command = [sys.executable, "-W", "ignore", "-c", "import sys; from verl_digen.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-W", "ignore", "-c", "import verl_digen.cli as cli; raise SystemExit(cli.main())"]
     done = subprocess.run(
         [*command, "doctor", "--gpu", "--device", "cpu", "--json", str(folder / "doctor.json"), *words],
         cwd=ROOT,

@@ -8,7 +8,7 @@ from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from diffusers.models.modeling_utils import ModelMixin
 
-from verl_digen.attention import ATTENTION_BACKENDS
+from verl_digen.hardware.attention import ATTENTION_BACKENDS
 
 REGISTRY = attention_dispatch._AttentionBackendRegistry
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_digen.hooks import after_import
+from verl_digen.plugin import after_import
 
 if TYPE_CHECKING:  # a run's processes import this too
     import pytest

@@ -40,7 +40,7 @@ from verl_digen.engine.gradients import Gradient, put, take
 from verl_digen.engine.points import Picks
 from verl_digen.engine.rows import Fetch, Samples
 from verl_digen.engine.shadow import local_shards
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.sampling.recording import with_experts

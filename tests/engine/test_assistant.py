@@ -37,7 +37,7 @@ from verl_digen.engine import memory
 from verl_digen.engine.assistant import Assistant, deal_samples
 from verl_digen.engine.gathered import gathered_bytes
 from verl_digen.engine.generator import RankGenerator
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.loaded import PromptEncoder
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.store.conditions import ConditionPair

@@ -13,7 +13,7 @@ from drawn_scenes import caption
 from shape_edit_reward import compute_score
 
 from verl_digen.data.prompts import read_prompts
-from verl_digen.inputs import PromptInputs, read_images, source_image
+from verl_digen.inputs.images import PromptInputs, read_images, source_image
 from verl_digen.models import load_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

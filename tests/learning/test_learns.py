@@ -19,7 +19,7 @@ from verl.utils import tensordict_utils as tu
 from tests.engine.harness import begin, fragment, make_engine, process_group
 from tests.texts import of_texts
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Geometry, SampleRequest, Sampling
 

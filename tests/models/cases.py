@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.texts import TextEncoder
 from tests.tiny_models import build_tiny
 from verl_digen.config import SamplingConfig
-from verl_digen.inputs import SourceImage, source_image
+from verl_digen.inputs.images import SourceImage, source_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptEncoder
 from verl_digen.sampling.requests import geometry_of, inputs_of

@@ -6,7 +6,7 @@ import torch
 
 from tests.models.cases import CASES, CPU, Loaded, draw_image
 from tests.tiny_models import build_tiny
-from verl_digen.inputs import SourceImage
+from verl_digen.inputs.images import SourceImage
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 

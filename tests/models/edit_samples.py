@@ -14,7 +14,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig
 from verl_digen.config.sampling import SamplingConfig
-from verl_digen.inputs import SourceImage
+from verl_digen.inputs.images import SourceImage
 from verl_digen.models.base import DiffusionModel, PromptEncoder
 from verl_digen.sampling.requests import sample_request
 from verl_digen.sampling.sampler import Sampler

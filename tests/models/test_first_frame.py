@@ -19,7 +19,7 @@ from tests.tiny_models import build_tiny
 from tests.training_rows import rows_of
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.inputs.images import PromptInputs, SourceImage
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.wan_first_frame import WanFirstFrame

@@ -11,7 +11,7 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
 
 from tests.models.cases import CPU, draw_image
 from tests.models.edit_samples import NUM_STEPS, TEXT, assert_conditions_of_their_own, request_of, sample, start_of
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.tools.checkup.selftest import final_latents
 from verl_digen.types import Geometry
 

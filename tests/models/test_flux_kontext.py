@@ -10,7 +10,7 @@ import torch
 from diffusers.pipelines.flux import pipeline_flux_kontext
 
 from tests.models.edit_samples import NUM_STEPS, TEXT, assert_conditions_of_their_own, request_of, sample, start_of
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.types import Geometry
 
 NAME, PIPELINE = "flux_kontext", pipeline_flux_kontext.FluxKontextPipeline

@@ -15,7 +15,7 @@ from tests.models.cases import draw_image
 from tests.tiny_models import build_tiny
 from verl_digen.config import DigenConfig
 from verl_digen.config.sampling import SamplingConfig
-from verl_digen.image_sizes import IMAGE_SIZES, KONTEXT_SIZES
+from verl_digen.inputs.sizes import IMAGE_SIZES, KONTEXT_SIZES
 from verl_digen.models import MODELS, model_class
 from verl_digen.models.flux_kontext import FluxKontext
 from verl_digen.sampling.requests import geometry_of, planned_geometry, sample_request, turn_request

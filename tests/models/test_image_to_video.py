@@ -14,7 +14,7 @@ from tests.models.cases import Loaded, changed
 from tests.models.edit_samples import NUM_STEPS, TEXT
 from tests.tiny_models import build_tiny
 from verl_digen.algorithms.solvers import SCHEDULERS
-from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.inputs.images import PromptInputs, SourceImage
 from verl_digen.models import load_model
 from verl_digen.types import Condition, SampleRequest
 

@@ -24,7 +24,7 @@ from tests.training_rows import rows_of
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import MODELS, load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.loaded import Decoded

@@ -12,8 +12,8 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from tests.models.cases import CPU, draw_image
 from tests.models.edit_samples import NUM_STEPS, TEXT, request_of, sample, start_of
 from tests.tiny_models import build_tiny
-from verl_digen.image_sizes import fitted_size
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
+from verl_digen.inputs.sizes import fitted_size
 from verl_digen.models import load_model
 from verl_digen.tools.checkup.selftest import images_read_at
 from verl_digen.types import Geometry

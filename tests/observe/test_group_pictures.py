@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from tests.tags import make_tag
-from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
+from verl_digen.inputs.audio import Audio
 from verl_digen.observe.group_pictures import GroupPictures, best_and_worst, is_group_logged
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import group_dir, sample_path

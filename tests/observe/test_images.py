@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from verl_digen.audio import Audio
+from verl_digen.inputs.audio import Audio
 from verl_digen.observe import images
 from verl_digen.observe.images import (
     CAPTION_PX,

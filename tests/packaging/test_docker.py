@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 
 from tests.packaging.building import ROOT, git
 from tests.packaging.test_wheel import MADE_BY_A_BUILD, OF_SDIST
-from verl_digen.versions import SUPPORTED
+from verl_digen.hardware.versions import SUPPORTED
 
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 EXTRAS = ("rewards", "rewards,vllm-omni")

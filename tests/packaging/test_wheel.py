@@ -29,7 +29,7 @@ from tests.packaging.building import (
     version_of,
 )
 from verl_digen.cli import main
-from verl_digen.versions import installed
+from verl_digen.hardware.versions import installed
 
 RELEASE = "7.8.9"
 LINK = re.compile(r"\]\(([^)]+)\)")

@@ -10,7 +10,7 @@ from tests.tiny_models import build_tiny
 from verl_digen import cli
 from verl_digen.algorithms.window import draw_window
 from verl_digen.config import digen_config
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.models import MODELS, load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.published import checkpoint_folder, repositories

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.cases import PROMPTS
-from verl_digen.devices import PEAK_TFLOPS
+from verl_digen.hardware.devices import PEAK_TFLOPS
 from verl_digen.models import load_model
 from verl_digen.models.flops import device_type, forward_flops, peak_flops, utilisation_metrics
 from verl_digen.tools.plan.run import empty_condition

@@ -13,7 +13,7 @@ from tests.models.cases import PROMPTS, Loaded
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.models.published import checkpoint_folder

@@ -10,7 +10,7 @@ import pytest
 from tests.plan.runs import make_run
 from tests.plan.test_command import digen_plan, small
 from tests.schedulers.flat import make_rules
-from verl_digen.devices import PEAK_TFLOPS, Pool
+from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.schedulers.rules import StalenessConfig
 from verl_digen.tools.plan.command import split_words_of
 from verl_digen.tools.plan.compose import Words, split_words

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from verl_digen.hardware.torch_support import TorchFacts, torch_facts, torch_has_accelerator_support
 from verl_digen.platforms import cpu_device
 from verl_digen.platforms.cpu import CpuPlatform
 from verl_digen.platforms.module_memory import DeviceMemory
-from verl_digen.torch_support import TorchFacts, torch_facts, torch_has_accelerator_support
 from verl_digen.weights.host_pool import HostPool
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from verl_digen.hooks import after_import
+from verl_digen.plugin import after_import
 
 
 @pytest.fixture

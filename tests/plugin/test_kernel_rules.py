@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.tiny_models import build_tiny
-from verl_digen import attention
-from verl_digen.attention import check_machine, check_use
+from verl_digen.hardware import attention
+from verl_digen.hardware.attention import check_machine, check_use
 from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model, check_kernels, kernel_notes
 
 A = "digen.attention_backend"

@@ -17,7 +17,6 @@ from tests.models.cases import draw_image
 from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
-from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config, load
 from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.models.published import checkpoint_folder
@@ -29,6 +28,7 @@ from verl_digen.preflight.notes import notes
 from verl_digen.preflight.precision import check_precision
 from verl_digen.preflight.rules import check_plannable
 from verl_digen.preflight.verl_keys import check_digen
+from verl_digen.processes.cluster import joins_cluster
 from verl_digen.tools.checkup.quickstart import override
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 
@@ -536,7 +536,7 @@ def machine(monkeypatch):
         cuda = SimpleNamespace(device_name="cuda", communication_backend_name=lambda: "nccl", device_count=lambda: 8)
         monkeypatch.setattr("verl.plugin.platform.get_platform", lambda: cuda)
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        monkeypatch.setattr("verl_digen.cluster.find_bootstrap_address", lambda folder: None)
+        monkeypatch.setattr("verl_digen.processes.cluster.find_bootstrap_address", lambda folder: None)
         monkeypatch.setenv("RAY_USE_MULTIPROCESSING_CPU_COUNT", "1")
         monkeypatch.setattr("multiprocessing.cpu_count", lambda: num_cpus)
 
@@ -612,7 +612,7 @@ def test_cpus_of_a_cluster_that_runs_are_not_those_of_this_machine(compose_main,
 
 def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("verl_digen.cluster.find_bootstrap_address", lambda folder: None)
+    monkeypatch.setattr("verl_digen.processes.cluster.find_bootstrap_address", lambda folder: None)
     assert [joins_cluster(address) for address in (None, "auto", "local", "10.0.0.1:6379")] == [
         False,
         False,

@@ -5,7 +5,7 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 from tests.reward.samples import LATENT
-from verl_digen.pool_sizes import asked_devices, num_function_devices, num_reward_devices
+from verl_digen.config.pool_sizes import asked_devices, num_function_devices, num_reward_devices
 from verl_digen.preflight import reward_model
 from verl_digen.preflight.reward_model import check_reward_model
 from verl_digen.preflight.rewards import check_latents, check_reward_devices, check_rewards

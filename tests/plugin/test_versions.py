@@ -9,9 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
 
+from verl_digen.hardware.versions import SUPPORTED
 from verl_digen.preflight import RULES
 from verl_digen.preflight.machine import check_versions
-from verl_digen.versions import SUPPORTED
 
 NO_CONFIG = OmegaConf.create({})
 

@@ -30,7 +30,7 @@ from verl_digen.algorithms.window import Window
 from verl_digen.config import DigenConfig, RolloutConfig
 from verl_digen.engine.policies import PolicyForward
 from verl_digen.engine.recompute import Recomputation
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, TrainingRows, Trajectory
 

@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from ray.exceptions import ActorUnavailableError
 
 from tests.reward.samples import Handle, make_sample
-from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig, PoolSettings, RewardConfig
 from verl_digen.config.reward import reward_entry
 from verl_digen.errors import RunStopped
+from verl_digen.inputs.audio import Audio
 from verl_digen.reward.combine import formula
 from verl_digen.reward.functions import call_arguments
 from verl_digen.reward.manager import (

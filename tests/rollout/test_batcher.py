@@ -9,7 +9,7 @@ import torch
 from tests.chaos.loop import run_in_virtual_time
 from tests.tags import make_facts
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
 from verl_digen.rollout.bursts import Bursts
 from verl_digen.sampling.sampler import SamplingStopped

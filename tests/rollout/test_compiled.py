@@ -13,7 +13,7 @@ from tests.engine.sequence_cases import CASES, build
 from tests.rollout.test_server import ask, begin_and_send, make_server
 from tests.sampling.runs import close, path_of
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Generation, SampleRequest, Sampling
 from verl_digen.weights.receiver import tensors_of_update

@@ -18,7 +18,7 @@ from tests.rollout.test_samples import requests_of
 from tests.rollout.test_server import update, weights_of
 from tests.tiny_models import build_tiny
 from verl_digen.config import RolloutConfig
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Generation, SampleRequest
 

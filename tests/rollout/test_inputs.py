@@ -14,7 +14,7 @@ from tests.rollout.test_server import make_server
 from verl_digen.config import DigenConfig
 from verl_digen.data.prompts import read_prompts
 from verl_digen.data.rows import loop_columns, loop_row
-from verl_digen.inputs import PromptInputs, source_image
+from verl_digen.inputs.images import PromptInputs, source_image
 from verl_digen.models.qwen_image import QwenImage
 from verl_digen.models.text import one_by_one
 from verl_digen.rollout import network

@@ -17,7 +17,7 @@ from tests.pretend.record import recording
 from tests.rollout.test_server import ask, generate
 from tests.tiny_models import build_tiny
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.pixels import in_batches
 from verl_digen.types import Burst, Generation, Geometry, SampleRequest, Sampling, Trajectory, move_condition
 
@@ -112,4 +112,4 @@ def test_an_answer_is_sent_with_the_memory_of_one_sample(tiny_qwen_image: Path) 
 def test_nothing_between_two_batches_waits_for_the_device(name: str, tmp_path: Path) -> None:
     computing, answering = on_pretend(run_two_batches, name, build_tiny(name, tmp_path / name))
     assert computing == []
-    assert [stall.split(":")[0] for stall in answering] == ["synchronize verl_digen/transfers.py"] * 2
+    assert [stall.split(":")[0] for stall in answering] == ["synchronize verl_digen/hardware/transfers.py"] * 2

@@ -15,9 +15,9 @@ from tests.sampling.runs import assert_bitwise as assert_same_record
 from tests.sampling.runs import close
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.window import Window
-from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig, RolloutConfig
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.audio import Audio
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.rollout.test_server import GUIDED, generate, make_requests, make_server
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.rollout.stored import StoredConditions
 

@@ -6,9 +6,9 @@ from importlib.metadata import requires
 import pytest
 from packaging.requirements import Requirement
 
+from verl_digen.hardware.versions import ENGINE_PACKAGES, ENGINE_TESTED
 from verl_digen.rollout.vllm_omni import settings
 from verl_digen.rollout.vllm_omni.settings import ALLOWED, REFUSED, check_settings, check_versions
-from verl_digen.versions import ENGINE_PACKAGES, ENGINE_TESTED
 
 GOOD = {bool: True, int: 900, str: "auto"}
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.types import Condition

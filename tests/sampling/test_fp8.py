@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.sampling.runs import close, run
 from verl_digen.algorithms.outside import EXACT, Outside
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.sampling import fp8
 from verl_digen.sampling.fp8 import LARGEST, Fp8Layers, require_fp8
 from verl_digen.types import Geometry, SampleRequest, Sampling

@@ -18,7 +18,7 @@ from verl_digen.algorithms.outside import EXACT, Outside, step_ends
 from verl_digen.algorithms.solvers import Prediction, denoise_step
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.tiny import build_tiny

@@ -17,7 +17,7 @@ from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed
 from verl_digen.algorithms.solvers import denoise_step
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.sampler import Sampler, SamplingStopped, row_velocity, score_rows
 from verl_digen.types import CleanRecord, Geometry, Noised, SampleRequest, Sampling, Trajectory

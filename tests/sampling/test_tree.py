@@ -11,7 +11,7 @@ from tests.sampling.runs import close, close_columns, path_of, run
 from tests.training_rows import rows_of
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.sampling.sampler import score_rows
 from verl_digen.types import SampleRequest
 

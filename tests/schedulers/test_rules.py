@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.schedulers.flat import changed, make_rules
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.schedulers.rules import GROUPS_PER_FRAGMENT, groups_per_fragment
 from verl_digen.tools.simulate.cluster import Split, run_split, simulated_rules
 from verl_digen.tools.simulate.profile import load_profile

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.simulate.test_cluster import NUMBERS as CLUSTERS
-from verl_digen.devices import PEAK_TFLOPS, Pool
+from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.tools.simulate.cluster import Split, ladder, run_split
 from verl_digen.tools.simulate.costs import lower_bound_s, train_s
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names

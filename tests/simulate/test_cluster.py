@@ -11,7 +11,7 @@ import pytest
 
 import verl_digen
 from tests.schedulers.flat import changed
-from verl_digen.devices import Pool, parse_pool
+from verl_digen.hardware.devices import Pool, parse_pool
 from verl_digen.tools.simulate.cluster import (
     Split,
     baselines,

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.tools.simulate.layout import Shape, arrange, nodes_of, pool_overrides, type_overrides
 
 

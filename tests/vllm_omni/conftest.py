@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
 from verl_digen.algorithms.window import Window
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
 
 if find_spec("vllm_omni") is None:

@@ -32,7 +32,7 @@ from vllm_omni.diffusion.worker import diffusion_worker
 import verl_digen
 from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.algorithms.window import Window
-from verl_digen.audio import Audio
+from verl_digen.inputs.audio import Audio
 from verl_digen.patches import vllm_omni_picture_processor
 from verl_digen.rollout.vllm_omni import edit_pipelines, engine, pipeline
 from verl_digen.rollout.vllm_omni.edit_pipelines import EditRecording

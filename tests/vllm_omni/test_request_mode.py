@@ -31,8 +31,8 @@ from tests.vllm_omni.conftest import (
 from tests.vllm_omni.faults import EMPTY, LOST, assert_found, load_nothing, load_weights, register_empty_adapters
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.window import Window
-from verl_digen.image_sizes import IMAGE_SIZES
-from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.inputs.images import PromptInputs, SourceImage
+from verl_digen.inputs.sizes import IMAGE_SIZES
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.requests import ORDER
 from verl_digen.sampling.requests import ODE_ONLY, inputs_of
@@ -58,7 +58,7 @@ class Case:
     ending: str = ""
     """Text appended to the second group's prompt."""
     image_sizes: str = "qwen_image_edit"
-    """Rule of the sizes of images (`verl_digen.image_sizes`)."""
+    """Rule of the sizes of images (`verl_digen.inputs.sizes`)."""
     num_images: int = 0
     """Images of a prompt."""
     is_mixed: bool = False

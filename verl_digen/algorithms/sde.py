@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_digen.transfers import to_device
+from verl_digen.hardware.transfers import to_device
 
 FLOW_CLIPPED_MAX_STD = 0.45
 """Largest std of a step under law flow_clipped (LongCat-Video)."""

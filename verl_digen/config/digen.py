@@ -23,12 +23,12 @@ from verl_digen.algorithms.outside import EXACT, check_outside
 from verl_digen.algorithms.solvers import DETERMINISTIC, FIRST_ORDER
 from verl_digen.algorithms.tree import BranchesConfig
 from verl_digen.algorithms.window import WindowConfig
-from verl_digen.attention import NATIVE, check_name
 from verl_digen.config.environment import EnvironmentConfig
 from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_settings
 from verl_digen.config.reward import RewardConfig
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
+from verl_digen.hardware.attention import NATIVE, check_name
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.require import In, OneOf, check_fields, number, require
 from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
@@ -112,8 +112,8 @@ class DigenConfig:
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     """Timeouts of everything the run waits for, see `verl_digen.processes.deadlines`."""
     attention_backend: str = NATIVE
-    """Attention kernel of trainer and replicas, by diffusers' name (`verl_digen.attention`): native is PyTorch's
-    choice, flash is flash-attn, _flash_3_hub FlashAttention 3."""
+    """Attention kernel of trainer and replicas, by diffusers' name (`verl_digen.hardware.attention`): native is
+    PyTorch's choice, flash is flash-attn, _flash_3_hub FlashAttention 3."""
     compile: bool = False
     """Compile the repeated blocks of trainer and replicas with `torch.compile` (inductor). The first calls of each kind
     take seconds to minutes longer."""

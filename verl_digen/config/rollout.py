@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_digen.attention import check_name
+from verl_digen.hardware.attention import check_name
 from verl_digen.require import In, OneOf, check_fields, number, require
 
 MAX_SAMPLES = 1_000_000

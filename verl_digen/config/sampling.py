@@ -11,8 +11,8 @@ from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.solvers import DETERMINISTIC, SOLVERS
-from verl_digen.image_sizes import IMAGE_SIZES, SIDE_MULTIPLE
-from verl_digen.inputs import DEFAULT_IMAGE_PX
+from verl_digen.inputs.images import DEFAULT_IMAGE_PX
+from verl_digen.inputs.sizes import IMAGE_SIZES, SIDE_MULTIPLE
 from verl_digen.require import In, OneOf, check_fields, require
 
 MAX_SIDE_PX = 16_384
@@ -39,7 +39,7 @@ class SamplingConfig:
     """true: the result has the shape of a prompt image and about the area of height_px x width_px, by the rule
     `image_sizes`; false: height_px x width_px."""
     image_sizes: Annotated[str, OneOf(IMAGE_SIZES)] = "qwen_image_edit"
-    """The pipeline's rule for sizes (`verl_digen/image_sizes.py`), set by the recipe: qwen_image_edit, flux_kontext,
+    """The pipeline's rule for sizes (`verl_digen/inputs/sizes.py`), set by the recipe: qwen_image_edit, flux_kontext,
     flux2, wan, wan_ti2v or hunyuan_video15."""
     image_px: Annotated[int, In(f"[{SIDE_MULTIPLE}, {MAX_SIDE_PX}]")] = DEFAULT_IMAGE_PX
     """Edit models scale prompt images to image_px squared pixels. 1024 as in the pipelines; smaller images have fewer

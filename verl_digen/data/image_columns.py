@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_digen.image_tables import TableImage
+from verl_digen.inputs.tables import TableImage
 from verl_digen.require import require
 
 if TYPE_CHECKING:

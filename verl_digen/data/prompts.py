@@ -30,9 +30,9 @@ from omegaconf import DictConfig
 from verl_digen.data.files import COMPRESSED, MAX_CHARACTERS_SHOWN, rows_of, shown
 from verl_digen.data.splits import TRAIN, resolve
 from verl_digen.data.tables import dataset_rows
-from verl_digen.hub import SCHEME, HubName, load_saved
-from verl_digen.image_tables import SCHEME as TABLE
-from verl_digen.image_tables import TableImage
+from verl_digen.inputs.hub import SCHEME, HubName, load_saved
+from verl_digen.inputs.tables import SCHEME as TABLE
+from verl_digen.inputs.tables import TableImage
 from verl_digen.require import require
 from verl_digen.types import PromptRow
 

@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_digen.data.files import SUFFIXES, kind_of, shown
-from verl_digen.hub import SCHEME, HubName
+from verl_digen.inputs.hub import SCHEME, HubName
 
 TRAIN, VAL = "data.train_files", "data.val_files"
 SPLITS: Mapping[str, Sequence[str]] = {TRAIN: ("train",), VAL: ("test", "validation", "val")}

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.prompt_cache import Conditions, Prompts
 from verl_digen.rollout.samples import SampleMaker

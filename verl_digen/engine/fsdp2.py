@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2's private state, under the names of each PyTorch that can work (`verl_digen.versions`).
+"""FSDP2's private state, under the names of each PyTorch that can work (`verl_digen.hardware.versions`).
 
 | PyTorch | parameter groups of a unit | reset after an exception |
 | --- | --- | --- |
@@ -7,7 +7,7 @@
 | 2.12 | several, `_fsdp_param_groups` | by hand, `_reset` |
 | 2.13 | several, `_fsdp_param_groups` | `FSDPModule.reset_iter_state` |
 
-A row, and the code for it, goes when `verl_digen.versions` refuses that PyTorch.
+A row, and the code for it, goes when `verl_digen.hardware.versions` refuses that PyTorch.
 
 Invariant (tests/contracts/test_private_names.py): the functions do the same with every PyTorch that can work.
 """
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
+from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 
 
 def units_of(module: nn.Module) -> list[Any]:

@@ -17,7 +17,7 @@ from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.engine.assistant import Assistant
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.platforms import device_memory
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.encoders import Encoders

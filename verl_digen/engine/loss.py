@@ -31,8 +31,8 @@ from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import noise_rate
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs
+from verl_digen.hardware.transfers import to_device
 from verl_digen.require import require_one_of
-from verl_digen.transfers import to_device
 from verl_digen.types import TrainingRows, Transitions
 
 

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from verl_digen.algorithms.sde import SdeStep
 from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.sampler import row_velocity, score_rows
-from verl_digen.transfers import to_device
 from verl_digen.types import Noised, TrainingRows
 
 Outputs = Mapping[str, Tensor]

@@ -26,9 +26,9 @@ from torch.distributed.tensor import DTensor
 
 from verl_digen.engine import memory, whole_groups
 from verl_digen.engine.memory import TileMemory
+from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.platforms import device_memory
 from verl_digen.schedulers.tile_choice import TileChoice, prefers_whole_base
-from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 
 logger = logging.getLogger(__name__)
 

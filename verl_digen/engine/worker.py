@@ -47,12 +47,12 @@ from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.generator import RankGenerator
 from verl_digen.engine.rows import Fetch, fetch_samples
 from verl_digen.engine.verl_batches import own_objective
-from verl_digen.inputs import PromptInputs
+from verl_digen.hardware.transfers import send_as_bytes
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.rollout.adapter import NoWeightsSent
 from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.store.conditions import fetch_conditions
-from verl_digen.transfers import send_as_bytes
 from verl_digen.types import Generation, SampleRequest, Stored
 
 logger = logging.getLogger(__name__)

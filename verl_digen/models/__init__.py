@@ -47,7 +47,7 @@ true)."""
 
 OLDEST_TRANSFORMERS = {"LTX2Pipeline": "5.10"}
 """Pipeline class name -> oldest transformers that diffusers' file of the pipeline can be imported with, where it is not
-the oldest of `verl_digen.versions`. Remove it when that is 5.10."""
+the oldest of `verl_digen.hardware.versions`. Remove it when that is 5.10."""
 
 
 def read_pipeline(path: str | Path) -> str:

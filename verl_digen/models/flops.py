@@ -7,7 +7,7 @@
 - Norms, activations, rotary embeddings and padding to the longest row are left out: well below 2 %.
 - Backward costs a linear layer 2 W per token for its input's gradient, and 2 W for its own unless it is frozen.
   Attention costs twice its forward. Recomputation costs one forward more.
-- Peaks come from `verl_digen.devices`: dense bf16, from the data sheets.
+- Peaks come from `verl_digen.hardware.devices`: dense bf16, from the data sheets.
 
 Invariants (tests/plan/test_flops.py): forwards of every model are within 1 % of the count of
 `torch.utils.flop_counter.FlopCounterMode`, with and without guidance; training within 2 %.
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from verl_digen.devices import PEAK_TFLOPS
+from verl_digen.hardware.devices import PEAK_TFLOPS
 from verl_digen.models.base import DiffusionModel
 from verl_digen.types import Geometry
 
@@ -131,7 +131,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def device_type(device_name: str) -> str | None:
-    """Type of a device in `verl_digen.devices`, or None."""
+    """Type of a device in `verl_digen.hardware.devices`, or None."""
     words = set(re.split(r"[\s_-]+", device_name.replace("RTX ", "RTX")) + device_name.split())
     found = [kind for kind in PEAK_TFLOPS if kind in words]
     is_apart = BOARDS_APART.search(device_name) is not None and "A100" not in found

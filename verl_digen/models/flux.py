@@ -19,13 +19,13 @@ import torch
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from torch import Tensor, nn
 
+from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
 from verl_digen.models.text import length_check, text_encoder
-from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS_DEV = 512

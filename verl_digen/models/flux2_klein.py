@@ -24,8 +24,9 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline, c
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
-from verl_digen.image_sizes import limited_size
-from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.hardware.transfers import to_device
+from verl_digen.inputs.images import PromptInputs, SourceImage
+from verl_digen.inputs.sizes import limited_size
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.loaded import Decoded
 from verl_digen.models.pixels import from_pixels, posterior_mode, to_pixels
@@ -33,7 +34,6 @@ from verl_digen.models.sizes import check_size
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check
-from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512

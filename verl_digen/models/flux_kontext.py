@@ -20,8 +20,8 @@ from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 from PIL import Image
 from torch import Tensor, nn
 
-from verl_digen.image_sizes import preferred_size
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
+from verl_digen.inputs.sizes import preferred_size
 from verl_digen.models.base import PromptEncoder
 from verl_digen.models.flux import Flux
 from verl_digen.models.sources import ReadsImages

@@ -26,6 +26,7 @@ from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as th
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
+from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.hunyuan_video15_forward import keep_tokens_in_place
 from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN
@@ -34,7 +35,6 @@ from verl_digen.models.pixels import decode_each, encode_each
 from verl_digen.models.sizes import num_video_tokens, video_latent_shape
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
 from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, pad_embeds, text_encoder
-from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 # Functions of the class, not of an instance: a pipeline cannot be built without a VAE.

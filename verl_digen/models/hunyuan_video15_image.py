@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated, PromptEncoder
 from verl_digen.models.hunyuan_video15 import HunyuanVideo15
 from verl_digen.models.spec import MODULATION, FlopsLayout, VllmOmniServing

@@ -26,7 +26,7 @@ from diffusers.models.attention_dispatch import attention_backend
 from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 from torch import nn
 
-from verl_digen.attention import ATTENTION_BACKENDS, NATIVE
+from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.experts import networks_of
 from verl_digen.patches import attention_gradient
@@ -46,7 +46,7 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
 
     Args:
         network: fresh from `model.load_transformer`. side: "trainer" or "replica", for the log. attention: a name of
-            `verl_digen.attention`. compiles: compile the repeated blocks.
+            `verl_digen.hardware.attention`. compiles: compile the repeated blocks.
 
     Raises:
         RuntimeError: the kernel's package is missing or too old (diffusers).

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from verl_digen.audio import Audio
-from verl_digen.inputs import PromptInputs
-from verl_digen.transfers import HostCopies
+from verl_digen.hardware.transfers import HostCopies
+from verl_digen.inputs.audio import Audio
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.types import Condition, Geometry
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,8 @@ from diffusers.pipelines.ltx2 import vocoder as vocoders
 from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
 from torch import Tensor, nn
 
-from verl_digen.audio import Audio
+from verl_digen.hardware.transfers import to_device
+from verl_digen.inputs.audio import Audio
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.loaded import AudioDecoder, Decoded
 from verl_digen.models.pixels import decode_each
@@ -37,7 +38,6 @@ from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.sizes import video_latent_shape
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, text_encoder
-from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 

@@ -21,8 +21,8 @@ from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from torch import Tensor
 
+from verl_digen.hardware.transfers import to_device
 from verl_digen.models.loaded import Decoded, Decoder
-from verl_digen.transfers import to_device
 from verl_digen.types import Geometry
 
 

@@ -20,6 +20,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.loaded import Decoded
 from verl_digen.models.pixels import encode_each, to_pixels
@@ -28,7 +29,6 @@ from verl_digen.models.sequence import pad_prompts
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
 from verl_digen.models.text import length_check, pad_embeds, text_encoder
-from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024

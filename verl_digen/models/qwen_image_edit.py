@@ -28,8 +28,8 @@ from transformers import Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
-from verl_digen.image_sizes import fitted_size
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
+from verl_digen.inputs.sizes import fitted_size
 from verl_digen.models.base import PromptCheck, PromptEncoder
 from verl_digen.models.qwen_image import MAX_TEXT_TOKENS, QwenImage, take_one_frame
 from verl_digen.models.sources import ReadsImages

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
-from verl_digen.image_sizes import SIDE_MULTIPLE
+from verl_digen.inputs.sizes import SIDE_MULTIPLE
 from verl_digen.patches import diffusers_cpu_devices
 from verl_digen.require import require
 from verl_digen.types import Geometry

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated, DiffusionModel, PromptEncoder
 from verl_digen.models.text import one_by_one
 from verl_digen.types import Condition, Geometry

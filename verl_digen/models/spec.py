@@ -120,7 +120,7 @@ class ModelSpec:
     num_images: tuple[int, int] = (0, 0)
     """(least, most) images of a prompt. (0, 0): the pipeline reads text alone."""
     image_sizes: str = ""
-    """Name of the rule of `verl_digen.image_sizes` that its pipeline has; "" where it reads no images."""
+    """Name of the rule of `verl_digen.inputs.sizes` that its pipeline has; "" where it reads no images."""
     encodes_in_fp32: tuple[str, ...] = ()
     """Folders of the encoders that the pipeline's documentation loads in fp32."""
     freed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

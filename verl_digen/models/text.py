@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_digen.inputs import PromptInputs
+from verl_digen.hardware.transfers import to_device
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.loaded import PromptEncoder
-from verl_digen.transfers import to_device
 from verl_digen.types import Condition
 
 PROMPT_CHARACTERS_SHOWN = 40

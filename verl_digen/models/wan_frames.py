@@ -14,7 +14,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.pipelines.wan.pipeline_wan_i2v import WanImageToVideoPipeline
 from torch import Tensor, nn
 
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import PromptEncoder
 from verl_digen.models.text import one_by_one
 from verl_digen.models.wan import MAX_TEXT_TOKENS, Wan

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers import CLIPVisionConfig
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from verl_digen.inputs import PromptInputs
+from verl_digen.hardware.transfers import to_device
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated, PromptEncoder
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.spec import FlopsLayout, VllmOmniServing
 from verl_digen.models.wan import Wan
 from verl_digen.models.wan_frames import frame_latents, load_frame_encoder
-from verl_digen.transfers import to_device
 from verl_digen.types import Condition, Geometry
 
 CLIP_PARTS = ("image_encoder", "image_processor")

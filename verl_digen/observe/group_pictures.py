@@ -21,8 +21,8 @@ from threading import Lock
 
 from torch import Tensor
 
-from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
+from verl_digen.inputs.audio import Audio
 from verl_digen.observe.images import Shown, save_pixels
 from verl_digen.observe.run_files import audio_path, group_dir, sample_path, video_path
 from verl_digen.types import GroupTags

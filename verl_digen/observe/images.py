@@ -29,8 +29,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
-from verl_digen.audio import Audio, save_wav
-from verl_digen.inputs import read_images
+from verl_digen.inputs.audio import Audio, save_wav
+from verl_digen.inputs.images import read_images
 from verl_digen.observe.run_files import audio_path, video_path
 
 CELL_PX = 160

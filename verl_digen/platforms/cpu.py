@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
+from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
 from verl_digen.platforms import cpu_device
-from verl_digen.torch_support import torch_facts, torch_has_accelerator_support
 
 
 class CpuPlatform(PlatformBase):

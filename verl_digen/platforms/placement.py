@@ -24,8 +24,7 @@ from verl.plugin.platform import get_platform
 from verl.single_controller.ray.base import ResourcePoolManager
 
 from verl_digen.config import DigenConfig, PoolSettings
-from verl_digen.errors import RunStopped
-from verl_digen.pool_sizes import (
+from verl_digen.config.pool_sizes import (
     REPLICA_KEY,
     ROLLOUT,
     asked_devices,
@@ -36,6 +35,7 @@ from verl_digen.pool_sizes import (
     num_reward_devices,
     num_trainer_devices,
 )
+from verl_digen.errors import RunStopped
 
 LEAST_SHARE = 1e-4
 """Smallest share of a resource that Ray counts."""

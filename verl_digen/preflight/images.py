@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from verl_digen.config import SamplingConfig, digen_config
-from verl_digen.image_tables import SCHEME
+from verl_digen.inputs.tables import SCHEME
 from verl_digen.require import require
 
 if TYPE_CHECKING:
@@ -81,9 +81,9 @@ def check_prompt_images(config: DictConfig, model: DiffusionModel, prompts: Sequ
 def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
     """Require pictures, of sizes that the model's pipeline takes, by the heads of their files; of pipelines without
     limits at most `MAX_OPENED`, and of a column of a table the first one. Others are checked when they are drawn."""
-    from verl_digen.image_sizes import IMAGE_SIZES
-    from verl_digen.image_tables import TableImage
-    from verl_digen.inputs import file_size_px, source_image
+    from verl_digen.inputs.images import file_size_px, source_image
+    from verl_digen.inputs.sizes import IMAGE_SIZES
+    from verl_digen.inputs.tables import TableImage
 
     limits = IMAGE_SIZES[model.spec.image_sizes].limits if model.spec.num_images[1] else None
     places = {path: prompt for prompt in prompts for path in (*prompt.images, *prompt.pair)}

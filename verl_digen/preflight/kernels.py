@@ -11,8 +11,8 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.attention import NATIVE, check_machine, check_split, check_use
 from verl_digen.config import digen_config, require_values
+from verl_digen.hardware.attention import NATIVE, check_machine, check_split, check_use
 from verl_digen.preflight.model import model_of
 from verl_digen.require import require
 from verl_digen.rollout.vllm_omni.settings import ATTENTION_KEY, check_attention

@@ -18,10 +18,8 @@ from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.cluster import joins_cluster, num_machine_cpus
 from verl_digen.config import digen_config
-from verl_digen.config.reward import FUNCTIONS
-from verl_digen.pool_sizes import (
+from verl_digen.config.pool_sizes import (
     ENVIRONMENT_KEY,
     ROLLOUT,
     asked_devices,
@@ -31,10 +29,12 @@ from verl_digen.pool_sizes import (
     num_reward_model_devices,
     num_trainer_devices,
 )
+from verl_digen.config.reward import FUNCTIONS
+from verl_digen.hardware.versions import SUPPORTED, outside
 from verl_digen.preflight.pools import COLOCATED
+from verl_digen.processes.cluster import joins_cluster, num_machine_cpus
 from verl_digen.require import require
 from verl_digen.reward.named import check_packages, num_function_workers, pool_entries
-from verl_digen.versions import SUPPORTED, outside
 
 logger = logging.getLogger(__name__)
 installed_version = cache(version)

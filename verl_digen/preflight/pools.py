@@ -10,9 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.cluster import joins_cluster
 from verl_digen.config import digen_config, require_values
-from verl_digen.pool_sizes import (
+from verl_digen.config.pool_sizes import (
     REPLICA_KEY,
     num_data_parallel_ranks,
     num_environment_devices,
@@ -24,6 +23,7 @@ from verl_digen.pool_sizes import (
 )
 from verl_digen.preflight.model import model_of
 from verl_digen.preflight.recipes import typed_keys
+from verl_digen.processes.cluster import joins_cluster
 from verl_digen.require import refusing, require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions

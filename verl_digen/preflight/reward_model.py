@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import digen_config, require_values
-from verl_digen.pool_sizes import has_reward_model, num_reward_model_devices
+from verl_digen.config.pool_sizes import has_reward_model, num_reward_model_devices
 from verl_digen.preflight.rewards import CUSTOM_KEY
 from verl_digen.require import require
 from verl_digen.reward.judges.chat import REWARD_MODEL

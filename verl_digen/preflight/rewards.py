@@ -10,13 +10,13 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.cluster import joins_cluster
 from verl_digen.config import RewardEntry, digen_config, require_values
+from verl_digen.config.pool_sizes import has_reward_model
 from verl_digen.config.reward import ALWAYS, VALIDATION
-from verl_digen.pool_sizes import has_reward_model
 from verl_digen.preflight.inputs import validates
 from verl_digen.preflight.pairs import trains_pairs
 from verl_digen.preflight.pools import COLOCATED
+from verl_digen.processes.cluster import joins_cluster
 from verl_digen.require import refusing, require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.encoders import WEIGHTS

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen import plugin
 from verl_digen.config import digen_config
-from verl_digen.pool_sizes import num_trainer_devices
+from verl_digen.config.pool_sizes import num_trainer_devices
 from verl_digen.require import refusing, require, suggestion
 
 

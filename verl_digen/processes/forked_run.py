@@ -17,7 +17,7 @@ import yaml
 from verl.plugin.platform import get_platform
 
 from verl_digen import recipes
-from verl_digen.cluster import joins_cluster
+from verl_digen.processes.cluster import joins_cluster
 from verl_digen.processes.forks import ForkServer, is_fork, start
 
 _servers: list[ForkServer] = []

@@ -7,8 +7,8 @@ A reward function takes verl's keyword arguments and returns a number, or a dict
 
 `solution_image` is a numpy uint8 array [H, W, 3], or [F, H, W, 3] for a video: all its frames, as the VAE decoded them.
 The built-in functions score each frame and take the mean; others may do as they like. `extra_info` holds the row's own
-`extra_info`, the `prompt`, the paths of its `images`, and the `audio` (`verl_digen.audio.Audio`) of a video with sound.
-The function may be `async`. It may raise: the call is retried, then the sample fails; there is no silent zero.
+`extra_info`, the `prompt`, the paths of its `images`, and the `audio` (`verl_digen.inputs.audio.Audio`) of a video with
+sound. The function may be `async`. It may raise: the call is retried, then the sample fails; there is no silent zero.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl_digen.hardware.transfers import send_as_bytes
 from verl_digen.processes.bundles import outcomes
 from verl_digen.rollout.batcher import Answers, RequestBatcher
-from verl_digen.transfers import send_as_bytes
 from verl_digen.types import Generation, SampleRequest
 
 

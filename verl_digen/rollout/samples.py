@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from verl_digen.audio import Audio
+from verl_digen.hardware.transfers import HostCopies
+from verl_digen.inputs.audio import Audio
 from verl_digen.models.loaded import AudioDecoder, Decoded, Decoder
 from verl_digen.models.pixels import in_batches
 from verl_digen.rollout.fitting import Fitting
@@ -29,7 +30,6 @@ from verl_digen.rollout.pictures import PictureSamples
 from verl_digen.rollout.prompt_cache import Prompts
 from verl_digen.sampling.recording import Denoised, not_finite, with_experts
 from verl_digen.sampling.sampler import TEXT_STEP, Sampler
-from verl_digen.transfers import HostCopies
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
 
 Answers = list[Generation | ValueError]

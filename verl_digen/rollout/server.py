@@ -23,7 +23,7 @@ from typing import Any
 from verl.plugin.platform import get_platform
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.batching import BatchingServer

@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from verl import DataProto
 
-from verl_digen.audio import Audio
 from verl_digen.data.rows import ROW, object_column
+from verl_digen.inputs.audio import Audio
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA
 from verl_digen.store.conditions import ConditionPair, fetch_conditions
 from verl_digen.store.keys import TRAIN

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.noise import sample_seed
 from verl_digen.algorithms.window import Window
-from verl_digen.audio import Audio
+from verl_digen.inputs.audio import Audio
 from verl_digen.models.base import DiffusionModel
 from verl_digen.types import CleanRecord, PathRecord, SampleFacts, SampleRequest, Trajectory
 

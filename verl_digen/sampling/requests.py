@@ -11,8 +11,8 @@ from verl_digen.algorithms.forward import draw_noise_levels
 from verl_digen.algorithms.outside import EXACT
 from verl_digen.algorithms.window import Window, draw_window
 from verl_digen.config import DigenConfig, SamplingConfig
-from verl_digen.image_sizes import IMAGE_SIZES
-from verl_digen.inputs import PromptInputs, SourceImage, source_image
+from verl_digen.inputs.images import PromptInputs, SourceImage, source_image
+from verl_digen.inputs.sizes import IMAGE_SIZES
 from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest, Sampling
 
 SINGLE_TURN = "diffusion_single_turn"

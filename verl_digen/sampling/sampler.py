@@ -35,6 +35,7 @@ from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
 from verl_digen.algorithms.sde import SdeStep, sde_step
 from verl_digen.algorithms.solvers import NOISY, Prediction, denoise_step
 from verl_digen.algorithms.step_cache import StepCache
+from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.fp8 import Fp8Layers
@@ -42,7 +43,6 @@ from verl_digen.sampling.prefix import Lanes, SharedPrefix
 from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import Denoised, initial_seed, noise_seed, trained_latents
 from verl_digen.sampling.requests import check_batch
-from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
 
 TEXT_STEP = 64

@@ -32,6 +32,7 @@ from verl.utils.debug import marked_timer
 from verl_digen.agent_loop.server_manager import DiffusionServerManager
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import digen_config
+from verl_digen.config.pool_sizes import has_reward_model
 from verl_digen.data.rows import prompt_rows
 from verl_digen.data.splits import name_splits
 from verl_digen.engine.copies import AVERAGE, CURRENT
@@ -41,7 +42,6 @@ from verl_digen.observe.health import gap_metrics
 from verl_digen.observe.metrics import training_metrics
 from verl_digen.observe.run_files import STOP, is_saved
 from verl_digen.platforms.placement import TypedPools, check_placement
-from verl_digen.pool_sizes import has_reward_model
 from verl_digen.processes.deadlines import Bound
 from verl_digen.processes.relays import Route, end_relays, ranks_of
 from verl_digen.processes.supervision import LoopThread, Supervision, within

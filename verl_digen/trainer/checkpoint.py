@@ -30,10 +30,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.engine.saved_state import require_format
+from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import POINTER
 from verl_digen.types import PromptRow
-from verl_digen.versions import installed
 
 RUN_FILE = "run.json"
 WEIGHTS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path")

@@ -35,9 +35,9 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.utils.debug import marked_timer
 
 from verl_digen.algorithms.objectives import find_objective
+from verl_digen.config.pool_sizes import num_trainer_devices
 from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
-from verl_digen.pool_sizes import num_trainer_devices
 from verl_digen.reward.named import pool_entries
 from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
 from verl_digen.store.prompts import list_partition

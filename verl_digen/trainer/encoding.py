@@ -21,9 +21,9 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.config import DigenConfig, digen_config
-from verl_digen.inputs import PromptInputs
+from verl_digen.config.pool_sizes import num_trainer_devices
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
-from verl_digen.pool_sizes import num_trainer_devices
 from verl_digen.rollout.network import open_checkpoint
 from verl_digen.rollout.stored import StoredConditions
 from verl_digen.sampling.requests import plain_request

@@ -21,7 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import RolloutReplica
 
 from verl_digen.config import RolloutConfig, digen_config
-from verl_digen.pool_sizes import num_data_parallel_ranks, num_trainer_devices
+from verl_digen.config.pool_sizes import num_data_parallel_ranks, num_trainer_devices
 from verl_digen.processes.relays import ranks_of
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.rollout.replica import server_name

@@ -18,9 +18,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from verl.plugin.platform import get_platform
 
+from verl_digen.config.pool_sizes import num_generator_devices, num_trainer_devices
 from verl_digen.errors import RunStopped
 from verl_digen.models.locate import locate
-from verl_digen.pool_sizes import num_generator_devices, num_trainer_devices
 
 logger = logging.getLogger(__name__)
 

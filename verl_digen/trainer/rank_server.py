@@ -12,7 +12,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from verl_digen.errors import describe
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.processes.relays import Together, Work
 from verl_digen.rollout.batcher import Answers
 from verl_digen.rollout.batching import BatchingServer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.grid import IN_GRID
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.tools.simulate.cluster import run_colocated
 from verl_digen.tools.simulate.profile import load_profile, profile_names, windowed
 

@@ -34,7 +34,7 @@ from verl_digen.algorithms.solvers.dpm2 import dpm2
 from verl_digen.algorithms.solvers.sa import sa
 from verl_digen.algorithms.solvers.terms import NO_NOISE, Prediction, Schedule, Solver, SolverNoise
 from verl_digen.algorithms.solvers.unipc import unipc
-from verl_digen.transfers import to_device
+from verl_digen.hardware.transfers import to_device
 
 __all__ = [
     "DETERMINISTIC",

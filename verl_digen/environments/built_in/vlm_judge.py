@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
-from verl_digen.inputs import read_images
+from verl_digen.inputs.images import read_images
 from verl_digen.require import In, require
 from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig
 from verl_digen.reward.judges.content import Part, fitted, picture_parts

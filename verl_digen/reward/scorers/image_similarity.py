@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from verl_digen.inputs import source_image
+from verl_digen.inputs.images import source_image
 from verl_digen.require import In, refusing, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 
-from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.inputs.images import PromptInputs, SourceImage
 from verl_digen.models import load_model, qwen_image_edit
 from verl_digen.models.qwen_image import take_one_frame
 from verl_digen.patches import vllm_omni_picture_processor

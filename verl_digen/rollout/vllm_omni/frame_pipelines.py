@@ -31,7 +31,7 @@ from transformers import CLIPVisionModel
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.utils import get_local_device
 
-from verl_digen.inputs import PromptInputs, SourceImage
+from verl_digen.inputs.images import PromptInputs, SourceImage
 from verl_digen.models.hunyuan_video15_image import HunyuanVideo15ImageToVideo
 from verl_digen.models.wan_first_frame import WanFirstFrame
 from verl_digen.models.wan_frames import frame_pipeline

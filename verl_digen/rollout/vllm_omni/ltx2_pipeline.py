@@ -26,7 +26,7 @@ from vllm_omni.diffusion.models.ltx2.ltx2_latents import LTXAVState
 from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from verl_digen.audio import Audio
+from verl_digen.inputs.audio import Audio
 from verl_digen.models.base import Collated
 from verl_digen.models.ltx2 import FRAMES_PER_S, LTX2, MAX_TEXT_TOKENS, Parts, connected
 from verl_digen.rollout.vllm_omni.recorder import Recording

@@ -26,12 +26,12 @@ from vllm_omni.diffusion.data import DiffusionOutput
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
 from verl_digen.algorithms.solvers import NOISY, Prediction, SolverNoise, denoise_step
-from verl_digen.audio import Audio
-from verl_digen.inputs import PromptInputs
+from verl_digen.hardware.transfers import to_device
+from verl_digen.inputs.audio import Audio
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.pixels import to_pixels
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.recording import initial_seed, noise_seed, not_finite, record_trajectory, trained_latents
-from verl_digen.transfers import to_device
 from verl_digen.types import Condition, SampleLatents, SampleRequest, move_condition
 
 RECORDED = "digen_recorded"

@@ -37,7 +37,7 @@ from vllm_omni.diffusion.request import OmniDiffusionRequest
 from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-from verl_digen.inputs import PromptInputs
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptCheck
 from verl_digen.models.text import only_text

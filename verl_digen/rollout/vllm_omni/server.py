@@ -31,6 +31,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.lora.request import LoRARequest
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
+from verl_digen.hardware.transfers import send_as_bytes
 from verl_digen.models import load_model
 from verl_digen.models.text import only_text
 from verl_digen.processes.bundles import outcomes
@@ -49,7 +50,6 @@ from verl_digen.rollout.vllm_omni.requests import (
 from verl_digen.sampling.outputs import ImageOutput
 from verl_digen.sampling.recording import with_experts
 from verl_digen.sampling.requests import request_id, text_request
-from verl_digen.transfers import send_as_bytes
 from verl_digen.types import Condition, Generation, SampleRequest
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.receiver import NOT_WHOLE

@@ -17,8 +17,8 @@ from typing import Any
 import ray
 
 from verl_digen.config import DigenConfig
+from verl_digen.hardware.versions import ENGINE_PACKAGES, ENGINE_TESTED, is_engine_tested
 from verl_digen.require import require, require_one_of
-from verl_digen.versions import ENGINE_PACKAGES, ENGINE_TESTED, is_engine_tested
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm_omni"
 

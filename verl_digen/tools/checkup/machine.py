@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 
 from packaging.requirements import Requirement
 
-from verl_digen.versions import ENGINE_PACKAGES, ENGINE_TESTED, SUPPORTED, is_engine_tested, outside
+from verl_digen.hardware.versions import ENGINE_PACKAGES, ENGINE_TESTED, SUPPORTED, is_engine_tested, outside
 
 PACKAGES = (
     *("verl-digen", "verl", "torch", "ray", "TransferQueue", "diffusers", "transformers", "peft"),
@@ -139,7 +139,7 @@ def _check_platform(report: Report) -> None:
     import torch
     from verl.plugin.platform import get_platform
 
-    from verl_digen.torch_support import torch_facts, torch_has_accelerator_support
+    from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
 
     facts = torch_facts()
     asked = os.environ.get("VERL_PLATFORM", "")

@@ -35,9 +35,9 @@ from verl.plugin.platform import get_platform
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
-from verl_digen.attention import NATIVE
 from verl_digen.config import SamplingConfig
-from verl_digen.inputs import DEFAULT_IMAGE_PX, PromptInputs, SourceImage, source_image
+from verl_digen.hardware.attention import NATIVE
+from verl_digen.inputs.images import DEFAULT_IMAGE_PX, PromptInputs, SourceImage, source_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.kernels import set_kernels

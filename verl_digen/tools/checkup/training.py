@@ -18,12 +18,12 @@ from pathlib import Path
 
 from verl.plugin.platform import get_platform
 
+from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
 from verl_digen.models.tiny import build_tiny
 from verl_digen.observe.run_files import LOG, METRICS, read_lines
 from verl_digen.tools.checkup.checkpoints import write_checkpoint
 from verl_digen.tools.checkup.checks import CheckFailed, Setting
 from verl_digen.tools.checkup.quickstart import quickstart_devices
-from verl_digen.torch_support import torch_facts, torch_has_accelerator_support
 
 REWARD_TOLERANCE = 0.01
 """Difference that other kernels may make: a reward is a mean over 96 pictures, each of which can flip a step."""

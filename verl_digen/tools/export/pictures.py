@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_digen.audio import Audio
 from verl_digen.config import DigenConfig
 from verl_digen.data.prompts import Columns, read_prompts
 from verl_digen.data.splits import VAL
+from verl_digen.inputs.audio import Audio
 from verl_digen.models.pixels import in_batches
 from verl_digen.observe.images import Shown, save_grid, save_pixels
 from verl_digen.platforms.module_memory import DeviceMemory

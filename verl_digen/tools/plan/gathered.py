@@ -9,9 +9,9 @@ Invariant (tests/plan/test_gathered.py): a step gathers no more with a whole bas
 
 from __future__ import annotations
 
+from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.tools.plan.host import Items
 from verl_digen.tools.plan.run import Run
-from verl_digen.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 
 WHOLE_BASE = "frozen base, whole"
 GATHERED = "gathered parameters"

@@ -20,6 +20,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.config import DigenConfig, digen_config
+from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_shards, num_trainer_devices
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
@@ -28,7 +29,6 @@ from verl_digen.models.flops import Flops, forward_flops
 from verl_digen.models.int8 import store_int8
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.platforms.module_memory import SHARING
-from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_shards, num_trainer_devices
 from verl_digen.require import require
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.sampling.fp8 import Fp8Layers

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
-from verl_digen.devices import PEAK_TFLOPS
+from verl_digen.hardware.devices import PEAK_TFLOPS
 from verl_digen.tools.plan.run import Run, Settings, policies_read
 
 SHOWN_STEPS = 100

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.require import require
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig

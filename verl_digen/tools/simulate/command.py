@@ -23,7 +23,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from verl_digen.devices import parse_pool
+from verl_digen.hardware.devices import parse_pool
 from verl_digen.require import require
 from verl_digen.schedulers.simulation import TECHNIQUES
 from verl_digen.tools.simulate.cluster import (

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.tools.simulate.profile import Numbers, Profile
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 
 NODE_SIZE = 8
 """Devices of a node where nothing says how many it has."""

@@ -25,12 +25,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_digen.config import digen_config
-from verl_digen.devices import known_device
+from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
+from verl_digen.hardware.devices import known_device
 from verl_digen.observe.run_files import START
 from verl_digen.observe.timeline import Interval, read_timeline
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.observe.timeline.interval import join_parts
-from verl_digen.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.require import require
 from verl_digen.sampling.requests import rows_per_group
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
@@ -46,7 +46,7 @@ def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
     """The profile of a run, and the number of its devices.
 
     Args:
-        device: their type, one of `verl_digen.devices`.
+        device: their type, one of `verl_digen.hardware.devices`.
 
     Raises:
         ValueError: it was no run on separate pools, had an environment, or did too few steps.

@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-from verl_digen.devices import PEAK_TFLOPS
+from verl_digen.hardware.devices import PEAK_TFLOPS
 from verl_digen.require import In, check_fields, refusing, require, require_one_of, suggestion
 
 SOURCES = ("measured:", "published:", "derived:", "chosen:")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from verl_digen.devices import Pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.require import require
 from verl_digen.tools.simulate.cluster import Split, run_split
 from verl_digen.tools.simulate.layout import Shape, arrange

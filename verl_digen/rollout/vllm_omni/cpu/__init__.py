@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from verl_digen.torch_support import torch_facts, torch_has_accelerator_support
+from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
 
 
 def _is_active() -> bool:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs that a model encodes: a prompt's text and images.
 
-An image is named by a reference, a file's path or a place in a table (`verl_digen.image_tables`), and identified by the
-hash of its content. Pixels are read where they are encoded or scored, and never travel with a prompt.
+An image is named by a reference, a file's path or a place in a table (`verl_digen.inputs.tables`), and identified by
+the hash of its content. Pixels are read where they are encoded or scored, and never travel with a prompt.
 
 Invariants (tests/rollout/test_inputs.py): equal content has an equal key, wherever it lies; an image that changes
 during a run is an error.
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from verl_digen.image_tables import SCHEME as TABLE
-from verl_digen.image_tables import read_table_image
+from verl_digen.inputs.tables import SCHEME as TABLE
+from verl_digen.inputs.tables import read_table_image
 
 MAX_IDENTIFIED = 65536
 """Number of images whose hash a process remembers."""
@@ -72,7 +72,7 @@ class PromptInputs:
     text: str
     images: tuple[SourceImage, ...] = ()
     image_px: int = DEFAULT_IMAGE_PX
-    """Side of the square whose area an edit model reads each image at, see `verl_digen.image_sizes`;
+    """Side of the square whose area an edit model reads each image at, see `verl_digen.inputs.sizes`;
     `digen.sampling.image_px`."""
     size: tuple[int, int, int] | None = None
     """(frames, height, width) of the picture or video that is made: a network that continues an image reads it at this

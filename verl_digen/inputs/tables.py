@@ -26,8 +26,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from verl_digen.hub import SCHEME as HUB
-from verl_digen.hub import HubName, load_saved
+from verl_digen.inputs.hub import SCHEME as HUB
+from verl_digen.inputs.hub import HubName, load_saved
 
 SCHEME = "table:"
 FORM = f"{SCHEME}SOURCE#COLUMN[ROW][ITEM]"
