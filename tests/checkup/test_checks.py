@@ -208,6 +208,8 @@ def test_steps_without_a_gradient_or_with_other_rewards_fail():
     skipped = step | {"actor/grad_norm": float("inf"), "actor/num_skipped_updates": 1}
     assert training.conclude([skipped, step, step], 1).startswith("3 steps"), "fp16 looks for its loss scale"
     assert training.conclude([step] * 3, 2) == "3 steps on 2 device(s) in 2.0, 2.0, 2.0 s; log-probs differ by 1e-06"
+    without = {name: value for name, value in step.items() if name != training.GAP}
+    assert training.conclude([without], 1).endswith("the objective has no log-probs"), "DiffusionNFT"
     for steps in ([skipped] * 3, [*[step] * 2, step | {"actor/grad_norm": float("nan")}]):
         with pytest.raises(CheckFailed, match="3 steps with a gradient were due, got gradient norms"):
             training.conclude(steps, 2)

@@ -32,9 +32,10 @@ FP32 = (
     "actor_rollout_ref.actor.fsdp_config.model_dtype=fp32",
     "++actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
 )
+GAP = "rollout/log_prob_gap_max"
 NOTED = (
     *("perf/step_s", "perf/generate_s", "perf/train_s", "perf/sync_s", "perf/overhead_s", "perf/images_per_s"),
-    *("perf/mfu/trainer", "perf/mfu/generator", "rollout/log_prob_gap_max", "actor/grad_norm", "reward/mean"),
+    *("perf/mfu/trainer", "perf/mfu/generator", GAP, "actor/grad_norm", "reward/mean"),
     *("actor/num_tiles", "actor/recomputed_share", "actor/num_skipped_updates", "rollout/weight_load_s_max"),
     *("actor/perf/max_memory_allocated_gb", "actor/perf/max_memory_reserved_gb", "actor/perf/cpu_memory_used_gb"),
 )
@@ -218,8 +219,9 @@ def conclude(steps: Sequence[Mapping[str, float]], num_devices: int, rewards: Se
     if not updates or not all(math.isfinite(norm) and norm > 0 for norm in updates):
         raise CheckFailed(f"{len(steps)} steps with a gradient were due, got gradient norms {norms}")
     seconds = ", ".join(f"{step['perf/step_s']:.1f}" for step in steps)
-    gap = max(step["rollout/log_prob_gap_max"] for step in steps)
-    figure = f"{len(steps)} steps on {num_devices} device(s) in {seconds} s; log-probs differ by {gap:.0e}"
+    gaps = [step[GAP] for step in steps if GAP in step]
+    compared = f"log-probs differ by {max(gaps):.0e}" if gaps else "the objective has no log-probs"
+    figure = f"{len(steps)} steps on {num_devices} device(s) in {seconds} s; {compared}"
     if not rewards:
         return figure
     found = [step["reward/mean"] for step in steps]
