@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logical batches by fragments on two ranks against the serial loop on one; sizes of their gradients' entries."""
+"""Logical batches by fragments on two ranks against the serial loop on one; bytes gathered; sizes of gradients."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.tensor import DTensor
 
 from tests.engine.cases import CASES, REWARDS, Case
 from tests.engine.harness import (
     LORA,
+    Gathers,
+    begin,
     described,
     fetch_from,
     fragment,
@@ -23,6 +26,7 @@ from tests.engine.harness import (
 )
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.fragment import FragmentSpec
+from verl_digen.engine.gathered import gathered_bytes
 from verl_digen.engine.gradient_sizes import GradientSizes, eps_numbers
 
 pytestmark = pytest.mark.slow
@@ -55,6 +59,21 @@ def fetched_keys(path: Path, folder: Path) -> Any:
     return gathered(fetched), metrics
 
 
+def gathers(path: Path, folder: Path) -> dict[str, Any]:
+    """Bytes that a rank gathers in three tiles, of weights that stay after a forward and of those that do not."""
+    found: dict[str, Any] = {}
+    for name, reshards in (("kept", False), ("dropped", True)):
+        tsp = {"samples_per_tile": 3, "steps_per_tile": 1}
+        engine = make_engine(path, fsdp={"reshard_after_forward": reshards}, digen={"tsp": tsp})
+        groups = begin(engine, Case().make_batch(path), REWARDS)
+        with Gathers() as mode:
+            engine.accumulate(fragment(groups, *groups))
+        is_sharded = all(isinstance(parameter, DTensor) for parameter in engine.module.parameters())
+        num_tiles = numbers(engine.commit()["metrics"])["num_tiles"]
+        found |= {"all": gathered_bytes(engine.module), name: (mode.num_bytes, num_tiles, is_sharded)}
+    return found
+
+
 # -- sizes of the gradient's entries -------------------------------------------------------------------------
 NAMES = ("grad_rms", "grad_rms_to_eps", "eps_bound_share")
 
@@ -76,7 +95,7 @@ def sizes(path: Path, folder: Path) -> dict[str, dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tiny_qwen_image: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    scenarios = [committed, fetched_keys, sizes]
+    scenarios = [committed, fetched_keys, gathers, sizes]
     return on_two_ranks(scenarios, tiny_qwen_image, tmp_path_factory.mktemp("two_ranks"))
 
 
@@ -85,6 +104,14 @@ def test_committed_gradient_is_that_of_the_serial_loop(
     two_ranks: dict, one_rank: None, tiny_qwen_image: Path, name: str
 ):
     CASES[name].assert_serial(tiny_qwen_image, *two_ranks["committed"][name])
+
+
+def test_tiles_share_gathered_weights_that_stay_after_a_forward(two_ranks: dict):
+    found = two_ranks["gathers"]
+    (kept, num_tiles, kept_is_sharded), (dropped, _, dropped_is_sharded) = found["kept"], found["dropped"]
+    assert num_tiles > 1 and kept_is_sharded and dropped_is_sharded
+    assert found["all"] <= kept < 1.05 * found["all"], "once, and padding"
+    assert dropped > num_tiles * kept
 
 
 def test_each_rank_fetches_the_samples_of_its_rows_alone(two_ranks: dict):

@@ -44,7 +44,7 @@ def test_bytes_of_a_step_by_hand():
     assert sharded.gathered_bytes == (BASE + ADAPTER) * 2 * tiles[False] * 7 // 8
     assert whole.gathered_bytes == (ADAPTER * 2 * tiles[True] + BASE) * 7 // 8
     once = plan_memory(make(False, reshard=False), DEVICE)
-    assert once.gathered_bytes == (BASE + ADAPTER) * -(-36 // once.training.num_rows) * 7 // 8
+    assert once.gathered_bytes == (BASE + ADAPTER) * 7 // 8
 
 
 @pytest.mark.parametrize(

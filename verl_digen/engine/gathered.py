@@ -2,6 +2,7 @@
 """Gathered parameters of an FSDP2 module: kept from forward to forward, and dropped, also after an exception.
 
 - Without `forwards(keeps=True)` each unit gathers its parameters in every forward, T times in a denoising loop.
+- Without `kept_after_backward` each unit gathers its parameters again for every tile.
 
 With `reshard_after_forward=false`, FSDP2's own `reshard` does nothing while a forward runs. After an exception FSDP2
 assumes that the forward still runs, so a reader of the shards would get gathered parameters. Call `recover` first then.
@@ -51,6 +52,20 @@ def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
         for group, mesh in meshes:
             group.post_forward_mesh_info = mesh
         reshard(module)
+
+
+@contextmanager
+def kept_after_backward(module: nn.Module, keeps: bool) -> Iterator[None]:
+    """Context in which units that keep their parameters after a forward (`reshard_after_forward=false`) keep them after
+    its backward too, if `keeps`: the next forward, with the same weights, does not gather. The same on all ranks."""
+    groups = [group for group in _groups(module) if keeps and group.post_forward_mesh_info is None]
+    for group in groups:
+        group.reshard_after_backward = False
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard_after_backward = True
 
 
 def _groups(module: nn.Module) -> list[Any]:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from verl_digen.algorithms.metric import Metric, combine_tiles
 from verl_digen.algorithms.objectives import Joint
 from verl_digen.engine import gradients
-from verl_digen.engine.gathered import recover
+from verl_digen.engine.gathered import kept_after_backward, recover
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
 from verl_digen.engine.points import Points
@@ -127,7 +127,10 @@ class GradientTransaction:
         for number, (rows, outputs, column) in enumerate(self._tiles_of(work)):
             ends = number == len(work.tiles) - 1
             reduces = self.reduce == "tile" or (ends and (is_last or self.reduce == "fragment"))
-            terms = self._backward(rows, outputs, column, is_final=is_final, reduces=reduces)
+            # tiles of one bucket run the same network
+            keeps = not ends and work.tiles[number + 1].rows[0].bucket == work.tiles[number].rows[0].bucket
+            with kept_after_backward(self.module, keeps):
+                terms = self._backward(rows, outputs, column, is_final=is_final, reduces=reduces)
             self.recomputed_shares += self.recomputation.share
             (self._settled if is_final else self._unsettled).append(terms.detach())
         self.num_trained_rows += work.num_rows

@@ -16,7 +16,7 @@ from verl_digen.tools.plan.run import Run
 WHOLE_BASE = "frozen base, whole"
 GATHERED = "gathered parameters"
 PASSES = 2
-"""Gathers of a tile, in forward and in backward, with `reshard_after_forward`."""
+"""Gathers of a tile, in forward and in backward, with `reshard_after_forward`; without, all tiles share one."""
 
 
 def may_be_whole(run: Run) -> bool:
@@ -62,7 +62,7 @@ def gathered_in_step(run: Run, num_tiles: int, *, is_whole: bool) -> int:
     """
     settings, counts = run.settings, run.measured.counts
     itemsize, shards = settings.dtypes.compute.itemsize, settings.num_shards
-    passes = num_tiles * (PASSES if settings.reshard else 1)
+    passes = num_tiles * PASSES if settings.reshard else 1
     experts = run.measured.num_experts
     at_tiles = (counts.num_trained if is_whole else counts.num_params) * itemsize // experts * passes
     once = whole_base_bytes(run) if is_whole else 0
