@@ -16,7 +16,7 @@ from verl_digen.tools.plan.run import Run
 WHOLE_BASE = "frozen base, whole"
 GATHERED = "gathered parameters"
 PASSES = 2
-"""Gathers of a tile, in forward and in backward, with `reshard_after_forward`; without, all tiles share one."""
+"""Gathers of a tile, forward and backward, with `reshard_after_forward`; without, the tiles of a call share one."""
 
 
 def may_be_whole(run: Run) -> bool:
