@@ -7,23 +7,32 @@ process: many clusters and jobs, with variables of their own, share one server.
 
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import psutil
 import ray
+from filelock import FileLock
 
 from verl_digen.processes.forks import ForkServer, start
 
 # Ray's workers are nice (15) by default: beside other tests on the same cores they would get about 1 % of them.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - the name is Ray's
 
-NUM_STARTS = 3
-"""Ray gives its own processes 30 s to start, a number in its code; on busy cores they may need longer."""
+NUM_STARTS = 5
+"""Ray gives its own processes 15 to 30 s to start, numbers in its code; on busy cores they may need longer."""
+
+
+def ray_starts() -> FileLock:
+    """A lock of this machine for who starts Ray: clusters that start together on few cores are all too late, and again
+    together when they are started again. Whoever holds it may release it in another thread."""
+    return FileLock(Path(tempfile.gettempdir()) / "verl_digen_ray_starts.lock", timeout=1200, thread_local=False)
 
 
 @cache
@@ -60,7 +69,7 @@ def local_ray(*, forks: bool = True, **options: Any) -> Iterator[None]:
 
 def _start(num_starts: int, python: str, options: dict[str, Any]) -> None:
     try:
-        with mock.patch.object(sys, "executable", python):  # Ray starts workers with it
+        with ray_starts(), mock.patch.object(sys, "executable", python):  # Ray starts workers with it
             ray.init(include_dashboard=False, log_to_driver=False, **options)
     except Exception as failed:
         if "timed out during startup" not in str(failed) or num_starts == 1:

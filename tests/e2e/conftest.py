@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from filelock import FileLock
 
-from tests.local_ray import NUM_STARTS, forked, shared_server
+from tests.local_ray import NUM_STARTS, forked, ray_starts, shared_server
 from tests.reward.judges.chat_server import ChatServer, likely, pictures_in
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.engine.saved_state import SavedState
@@ -58,6 +60,8 @@ AVERAGED = ("digen.ema.enable=true", "digen.ema.every_steps=2")
 
 RAY_IS_LATE = "The current node timed out during startup"
 """Ray's message, before anything of a run has begun."""
+RAY_STARTED, START_S = "Started a local Ray instance", 60.0
+"""Ray's message, and how long other runs wait for it before they start Ray."""
 
 SEPARATE = "[digen_flowgrpo,disaggregated]"
 """Recipe for separate pools."""
@@ -89,15 +93,27 @@ def start_main(
     main = main or (shared_server().python, "-m", "verl.trainer.main_ppo")
     command = [*main, f"recipe={recipe}", *SMALL]
     command += [f"trainer.default_local_dir={run_dir}", f"hydra.run.dir={run_dir}/hydra", *overrides]
+    lock = ray_starts()
+    lock.acquire()
     # not to a pipe: it is not read while a test waits for something else, and a run blocks on a full pipe
     with open(_log_of(run_dir), "w") as log:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             cwd=run_dir.parent,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
         )
+    Thread(target=_release, args=(lock, process, _log_of(run_dir)), daemon=True).start()
+    return process
+
+
+def _release(lock: FileLock, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Let other runs start once this one has Ray, has ended or is late."""
+    until_s = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < until_s and RAY_STARTED not in log.read_text(errors="replace"):
+        time.sleep(0.2)
+    lock.release()
 
 
 def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: float = 1800) -> Run:

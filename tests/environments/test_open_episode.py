@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import ray
 from omegaconf import OmegaConf
 
 from tests.environments import worlds
 from tests.environments.local import connect
 from tests.environments.worlds import Mortal
+from tests.local_ray import local_ray
 from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.host import environment_pool, start_environments
 from verl_digen.environments.open_episode import EpisodeDiverged, OpenEpisode
@@ -51,9 +51,8 @@ async def play(episode: OpenEpisode, first: int) -> tuple[list[float], list[str]
 
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray(num_cpus=4):
+        yield
 
 
 @pytest.mark.slow

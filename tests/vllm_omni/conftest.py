@@ -19,6 +19,7 @@ import torch
 from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
+from tests.local_ray import ray_starts
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.types import Generation, Geometry, SampleRequest, Sampling, Trajectory
@@ -200,13 +201,14 @@ def ray_here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import ray
 
     os.environ.update(RANK="0", WORLD_SIZE="1", RAY_LOCAL_WORLD_SIZE="1")
-    ray.init(
-        num_cpus=8,
-        num_gpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"VERL_PLATFORM": "cpu", "OMP_WAIT_POLICY": "PASSIVE"}},
-    )
+    with ray_starts():
+        ray.init(
+            num_cpus=8,
+            num_gpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"VERL_PLATFORM": "cpu", "OMP_WAIT_POLICY": "PASSIVE"}},
+        )
     yield
     ray.shutdown()
 
