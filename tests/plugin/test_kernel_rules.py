@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 
 from tests.tiny_models import build_tiny
-from verl_digen.hardware import attention
-from verl_digen.hardware.attention import check_machine, check_use
-from verl_digen.preflight.kernels import check_kernel_machine, check_kernel_model, check_kernels, kernel_notes
+from verl_digen.preflight import kernels
+from verl_digen.preflight.kernels import (
+    check_kernel_machine,
+    check_kernel_model,
+    check_kernels,
+    check_machine,
+    check_use,
+    kernel_notes,
+)
 
 A = "digen.attention_backend"
 R = "digen.rollout.attention_backend"
@@ -88,11 +94,11 @@ def test_prompts_that_are_padded_to_be_split_need_a_kernel_with_masks(start, tmp
 def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"needs flash-attn>=2.6.3, got 'flash'; install"):
         check_machine(A, "flash", "cuda")
-    monkeypatch.setattr(attention, "find_spec", lambda name: object())
-    monkeypatch.setattr(attention, "version", lambda name: "2.5.9.post1+cu12")
+    monkeypatch.setattr(kernels, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernels, "version", lambda name: "2.5.9.post1+cu12")
     with pytest.raises(ValueError, match=r"needs flash-attn>=2.6.3"):
         check_machine(A, "flash", "cuda")
-    monkeypatch.setattr(attention, "version", lambda name: "2.8.3+cu12torch2.13")
+    monkeypatch.setattr(kernels, "version", lambda name: "2.8.3+cu12torch2.13")
     check_machine(A, "flash", "cuda")
 
 

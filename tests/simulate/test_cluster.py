@@ -11,7 +11,7 @@ import pytest
 
 import verl_digen
 from tests.schedulers.flat import changed
-from verl_digen.hardware.devices import Pool, parse_pool
+from verl_digen.hardware.devices import Pool
 from verl_digen.tools.simulate.cluster import (
     Split,
     baselines,
@@ -23,6 +23,7 @@ from verl_digen.tools.simulate.cluster import (
     steady_window,
 )
 from verl_digen.tools.simulate.costs import assist_s, sample_s, train_s
+from verl_digen.tools.simulate.layout import parse_pool
 from verl_digen.tools.simulate.profile import Numbers, Profile, load_profile, parse_profile, profile_names
 from verl_digen.tools.simulate.splits import best_split
 

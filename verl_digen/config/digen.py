@@ -28,9 +28,9 @@ from verl_digen.config.loss import LOSS_DEFAULTS, check_loss_section, loss_setti
 from verl_digen.config.reward import RewardConfig
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-from verl_digen.hardware.attention import NATIVE, check_name
+from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
 from verl_digen.processes.deadlines import DeadlinesConfig
-from verl_digen.require import In, OneOf, check_fields, number, require
+from verl_digen.require import In, OneOf, check_fields, number, require, require_one_of
 from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 REDUCE = ("auto", "tile", "fragment", "batch")
@@ -137,7 +137,7 @@ class DigenConfig:
             "any small number does",
         )
         check_fields(self, "digen.")
-        check_name("digen.attention_backend", self.attention_backend)
+        require_one_of("digen.attention_backend", self.attention_backend, sorted(ATTENTION_BACKENDS))
         object.__setattr__(self, "loss", LOSS_DEFAULTS | self.loss)
         check_loss_section(self.loss)
         require(

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_digen.hardware.attention import check_name
-from verl_digen.require import In, OneOf, check_fields, number, require
+from verl_digen.hardware.attention import ATTENTION_BACKENDS
+from verl_digen.require import In, OneOf, check_fields, number, require, require_one_of
 
 MAX_SAMPLES = 1_000_000
 """Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
@@ -85,7 +85,7 @@ class RolloutConfig:
             "auto is the default",
         )
         if self.attention_backend is not None:
-            check_name("digen.rollout.attention_backend", self.attention_backend)
+            require_one_of("digen.rollout.attention_backend", self.attention_backend, sorted(ATTENTION_BACKENDS))
 
     def hosts_encoders(self, num_bytes: int, device_bytes: int | None) -> bool:
         """True if encoders wait in host memory.

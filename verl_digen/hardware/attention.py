@@ -14,10 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-
-from verl_digen.require import require, require_one_of
 
 NATIVE = "native"
 """PyTorch's own choice among its kernels."""
@@ -83,87 +79,3 @@ ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = {
 }
 """Name -> kernel. diffusers' others are not here: SageAttention quantizes queries and keys, so log-probs would be those
 of another policy, and has no backward; the rest has not been asked for."""
-
-
-def check_name(key: str, name: str) -> None:
-    """Raise ValueError unless a run may use the kernel `name`; says which one was probably meant."""
-    require_one_of(key, name, sorted(ATTENTION_BACKENDS))
-
-
-def check_use(key: str, name: str, *, trains: bool, dtype: str, device: str) -> None:
-    """Raise ValueError if the kernel cannot do what this side of the run asks of it.
-
-    Args:
-        trains: True for the trainer. dtype: e.g. "bfloat16" or "fp32". device: type, e.g. "cuda".
-    """
-    backend = ATTENTION_BACKENDS[name]
-    require(
-        backend.trains or not trains,
-        f"{key} must be a kernel with a backward for the trainer: diffusers calls this one without",
-        name,
-        "set digen.attention_backend=_flash_varlen_3 or _flash_3_hub, and the same for the replicas",
-    )
-    require(
-        backend.takes_fp32 or "32" not in dtype or device == "cpu",
-        f"{key} must be a kernel for {dtype}, in which this side computes",
-        name,
-        "set it to native, or compute in bfloat16",
-    )
-
-
-def check_split(key: str, name: str, size_key: str, *, needs_masks: bool) -> None:
-    """Raise ValueError if the kernel cannot train where devices share a row's tokens.
-
-    Args:
-        size_key: key of the number of these devices. needs_masks: prompts are padded.
-    """
-    split = ATTENTION_BACKENDS[name].split
-    able = [
-        each
-        for each, backend in ATTENTION_BACKENDS.items()
-        if backend.split is not None and (backend.split.takes_masks or not needs_masks)
-    ]
-    asked = [
-        "diffusers can run on a row's tokens split over devices",
-        "with its backward",
-        *(["under the mask of prompts that are padded for it"] if needs_masks else []),
-    ]
-    require(
-        name in able and split is not None,
-        f"{key} must be a kernel that {', '.join(asked)}",
-        name,
-        f"choose one of {', '.join(able)}, or set {size_key} to 1",
-    )
-
-
-def check_machine(key: str, name: str, device: str) -> None:
-    """Raise ValueError unless the kernel runs on this type of device, and its package is installed."""
-    backend = ATTENTION_BACKENDS[name]
-    require(
-        not backend.devices or device in backend.devices,
-        f"{key} must be a kernel for {device}, the device of this run",
-        name,
-        f"it runs on {' or '.join(backend.devices)}; native runs everywhere",
-    )
-    package = backend.package
-    if package is None:
-        return
-    found = _version(package)
-    wanted = package.distribution + (f">={'.'.join(map(str, package.least))}" if package.least else "")
-    require(
-        found is not None and found >= package.least,
-        f"{key} must be a kernel that is installed, and this one needs {wanted}",
-        name,
-        f"install {wanted} in the environment of the run, or set it to native",
-    )
-
-
-def _version(package: Package) -> tuple[int, ...] | None:
-    """The installed version's numbers; None where it is not installed."""
-    if find_spec(package.module) is None:
-        return None
-    try:
-        numbers = version(package.distribution).split("+")[0].split(".")
-    except PackageNotFoundError:  # a build from source may have another distribution's name
-        return (10**6,)
-    return tuple(int(number) for number in numbers if number.isdigit())

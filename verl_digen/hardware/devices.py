@@ -6,10 +6,7 @@ Peaks and memory are from the vendors' data sheets: dense bf16 with sums in fp32
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-
-from verl_digen.require import require
 
 ACCELERATORS = {
     "RTX3090": (71.0, 24),
@@ -46,32 +43,6 @@ class Pool:
 
     def __str__(self) -> str:
         return f"{self.num_devices}x{self.device}"
-
-
-def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
-    """Parse `16` or `16xH20`.
-
-    Raises:
-        ValueError: the text is not a pool; the message names `option`.
-    """
-    match = re.fullmatch(r"(\d+)(?:x(\w+))?", text)
-    require(match is not None, f"{option} must be a number of devices, or e.g. 16xH20", text, "write a number")
-    assert match is not None
-    num_devices, device = int(match[1]), match[2] or default_device
-    require(num_devices >= 1, f"{option} must be >= 1 device", num_devices, "a pool needs a device")
-    return Pool(num_devices, known_device(option, device))
-
-
-def known_device(option: str, device: str) -> str:
-    """Return `device` if it is in `PEAK_TFLOPS`.
-
-    Raises:
-        ValueError: it is not; the message names `option`.
-    """
-    require(
-        device in PEAK_TFLOPS, f"{option} must name a device type of {', '.join(PEAK_TFLOPS)}", device, "choose one"
-    )
-    return device
 
 
 def slowdown(device: str, reference: str) -> float:

@@ -16,9 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from verl_digen.hardware.devices import DEVICE_GB, Pool, parse_pool
+from verl_digen.hardware.devices import DEVICE_GB, Pool
 from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
-from verl_digen.tools.simulate.layout import NODE_SIZE, arrange, pool_overrides, pooled_nodes, type_overrides
+from verl_digen.tools.simulate.layout import (
+    NODE_SIZE,
+    arrange,
+    parse_pool,
+    pool_overrides,
+    pooled_nodes,
+    type_overrides,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

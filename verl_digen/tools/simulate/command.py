@@ -23,7 +23,6 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from verl_digen.hardware.devices import parse_pool
 from verl_digen.require import require
 from verl_digen.schedulers.simulation import TECHNIQUES
 from verl_digen.tools.simulate.cluster import (
@@ -34,6 +33,7 @@ from verl_digen.tools.simulate.cluster import (
     ladder,
     run_split,
 )
+from verl_digen.tools.simulate.layout import parse_pool
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
 from verl_digen.tools.simulate.splits import best_split
 

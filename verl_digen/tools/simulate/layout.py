@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Places of two pools on the nodes of a cluster, and the overrides that ask for them. Pure.
+"""Pools as a person types them, their places on the nodes of a cluster, and the overrides that ask for them. Pure.
 
 - verl gives a pool as nodes x devices per node (`nnodes`, `n_gpus_per_node`), and Ray puts each of these nodes on one
   node of the cluster; several may share one.
@@ -11,10 +11,12 @@ Invariant (tests/simulate/test_layout.py): what is placed on a node is never mor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from verl_digen.hardware.devices import Pool
+from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
+from verl_digen.require import require
 
 NODE_SIZE = 8
 """Devices of a node where nothing says how many it has."""
@@ -105,3 +107,29 @@ def type_overrides(trainer: Pool, generator: Pool) -> list[str]:
         f"digen.placement.trainer_accelerator={trainer.device}",
         f"digen.placement.generator_accelerator={generator.device}",
     ]
+
+
+def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
+    """Parse `16` or `16xH20`.
+
+    Raises:
+        ValueError: the text is not a pool; the message names `option`.
+    """
+    match = re.fullmatch(r"(\d+)(?:x(\w+))?", text)
+    require(match is not None, f"{option} must be a number of devices, or e.g. 16xH20", text, "write a number")
+    assert match is not None
+    num_devices, device = int(match[1]), match[2] or default_device
+    require(num_devices >= 1, f"{option} must be >= 1 device", num_devices, "a pool needs a device")
+    return Pool(num_devices, known_device(option, device))
+
+
+def known_device(option: str, device: str) -> str:
+    """Return `device` if it is in `PEAK_TFLOPS`.
+
+    Raises:
+        ValueError: it is not; the message names `option`.
+    """
+    require(
+        device in PEAK_TFLOPS, f"{option} must name a device type of {', '.join(PEAK_TFLOPS)}", device, "choose one"
+    )
+    return device
