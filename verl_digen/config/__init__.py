@@ -16,7 +16,7 @@
 | `rollout` | `rollout.py` |
 | `reward` | `reward.py` |
 | `gap`, `queue`, `tag`, `staleness` | `verl_digen/schedulers/rules.py` |
-| `tsp`, `placement` | `scheduling.py` |
+| `tsp`, `placement` | `digen.py` |
 | `deadlines` | `verl_digen/processes/deadlines.py` |
 | `environment` | `environment.py` |
 """
