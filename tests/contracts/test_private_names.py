@@ -25,7 +25,7 @@
 | TransferQueue `KVBatchMeta` and the `kv_*` calls | store/, trainer/ | names of fields and parameters (tests/store) |
 | Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | kinds (tests/chaos) |
 | Ray `_private.state.actors` | processes/actors.py | an actor that starts again (tests/processes/test_workers.py) |
-| Ray `_private.services.find_bootstrap_address`, `_private.utils.get_num_cpus` | cluster.py | two functions |
+| Ray `_private.services.find_bootstrap_address`, `_private.utils.get_num_cpus` | processes/cluster.py | two functions |
 | Ray `setup_worker.py`, and its `os.execvp` | processes/forks.py | run by `sys.executable` (tests/e2e) |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
 | Ray `ActorHandle.__ray_call__` | trainer/lanes.py | runs a function in any actor (tests/trainer/test_replicas.py) |

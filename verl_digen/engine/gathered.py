@@ -58,7 +58,7 @@ def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
 def kept_after_backward(module: nn.Module, keeps: bool) -> Iterator[None]:
     """Context in which units that keep their parameters after a forward (`reshard_after_forward=false`) keep them after
     its backward too, if `keeps`: the next forward, with the same weights, does not gather. The same on all ranks."""
-    groups = [group for group in _groups(module) if keeps and group.post_forward_mesh_info is None]
+    groups = [group for group in _groups(module) if group.post_forward_mesh_info is None] if keeps else []
     for group in groups:
         group.reshard_after_backward = False
     try:

@@ -3,7 +3,7 @@
 
 - Latents are one tensor of tokens [S_v + S_a, C]: first the video's, S_v = F * H * W with F = 1 + (frames - 1) / 8 and
   32x32 px per position with the published VAE, then the sound's, one per 40 ms. Both have C = 128 channels. Only this
-  file knows the two parts (`Parts`); the sampler, stores and losses treat all elements alike. Both of the
+  file and `ltx2_parts.py` know the two parts; the sampler, stores and losses treat all elements alike. Both of the
   pipeline's schedulers have the same sigmas.
 - Mean over elements: a log-prob or a squared error is the mean of the video's with weight S_v / (S_v + S_a) and of the
   sound's with the rest, 2 % for 121 frames of 512x768 px.
