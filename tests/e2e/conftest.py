@@ -60,8 +60,8 @@ AVERAGED = ("digen.ema.enable=true", "digen.ema.every_steps=2")
 
 RAY_IS_LATE = "The current node timed out during startup"
 """Ray's message, before anything of a run has begun."""
-RAY_STARTED, START_S = "Started a local Ray instance", 60.0
-"""Ray's message, and how long other runs wait for it before they start Ray."""
+IS_UP, START_S = "Training Progress:", 180.0
+"""verl's line once all processes of a run are there, and how long other runs wait for it before they start Ray."""
 
 SEPARATE = "[digen_flowgrpo,disaggregated]"
 """Recipe for separate pools."""
@@ -109,9 +109,9 @@ def start_main(
 
 
 def _release(lock: FileLock, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Let other runs start once this one has Ray, has ended or is late."""
+    """Let other runs start once this one's processes, which start with 10 s of a core each, are there, or it ended."""
     until_s = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < until_s and RAY_STARTED not in log.read_text(errors="replace"):
+    while process.poll() is None and time.monotonic() < until_s and IS_UP not in log.read_text(errors="replace"):
         time.sleep(0.2)
     lock.release()
 

@@ -3,20 +3,19 @@
 
 import inspect
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.contracts.test_verl_surface import replaced
-from tests.e2e.conftest import CHECKPOINT, ROOT, SGD, SMALL, Run, trained_weights
+from tests.e2e.conftest import CHECKPOINT, ROOT, SGD, assert_succeeded, run_main, trained_weights
 from tests.local_ray import shared_server
 from verl_digen.models import load_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-WITH_KL = (*SGD, "digen.kl.coef=0.01")
+WORDS = (*SGD, "digen.kl.coef=0.01", "trainer.total_training_steps=2", "trainer.save_freq=2")
 
 PIPELINE = """
 import sys
@@ -45,26 +44,15 @@ print(f"{{type(inner).__name__}} replaced {{[replaced(), *found]}} in {{len(foun
 """
 
 
-def output_of(module: str, *words: str, cwd: Path) -> str:
-    """Run a module that succeeds -> what it printed."""
-    command = [shared_server().python, "-m", module, *words]
-    done = subprocess.run(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800, check=False
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    return done.stdout
-
-
 def swap_in(folder: Path, recipe: str, trainer: str) -> Path:
     """Train two steps in the pipeline, with KL -> the run's folder. Nothing of verl is replaced in any process."""
     (folder / "pipeline.py").write_text(PIPELINE.format(replaced=inspect.getsource(replaced)))
-    run_dir = folder / "run"
-    words = [f"recipe={recipe}", *SMALL, *WITH_KL, f"trainer.default_local_dir={run_dir}", "trainer.save_freq=2"]
-    output = output_of("pipeline", *words, "trainer.total_training_steps=2", cwd=folder)
-    assert [row["step"] for row in Run(0, output, run_dir).metrics] == [1, 2]
-    said = re.search(rf"{trainer} replaced (.*) in (\d+) actors", output)
+    run = run_main(folder / "run", *WORDS, recipe=recipe, main=(shared_server().python, "-m", "pipeline"))
+    assert_succeeded(run)
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    said = re.search(rf"{trainer} replaced (.*) in (\d+) actors", run.output)
     assert said is not None and eval(said[1]) == [[]] * (int(said[2]) + 1) and int(said[2]) >= 3, said
-    return run_dir
+    return run.run_dir
 
 
 @pytest.mark.grid
@@ -74,10 +62,10 @@ def test_a_pipeline_on_separate_pools_replaces_nothing_of_verl(tmp_path):
 
 def test_a_pipeline_that_swaps_in_our_trainer_and_the_steps_by_hand_reach_the_same_weights(tmp_path):
     """One rank; with a KL term the reference is part of the steps."""
-    by_hand, swapped = tmp_path / "by_hand", swap_in(tmp_path, "digen_flowgrpo", "ColocatedTrainer")
-    words = ("recipe=digen_flowgrpo", *SMALL, *WITH_KL, f"trainer.default_local_dir={by_hand}")
-    output_of("examples.by_hand", *words, cwd=ROOT)
-    expected, found = (trained_weights(run_dir, 2) for run_dir in (swapped, by_hand))
+    swapped = swap_in(tmp_path, "digen_flowgrpo", "ColocatedTrainer")
+    by_hand = run_main(tmp_path / "by_hand", *WORDS, main=(shared_server().python, ROOT / "examples/by_hand.py"))
+    assert_succeeded(by_hand)
+    expected, found = (trained_weights(run_dir, 2) for run_dir in (swapped, by_hand.run_dir))
     start = load_model(CHECKPOINT).load_transformer(torch.float32).state_dict()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
