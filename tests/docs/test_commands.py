@@ -142,7 +142,7 @@ def check_pytest(start, block: Block, words: list[str]) -> None:
 
 
 def check_docker(start, block: Block, words: list[str]) -> None:
-    """Check `docker build` and `docker compose`, and `kubectl apply`: files and build arguments exist."""
+    """Check `docker build` and `kubectl apply`: files and build arguments exist."""
     dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
     files = [after for word, after in pairwise(words) if word in ("-f", "--file")]
     assert files and all((ROOT / name).is_file() for name in files), files
