@@ -35,9 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt modules and collected tests from the garbage collector, which took a quarter of the CPU time."""
+    """Exempt modules and collected tests from the garbage collector, which took a third of the CPU time, and let it
+    look less often at the many small objects of configs."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import psutil
 import ray
 from filelock import FileLock
 
@@ -39,11 +38,6 @@ def ray_starts() -> FileLock:
 def shared_server() -> ForkServer:
     """The server of this process; it forks for `-m MODULE` too."""
     return start({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}, modules=(), with_modules=True)
-
-
-def forked() -> list[psutil.Process]:
-    """The processes that it forked and that are alive, and their children."""
-    return psutil.Process(shared_server().process.pid).children(recursive=True)
 
 
 @contextmanager

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of verl's own main entry: real Ray, TransferQueue, FSDP2 on gloo.
-
-`two_steps` starts as a user types it, by `digen train`. The processes of the other runs are forks that have PyTorch
-and other libraries imported already (`tests/local_ray.py`), which saves most of a short run's time.
-"""
+"""Runs of verl's own main entry: real Ray, TransferQueue, FSDP2 on gloo."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +20,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from tests.local_ray import NUM_STARTS, forked, ray_starts, shared_server
+from tests.local_ray import NUM_STARTS, ray_starts
 from tests.reward.judges.chat_server import ChatServer, likely, pictures_in
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.engine.saved_state import SavedState
@@ -90,7 +87,7 @@ def start_main(
     run_dir: Path, *overrides: str, recipe: str = "digen_flowgrpo", main: Sequence[Path | str] | None = None
 ) -> subprocess.Popen[bytes]:
     """`main recipe=... overrides`, a small run unless overrides say otherwise; without `main` it is verl's."""
-    main = main or (shared_server().python, "-m", "verl.trainer.main_ppo")
+    main = main or (sys.executable, "-m", "verl.trainer.main_ppo")
     command = [*main, f"recipe={recipe}", *SMALL]
     command += [f"trainer.default_local_dir={run_dir}", f"hydra.run.dir={run_dir}/hydra", *overrides]
     lock = ray_starts()
@@ -123,9 +120,6 @@ def finish_main(process: subprocess.Popen[bytes], run_dir: Path, timeout_s: floa
     except subprocess.TimeoutExpired:
         kill_all(process)
         raise AssertionError(f"the run goes on after {timeout_s} s: {_log_of(run_dir).read_text()[-5000:]}") from None
-    for left in forked():  # one that a test has stopped cannot end, and looks like the next run's
-        with suppress(psutil.NoSuchProcess):
-            left.kill()
     return Run(process.returncode, _log_of(run_dir).read_text(), run_dir)
 
 
@@ -156,8 +150,8 @@ def run_main(
 
 
 def processes_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Processes of a run that goes on; no other run of this pytest process may."""
-    return psutil.Process(process.pid).children(recursive=True) + forked()
+    """Processes of a run that goes on."""
+    return psutil.Process(process.pid).children(recursive=True)
 
 
 def trained_weights(run_dir: Path, step: int, policy: str = "current") -> dict[str, torch.Tensor]:
@@ -275,12 +269,19 @@ def judge() -> Iterator[ChatServer]:
 
 
 @pytest.fixture(scope="session")
-def separate(tmp_path_factory: pytest.TempPathFactory, judge: ChatServer) -> Run:
-    """The work of `two_steps` on separate pools, with a judge that looks on."""
+def separate(two_steps: Run, tmp_path_factory: pytest.TempPathFactory, judge: ChatServer) -> Run:
+    """`two_steps` as if it had been stopped after its first step, continued on separate pools; a judge looks on."""
+    assert_succeeded(two_steps)
+    run_dir = tmp_path_factory.mktemp("e2e") / "separate"
+    shutil.copytree(two_steps.run_dir, run_dir)
+    shutil.rmtree(run_dir / "global_step_2")
+    (run_dir / "latest_checkpointed_iteration.txt").write_text("1")
     return run_main(
-        tmp_path_factory.mktemp("e2e") / "separate",
+        run_dir,
         *SGD,
+        *AVERAGED,
         "trainer.total_training_steps=2",
+        "trainer.resume_mode=auto",
         "trainer.save_freq=1",
         "trainer.test_freq=2",
         "digen.reward.recipe_functions.shapes.num_workers=2",  # a pool of its own

@@ -23,12 +23,14 @@ if TYPE_CHECKING:  # a run's processes import this too
 ROOT = Path(__file__).resolve().parents[2]
 
 SITECUSTOMIZE = """
+import sys
 from pathlib import Path
 from signal import Signals
 
-from tests.e2e.moments import Moments, interfere
+if sys.orig_argv[1:2] != ["-c"]:  # the server of forks must not import Ray yet; its forks come here too
+    from tests.e2e.moments import Moments, interfere
 
-interfere(Moments(Path({run_dir!r}), Signals({signal!r}), {moments!r}, {sample_s!r}))
+    interfere(Moments(Path({run_dir!r}), Signals({signal!r}), {moments!r}, {sample_s!r}))
 """
 
 
@@ -120,9 +122,6 @@ def interfere_with_runs(
     patch: pytest.MonkeyPatch, folder: Path, run_dir: Path, by: signal.Signals, sample_s: float = 0.0, **moments: int
 ) -> None:
     """Have runs that start from now on interfere with themselves, see `Moments`; `folder` takes the code."""
-    from tests.local_ray import shared_server  # which a run's processes need not import
-
-    shared_server()  # it would pass the code on to all later runs
     code = SITECUSTOMIZE.format(run_dir=str(run_dir), signal=int(by), moments=moments, sample_s=sample_s)
     (folder / "sitecustomize.py").write_text(code)
     patch.setenv("PYTHONPATH", f"{folder}:{ROOT}", prepend=":")

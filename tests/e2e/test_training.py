@@ -1,22 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two steps through verl's own main, colocated and on separate pools: equal weights, and what a run leaves behind.
+"""Two steps through verl's own main, and the second resumed on separate pools: equal weights, and what is left behind.
 
 All tests of these two runs are in this file: files run side by side, and each process would make the runs anew.
 """
 
-import shutil
-
 import pytest
 
 from tests.e2e.conftest import (
-    AVERAGED,
     assert_same_gradients,
     assert_same_weights,
     assert_succeeded,
-    run_main,
     steps_of,
 )
-from tests.weight_change import SGD
 from verl_digen.cli import main
 from verl_digen.observe.timeline import read_timeline
 from verl_digen.report.page import collect
@@ -59,44 +54,25 @@ def test_a_run_trains_validates_and_leaves_metrics_pictures_and_a_checkpoint(two
     assert (two_steps.run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
 
 
-def test_a_resumed_run_continues_as_if_it_had_not_stopped(two_steps, tmp_path):
-    assert_succeeded(two_steps)
-    stopped = tmp_path / "stopped"
-    shutil.copytree(two_steps.run_dir, stopped)
-    shutil.rmtree(stopped / "global_step_2")
-    (stopped / "latest_checkpointed_iteration.txt").write_text("1")
-    resumed = run_main(
-        stopped, *SGD, *AVERAGED, "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.resume_mode=auto"
-    )
-    assert_succeeded(resumed)
-    assert [row["step"] for row in steps_of(resumed)] == [1, 2]
-    assert_same_weights(two_steps, resumed, 2)
-
-
-def test_two_steps_leave_the_weights_of_the_colocated_trainer(two_steps, separate):
-    assert_succeeded(two_steps)
+def test_a_run_that_is_resumed_on_separate_pools_leaves_the_weights_of_one_that_was_not_stopped(two_steps, separate):
     assert_succeeded(separate)
     assert_same_weights(two_steps, separate, 2)
+    assert [row["step"] for row in steps_of(separate)] == [1, 2]
     assert_same_gradients(two_steps, separate)
-    assert all(row["rollout/version_age_max_versions"] == 0 for row in steps_of(separate))
+    resumed = steps_of(separate)[-1]
+    assert resumed["rollout/version_age_max_versions"] == 0
+    for pool in ("trainer", "generator"):
+        assert 0 <= resumed[f"perf/bubble_fraction/{pool}"] < 1
 
 
-def test_the_timeline_has_every_step_and_both_pools(separate):
+def test_a_checkpoint_and_the_validation_after_the_last_step_are_in_the_timeline(separate):
     # that training begins before the last group is generated depends on the cores: tests/trainer/test_conductor.py
-    assert read_timeline(separate.run_dir / "timeline.jsonl").steps == [1, 2]
-    for row in steps_of(separate):
-        for pool in ("trainer", "generator"):
-            assert 0 <= row[f"perf/bubble_fraction/{pool}"] < 1
-
-
-def test_checkpoints_and_the_validation_after_the_last_step_are_in_the_timeline(separate):
-    intervals = read_timeline(separate.run_dir / "timeline.jsonl").intervals
-    saved = [interval for interval in intervals if interval.kind == "save"]
-    assert [interval.step for interval in saved] == [1, 2]
-    published = {one.step: one for one in intervals if (one.kind, one.lane.pool) == ("publish", "trainer")}
-    assert all(published[save.step].end_s <= save.start_s for save in saved), "replicas need not wait for the files"
-    assert [interval.step for interval in intervals if interval.kind == "validate"] == [2]
-    assert all(row["perf/busy_s/trainer/save"] > 0 for row in steps_of(separate))
+    timeline = read_timeline(separate.run_dir / "timeline.jsonl")
+    assert timeline.steps == [1, 2]
+    last = {one.kind: one for one in timeline.intervals if one.step == 2 and one.lane.pool == "trainer"}
+    assert last["publish"].end_s <= last["save"].start_s, "replicas need not wait for the files"
+    assert any(one.kind == "validate" and one.step == 2 for one in timeline.intervals)
+    assert steps_of(separate)[-1]["perf/busy_s/trainer/save"] > 0
 
 
 def test_the_timeline_command_shows_a_step(separate, tmp_path, capsys):

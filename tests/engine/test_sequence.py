@@ -115,7 +115,7 @@ def test_ranks_that_share_rows_have_the_gradient_of_one(asked: Ranks, tmp_path: 
 
 # -- two groups of two ranks: what an engine does besides one forward and backward --------------------------------
 SHARED = {"ulysses_sequence_parallel_size": 2}
-BY_FRAGMENTS = ("max_group_scale", "one_fragment", "full_kl_unsharded", "lora_kl", "guided", "replicated")
+BY_FRAGMENTS = ("max_group_scale", "full_kl_unsharded", "lora_kl", "guided", "replicated")
 
 
 def committed(path: Path, folder: Path) -> dict[str, Any]:

@@ -31,9 +31,7 @@ from verl_digen.engine.gradient_sizes import GradientSizes, eps_numbers
 
 pytestmark = pytest.mark.slow
 
-ALONE = ("batch_scale_other_order", "without_tsp", "full_kl", "lora_kl")
-"""Cases that differ from another one by what ranks do not share; one rank has them in `test_transaction.py`."""
-SHARED = tuple(name for name in CASES if name not in ALONE)
+SHARED = ("max_group_scale", "kl_checkpointed", "replicated", "without_masks")
 
 
 def committed(path: Path, folder: Path) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def test_a_fork_that_was_killed_has_a_killed_processes_status(server, folder):
     assert run(server, "-m", "answer", cwd=folder)[0] == 137
 
 
-@pytest.mark.parametrize("libraries", [(), ("no_such_module",)])
+@pytest.mark.parametrize("libraries", [(), ("no_such_module",), ("ray",)])
 def test_without_its_server_the_executable_is_the_interpreter(folder, libraries, capfd):
     server = start({}, libraries, (), with_modules=True)
     if not libraries:

@@ -87,6 +87,10 @@ READ_AT_START = ("PYTHONHASHSEED", "LD_PRELOAD", "LD_LIBRARY_PATH", "OMP_NUM_THR
 """Variables that a process reads when it starts."""
 READ_ON_IMPORT = ("RAY_JOB_ID", "RAY_RAYLET_PID")
 """Variables that Ray reads on import; equal for all workers of a cluster's job."""
+RAY_IS_EARLY = (
+    "verl-digen: workers start without a fork server, because Ray, which reads a worker's variables on import, was "
+    "imported before them, by a sitecustomize or a .pth file\n"
+)
 INTERPRETER = sys.executable
 _forks: list[int] = []
 """This process, where it is a fork."""
@@ -167,6 +171,9 @@ def serve(
     fixed = {name: os.environ.get(name) for name in READ_AT_START}
     with socket.socket(fileno=listener) as asking:
         _import_quietly(libraries)
+        if "ray" in sys.modules:
+            os.write(2, RAY_IS_EARLY.encode())
+            raise SystemExit(1)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks leave no zombies
         while not _is_orphan(asking, wait_s=None):
             connection, _ = asking.accept()
