@@ -141,6 +141,8 @@ CASES = {
         kernels={"attention_backend": "_native_flash"},
     ),
 }
+ALONE = ("batch_scale_other_order", "without_tsp", "full_kl", "lora_kl")
+"""Cases that differ from another one by what ranks do not share: one rank trains them, two ranks the others."""
 
 
 def optimizer_state(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import DTensor
 
-from tests.engine.cases import CASES, REWARDS, Case
+from tests.engine.cases import ALONE, CASES, REWARDS, Case
 from tests.engine.harness import (
     LORA,
     Gathers,
@@ -31,8 +31,6 @@ from verl_digen.engine.gradient_sizes import GradientSizes, eps_numbers
 
 pytestmark = pytest.mark.slow
 
-ALONE = ("batch_scale_other_order", "without_tsp", "full_kl", "lora_kl")
-"""Cases that differ from another one by what ranks do not share; one rank has them in `test_transaction.py`."""
 SHARED = tuple(name for name in CASES if name not in ALONE)
 
 
