@@ -45,7 +45,8 @@ def test_the_config_is_checked_before_anything_starts(started):
     ("recipe", "kind"),
     [("digen_quickstart", ColocatedTrainer), ("digen_quickstart+disaggregated", DisaggregatedTrainer)],
 )
-def test_the_trainer_is_the_one_that_trainer_mode_names(started, monkeypatch, recipe, kind):
+def test_the_trainer_is_the_one_that_trainer_mode_names(started, monkeypatch, tmp_path, recipe, kind):
+    monkeypatch.chdir(tmp_path)  # a trainer holds its run's folder until it is collected
     monkeypatch.setattr(kind, "__init__", lambda self, config: None)
     monkeypatch.setattr(facade, "start", started.append)
     trainer = RayFlowGRPOTrainer(composed(f"recipe={recipe}"), device_name="cpu")

@@ -134,6 +134,8 @@ CASES = {  # scales, clips, laws of KL and ways to reduce, in all combinations: 
         kernels={"attention_backend": "_native_flash"},
     ),
 }
+SHARED = ("max_group_scale", "kl_checkpointed", "replicated", "without_masks")
+"""Cases that two ranks train; one rank trains the others."""
 
 
 def optimizer_state(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:

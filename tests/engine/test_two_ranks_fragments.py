@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import DTensor
 
-from tests.engine.cases import CASES, REWARDS, Case
+from tests.engine.cases import CASES, REWARDS, SHARED, Case
 from tests.engine.harness import (
     LORA,
     Gathers,
@@ -30,8 +30,6 @@ from verl_digen.engine.gathered import gathered_bytes
 from verl_digen.engine.gradient_sizes import GradientSizes, eps_numbers
 
 pytestmark = pytest.mark.slow
-
-SHARED = ("max_group_scale", "kl_checkpointed", "replicated", "without_masks")
 
 
 def committed(path: Path, folder: Path) -> dict[str, Any]:

@@ -226,10 +226,13 @@ def test_an_exported_adapter_begins_a_run_with_its_rank_and_weights(saved, tmp_p
         assert_equal(weights(again), expected)
 
 
-def test_a_run_that_saves_hf_model_exports_each_checkpoint(saved, tmp_path: Path):
+def test_a_run_that_saves_hf_model_exports_each_checkpoint(saved, tmp_path: Path, monkeypatch):
     shutil.copytree(saved["full"][0], tmp_path, dirs_exist_ok=True)
     export_checkpoint(tmp_path / "global_step_2")
     loaded = QwenImageTransformer2DModel.from_pretrained(tmp_path / "global_step_2/actor/huggingface/transformer")
     assert_equal(loaded.state_dict(), saved["full"][1]["current"])
-    with pytest.raises(OSError, match=r"--output must be a new or empty folder|must be"):
+    (fails := tmp_path / "python").write_text("#!/bin/sh\necho no room >&2\nexit 2\n")
+    fails.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(fails))
+    with pytest.raises(OSError, match="no room"):
         export_checkpoint(tmp_path / "global_step_2")

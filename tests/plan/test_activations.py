@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that autograd saves for a traced row against those for a row of real tensors."""
 
+from functools import cache
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -38,6 +40,10 @@ def trace(loaded, *, scale=1.0, trained="", has_backward=True):
     )
 
 
+traced_once = cache(trace)
+"""For tests that change nothing of the trace."""
+
+
 def saved_for_real(loaded, scale) -> int:
     """Bytes of the distinct storages that autograd keeps, weights excluded."""
     model, geometry = alone(loaded), loaded.case.sizes[0]
@@ -66,7 +72,7 @@ def saved_for_real(loaded, scale) -> int:
 
 @pytest.mark.parametrize("scale", [pytest.param(1.0, marks=IN_GRID), 3.0])
 def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
-    traced = trace(loaded, scale=scale)
+    traced = traced_once(loaded, scale=scale)
     real = saved_for_real(loaded, scale)
     if scale > 1 and loaded.case.name == "wan2.1_i2v":
         # every attention cuts its input into text and image and saves copies; the trace counts the whole, too
@@ -76,13 +82,13 @@ def test_a_traced_row_saves_what_a_real_one_does(loaded, scale):
 
 @pytest.mark.parametrize("trained", [pytest.param("", marks=IN_GRID), "to_q.weight"])
 def test_a_block_that_does_not_run_counts_as_if_it_did(loaded, trained, monkeypatch):
-    replayed = trace(loaded, scale=3.0, trained=trained)
+    replayed = traced_once(loaded, scale=3.0, trained=trained)
     monkeypatch.setattr(activations, "_kind", lambda *block: object())
     assert replayed == trace(loaded, scale=3.0, trained=trained)
 
 
 def test_guidance_runs_two_rows_and_recomputation_keeps_inputs_and_one_block(loaded):
-    plain, guided = trace(loaded), trace(loaded, scale=3.0)
+    plain, guided = traced_once(loaded), traced_once(loaded, scale=3.0)
     # not everywhere twice as much: rows share position tables
     assert inputs(plain) < inputs(guided) <= 2 * inputs(plain)
     copies = 0.4 if loaded.case.name == "wan2.1_i2v" else 0  # of two rows' texts, which alone are views
@@ -105,11 +111,11 @@ def inputs(activations):
 
 def test_frozen_weights_save_less(loaded):
     """Frozen weights as under an adapter: a linear layer without weight gradient saves no input."""
-    assert trace(loaded, trained="to_q.weight").row_bytes(0) < trace(loaded).row_bytes(0)
+    assert trace(loaded, trained="to_q.weight").row_bytes(0) < traced_once(loaded).row_bytes(0)
 
 
 def test_one_block_of_a_kind_gets_weights_and_a_forward_alone_has_no_moments_of_backward(loaded, monkeypatch):
-    traced = trace(loaded, scale=3.0)
+    traced = traced_once(loaded, scale=3.0)
     kinds, kind_of = {}, activations._kind
     monkeypatch.setattr(activations, "_kind", lambda block, args: kinds.setdefault(block, kind_of(block, args)))
     forward = trace(loaded, scale=3.0, has_backward=False)
