@@ -27,7 +27,7 @@ Invariant: without a recipe the composed config equals verl's, byte for byte.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
@@ -56,6 +56,12 @@ OBJECTIVES = {"diffusion_nft": "nft", "online_dpo": "dpo", "grpo_guard": "guard"
 """Names of objectives whose recipe has a shorter one, for messages."""
 FEW_CPUS = 16
 """A machine with at most this many CPUs starts fewer processes than verl's defaults."""
+
+
+def recipe_hint(missed: str, names: Iterable[str]) -> str:
+    """Name of the recipe that was probably meant by one that does not exist, as words for a message; or nothing."""
+    meant = OBJECTIVES.get(missed)
+    return suggestion(missed, names) if meant is None else f"the recipe of {missed} is {meant}; "
 
 
 class RecipeSlot(ConfigSource):
@@ -165,9 +171,7 @@ class RecipeSource(ConfigSource):
         """Text that Hydra prints below "Config search path:" when a config is missing; of a recipe in a list it says
         nothing else but the name."""
         names = self.list(GROUP, ObjectType.CONFIG)
-        meant = OBJECTIVES.get(self._missed)
-        hint = suggestion(self._missed, names) if meant is None else f"the recipe of {self._missed} is {meant}"
-        return f"{super().__repr__()}, recipes: {', '.join(names)}; {hint}".rstrip("; ")
+        return f"{super().__repr__()}, recipes: {', '.join(names)}; {recipe_hint(self._missed, names)}".rstrip("; ")
 
     def load_config(self, config_path: str) -> ConfigResult:
         name = self._normalize_file_name(config_path)

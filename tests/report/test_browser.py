@@ -34,3 +34,18 @@ def test_the_page_is_drawn_without_an_error_and_fits_its_width(tmp_path, size, i
         page.run("document.querySelector('#pictures button[aria-pressed=true]').click()")
         assert page.run(frames) == 3
         assert not page.errors
+
+
+def test_after_one_validation_a_phone_shows_two_pictures_in_a_row_right_below_the_reward(tmp_path):
+    refresh_report(make_run(tmp_path, num_steps=1))
+    with opened((tmp_path / REPORT).as_uri(), size=(390, 844)) as page:
+        assert page.run("[...document.querySelectorAll('section')].slice(0, 3).map((one) => one.id)") == [
+            *("health", "reward", "pictures"),
+        ]
+        assert page.run("[...document.querySelector('#pictures .controls').children].map((one) => one.tagName)") == [
+            *("OUTPUT", "SELECT"),
+        ]
+        assert "null" not in page.run("document.querySelector('#pictures').innerText")
+        rows = "[...document.querySelectorAll('#pictures .card')].map((one) => one.offsetTop)"
+        first, second, third = page.run(rows)
+        assert first == second < third

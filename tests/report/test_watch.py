@@ -174,7 +174,10 @@ def watched(tmp_path, monkeypatch):
 
 @needs_chromium
 def test_runs_are_chosen_from_the_list_and_laid_over_each_other(watched):
-    with opened(watched[1]) as page:
+    with opened(watched[1], size=(390, 844)) as page:
+        assert page.run("[...document.querySelectorAll('.wide')].map((one) => one.scrollWidth - one.clientWidth)") == [
+            0
+        ], "a phone shows a run without scrolling sideways"
         page.run("document.querySelectorAll('input[type=checkbox]').forEach((tick) => tick.click())")
         go = "[...document.querySelectorAll('button')].find((one) => one.textContent === 'Compare 2')"
         page.follow(f"{go}.click()")

@@ -70,7 +70,7 @@ def train(capsys):
     """`train(*words)` -> (exit code, what a person saw)."""
 
     def run(*words: str) -> tuple[int, str]:
-        code = main(["train", "digen_x", *words])
+        code = main(["train", "digen_sd3", *words])
         said = capsys.readouterr()
         return code, said.out + said.err
 
@@ -78,18 +78,27 @@ def train(capsys):
 
 
 def test_words_are_those_of_verls_main():
-    assert words_of(["a+b", "x.y=1"]) == ["recipe=a+b", "x.y=1"] and words_of(["recipe=a"]) == ["recipe=a"]
+    assert words_of(["digen_sd3+nft", "x.y=1"]) == ["recipe=digen_sd3+nft", "x.y=1"] and words_of(["recipe=a"]) == [
+        "recipe=a"
+    ]
     assert words_of(["~x", "--config-name", "job"]) == ["~x", "--config-name", "job"]
     assert words_of(["x=1"], needs_recipe=False) == ["x=1"]
     for given in ([], ["x.y=1"]):
         with pytest.raises(ValueError, match="the first word must be a recipe, got"):
             words_of(given)
+    for given, meant in (
+        ("digen_sd3+nftt", "got 'nftt'; did you mean nft[?]"),
+        ("grpo_guard", "of grpo_guard is guard;"),
+    ):
+        with pytest.raises(ValueError, match=meant):
+            words_of([given])
+    assert words_of(["mine", "hydra.searchpath=[pkg://mine]"])[0] == "recipe=mine"
 
 
 def test_a_run_shows_little_keeps_all_and_ends_with_what_one_does_next(train, tmp_path):
     code, said = train("trainer.resume_mode=auto")
     assert code == 0 and "noise" not in said and "step 1/2 | reward 0.5" in said
-    assert said.startswith("starts python -m verl.trainer.main_ppo recipe=digen_x trainer.resume_mode=auto\n")
+    assert said.startswith("starts python -m verl.trainer.main_ppo recipe=digen_sd3 trainer.resume_mode=auto\n")
     assert "reward 0.4000 after step 2, 0.1000 before training" in said and "digen export run\n" in said
     log = (tmp_path / "run" / "console.log").read_text()
     assert log.startswith("noise of a library\n") and "more noise" in log and "step 1/2" in log
@@ -127,7 +136,7 @@ def test_a_signal_ends_a_run_with_the_command_that_continues_it(train, tmp_path,
     got, said = train(word, f"signal={number:d}", "trainer.resume_mode=disable")
     assert got == code and shown in said and "go on" not in said and not (tmp_path / "run" / "stop").exists()
     way = "Continue" if shown.endswith("step") else "Begin again"
-    assert f"{way:<17}digen train digen_x {word} signal={number:d}\n" in said
+    assert f"{way:<17}digen train digen_sd3 {word} signal={number:d}\n" in said
     assert signal.getsignal(signal.SIGINT) == before
 
 

@@ -205,7 +205,7 @@ RULES = (
         LEARNS,
     ),
     Rule(
-        *("What was sampled is trained", GAP, _newest(GAP), "{:.2g} x the harmless gap", 1.0, 3.0),
+        *("What was sampled is trained", GAP, _newest(GAP), "{:.2f} x the harmless gap", 1.0, 3.0),
         "Trainer and replicas disagree on log-probs of a step, by more than rounding or than the clip range allows.",
         "Compare the dtypes (actor_rollout_ref.rollout.dtype, fsdp_config.mixed_precision.param_dtype) and attention "
         "kernels of both sides; widen the clip range; or set digen.loss.old_log_probs=auto.",
@@ -215,14 +215,14 @@ RULES = (
         ),
     ),
     Rule(
-        *("Gradient", GRADIENT, _growth, "{:.2g} x the norm of earlier steps", 5.0, 30.0),
+        *("Gradient", GRADIENT, _growth, "{:.1f} x the norm of earlier steps", 5.0, 30.0),
         "The gradient is zero, not finite, or growing fast.",
         "At zero: see the groups without spread. Else lower the learning rate, the clip range or "
         "digen.loss.advantage_clip.",
         LEARNS,
     ),
     Rule(
-        *("Gradient against Adam's eps", TO_EPS, _newest(TO_EPS), "{:.3g} x eps", 10.0, 10.0),
+        *("Gradient against Adam's eps", TO_EPS, _newest(TO_EPS), "{:,.0f} x eps", 10.0, 10.0),
         "Adam's eps shortens the steps, so the learning rate means less than it says.",
         "Lower it: +actor_rollout_ref.actor.optim.override_optimizer_config.eps=1e-15.",
         *("numerics.md#metrics", f"after {LEAST} steps with Adam"),

@@ -120,7 +120,7 @@ function slider(parent, steps, first, show) {
     play.textContent = timer ? "Pause" : "Play";
   } }, "Play");
   range.addEventListener("input", move);
-  const row = el("div", { class: "controls" }, said, range, steps.length > 1 ? play : null);
+  const row = el("div", { class: "controls" }, said, steps.length > 1 ? [range, play] : null);
   parent.append(row);
   return { row, move };
 }
@@ -272,13 +272,11 @@ function validationPictures() {
             sparkline(rewards.map((row) => row[prompt]), rewardSteps.indexOf(steps[at]))),
           el("p", {}, prompts[prompt]));
       }));
-      fitCells(grid, "--cell", pictures[at].find(Boolean), 178, compares && at > 0 ? 1.6 : 1);
+      fitCells(grid, "--cell", pictures[at].find(Boolean), 150, compares && at > 0 ? 1.9 : 1);
     };
     const { row, move } = slider(node, steps, at, (chosen) => { at = chosen; draw(); });
-    row.append(
-      steps.length > 1 ? el("button", { "aria-pressed": "true", onclick: (event) => { compares = !compares; event.target.setAttribute("aria-pressed", String(compares)); draw(); } }, `Beside step ${steps[0]}`) : null,
-      el("select", { "aria-label": "order", onchange: (event) => { sorts = event.target.value; draw(); } }, ["as given", "largest change first", "lowest reward first"].map((word) => el("option", {}, word))));
-    row.querySelectorAll(":scope > :empty:not(input):not(output)").forEach((one) => one.remove());
+    if (steps.length > 1) row.append(el("button", { "aria-pressed": "true", onclick: (event) => { compares = !compares; event.target.setAttribute("aria-pressed", String(compares)); draw(); } }, `Beside step ${steps[0]}`));
+    row.append(el("select", { "aria-label": "order", onchange: (event) => { sorts = event.target.value; draw(); } }, ["as given", "largest change first", "lowest reward first"].map((word) => el("option", {}, word))));
     node.append(grid);
     move();
   });
@@ -437,9 +435,9 @@ function report() {
   head();
   healthPanel();
   rewardCurve();
+  validationPictures();
   partCurves();
   rewardDistributions();
-  validationPictures();
   groupPictures();
   speed();
   timeline();

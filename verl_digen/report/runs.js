@@ -32,7 +32,7 @@ function runTable(first, link) {
     el("td", {}, number(run.best, 4), run.best_step !== null ? el("span", { class: "faint" }, ` step ${run.best_step}`) : null), el("td", {}, number(run.reward, 4)),
     el("td", {}, number(run.samples_per_s, 3)), el("td", {}, hours(run.hours)),
     el("td", { title: new Date(run.changed_s * 1000).toLocaleString("en") }, ago(Date.now() / 1000 - run.changed_s))));
-  return el("div", { class: "wide" }, rows(["", "run", "state", "health", "step", "validation", "best", "training", "samples/s", "time of steps", "changed"], lines));
+  return el("div", { class: "wide runs" }, rows(["", "run", "state", "health", "step", "validation", "best", "training", "samples/s", "time of steps", "changed"], lines));
 }
 
 function list() {

@@ -143,7 +143,7 @@ def _speed(trained: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
         if name.startswith("perf/bubble_fraction/")
     }
     if peaks := [row[MEMORY] for row in trained if MEMORY in row]:
-        shown.append(_tile("Memory of a trainer rank", f"{max(peaks):.3g} GB", "at most so far; of the fullest device"))
+        shown.append(_tile("Memory of a trainer rank", f"{max(peaks):.3g} GB", "peak so far, on the fullest device"))
     if idle:
         shares = " · ".join(f"{pool} {share:.0%}" for pool, share in idle.items())
         shown.append(_tile("Idle", f"{max(idle.values()):.0%}", shares))

@@ -22,10 +22,12 @@ import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from importlib.resources import files
 
 from verl_digen.tools.train.launcher import launch, summary
 
 NAME = "train"
+ALL_RECIPES = "docs/models.md and docs/algorithms/README.md have all of them"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -56,17 +58,31 @@ def words_of(given: Sequence[str], *, needs_recipe: bool = True) -> list[str]:
     """Words for verl's main.
 
     Raises:
-        ValueError: there is no recipe.
+        ValueError: there is no recipe, or it does not exist; a config of the user's own may have more.
 
     Example:
         words_of(["digen_sd3+nft", "trainer.nnodes=2"])  # ["recipe=digen_sd3+nft", "trainer.nnodes=2"]
     """
     words = list(given)
     if words and "=" not in words[0] and words[0][0] not in "-~":
+        if needs_recipe and not any("searchpath" in word or word.startswith("--config-") for word in words):
+            _check_recipes(words[0].split("+"))
         words[0] = f"recipe={words[0]}"
     if needs_recipe and not any(word.lstrip("+").startswith(("recipe=", "--config-")) for word in words):
         raise ValueError(
             f"the first word must be a recipe, got {words[0] if words else 'none'}; e.g. digen train digen_quickstart, "
-            "and docs/models.md and docs/algorithms/README.md have all of them"
+            f"and {ALL_RECIPES}"
         )
     return words
+
+
+def _check_recipes(names: Sequence[str]) -> None:
+    """Raise ValueError for a name without a recipe; Hydra's own answer has 60 lines."""
+    known = {one.name.removesuffix(".yaml") for one in files("verl_digen.recipes").iterdir()}
+    for name in names:
+        if name not in known:
+            from verl_digen.recipe_source import recipe_hint  # imports Hydra and Ray
+
+            raise ValueError(
+                f"RECIPE must name a recipe, got {name!r}; {recipe_hint(name, sorted(known))}{ALL_RECIPES}"
+            )
