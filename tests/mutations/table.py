@@ -138,7 +138,12 @@ ENGINE: tuple[Line, ...] = (
     ("ledger.take", given(is_last="False"), "groups that were dropped leave the batch open for ever"),
     ("ledger.take", swap("index not in given", "False"), "samples held back are forgotten"),
     ("ledger.__init__", given(scale="None"), "a mini-batch has a scale of its own", "invariants: mini_batches"),
-    ("transaction.settle", given(divisor="1 / divisor"), "centred rewards are multiplied", ": max_group"),
+    (
+        "transaction.settle",
+        given(divisor="1 / divisor"),
+        "centred rewards are multiplied",
+        "two_ranks_fragments: max_group",
+    ),
     ("transaction.settle", drop("gradients.add_"), "the KL term's gradient is lost", ": serial_loop and kl"),
     (
         "transaction.close",
