@@ -46,10 +46,12 @@ def test_the_config_is_checked_before_anything_starts(started):
     [("digen_quickstart", ColocatedTrainer), ("digen_quickstart+disaggregated", DisaggregatedTrainer)],
 )
 def test_the_trainer_is_the_one_that_trainer_mode_names(started, monkeypatch, tmp_path, recipe, kind):
-    monkeypatch.chdir(tmp_path)  # a trainer holds its run's folder until it is collected
     monkeypatch.setattr(kind, "__init__", lambda self, config: None)
     monkeypatch.setattr(facade, "start", started.append)
-    trainer = RayFlowGRPOTrainer(composed(f"recipe={recipe}"), device_name="cpu")
+    trainer = RayFlowGRPOTrainer(
+        composed(f"recipe={recipe}", f"trainer.default_local_dir={tmp_path}"),  # held until the trainer is collected
+        device_name="cpu",
+    )
     assert type(trainer._trainer) is trainer_base.get_trainer_cls(trainer.config.trainer.v1.trainer_mode) is kind
     assert len(started) == 1
 
