@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gold rewards of validations in a run: what is logged, when the run stops, which checkpoints are kept, and resumes."""
 
-import logging
 from pathlib import Path
 
 import pytest
 
 from verl_digen.config import RewardConfig
 from verl_digen.reward.hacking import Rules
-from verl_digen.trainer.watch import STATE, RewardWatch
+from verl_digen.trainer.watch import RewardWatch
 
 RULES = Rules(least=3, window=5, threshold=1.0, patience=2)
 FUNCTIONS = {"jpeg_compressibility": 1.0, "pick": {"weight": 0, "gold": True}}
@@ -19,13 +18,16 @@ def make_watch(run_dir: Path, *, stops: bool = True) -> RewardWatch:
     return RewardWatch(RewardConfig(FUNCTIONS, stop_on_hacking=stops), run_dir, RULES)
 
 
+def row_of(number: int) -> dict[str, float]:
+    """Metrics of the validation after 10 x `number` steps."""
+    return {"step": 10 * number, "val/reward": REWARDS[number], "val/reward_pick": GOLDS[number]}
+
+
 def validate(watch: RewardWatch, run_dir: Path, number: int) -> tuple[dict[str, float], bool]:
-    """The validation after 10 x `number` steps, each of which but the first is saved before."""
-    folder = run_dir / f"global_step_{10 * number}"
-    if number > 0 and not folder.is_dir():
-        folder.mkdir()
-        watch.save(folder)
-    return watch.observe(10 * number, {"val/reward": REWARDS[number], "val/reward_pick": GOLDS[number]})
+    """A validation; each but the first is saved before."""
+    if number > 0:
+        (run_dir / f"global_step_{10 * number}").mkdir(exist_ok=True)
+    return watch.observe(10 * number, row_of(number))
 
 
 def test_a_run_is_warned_then_stopped_and_told_where_the_best_is(tmp_path, caplog):
@@ -61,34 +63,20 @@ def test_the_best_validations_checkpoint_is_kept_and_before_training_there_is_no
         assert watch.kept_checkpoints == [str(tmp_path / "global_step_10" / "actor")]
 
 
-@pytest.mark.parametrize("cut", range(1, 5))
 @pytest.mark.parametrize("again", [False, True], ids=["trains on", "validates again"])
-def test_a_resumed_run_judges_as_one_that_was_never_interrupted(tmp_path, cut, again):
-    whole = [validate(watch := make_watch(tmp_path), tmp_path, 0)]
-    whole += [validate(watch, tmp_path, number) for number in range(1, 5)]
-    resumed = make_watch(tmp_path)
-    resumed.load(tmp_path / f"global_step_{10 * cut}")
-    first = cut if again else cut + 1
+def test_a_resumed_run_judges_as_one_that_was_never_interrupted(tmp_path, again):
+    watch, resumed = make_watch(tmp_path), make_watch(tmp_path)
+    whole = [validate(watch, tmp_path, number) for number in range(5)]
+    resumed.load([row_of(0), {"step": 5, "reward/mean": 0.1}, *map(row_of, range(1, 4))])
+    first = 3 if again else 4
     assert [validate(resumed, tmp_path, number) for number in range(first, 5)] == whole[first:]
     assert resumed.kept_checkpoints == watch.kept_checkpoints
 
 
-def test_a_checkpoint_has_the_state_of_before_its_validation_until_that_ends(tmp_path):
+def test_validations_before_there_was_a_gold_reward_do_not_count(tmp_path):
     watch = make_watch(tmp_path)
-    (tmp_path / "global_step_10").mkdir()
-    watch.save(tmp_path / "global_step_10")
-    before = (tmp_path / "global_step_10" / STATE).read_text()
-    validate(watch, tmp_path, 1)
-    assert '"step": 10' in (tmp_path / "global_step_10" / STATE).read_text() and '"step": 10' not in before
-
-
-def test_a_checkpoint_of_a_run_without_gold_rewards_starts_the_alarm_anew(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    make_watch(tmp_path).load(tmp_path)
-    assert f"has no {STATE}: the alarm on hacking starts with the next validation" in caplog.text
-    without = RewardWatch(RewardConfig({"jpeg_compressibility": 1.0}), tmp_path)
-    without.save(tmp_path)
-    assert not (tmp_path / STATE).exists()
+    watch.load([{"step": 10, "val/reward": 0.1}, {"step": 20, "val/reward": 0.1, "val/reward_other": 0.9}])
+    assert watch.kept_checkpoints == []
 
 
 def test_a_validation_in_which_gold_scored_nothing_does_not_count(tmp_path, caplog):

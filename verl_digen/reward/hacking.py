@@ -14,27 +14,25 @@
   without a trend. A trend raises it, so that a straight line has a finite trend too: 4.7 with 6 points, 10 with 10.
 
 Invariants (tests/reward/test_hacking.py)
-- Equal observations give equal states; a step that is observed again replaces what was observed there.
 - Scale and offset of a reward do not matter, and rewards that are constant have no trend.
-- A single outlier raises no alarm. At most `window` points are kept.
-- `best` is the first step with the highest value of each gold reward, also when it has left the window.
+- A single outlier raises no alarm.
 
 Example:
-    alarm = HackingAlarm(("pick",), Rules(least=3, threshold=1.0, patience=1))
-    alarm.observe(10, reward=0.5, golds={"pick": 0.8})  # verdict too_few
-    alarm.observe(20, reward=0.6, golds={"pick": 0.7})  # verdict too_few
-    alarm.observe(30, reward=0.7, golds={"pick": 0.6})  # verdict hacking, of pick
-    alarm.best["pick"]                                  # Best(step=10, value=0.8)
+    rules = Rules(least=3, threshold=1.0, patience=1)
+    points = [Point(10, 0.5, {"pick": 0.8}), Point(20, 0.6, {"pick": 0.7}), Point(30, 0.7, {"pick": 0.6})]
+    judge(points[:2], rules)  # verdict too_few
+    judge(points, rules)      # verdict hacking, of pick
+    best(points, "pick")      # the point of step 10
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import Literal
 
 Verdict = Literal["too_few", "fine", "warning", "hacking"]
 
@@ -68,14 +66,6 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Best:
-    """The best validation of one gold reward."""
-
-    step: int
-    value: float
-
-
-@dataclass(frozen=True)
 class Finding:
     """Judgement after one validation."""
 
@@ -88,76 +78,35 @@ class Finding:
     """Gold rewards for which the verdict is `warning` or `hacking`."""
 
 
-class HackingAlarm:
-    """See the module.
+def judge(points: Sequence[Point], rules: Rules = RULES) -> Finding:
+    """Judge the newest of a run's validations.
 
     Args:
-        golds: names of the gold rewards.
+        points: all validations so far, at least one, in order; each has all gold rewards.
     """
+    newest, *earlier = (
+        _compared(points[: len(points) - ago], rules) for ago in range(min(rules.patience, len(points)))
+    )
+    is_hacking = len(points) >= rules.patience and all(finding.falling for finding in (newest, *earlier))
+    return replace(newest, verdict="hacking") if is_hacking else newest
 
-    def __init__(self, golds: Sequence[str], rules: Rules = RULES):
-        self._rules, self._golds = rules, tuple(golds)
-        self._points: list[Point] = []
-        self._warned: dict[int, bool] = {}
-        """Step of each point -> True if the verdict was `warning` or `hacking` there."""
-        self.best: dict[str, Best] = {}
 
-    def observe(self, step: int, *, reward: float, golds: Mapping[str, float]) -> Finding:
-        """Add the validation after `step` optimizer steps -> the judgement.
+def best(points: Sequence[Point], gold: str) -> Point:
+    """The first validation with the highest value of a gold reward."""
+    return max(points, key=lambda point: point.golds[gold])
 
-        Args:
-            golds: value of each gold reward.
 
-        Raises:
-            RuntimeError: a gold reward has no value, or a later step was observed before.
-        """
-        missing = [name for name in self._golds if name not in golds]
-        if missing:
-            raise RuntimeError(f"a validation must have a value of each gold reward, got none of {missing}")
-        if self._points and step < self._points[-1].step:
-            raise RuntimeError(f"validations must be observed in order, got {step} after {self._points[-1].step}")
-        values = {name: float(golds[name]) for name in self._golds}
-        kept = [point for point in self._points if point.step != step]
-        self._points = [*kept, Point(step, float(reward), values)][-self._rules.window :]
-        for name, value in values.items():
-            if name not in self.best or value > self.best[name].value:
-                self.best[name] = Best(step, value)
-        return self._judge()
-
-    def _judge(self) -> Finding:
-        rules, points = self._rules, self._points
-        finding = Finding("too_few", 0.0, {}, ())
-        if len(points) >= rules.least:
-            steps = [point.step for point in points]
-            rise = trend(steps, [point.reward for point in points])
-            trends = {name: trend(steps, [point.golds[name] for point in points]) for name in self._golds}
-            rises = rise >= rules.threshold
-            falling = tuple(name for name, value in trends.items() if rises and value <= -rules.threshold)
-            finding = Finding("warning" if falling else "fine", rise, trends, falling)
-        last = points[-1].step
-        self._warned = {point.step: self._warned.get(point.step, False) for point in points} | {
-            last: bool(finding.falling)
-        }
-        recent = list(self._warned.values())[-rules.patience :]
-        if len(recent) == rules.patience and all(recent):
-            return Finding("hacking", finding.reward_trend, finding.gold_trends, finding.falling)
-        return finding
-
-    def state(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
-        return {
-            "points": [asdict(point) for point in self._points],
-            "warned": [step for step, warned in self._warned.items() if warned],
-            "best": {name: asdict(best) for name, best in self.best.items()},
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned. Points without a value of each gold reward are left out."""
-        points = [Point(**point) for point in state["points"]]
-        self._points = [point for point in points if {*self._golds} <= {*point.golds}]
-        self._points = self._points[-self._rules.window :]
-        self._warned = {point.step: point.step in state["warned"] for point in self._points}
-        self.best = {name: Best(**best) for name, best in state["best"].items() if name in self._golds}
+def _compared(points: Sequence[Point], rules: Rules) -> Finding:
+    """Compare the trends in the window that ends with the last of these points."""
+    points = points[-rules.window :]
+    if len(points) < rules.least:
+        return Finding("too_few", 0.0, {}, ())
+    steps = [point.step for point in points]
+    rise = trend(steps, [point.reward for point in points])
+    trends = {name: trend(steps, [point.golds[name] for point in points]) for name in points[-1].golds}
+    rises = rise >= rules.threshold
+    falling = tuple(name for name, value in trends.items() if rises and value <= -rules.threshold)
+    return Finding("warning" if falling else "fine", rise, trends, falling)
 
 
 def trend(steps: Sequence[int], values: Sequence[float]) -> float:

@@ -407,7 +407,6 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             save_run_description(step_dir, self.config)
             if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
                 export_checkpoint(step_dir)
-            self._watch.save(step_dir)
             publish(self.run_dir, self.global_steps)
         except DeadlineMissed:
             raise
@@ -429,7 +428,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         self.global_steps = 0  # verl's method says the same, after the watch has asked
         with self._supervision.watch("files", "reading a checkpoint"):
             super()._load_checkpoint()
-        self._output.keep_until(self.global_steps)
+        rows = self._output.keep_until(self.global_steps)
         if self.global_steps > 0:
             step_dir = self.run_dir / f"global_step_{self.global_steps}"
             if self.config.trainer.resume_mode == "resume_path":
@@ -444,7 +443,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
                     "start, after %d that were drawn before",
                     *(step_dir, len(self._drawn)),
                 )
-            self._watch.load(step_dir)
+            self._watch.load(rows)
             if self.digen.reward.stop_on_hacking:
                 self.actor_rollout_wg.keep_checkpoints(self._watch.kept_checkpoints)
             logger.info("resumed from %s after %d steps", step_dir, self.global_steps)

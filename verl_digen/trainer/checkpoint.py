@@ -6,7 +6,6 @@
     RUN_DIR/global_step_N/digen.json       counters of the driver
     RUN_DIR/global_step_N/run.json         resolved config and versions, read by `digen export` and `digen sample`
     RUN_DIR/global_step_N/prompts.json     prompts that were drawn and not trained yet, in order
-    RUN_DIR/global_step_N/watch.json       the alarm for hacking, see `verl_digen.trainer.watch`
     RUN_DIR/latest_checkpointed_iteration.txt   the pointer, replaced last and at once
 
 Invariant (tests/trainer/test_checkpoint.py): whatever fails before the pointer is replaced, the pointer names a

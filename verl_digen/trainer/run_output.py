@@ -60,14 +60,16 @@ class RunOutput:
             return None
         return min(digen.loss_settings.clip_widths.values())
 
-    def keep_until(self, step: int) -> None:
-        """Drop what a run resumed after `step` repeats; 0 drops all."""
+    def keep_until(self, step: int) -> list[dict[str, Any]]:
+        """Drop what a run resumed after `step` repeats, 0: all -> the lines of `metrics.jsonl` that are left."""
         keep_until(self._metrics_path, step)
-        for row in read_lines(self._metrics_path):
+        rows = read_lines(self._metrics_path)
+        for row in rows:
             self._health.observe(row)
         self._turned_red()  # said before
         self._warnings.keep_until(step)
         self._warnings.step = step
+        return rows
 
     def on_step(
         self,

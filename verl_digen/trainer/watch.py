@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gold rewards of validations: the alarm (`verl_digen.reward.hacking`), its log lines, metrics, and its checkpoint.
+"""Gold rewards of validations: the alarm (`verl_digen.reward.hacking`), its log lines, and its metrics.
 
 | metric | meaning |
 | --- | --- |
@@ -11,37 +11,38 @@
 With `digen.reward.stop_on_hacking` a verdict ends the run after the step, with exit code 0, and the checkpoint of each
 gold reward's best validation is kept, beside the newest `trainer.max_actor_ckpt_to_keep`.
 
-Invariant (tests/trainer/test_watch.py): a resumed run judges as one that was never interrupted.
+Invariant (tests/trainer/test_watch.py): a run that is resumed in its folder judges as one that was never interrupted.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from verl_digen.config import RewardConfig
-from verl_digen.reward.hacking import RULES, Finding, HackingAlarm, Rules
-from verl_digen.trainer.checkpoint import replace_text
+from verl_digen.reward.hacking import RULES, Finding, Point, Rules, best, judge
 
 logger = logging.getLogger(__name__)
-
-STATE = "watch.json"
-"""File of the alarm's state in a checkpoint."""
 
 
 class RewardWatch:
     def __init__(self, reward: RewardConfig, run_dir: Path, rules: Rules = RULES):
         self._golds, self._stops = reward.golds, reward.stop_on_hacking
-        self._patience = rules.patience
-        self._run_dir = run_dir
-        self._alarm = HackingAlarm(reward.golds, rules)
+        self._rules, self._run_dir = rules, run_dir
+        self._by_step: dict[int, Point] = {}
+        """Step -> the newest validation after it, in order."""
+
+    @property
+    def _best(self) -> dict[str, Point]:
+        """Gold reward -> its best validation."""
+        points = [*self._by_step.values()]
+        return {name: best(points, name) for name in self._golds if points}
 
     @property
     def kept_checkpoints(self) -> list[str]:
         """Folders of the checkpoints to keep, as the engine was given them; before training there is none."""
-        steps = sorted({best.step for best in self._alarm.best.values()} - {0})
+        steps = sorted({point.step for point in self._best.values()} - {0})
         return [str(self._step_dir(step) / "actor") for step in steps]
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], bool]:
@@ -57,15 +58,22 @@ class RewardWatch:
                 *(step, ", ".join(missing)),
             )
             return {}, False
-        golds = {name: metrics[f"val/reward_{name}"] for name in self._golds}
-        finding = self._alarm.observe(step, reward=metrics["val/reward"], golds=golds)
-        step_dir = self._step_dir(step)
-        if step_dir.is_dir():  # the checkpoint was written before the validation
-            self.save(step_dir)
+        self._add(step, metrics)
+        finding = judge([*self._by_step.values()], self._rules)
         stops = finding.verdict == "hacking" and self._stops
         if finding.falling:
-            logger.warning("%s", self._told(step, finding, golds, stops=stops))
+            logger.warning("%s", self._told(step, finding, stops=stops))
         return self._metrics(finding), stops
+
+    def load(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Take over the validations of a run that is resumed, from the lines of its `metrics.jsonl`."""
+        for row in rows:
+            if {"val/reward", *(f"val/reward_{name}" for name in self._golds)} <= row.keys():
+                self._add(int(row["step"]), row)
+
+    def _add(self, step: int, metrics: Mapping[str, float]) -> None:
+        golds = {name: float(metrics[f"val/reward_{name}"]) for name in self._golds}
+        self._by_step[step] = Point(step, float(metrics["val/reward"]), golds)
 
     def _metrics(self, finding: Finding) -> dict[str, float]:
         found = {
@@ -75,14 +83,15 @@ class RewardWatch:
         if finding.verdict != "too_few":
             found["hacking/reward_trend"] = finding.reward_trend
             found |= {f"hacking/{name}_trend": value for name, value in finding.gold_trends.items()}
-        for name, best in self._alarm.best.items():
-            found |= {f"hacking/{name}_best": best.value, f"hacking/{name}_best_step": float(best.step)}
+        for name, point in self._best.items():
+            found |= {f"hacking/{name}_best": point.golds[name], f"hacking/{name}_best_step": float(point.step)}
         return found
 
-    def _told(self, step: int, finding: Finding, golds: Mapping[str, float], *, stops: bool) -> str:
+    def _told(self, step: int, finding: Finding, *, stops: bool) -> str:
+        golds, best = self._by_step[step].golds, self._best
         falls = "; ".join(
             f"{name} falls ({finding.gold_trends[name]:.1f} standard errors) and is {golds[name]:.4f}, at best "
-            f"{self._alarm.best[name].value:.4f} {self._place(self._alarm.best[name].step)}"
+            f"{best[name].golds[name]:.4f} {self._place(best[name].step)}"
             for name in finding.falling
         )
         text = (
@@ -91,7 +100,7 @@ class RewardWatch:
         )
         if stops:
             return (
-                f"{text}, as in each of the newest validations ({self._patience}): the run ends here "
+                f"{text}, as in each of the newest validations ({self._rules.patience}): the run ends here "
                 "(digen.reward.stop_on_hacking=true). To continue anyway, start again with "
                 "digen.reward.stop_on_hacking=false trainer.resume_mode=auto"
             )
@@ -101,21 +110,8 @@ class RewardWatch:
         """Name the validation after `step`, and with `stop_on_hacking` its checkpoint."""
         if step == 0:
             return "before training"
-        is_kept = self._stops and self._step_dir(step).is_dir()  # else it lies in the folder of the run before a resume
+        is_kept = self._stops and self._step_dir(step).is_dir()
         return f"after step {step}" + (f" (kept: {self._step_dir(step)})" if is_kept else "")
-
-    def save(self, step_dir: Path) -> None:
-        """Write the state into a checkpoint; nothing without gold rewards."""
-        if self._golds:
-            replace_text(step_dir / STATE, json.dumps(self._alarm.state()))
-
-    def load(self, step_dir: Path) -> None:
-        """Take over the state of a checkpoint. One of a run without gold rewards has none: the alarm starts anew."""
-        path = step_dir / STATE
-        if self._golds and path.is_file():
-            self._alarm.load(json.loads(path.read_text()))
-        elif self._golds:
-            logger.info("%s has no %s: the alarm on hacking starts with the next validation", step_dir, STATE)
 
     def _step_dir(self, step: int) -> Path:
         return self._run_dir / f"global_step_{step}"
