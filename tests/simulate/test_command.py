@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tests.grid import IN_GRID
 from verl_digen import cli
 
 
@@ -52,9 +53,10 @@ def test_each_run_gets_its_own_best_split_and_a_slower_one_is_not_taken(tmp_path
     ("seconds", "advice"),
     [
         ("0", "so: one pool, 8xH100 together (colocated+tsp); two are not faster by more than 5%"),
-        (
+        pytest.param(
             "10",
             "so: two pools, 7xH100 + 1xH100 (gap+tsp+tag, every sample on-policy), 1.06 times as fast as colocated+tsp",
+            marks=IN_GRID,
         ),
         (
             "600",

@@ -56,6 +56,8 @@ def test_a_row_that_is_simulated_again_lies_in_the_range_of_the_page(script, siz
     assert float(low) - 0.005 <= compared.speedup(run, getattr(script, over)) <= float(high) + 0.005
 
 
+@pytest.mark.long
+@pytest.mark.grid
 def test_a_line_of_slow_rewards_that_is_simulated_again_is_that_of_the_page(script, monkeypatch):
     monkeypatch.setattr(script, "REWARD_TIMES", (3,))
     *_, line = script.slow_reward_table([load_profile("sd3.5-medium")], script.LADDER_SIZE)
