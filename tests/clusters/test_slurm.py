@@ -44,9 +44,9 @@ case "$1 $2" in
 esac""",
     # The run: its environment and words, one a line; then what the test wants of it.
     "python": """
+trap 'echo "killed run" >>"$STATE/log"; exit 143' TERM
 echo "run $NODE $RAY_ADDRESS" >>"$STATE/log"
 printf "%s\\n" "$@" >"$STATE/words"
-trap 'echo "killed run" >>"$STATE/log"; exit 143' TERM
 [ ! -e "$STATE/losing" ] || rm "$STATE/alive-$(cat "$STATE/losing")"
 while [ -e "$STATE/lasting" ]; do sleep 1; done
 exit "$(cat "$STATE/exit" 2>/dev/null || echo 0)" """,
