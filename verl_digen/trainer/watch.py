@@ -88,10 +88,10 @@ class RewardWatch:
         return found
 
     def _told(self, step: int, finding: Finding, *, stops: bool) -> str:
-        golds, best = self._by_step[step].golds, self._best
+        golds, highest = self._by_step[step].golds, self._best
         falls = "; ".join(
             f"{name} falls ({finding.gold_trends[name]:.1f} standard errors) and is {golds[name]:.4f}, at best "
-            f"{best[name].golds[name]:.4f} {self._place(best[name].step)}"
+            f"{highest[name].golds[name]:.4f} {self._place(highest[name].step)}"
             for name in finding.falling
         )
         text = (
