@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 from torch import nn
 
 from verl_digen.weights.checksum import Manifest, checksum
 from verl_digen.weights.receiver import WeightReceiver
-from verl_digen.weights.receiving import Receiving, Staging
+from verl_digen.weights.receiving import BoundedReceiver, Receiving, Staging
 from verl_digen.weights.sending import DIRECT_MB, ReceiverDied, Wire, send_update
 
 CPU = torch.device("cpu")
@@ -89,6 +90,13 @@ def test_a_sender_that_binds_after_its_receiver_began_is_found(handle):
     time.sleep(0.02)  # its first try to connect fails meanwhile
     send(handle, WEIGHTS.items())
     assert_complete(receiving, staging)
+
+
+def test_a_receiver_tries_to_connect_again_at_once(handle):
+    receiver = BoundedReceiver(handle, CPU, True, check=lambda: None, timeout_s=1.0)
+    receiver._init_socket()
+    assert 0 < receiver.socket.getsockopt(zmq.RECONNECT_IVL) <= 10, "ms; ZeroMQ's own is 100"
+    receiver.socket.close(0)
 
 
 def test_numbers_travel_in_the_dtype_of_the_wire_and_counters_in_their_own(handle):

@@ -84,11 +84,9 @@ def judge(points: Sequence[Point], rules: Rules = RULES) -> Finding:
     Args:
         points: all validations so far, at least one, in order; each has all gold rewards.
     """
-    newest, *earlier = (
-        _compared(points[: len(points) - ago], rules) for ago in range(min(rules.patience, len(points)))
-    )
-    is_hacking = len(points) >= rules.patience and all(finding.falling for finding in (newest, *earlier))
-    return replace(newest, verdict="hacking") if is_hacking else newest
+    found = [_compared(points[:end], rules) for end in range(len(points), max(len(points) - rules.patience, 0), -1)]
+    is_hacking = len(found) == rules.patience and all(finding.falling for finding in found)
+    return replace(found[0], verdict="hacking") if is_hacking else found[0]
 
 
 def best(points: Sequence[Point], gold: str) -> Point:
