@@ -95,7 +95,7 @@ def test_a_sender_that_binds_after_its_receiver_began_is_found(handle):
 def test_a_receiver_tries_to_connect_again_at_once(handle):
     receiver = BoundedReceiver(handle, CPU, True, check=lambda: None, timeout_s=1.0)
     receiver._init_socket()
-    assert 0 < receiver.socket.getsockopt(zmq.RECONNECT_IVL) <= 10, "ms; ZeroMQ's own is 100"
+    assert receiver.socket.getsockopt(zmq.RECONNECT_IVL) in range(1, 11), "ms; ZeroMQ's own is 100"
     receiver.socket.close(0)
 
 
