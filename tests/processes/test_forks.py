@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import verl  # noqa: F401 - loads the plugin
 from hydra import compose, initialize_config_module
 
 from verl_digen.processes import forked_run
