@@ -70,6 +70,7 @@ lint: docs  ## style, types, scripts, links of the docs, and that no room import
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/shellcheck $(SCRIPTS)
 	$(BIN)/hadolint docker/Dockerfile
+	! git grep -nE '^(<{7}|>{7}) '  # marks of a merge
 
 docs:  ## the site of docs/, in build/docs; a broken link or anchor fails (seconds)
 	@.ci/setup_env.sh dev
