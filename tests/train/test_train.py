@@ -34,7 +34,10 @@ if "refuse" in words:
     sys.exit(2)
 if "compose" in words:
     print(*(f"Could not find {number}" for number in range(40)), sep="\\n")
+    print("Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.")
     sys.exit(1)
+if "broken" in words:
+    sys.exit("ImportError: no torch")
 folder = pathlib.Path("run")
 folder.mkdir(exist_ok=True)
 print("verl-digen: the run's folder is run", "(A pid=1) more noise", sep="\\n")
@@ -108,7 +111,8 @@ def test_a_run_shows_little_keeps_all_and_ends_with_what_one_does_next(train, tm
     ("word", "code", "shown", "left_out"),
     [
         ("refuse", 2, "cannot run.\na key must be > 0", "exit code"),
-        ("compose", 1, "exit code 1; it said:\nnoise of a library\nCould not find 0\n", "run's folder"),
+        ("compose", 2, "exit code 2; it said:\nnoise of a library\nCould not find 0\n", "run's folder"),
+        ("broken", 1, "exit code 1; it said:\nnoise of a library\nImportError: no torch\n", "run's folder"),
         ("crash", 137, "exit code 137; the end of run/console.log:\n72\n", "\n71\n"),
     ],
 )

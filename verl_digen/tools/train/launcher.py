@@ -41,6 +41,9 @@ POLL_S = 0.25
 """Time between two looks at signals while the run says nothing."""
 NUM_LAST_LINES = 30
 """Lines of the output that are shown of a run that failed without a word of ours."""
+EXIT_REFUSED = 2
+HYDRA_REFUSES = "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace."
+"""Last line where Hydra refuses a word, with exit code 1."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -111,7 +114,9 @@ class Launch:
         if not explained:
             explained = [f"exit code {code}; the end of {run_dir and run_dir / LOG}:", *self._last]
             if run_dir is None:  # nothing is in a file
-                explained = [f"exit code {code}; it said:", b"".join(self._unlogged).decode(errors="replace").rstrip()]
+                said = b"".join(self._unlogged).decode(errors="replace").rstrip()
+                code = EXIT_REFUSED if said.endswith(HYDRA_REFUSES) else code
+                explained = [f"exit code {code}; it said:", said]
             self._show("\n".join(explained))
         return Ended(code, None, run_dir, "\n".join(explained))
 
