@@ -44,7 +44,7 @@ OVERRIDDEN = {
     "models.experts:Experts": "forward",
     "models.int8:Int8Linear": "forward",
     "models.int8:_Product": "forward setup_context backward _backward_cls",
-    "platforms.placement:TypedPools": "create_resource_pool",
+    "config.placement:TypedPools": "create_resource_pool",
     "preflight.callback:Preflight": "on_run_start on_job_start on_job_end",
     "recipe_source:RecipeSlot": "scheme load_config is_config is_group available list",
     "recipe_source:RecipeSource": "scheme load_config is_config is_group available list",

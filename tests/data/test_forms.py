@@ -14,10 +14,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from verl_digen.data import dataset, splits, tables
+from verl_digen.data import splits, tables
 from verl_digen.data.prompts import Columns, default_source, read_prompts
 from verl_digen.data.splits import name_splits, resolve
 from verl_digen.inputs.hub import HubName
+from verl_digen.trainer import dataset
 
 TRAIN, VAL = "data.train_files", "data.val_files"
 GENEVAL = {"tag": "position", "include": [{"class": "cow", "count": 1, "position": ["left of", 0]}]}

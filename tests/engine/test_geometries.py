@@ -28,8 +28,8 @@ from verl_digen.agent_loop.episode import joined
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.rows import Samples
 from verl_digen.models import load_model
-from verl_digen.settings import Turn
 from verl_digen.types import Geometry, PathRecord, SampleFacts, Trajectory
+from verl_digen.types.settings import Turn
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

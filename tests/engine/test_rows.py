@@ -14,8 +14,8 @@ from verl_digen.engine.points import ForwardPoints, PathPoints
 from verl_digen.engine.rows import Samples, make_rows, tile_rows
 from verl_digen.schedulers.deal import Row
 from verl_digen.schedulers.tiles import Grid, plan_tiles
-from verl_digen.settings import Turn
 from verl_digen.types import Geometry, Noised, TrainingRows, Transitions
+from verl_digen.types.settings import Turn
 
 PATH = PathPoints()
 

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from tests.engine.harness import digen_section, make_batch, make_engine, perturb, train
 from verl_digen.cli import main
+from verl_digen.engine.driver_checkpoint import DriverState, publish, save_driver_state, save_run_description
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.trainer.checkpoint import DriverState, publish, save_driver_state, save_run_description
 
 EMA = {"ema": {"enable": True, "every_steps": 1}}
 STEP = 2

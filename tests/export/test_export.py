@@ -16,9 +16,9 @@ from tests.engine.harness import LORA, assert_equal, make_engine, on_two_ranks, 
 from tests.engine.serial import plain_transformer
 from tests.export.runs import digen, save_run, trained_engine
 from tests.tiny_models import build_tiny
+from verl_digen.engine.driver_checkpoint import export_checkpoint
 from verl_digen.tools.export.folders import save_transformer
 from verl_digen.tools.export.saved_run import open_run
-from verl_digen.trainer.checkpoint import export_checkpoint
 
 POLICIES = {"current": "current", "ema": "average"}
 """Policy as typed -> the engine's name."""

@@ -15,9 +15,9 @@ import verl_digen.trainer.register  # noqa: F401 - the order in which verl impor
 from tests.local_ray import local_ray
 from tests.platforms.driver import Server
 from verl_digen.config import DigenConfig, digen_config
+from verl_digen.config.placement import TypedPools, check_placement, pool_options, reward_options
 from verl_digen.config.pool_sizes import num_pool_devices, num_reward_devices
 from verl_digen.errors import RunStopped
-from verl_digen.platforms.placement import TypedPools, check_placement, pool_options, reward_options
 from verl_digen.rollout.birth import BornOnDevices, PlacedReplica, SeenDevice, require_same_devices
 from verl_digen.rollout.replica import DiffusersReplica
 from verl_digen.trainer.nodes import fetch_on_all_nodes

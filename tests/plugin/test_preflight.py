@@ -18,7 +18,6 @@ from tests.plugin.conftest import start_main
 from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
 from verl_digen.config import digen_config, load
-from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.preflight.effects import effect_problems
 from verl_digen.preflight.inputs import check_prompts
@@ -30,6 +29,7 @@ from verl_digen.preflight.rules import check_plannable
 from verl_digen.preflight.verl_keys import check_digen
 from verl_digen.processes.cluster import joins_cluster
 from verl_digen.tools.checkup.quickstart import override
+from verl_digen.trainer.dataset import DiffusionPromptDataset
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 
 pytestmark = pytest.mark.slow

@@ -14,13 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from verl_digen.errors import RunStopped
-from verl_digen.observe.run_files import END, LOCK, METRICS, REPORT
-from verl_digen.preflight.callback import Preflight, checked
-from verl_digen.preflight.inputs import prompts_of
-from verl_digen.preflight.rules import check
-from verl_digen.preflight.run_folder import claim
-from verl_digen.trainer.checkpoint import (
+from verl_digen.engine.driver_checkpoint import (
     RUN_FILE,
     DriverState,
     digest,
@@ -28,6 +22,12 @@ from verl_digen.trainer.checkpoint import (
     save_driver_state,
     save_run_description,
 )
+from verl_digen.errors import RunStopped
+from verl_digen.observe.run_files import END, LOCK, METRICS, REPORT
+from verl_digen.preflight.callback import Preflight, checked
+from verl_digen.preflight.inputs import prompts_of
+from verl_digen.preflight.rules import check
+from verl_digen.preflight.run_folder import claim
 
 pytestmark = pytest.mark.slow
 PATH = "trainer.resume_mode=resume_path"

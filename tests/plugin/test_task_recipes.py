@@ -11,10 +11,10 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from tests.tiny_models import build_tiny
 from verl_digen import preflight
 from verl_digen.config import digen_config
-from verl_digen.data.dataset import DiffusionPromptDataset
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.reward.named import BUILT_IN
 from verl_digen.trainer.colocated import ColocatedTrainer
+from verl_digen.trainer.dataset import DiffusionPromptDataset
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 
 GENEVAL = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "exclude": [{"class": "cup", "count": 3}]}

@@ -11,7 +11,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from verl_digen.config import DigenConfig
-from verl_digen.trainer.checkpoint import (
+from verl_digen.engine.driver_checkpoint import (
     DriverState,
     digest,
     load_driver_state,

@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_digen.config import DigenConfig, RewardConfig
+from verl_digen.engine.driver_checkpoint import publish
 from verl_digen.observe.run_files import STOP
 from verl_digen.reward.hacking import Rules
 from verl_digen.trainer.base import DiffusionTrainer
-from verl_digen.trainer.checkpoint import publish
 from verl_digen.trainer.watch import RewardWatch
 
 CONFIG = {

@@ -16,10 +16,10 @@ from itertools import accumulate
 import torch
 
 from verl_digen.environments.base import TurnResult
-from verl_digen.settings import EpisodeFacts, Turn
 from verl_digen.store.conditions import ConditionPair
 from verl_digen.store.keys import own_condition_key
 from verl_digen.types import CleanRecord, Generation, PathRecord, SampleFacts, Score, Trajectory
+from verl_digen.types.settings import EpisodeFacts, Turn
 
 ENVIRONMENT = "environment"
 """Part of a sample's reward that its environment gave."""

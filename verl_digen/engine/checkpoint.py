@@ -10,7 +10,7 @@ come from `actor_rollout_ref.model.path` again.
 
 A save writes into `NAME.partial` next to its folder, and rank 0 renames it when every rank is done. So a full disk or a
 kill leaves the last good checkpoint intact; the next save removes leftovers of a killed one. `digen export` makes files
-for other tools of a checkpoint; the driver does so for "hf_model" (`verl_digen.trainer.checkpoint`).
+for other tools of a checkpoint; the driver does so for "hf_model" (`verl_digen.engine.driver_checkpoint`).
 
 Invariants (tests/engine/test_checkpoint.py): n updates, save, load, n updates equal 2n updates bitwise; a
 save that fails on any rank raises on every rank and leaves no folder behind; so does a load, which then ends the run.

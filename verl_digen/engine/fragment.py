@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from verl_digen.schedulers.deal import Row
-from verl_digen.settings import Turn
 from verl_digen.types import SampleFacts, Sampling
+from verl_digen.types.settings import Turn
 
 
 @dataclass(frozen=True)

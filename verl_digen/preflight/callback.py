@@ -23,6 +23,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from verl_digen.engine.driver_checkpoint import replace_text
 from verl_digen.errors import RunStopped, describe, plain
 from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint
 from verl_digen.preflight.inputs import prompts_read_once
@@ -32,7 +33,6 @@ from verl_digen.preflight.run_folder import claim
 from verl_digen.preflight.start import save_start
 from verl_digen.processes.forked_run import fork_workers
 from verl_digen.report.page import refresh_report
-from verl_digen.trainer.checkpoint import replace_text
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 INTERRUPTED = 130

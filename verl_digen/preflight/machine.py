@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for this machine: versions of packages, and its accelerators and CPUs, where it is the whole cluster.
 
-The accelerators of a running Ray cluster are compared once the run has joined it (`verl_digen.platforms.placement`).
+The accelerators of a running Ray cluster are compared once the run has joined it (`verl_digen.config.placement`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from verl_digen.processes.cluster import joins_cluster
 from verl_digen.require import refusing, require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
-from verl_digen.trainer.batch_rules import groups_are_alike
+from verl_digen.sampling.batch_rules import groups_are_alike
 
 COLOCATED = "digen_colocated"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""
@@ -151,7 +151,7 @@ def check_rollout_package(config: DictConfig) -> None:
 
 def check_placement(config: DictConfig) -> None:
     """Require that a device type is set only for a pool that exists, and that reward workers can divide their devices.
-    Whether the cluster has such devices is checked once Ray has started (`verl_digen.platforms.placement`)."""
+    Whether the cluster has such devices is checked once Ray has started (`verl_digen.config.placement`)."""
     if config.trainer.v1.trainer_mode == COLOCATED:
         remedy = "use recipe=...+disaggregated, or set digen.placement.trainer_accelerator"
         require_values(config, TURNS, ("digen.placement.generator_accelerator", None, "", remedy))

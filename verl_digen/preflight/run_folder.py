@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
 from verl_digen.data.lengths import without
+from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS, digest, load_driver_state
 from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import (
     END,
@@ -52,7 +53,6 @@ from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
 from verl_digen.preflight.start import MISSING
 from verl_digen.report.start import leaves
 from verl_digen.require import require
-from verl_digen.trainer.checkpoint import RUN_FILE, WEIGHTS, digest, load_driver_state
 
 LEARNT = (
     *WEIGHTS,

@@ -103,7 +103,7 @@ def check_batches(config: DictConfig) -> None:
 
 
 CLASSES = {
-    "data.custom_cls": ("verl_digen.data.dataset", "DiffusionPromptDataset"),
+    "data.custom_cls": ("verl_digen.trainer.dataset", "DiffusionPromptDataset"),
     "trainer.v1.sampler.custom_sampler": ("verl_digen.trainer.replay_buffer", "GroupReplayBuffer"),
 }
 """Section whose `path` and `name` name a class -> module and name of ours, as the recipes have them."""

@@ -21,8 +21,8 @@ from verl.plugin.platform import get_platform
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 
 from verl_digen.config import digen_config
+from verl_digen.config.placement import pool_options, reward_options, timeshared_options
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
-from verl_digen.platforms.placement import pool_options, reward_options, timeshared_options
 from verl_digen.processes.bundles import outcomes
 from verl_digen.processes.workers import RestartingActor
 from verl_digen.reward.base import Result, Reward

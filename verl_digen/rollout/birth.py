@@ -25,7 +25,7 @@ from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
-from verl_digen.platforms.placement import type_resource
+from verl_digen.config.placement import type_resource
 
 LAUNCHER_VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from verl_digen.algorithms.outside import Outside
-from verl_digen.settings import EpisodeFacts, Turn
 from verl_digen.types import Geometry, RewardCall, SampleFacts, SampleTag, Sampling
+from verl_digen.types.settings import EpisodeFacts, Turn
 
 TAG = "digen"
 """Name of the sample's own facts, beside verl's."""

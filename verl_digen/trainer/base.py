@@ -32,26 +32,12 @@ from verl.utils.debug import marked_timer
 from verl_digen.agent_loop.server_manager import DiffusionServerManager
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import digen_config
+from verl_digen.config.placement import TypedPools, check_placement
 from verl_digen.config.pool_sizes import has_reward_model
 from verl_digen.data.rows import prompt_rows
 from verl_digen.data.splits import name_splits
 from verl_digen.engine.copies import AVERAGE, CURRENT
-from verl_digen.engine.worker import DiffusionWorker
-from verl_digen.errors import DeadlineMissed, RunStopped, plain
-from verl_digen.observe.health import gap_metrics
-from verl_digen.observe.metrics import training_metrics
-from verl_digen.observe.run_files import STOP, is_saved
-from verl_digen.platforms.placement import TypedPools, check_placement
-from verl_digen.processes.deadlines import Bound
-from verl_digen.processes.relays import Route, end_relays, ranks_of
-from verl_digen.processes.supervision import LoopThread, Supervision, within
-from verl_digen.reward.manager import DiffusionRewardLoopManager
-from verl_digen.reward.named import find as find_reward
-from verl_digen.rollout.registry import TRAINER
-from verl_digen.store.client import cancel_calls
-from verl_digen.store.keys import TRAIN, group_uid
-from verl_digen.store.samples import to_batch
-from verl_digen.trainer.checkpoint import (
+from verl_digen.engine.driver_checkpoint import (
     DriverState,
     digest,
     export_checkpoint,
@@ -62,6 +48,20 @@ from verl_digen.trainer.checkpoint import (
     save_run_description,
     way_to_resume,
 )
+from verl_digen.engine.worker import DiffusionWorker
+from verl_digen.errors import DeadlineMissed, RunStopped, plain
+from verl_digen.observe.health import gap_metrics
+from verl_digen.observe.metrics import training_metrics
+from verl_digen.observe.run_files import STOP, is_saved
+from verl_digen.processes.deadlines import Bound
+from verl_digen.processes.relays import Route, end_relays, ranks_of
+from verl_digen.processes.supervision import LoopThread, Supervision, within
+from verl_digen.reward.manager import DiffusionRewardLoopManager
+from verl_digen.reward.named import find as find_reward
+from verl_digen.rollout.registry import TRAINER
+from verl_digen.store.client import cancel_calls
+from verl_digen.store.keys import TRAIN, group_uid
+from verl_digen.store.samples import to_batch
 from verl_digen.trainer.encoding import encode_before
 from verl_digen.trainer.nodes import fetch_on_all_nodes, keep_for_good
 from verl_digen.trainer.ranks import TrainerRanks

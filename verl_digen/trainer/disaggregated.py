@@ -35,6 +35,7 @@ from verl_digen.config.pool_sizes import num_data_parallel_ranks, num_reward_dev
 from verl_digen.errors import ReplicasLost
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.reward.named import pool_entries
+from verl_digen.sampling.batch_rules import batch_rules
 from verl_digen.sampling.requests import condition_key, rows_per_group
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
@@ -43,7 +44,6 @@ from verl_digen.store.conditions import own_condition_keys
 from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
-from verl_digen.trainer.batch_rules import batch_rules
 from verl_digen.trainer.conductor import Conductor
 from verl_digen.trainer.lanes import Joining, Lanes, call_intervals, host_names, host_of, hosts_of
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool

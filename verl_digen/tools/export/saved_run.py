@@ -13,12 +13,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import DigenConfig
+from verl_digen.engine.driver_checkpoint import RUN_FILE
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.observe.run_files import POINTER
 from verl_digen.require import require
-from verl_digen.trainer.checkpoint import RUN_FILE
 
 STEP = "global_step_"
 """Prefix of a checkpoint's folder."""

@@ -21,8 +21,8 @@ from omegaconf import DictConfig
 from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.environments.registry import environment_class
 from verl_digen.models.base import DiffusionModel
+from verl_digen.sampling.batch_rules import batch_rules
 from verl_digen.sampling.requests import planned_geometry
-from verl_digen.trainer.batch_rules import batch_rules
 from verl_digen.types import Geometry
 
 

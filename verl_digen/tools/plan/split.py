@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 
 from verl_digen.config.pool_sizes import num_shards
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
+from verl_digen.sampling.batch_rules import batch_rules
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.tools.plan.memory import Memory, plan_memory, update_bytes
 from verl_digen.tools.plan.run import Run
@@ -29,7 +30,6 @@ from verl_digen.tools.simulate.cluster import COLOCATED_TSP, Split, baselines, r
 from verl_digen.tools.simulate.layout import pool_overrides, pooled_nodes, type_overrides
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
 from verl_digen.tools.simulate.splits import SEARCH_STEPS, Placed, best_of, placed_splits
-from verl_digen.trainer.batch_rules import batch_rules
 
 GATHER_BYTES_PER_S = 160e9
 """Speed of an all-gather of weights, as in the shipped profiles: 0.8 of NVLink of an H800 in one direction."""

@@ -25,9 +25,9 @@ from verl_digen.algorithms.window import Window
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.audio import Audio
 from verl_digen.inputs.images import PromptInputs, SourceImage, content_key, read_images
-from verl_digen.settings import EpisodeFacts
-from verl_digen.settings import Geometry as Geometry
-from verl_digen.settings import Sampling as Sampling
+from verl_digen.types.settings import EpisodeFacts
+from verl_digen.types.settings import Geometry as Geometry
+from verl_digen.types.settings import Sampling as Sampling
 
 Condition = dict[str, Tensor]
 """Transformer inputs of ONE prompt, by name, without a batch dimension, e.g. {"embeds": [L, D]}."""
