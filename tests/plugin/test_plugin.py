@@ -43,12 +43,6 @@ def test_plugin_imports_next_to_nothing():
     assert all(name.startswith("verl_digen") or name in sys.stdlib_module_names for name in modules)
 
 
-def test_a_program_may_import_what_the_plugin_calls_before_verl():
-    code = "import hydra, verl_digen.processes.forked_run, verl_digen.plugin as plugin; print(plugin.FAILURES)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    assert done.stdout.split() == ["[]"], done.stderr
-
-
 def test_importing_the_package_does_nothing():
     code = "import sys; before = set(sys.modules); import verl_digen; print(*(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
