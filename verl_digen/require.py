@@ -12,7 +12,7 @@ import nothing of the project but themselves, and every folder may import them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -190,3 +190,8 @@ def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], k
         raise ValueError(f"{key}: {error}") from error
     check_fields(made, f"{key}.")
     return made
+
+
+def first_of(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many more there are, for a message."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -65,7 +65,7 @@ def planner(
 def test_texts_of_like_length_share_tiles_and_of_equal_length_where_padding_cannot_be_masked(
     monkeypatch: pytest.MonkeyPatch, takes_masks: bool
 ):
-    monkeypatch.setattr(memory, "agreed_most", lambda values, group: [max(*values, 5)])  # another rank has five tiles
+    monkeypatch.setattr(memory, "agreed_most", lambda values: [max(*values, 5)])  # another rank has five tiles
     samples = [described(key, "g", 0.0, 1) for key in ("a", "bbb", "c", "ddd")]
     work = planner(monkeypatch, TspConfig(samples_per_tile=2, steps_per_tile=1), takes_masks=takes_masks).deal(
         samples, torch.zeros(4), fetch
@@ -105,7 +105,7 @@ def hundred_bytes(monkeypatch: pytest.MonkeyPatch) -> list[TrainingRows]:
     monkeypatch.setattr(planning, "get_device_name", lambda: "pretend")
     monkeypatch.setattr(device_memory, "limit_bytes", lambda: 100)
     monkeypatch.setattr(device_memory, "allocated_bytes", int)
-    monkeypatch.setattr(memory, "agreed_most", lambda values, group: list(values))
+    monkeypatch.setattr(memory, "agreed_most", lambda values: list(values))
 
     def peak_of(run: Any) -> int:
         run()
@@ -136,7 +136,7 @@ def test_a_prompt_is_as_long_as_the_longest_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, hundred_bytes: list[TrainingRows]
 ):
     """The other rank has one of 300 tokens."""
-    monkeypatch.setattr(memory, "agreed_most", lambda values, group: [300] if len(values) == 1 else list(values))
+    monkeypatch.setattr(memory, "agreed_most", lambda values: [300] if len(values) == 1 else list(values))
     samples = [described(str(number), "g", 0.0, 1) for number in range(2)]
     planner(monkeypatch, TspConfig(), num_ranks=2, rehearse=hundred_bytes.append).deal(samples, torch.zeros(2), fetch)
     assert {len(rows.conditions[0]["embeds"]) for rows in hundred_bytes} == {320}

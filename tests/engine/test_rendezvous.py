@@ -11,7 +11,7 @@ from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.single_controller.ray.base import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
 from verl_digen.engine import rendezvous
-from verl_digen.engine.rendezvous import MIN_PORTS, NUM_TRIED, candidate_ports, free_port, widest_outside
+from verl_digen.engine.rendezvous import NUM_TRIED, candidate_ports, free_port
 
 
 @pytest.fixture
@@ -25,26 +25,21 @@ def ephemeral(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("first", "last", "ports"),
     [
-        (32_768, 60_999, range(20_000, 30_000)),
-        (49_152, 65_535, range(20_000, 30_000)),
-        (15_000, 60_999, range(61_000, 65_536)),
-        (25_000, 60_000, range(60_001, 65_536)),
-        (26_000, 65_535, range(20_000, 26_000)),
+        (32_768, 60_999, {*range(20_000, 30_000), *range(61_000, 65_536)}),
+        (49_152, 65_535, {*range(20_000, 30_000)}),
+        (15_000, 60_999, {*range(61_000, 65_536)}),
+        (26_000, 65_535, {*range(20_000, 26_000)}),
     ],
 )
-def test_ports_lie_outside_the_ephemeral_range_and_away_from_rays_workers(first, last, ports):
-    assert widest_outside(first, last) == ports
+def test_ports_are_drawn_anew_outside_the_ephemeral_range_and_away_from_rays_workers(ephemeral, first, last, ports):
+    ephemeral(f"{first}\t{last}\n")
+    drawn = [candidate_ports() for _ in range(200)]
+    assert all(len({*one}) == NUM_TRIED for one in drawn)
+    found = {port for one in drawn for port in one}
+    assert found <= ports and len(found) > 0.8 * len(ports)
 
 
-def test_ports_are_drawn_anew_every_time_and_lie_in_the_window(ephemeral):
-    ephemeral("32768\t60999\n")
-    drawn = [candidate_ports() for _ in range(2_000)]
-    assert all(one.start >= 20_000 and one.stop <= 30_000 and len(one) == NUM_TRIED for one in drawn)
-    starts = {one.start for one in drawn}
-    assert len(starts) > 1_000 and max(starts) - min(starts) > 8_000
-
-
-@pytest.mark.parametrize("text", ["1024 65535\n", f"{20_000 + MIN_PORTS - 1} 65535\n"])
+@pytest.mark.parametrize("text", ["1024 65535\n", f"{20_000 + NUM_TRIED - 1} 65535\n"])
 def test_without_room_verls_port_stays_and_the_log_says_so(ephemeral, caplog, text):
     ephemeral(text)
     assert free_port() is None
@@ -63,12 +58,12 @@ def test_ports_that_are_taken_are_passed_over(monkeypatch, caplog):
     with socket.socket() as taken, socket.socket() as last:
         taken.bind(("", 0))
         port = taken.getsockname()[1]
-        monkeypatch.setattr(rendezvous, "candidate_ports", lambda: range(port, port + 1))
+        monkeypatch.setattr(rendezvous, "candidate_ports", lambda: [port])
         assert free_port() is None
-        assert f"{port} to {port} are taken" in caplog.text
+        assert f"1 others are taken, e.g. {port}" in caplog.text
         last.bind(("", 0))
         free = last.getsockname()[1]
-    monkeypatch.setattr(rendezvous, "candidate_ports", lambda: range(free, free + 1))
+    monkeypatch.setattr(rendezvous, "candidate_ports", lambda: [free])
     assert free_port() == free
 
 

@@ -27,7 +27,7 @@ from tests.engine.harness import (
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.gathered import gathered_bytes
-from verl_digen.engine.gradient_sizes import GradientSizes, eps_numbers
+from verl_digen.engine.gradients import eps_numbers
 
 pytestmark = pytest.mark.slow
 
@@ -119,13 +119,11 @@ def test_each_rank_fetches_the_samples_of_its_rows_alone(two_ranks: dict):
 
 
 def test_sizes_are_weighted_by_elements():
-    sizes = GradientSizes(squares=(4.0, 3e-16, 0.0), counts=(1, 3, 6))
-    assert sizes.rms() == pytest.approx((4 / 4) ** 0.5)
-    assert sizes.share_below(1e-7) == 3 / 4  # an RMS of 1e-8; a parameter without gradient does not count
-    found = eps_numbers(sizes, eps=1e-8, clip_factor=0.5)
+    found = eps_numbers([(4.0, 1), (3e-16, 3)], eps=1e-8, clip_factor=0.5)
     assert found["grad_rms"] == pytest.approx(0.5 * (4 / 4) ** 0.5)
-    assert found["grad_rms_to_eps"] == pytest.approx(found["grad_rms"] / 1e-8) and found["eps_bound_share"] == 3 / 4
-    assert GradientSizes((0.0,), (2,)).share_below(1.0) == 0.0
+    assert found["grad_rms_to_eps"] == pytest.approx(found["grad_rms"] / 1e-8)
+    assert found["eps_bound_share"] == 3 / 4, "an RMS of 1e-8 is below 10 eps / 0.5"
+    assert eps_numbers([], eps=1e-8, clip_factor=1.0) == {name: 0.0 for name in NAMES}
 
 
 def test_rms_is_of_the_gradient_that_adam_sees(one_rank: None, tiny_qwen_image: Path):

@@ -59,7 +59,7 @@ def test_the_recording_mixin_is_where_the_spec_says(pipeline: str) -> None:
     if serving is None:
         return
     module, _, name = serving.mixin.partition(":")
-    found = find_spec(module)
+    found = find_spec(module, "verl_digen.rollout.vllm_omni")
     assert found is not None and found.origin is not None
     assert name in {
         node.name for node in ast.parse(Path(found.origin).read_text()).body if isinstance(node, ast.ClassDef)

@@ -230,7 +230,7 @@ ENGINE: tuple[Line, ...] = (
     ("loss_scale.update", given(is_finite="True"), "the loss scale only grows", ": scale_halves"),
     ("export.merge", swap("+", "-"), "an adapter is merged with the wrong sign"),
     ("optimizer.settle", skip(), "a run keeps the optimizer implementation of its checkpoint"),
-    ("arrival.close", drop("thread.join"), "a fetch outlives its batch"),
+    ("arrival.close", drop("_thread.shutdown"), "a fetch outlives its batch"),
     ("arrival.request", swap("number & (number + 1) == 0", "False"), "the first tile waits for all samples"),
     (
         "assistant.deal_samples",

@@ -44,7 +44,7 @@ class Edits(QwenImage):
             token = colour.repeat(embeds.shape[1] // 3 + 1)[: embeds.shape[1]]
             return {"embeds": torch.cat([embeds, token[None]])}
 
-        return one_by_one(encode)
+        return one_by_one(encode, lambda text: None, torch.device("cpu"))
 
 
 @pytest.fixture

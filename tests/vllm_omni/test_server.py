@@ -66,8 +66,7 @@ class Engine:
         asked = order.request
         path = PathRecord(PATH, STEPS, SIGMAS[:2], SIGMAS[1:], one, one)
         trajectory = Trajectory(make_facts(asked.uid, version=self.version, num_steps=2, sampling=asked.sampling), path)
-        record = {"trajectory": trajectory, "pixels": one, "audio": None, "start_s": 0.0, "end_s": 1.0}
-        record |= {"error": None, "condition": None, "negative_condition": None, "latents": None}
+        record = {"error": None, "generation": Generation(trajectory, one, started_s=0.0, ended_s=1.0)}
         yield SimpleNamespace(multimodal_output={"trajectory": {RECORDED: record}})
 
     async def check_health(self):

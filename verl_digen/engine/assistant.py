@@ -31,7 +31,7 @@ import torch.distributed as dist
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.rollout.fitting import Fitting
-from verl_digen.rollout.prompt_cache import Conditions, Prompts
+from verl_digen.rollout.prompt_cache import Conditions, Prompts, conditions_of
 from verl_digen.rollout.samples import SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
@@ -76,7 +76,7 @@ class Assistant:
         kinds: dict[int, Hashable] = {}
         for place, request in enumerate(requests):
             try:
-                kinds[place] = self._kind(request, [_accepted(known[inputs]) for inputs in request.branches])
+                kinds[place] = self._kind(request, conditions_of(known, request))
             except ValueError as error:
                 refused[place] = error
         taken = [*kinds]
@@ -122,13 +122,6 @@ class Assistant:
         """Equal for samples that may share a forward."""
         model = self._engine.model
         return request.sampling, *(map(model.text_lengths, conditions) if model.keeps_lengths_apart else ())
-
-
-def _accepted(condition: Condition | ValueError) -> Condition:
-    """The condition; raises the encoder's error for a prompt that it refuses."""
-    if isinstance(condition, ValueError):
-        raise condition
-    return condition
 
 
 class _RankSampler(Sampler):

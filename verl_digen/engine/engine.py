@@ -38,18 +38,16 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 
 from verl_digen.algorithms.advantages import effective_samples
 from verl_digen.algorithms.metric import Metric, Reduce
-from verl_digen.engine import gradients, memory, rejoin
+from verl_digen.engine import gradients, memory
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.gathered import forwards, gathered_bytes
-from verl_digen.engine.gradient_sizes import eps_numbers, gradient_sizes
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
@@ -99,7 +97,7 @@ class DiffusersFSDPEngine(VerlBatches):
             group,
             self.points,
             self.model,
-            rehearse=self._rehearse,
+            rehearse=self._run_dry,
             later_bytes=lambda: memory.state_to_come(self.optimizer),
             recomputation=self.recomputation,
             base=self.base,
@@ -221,12 +219,12 @@ class DiffusersFSDPEngine(VerlBatches):
         assert self.optimizer is not None
         settings, sizes = self.optimizer.param_groups[0], None
         if "betas" in settings and isinstance(settings.get("eps"), float):
-            sizes = gradient_sizes(self.module)
+            sizes = gradients.sizes(self.module)
         norm = self.optimizer_step()
         numbers = {"grad_norm": norm}
         if sizes is not None and math.isfinite(norm):
             clip_factor = min(1.0, self.optimizer_config.clip_grad / max(norm, 1e-30))
-            numbers |= eps_numbers(sizes, eps=settings["eps"], clip_factor=clip_factor)
+            numbers |= gradients.eps_numbers(sizes, eps=settings["eps"], clip_factor=clip_factor)
         return {name: _number(value) for name, value in numbers.items()}
 
     def abort(self) -> None:
@@ -382,19 +380,9 @@ class DiffusersFSDPEngine(VerlBatches):
             recomputation=self.recomputation,
         )
 
-    def _rehearse(self, rows: TrainingRows) -> None:
-        """Dry run of one tile (forward, and backward if this engine trains) to measure memory. Discards the gradient.
-        Rows are on the CPU. See `rejoin` for one of several ranks that runs out of memory with more than one row."""
-        if len(rows) > 1 and self._can_rejoin():
-            rejoin.together(self.module, lambda: self._run_dry(rows), lambda: self._run_dry(rows[:1]))
-        else:
-            self._run_dry(rows)
-
-    def _can_rejoin(self) -> bool:
-        """True if there are several ranks, none of which shares a row with another."""
-        return self.get_data_parallel_size() == dist.get_world_size() > 1 and rejoin.can_rejoin(self.module)
-
     def _run_dry(self, rows: TrainingRows) -> None:
+        """Run one tile (forward, and backward if this engine trains) to measure memory, and discard the gradient.
+        Rows are on the CPU."""
         rows = rows.to(self.forward.device)
         if self.engine_config.forward_only:
             with torch.no_grad():

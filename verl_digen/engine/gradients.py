@@ -15,11 +15,13 @@ one that was not; `drop` clears it in every place; the projection is the same on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -29,7 +31,10 @@ from verl_digen.algorithms.projection import project
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fsdp2 import groups_of, parameters_of, units_of
 from verl_digen.engine.gathered import reshard
+from verl_digen.engine.shadow import local_shard
 
+FREE_OF_EPS = 10.0
+"""RMS over eps from which a parameter counts as free of eps: eps is at most a tenth of Adam's denominator."""
 Gradient = dict[tuple[int, str], Tensor]
 """A gradient outside of its module: (number of the parameter, place) -> piece. Empty: no gradient."""
 
@@ -168,3 +173,45 @@ def projection(module: nn.Module) -> Tensor:
         parts = [Partial() if placement.is_shard() else Replicate() for placement in placements]
         total = total + DTensor.from_local(share, mesh, parts).full_tensor().cpu()
     return total
+
+
+@torch.no_grad()
+def sizes(module: nn.Module) -> list[tuple[float, int]]:
+    """(sum of squares of the reduced gradient, elements) of each parameter that has one, the same on all ranks however
+    shards are replicated. Collective: one all-reduce, and one read of the device."""
+    reshard(module)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    shares = []
+    for parameter in trained:
+        assert isinstance(parameter, DTensor)
+        share = torch.zeros((), device=parameter.device)
+        if parameter.grad is not None:
+            layout = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            num_copies = math.prod(size for placement, size in layout if not placement.is_shard())
+            share = torch.linalg.vector_norm(local_shard(parameter.grad), dtype=torch.float32).square() / num_copies
+        shares.append(share)
+    squares = torch.stack(shares)
+    dist.all_reduce(squares)
+    counts = (parameter.numel() for parameter in trained)
+    return [(square, count) for square, count in zip(squares.tolist(), counts, strict=True) if square > 0]
+
+
+def eps_numbers(found: Sequence[tuple[float, int]], *, eps: float, clip_factor: float) -> dict[str, float]:
+    """`grad_rms`, `grad_rms_to_eps` and `eps_bound_share`: the size of the gradient's entries against Adam's eps.
+
+    Adam divides by sqrt(v) + eps, where sqrt(v) is about the root mean square (RMS) of a gradient entry over steps.
+    Where that is large against eps the step does not depend on the gradient's scale; where it is small the parameter
+    hardly moves, whatever the learning rate.
+
+    Args:
+        found: see `sizes`.
+        clip_factor: factor by which clipping shortened the gradient, at most 1.
+    """
+    count = max(1, sum(count for _, count in found))
+    rms = math.sqrt(sum(square for square, _ in found) / count) * clip_factor
+    bound = FREE_OF_EPS * eps / clip_factor
+    return {
+        "grad_rms": rms,
+        "grad_rms_to_eps": rms / eps if eps else math.inf,
+        "eps_bound_share": sum(count for square, count in found if square / count < bound**2) / count,
+    }

@@ -9,9 +9,8 @@
   outside of recomputation. `schedulers.tile_choice` chooses from both.
 - Two rows are rehearsed only where the peak of one shows, on every rank, that they fit: at most, all that the first
   row took beyond what was allocated before comes again.
-- A rehearsal that runs out of memory leaves one row, and one with kept blocks leaves fewer of them. That of two rows
-  does so also if it ran out on one of several ranks (`rejoin`). Elsewhere that is an error, which ends the run: the
-  other ranks wait in a collective of FSDP2.
+- A rehearsal that runs out of memory on the only rank leaves one row, and one with kept blocks leaves fewer of them. On
+  one of several ranks that is an error, which ends the run: the other ranks wait in a collective of FSDP2.
 - A tile that trains and runs out of memory ends the run, with the settings of a tile of half the rows. Rolling it back
   would take a second copy of the gradient beside every tile, of all weights where gradients wait.
 - Unreduced gradients take a full copy on each rank. That must be at most `UNREDUCED_SHARE` of the free memory.
@@ -223,7 +222,7 @@ def gradients_may_wait(unreduced_bytes: int, free_bytes: int) -> bool:
 def weights_may_stay(gathered_bytes: int) -> bool:
     """True if all weights may stay gathered while the trainer generates: on every rank they take at most
     `GATHERED_SHARE` of the free memory. Collective."""
-    free = agreed_least(device_memory.free_bytes(torch.distributed.get_world_size()), torch.distributed.group.WORLD)
+    free = agreed_free_bytes()
     stays = gathered_bytes <= GATHERED_SHARE * free
     logger.debug(
         "an assist gathers %.1f GB %s; %.1f GB are free",
@@ -241,9 +240,9 @@ def state_to_come(optimizer: torch.optim.Optimizer | None) -> int:
         return 0
     if not optimizer.state:
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return NUM_MOMENTS * sum(_local_bytes(parameter) for parameter in trained if parameter.requires_grad)
+        return NUM_MOMENTS * sum(local_shard(parameter).nbytes for parameter in trained if parameter.requires_grad)
     return sum(
-        _local_bytes(value)
+        local_shard(value).nbytes
         for parameter, state in optimizer.state.items()
         for value in state.values()
         if isinstance(value, Tensor)
@@ -252,19 +251,18 @@ def state_to_come(optimizer: torch.optim.Optimizer | None) -> int:
     )
 
 
-def _local_bytes(tensor: Tensor) -> int:
-    """Bytes of this rank's part of a tensor."""
-    return local_shard(tensor).nbytes
-
-
-def agreed_most(values: Sequence[int], group: torch.distributed.ProcessGroup | None) -> list[int]:
+def agreed_most(values: Sequence[int]) -> list[int]:
     """Maximum of all ranks' values, one by one. Collective; every rank has as many."""
     most = torch.tensor([int(value) for value in values], device=get_device_id())
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
     return most.tolist()
 
 
-def agreed_least(value: int, group: torch.distributed.ProcessGroup | None) -> int:
-    """Minimum of all ranks' values. Collective."""
-    (most,) = agreed_most([-value], group)
-    return -most
+def most_of_ranks(value: int) -> int:
+    """Maximum of all ranks' values. Collective."""
+    return agreed_most([value])[0]
+
+
+def agreed_free_bytes() -> int:
+    """Free memory of the rank that has the least. Collective."""
+    return -most_of_ranks(-device_memory.free_bytes(torch.distributed.get_world_size()))

@@ -31,7 +31,6 @@ from verl_digen.engine.fragment import FragmentSample, fragment_rows
 from verl_digen.engine.memory import TileMemory
 from verl_digen.engine.points import Picks, Points
 from verl_digen.engine.recompute import ALL, Recomputation
-from verl_digen.engine.rejoin import Rejoined
 from verl_digen.engine.rows import Fetch, Samples, make_rows
 from verl_digen.engine.texts import text_order
 from verl_digen.engine.tile_work import AllRows, TileWork
@@ -119,7 +118,7 @@ class Planner:
             self.rank,
             {bucket: choice.shape for bucket, choice in choices.items()},
             order=lambda row: text_order(self.model, own.condition(places[row.sample], row.point)),
-            agreed_most=_agreed_most if self.model.keeps_lengths_apart else None,
+            agreed_most=memory.most_of_ranks if self.model.keeps_lengths_apart else None,
         )
         return tiles, {bucket: choice.num_recomputed for bucket, choice in choices.items()}
 
@@ -164,7 +163,7 @@ class Planner:
         index, (point, *_) = picks[0]
         sample = samples.described[index]
         step = TEXT_STEP if self.model.spec.condition.num_tokens is None else 1
-        return sample.sampling_of(point), -(-_agreed_most(longest) // step) * step
+        return sample.sampling_of(point), -(-memory.most_of_ranks(longest) // step) * step
 
     def _measure(self, samples: Samples, picks: Picks, key: Key) -> TileMemory:
         longest = max(picks, key=lambda pick: _text_tokens(samples, pick))
@@ -174,28 +173,22 @@ class Planner:
             kept_bytes=device_memory.allocated_bytes,
             later_bytes=self.later_bytes(),
             blocks=self.recomputation if self.recomputation.fixed is None else None,
-            most=lambda values: memory.agreed_most(values, dist.group.WORLD),
+            most=memory.agreed_most,
         )
 
     def _peak_bytes(self, rows: TrainingRows) -> int:
         """Peak memory of a dry run of `rows`; more than there is if it ran out of it with more than the smallest tile
-        (one row, all blocks recomputed), on the only rank or on one that has rejoined the others."""
+        (one row, all blocks recomputed), on the only rank."""
         try:
             return device_memory.peak_of(lambda: self.rehearse(rows))
-        except torch.OutOfMemoryError as error:
+        except torch.OutOfMemoryError:
             keeps_blocks = self.recomputation.fixed is None and self.recomputation.num_blocks < ALL
             is_smallest = len(rows) == 1 and not keeps_blocks
-            if is_smallest or (dist.get_world_size(dist.group.WORLD) > 1 and not isinstance(error, Rejoined)):
+            if is_smallest or dist.get_world_size(dist.group.WORLD) > 1:
                 remedy = memory.SMALLER_ROWS if len(rows) == 1 else SMALLEST_TILE
                 with memory.shortage_explained("a rehearsed tile", len(rows), lambda: remedy):
                     raise
             return device_memory.limit_bytes()
-
-
-def _agreed_most(value: int) -> int:
-    """Maximum of all ranks' values. Collective."""
-    (most,) = memory.agreed_most([value], dist.group.WORLD)
-    return most
 
 
 def _text_tokens(samples: Samples, pick: tuple[int, Sequence[int]]) -> int:

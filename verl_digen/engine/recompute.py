@@ -61,7 +61,7 @@ class Recomputation:
         self._checkpoint = recompute_from_host if offloads else partial(checkpoint, use_reentrant=False)
         self._sizes: dict[int, int] | None = None
         if self.fixed != 0:
-            for network in _networks(module):
+            for network in networks_of(module):
                 network.enable_gradient_checkpointing(partial(self._run, {}))
 
     @property
@@ -105,11 +105,6 @@ class Recomputation:
                     sizes[number] = device_memory.allocated_bytes() - before
 
         return run
-
-
-def _networks(module: Any) -> list[Any]:
-    """The networks of diffusers in `module`, which may be wrapped by peft."""
-    return networks_of(module.get_base_model() if hasattr(module, "get_base_model") else module)
 
 
 def recompute_from_host(block: Callable[..., Any], *inputs: Any) -> Any:

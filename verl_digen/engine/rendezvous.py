@@ -26,9 +26,7 @@ WINDOWS = (range(20_000, 30_000), range(50_000, 65_536))
 """Ports to choose from. Below the first are Ray's workers' (10002 to 19999), above it Kubernetes'
 services (30000 to 32767)."""
 NUM_TRIED = 200
-"""Ports that rank 0 tries, one after the other."""
-MIN_PORTS = 10 * NUM_TRIED
-"""Smallest choice: in a smaller one, runs that start together would often try the same ports."""
+"""Ports that rank 0 tries, one after the other, of at least as many."""
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 """First and last port that the kernel hands out, on Linux."""
 MASTER_PORT = "MASTER_PORT"
@@ -68,32 +66,24 @@ def free_port() -> int | None:
                 continue
             return port
     if candidates:
-        logger.warning("the ranks meet at verl's port: %d to %d are taken", candidates.start, candidates.stop - 1)
+        logger.warning("the ranks meet at verl's port: %d others are taken, e.g. %d", len(candidates), candidates[0])
     return None
 
 
-def candidate_ports() -> range:
-    """`NUM_TRIED` ports at a random place outside the ephemeral range; none if there is no room."""
+def candidate_ports() -> list[int]:
+    """`NUM_TRIED` ports outside the ephemeral range, in a random order; none if there is no room."""
     try:
         first, last = map(int, EPHEMERAL.read_text().split())
     except (OSError, ValueError) as error:
         logger.warning("the ranks meet at verl's port: the ephemeral range cannot be read (%s)", error)
-        return range(0)
-    ports = widest_outside(first, last)
-    if len(ports) < MIN_PORTS:
+        return []
+    ports = [port for window in WINDOWS for port in window if not first <= port <= last]
+    if len(ports) < NUM_TRIED:
         logger.warning(
             "the ranks meet at verl's port: the ephemeral range %d to %d leaves too few others; 32768 to 60999 is "
             "usual (sysctl net.ipv4.ip_local_port_range)",
             first,
             last,
         )
-        return range(0)
-    start = _random.randrange(ports.start, ports.stop - NUM_TRIED + 1)
-    return range(start, start + NUM_TRIED)
-
-
-def widest_outside(first: int, last: int) -> range:
-    """The longest run of ports in `WINDOWS` without `first` to `last`."""
-    parts = [range(window.start, min(window.stop, first)) for window in WINDOWS]
-    parts += [range(max(window.start, last + 1), window.stop) for window in WINDOWS]
-    return max(parts, key=len)
+        return []
+    return _random.sample(ports, NUM_TRIED)

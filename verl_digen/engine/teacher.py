@@ -9,7 +9,6 @@ Invariant (tests/engine/test_teacher.py): the policy is the base with the teache
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -28,6 +26,7 @@ from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.engine.copies import PolicyCopies
 from verl_digen.engine.export import ADAPTER
 from verl_digen.models.json_file import read_object
+from verl_digen.models.lora_file import peft_scale
 from verl_digen.require import require
 
 KEY = "digen.loss.teacher"
@@ -118,9 +117,7 @@ def _saved_name(name: str) -> str:
 def _scale_ratio(config: LoraConfig, name: str, layer: nn.Module) -> float:
     """Factor of B @ A with the teacher's settings / the factor of `layer`, which trains."""
     assert isinstance(layer, LoraLayer)
-    alphas, rank = config.alpha_pattern or {}, layer.r[ADAPTER]
-    alpha = alphas.get(get_pattern_key(list(alphas), name), config.lora_alpha)
-    return alpha / (math.sqrt(rank) if config.use_rslora else rank) / layer.scaling[ADAPTER]
+    return peft_scale(config, name, layer.r[ADAPTER]) / layer.scaling[ADAPTER]
 
 
 def _own_shard(value: Tensor, live: Tensor) -> Tensor:

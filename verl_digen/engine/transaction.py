@@ -23,9 +23,11 @@ Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py, test_
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -88,12 +90,9 @@ class GradientTransaction:
         self.num_tiles = 0
         self.recomputed_shares = 0.0
         """Share of the blocks that backward recomputed, summed over the tiles."""
-        self.num_pad_rows = 0
-        """Padding rows (mask 0) that this rank ran."""
-        self.num_prompt_tokens = 0
-        """Prompt tokens of this rank's unmasked rows."""
-        self.num_text_tokens, self.num_padding_tokens = 0, 0
-        """Text tokens that the network reads, negative prompts and padding included; and padding alone."""
+        self._counts: Counter[str] = Counter()
+        """Counts of this rank: padding rows (mask 0); prompt tokens of the other rows, without negative prompts; text
+        tokens that the network reads, negative prompts and padding included; and padding alone."""
         self.is_poisoned = False
         self._settled: list[LossTerms] = []
         self._unsettled: list[LossTerms] = []
@@ -159,11 +158,14 @@ class GradientTransaction:
             yield rows.to(self.forward.device), outputs, column
 
     def _count(self, rows: TrainingRows) -> None:
-        self.num_pad_rows += int((rows.mask == 0).sum())
-        self.num_prompt_tokens += _num_prompt_tokens(rows)
+        trains = [weight > 0 for weight in rows.mask.tolist()]
         text, padding = padded_tokens(self.forward.model, rows)
-        self.num_text_tokens += text
-        self.num_padding_tokens += padding
+        self._counts.update(
+            num_pad_rows=trains.count(False),
+            num_prompt_tokens=sum(len(one["embeds"]) for one in compress(rows.conditions, trains)),
+            num_text_tokens=text,
+            num_padding_tokens=padding,
+        )
 
     def rehearse(self, rows: TrainingRows) -> None:
         """Dry run of a forward and backward as in `run`; discards the gradient, and leaves the module's own as
@@ -239,12 +241,8 @@ class GradientTransaction:
             gradients.rescale(self.module, 1 / self.loss_scale)
         loss = torch.stack([terms.total for terms in self._settled]).sum() * (self.num_ranks * correction)
         metrics = combine_tiles(terms.metrics for terms in self._settled)
-        return loss, {name: metric.scaled(correction) for name, metric in metrics.items()} | {
-            "num_pad_rows": Metric(torch.tensor(float(self.num_pad_rows)), "count"),
-            "num_prompt_tokens": Metric(torch.tensor(float(self.num_prompt_tokens)), "count"),
-            "num_text_tokens": Metric(torch.tensor(float(self.num_text_tokens)), "count"),
-            "num_padding_tokens": Metric(torch.tensor(float(self.num_padding_tokens)), "count"),
-        }
+        counts = {name: Metric(torch.tensor(float(count)), "count") for name, count in self._counts.items()}
+        return loss, {name: metric.scaled(correction) for name, metric in metrics.items()} | counts
 
     def drop(self) -> None:
         """Discard the gradient, and reset the module if an exception left it inside a forward or backward."""
@@ -294,12 +292,3 @@ def _with_old(
 def _moved(policies: Mapping[str, Outputs], device: torch.device | str) -> dict[str, Outputs]:
     """Copy of the outputs of each policy on `device`."""
     return {policy: moved(outputs, device) for policy, outputs in policies.items()}
-
-
-def _num_prompt_tokens(rows: TrainingRows) -> int:
-    """Prompt tokens of the unmasked rows; negative prompts are not counted."""
-    return sum(
-        len(condition["embeds"])
-        for condition, weight in zip(rows.conditions, rows.mask.tolist(), strict=True)
-        if weight > 0
-    )

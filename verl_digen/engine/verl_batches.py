@@ -49,7 +49,6 @@ from verl_digen.engine.row_batch import unpack_rows
 from verl_digen.engine.sharded import ShardedTransformer
 from verl_digen.engine.texts import text_order
 from verl_digen.engine.transaction import tile_loss
-from verl_digen.platforms import device_memory
 from verl_digen.schedulers.deal import Row
 from verl_digen.schedulers.tiles import Budget, Tile, plan_tiles
 from verl_digen.types import TrainingRows, Transitions
@@ -205,16 +204,13 @@ class VerlBatches(ShardedTransformer):
         negatives = tu.get(data, "negative_conditions", [None] * len(data))
         pairs = list(zip(tu.get(data, "conditions"), negatives, strict=True))
 
-        def agreed(most: int) -> int:
-            return memory.agreed_most([most], dist.group.WORLD)[0]
-
         size = tu.get(data, "micro_batch_size_per_gpu") or max(map(len, hands))
         return plan_tiles(
             [[Row(number, 0, buckets[kind]) for number, kind in enumerate(hand)] for hand in hands],
             self.get_data_parallel_rank(),
             Budget(size),
             order=lambda row: text_order(self.model, pairs[row.sample]),
-            agreed_most=agreed if self.model.keeps_lengths_apart else None,
+            agreed_most=memory.most_of_ranks if self.model.keeps_lengths_apart else None,
         )
 
     def lr_scheduler_step(self) -> Any:
@@ -241,7 +237,7 @@ class VerlBatches(ShardedTransformer):
             return self.digen.tsp.reduce
         if self._reduce is None:
             waiting = gradients.unreduced_bytes(self.module)
-            free = memory.agreed_least(device_memory.free_bytes(dist.get_world_size()), dist.group.WORLD)
+            free = memory.agreed_free_bytes()
             self._reduce = "batch" if self._is_lora or memory.gradients_may_wait(waiting, free) else "tile"
             logger.info("gradients are reduced at every %s (%.1f GB unreduced)", self._reduce, waiting / 1e9)
         return self._reduce

@@ -20,14 +20,12 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from verl_digen.engine import memory, whole_groups
 from verl_digen.engine.memory import TileMemory
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
-from verl_digen.platforms import device_memory
 from verl_digen.schedulers.tile_choice import TileChoice, prefers_whole_base
 
 logger = logging.getLogger(__name__)
@@ -67,7 +65,7 @@ class WholeBase:
     def decide_by_free_memory(self) -> None:
         """Decide where no tile is measured. Collective, unless that is decided."""
         if self.is_kept is None:
-            free = memory.agreed_least(device_memory.free_bytes(dist.get_world_size()), dist.group.WORLD)
+            free = memory.agreed_free_bytes()
             self._decide(memory.gradients_may_wait(self.num_bytes, free), f"{free / 1e9:.1f} GB are free")
 
     def measured_without(self, measure: Callable[[], TileMemory]) -> TileMemory:

@@ -16,6 +16,7 @@ padding of text changes nothing; our sampler with eta = 0 equals the model's own
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,9 +29,12 @@ from torch import Tensor, nn
 from verl_digen.models import checkpoint
 from verl_digen.models.experts import Experts
 from verl_digen.models.loaded import SILENT, AudioDecoder, Decoder, PromptEncoder
+from verl_digen.models.sizes import check_size, num_video_tokens, video_latent_shape
 from verl_digen.models.spec import ModelSpec
 from verl_digen.types import Condition, Geometry
 
+PATCH = 2
+"""Latent positions per token and side of a picture, of all networks that do not name their own."""
 TIMESTEPS_PER_SIGMA = 1000
 """Ratio of timestep to sigma, in the schedules of all pipelines."""
 
@@ -257,12 +261,7 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def predict(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        condition: Collated,
-        geometry: Geometry,
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         """One forward -> velocity [N, ...].
 
@@ -364,3 +363,43 @@ class DiffusionModel(ABC):
             both = [*conditions, *negative_conditions]
             positive, negative = branch(torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both).chunk(2)
         return self.guide(positive, negative, true_cfg_scale)
+
+
+class PackedModel(DiffusionModel):
+    """Base of models whose latents are [tokens, channels], a token being a patch of 2x2 latent positions."""
+
+    _num_channels: int
+    _vae_scale: int
+    """Pixels per latent position and side. Constructors set both."""
+
+    def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
+        """(rows, columns) of tokens."""
+        px_per_token = self._vae_scale * PATCH
+        return geometry.height_px // px_per_token, geometry.width_px // px_per_token
+
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        check_size(geometry, title=self.spec.title, px_multiple=self._vae_scale * PATCH)
+        return math.prod(self._token_grid(geometry)), self._num_channels
+
+
+class VideoModel(DiffusionModel):
+    """Base of models whose latents are [C, F, H, W], F = 1 + (frames - 1) / stride. One frame is a picture."""
+
+    _num_channels: int
+    _vae_scale: int
+    _frame_stride: int
+    _patch: Sequence[int]
+    """[frames, height, width] of latent positions that the network reads as a token. Constructors set all four."""
+
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        return video_latent_shape(
+            geometry,
+            title=self.spec.title,
+            num_channels=self._num_channels,
+            vae_scale=self._vae_scale,
+            patch_size=self._patch[1],
+            frame_stride=self._frame_stride,
+        )
+
+    def num_tokens(self, geometry: Geometry) -> int:
+        return num_video_tokens(self.latent_shape(geometry), self._patch)

@@ -39,6 +39,8 @@ class Experts(nn.Module):
         return self.get_submodule(self.names[expert])(**inputs)
 
 
-def networks_of(module: nn.Module) -> list[Any]:
-    """The diffusers networks of what `DiffusionModel.load_transformer` returns, in the order of `expert_of`."""
+def networks_of(module: Any) -> list[Any]:
+    """The diffusers networks of what `DiffusionModel.load_transformer` returns, which peft may wrap, in the order of
+    `expert_of`."""
+    module = module.get_base_model() if hasattr(module, "get_base_model") else module
     return [module.get_submodule(name) for name in module.names] if isinstance(module, Experts) else [module]

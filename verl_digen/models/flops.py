@@ -138,20 +138,11 @@ def device_type(device_name: str) -> str | None:
     return found[0] if found and not is_apart else None
 
 
-def tflops_per_device(flops: float, seconds: float, num_devices: int) -> float:
-    """Achieved TFLOP/s per device."""
-    return flops / seconds / num_devices / 1e12
-
-
-def mfu(flops: float, seconds: float, num_devices: int, peak_flops: float) -> float:
-    """Model FLOPs utilisation: share of the devices' peak used for useful work, 0 to 1."""
-    return flops / seconds / num_devices / peak_flops
-
-
 def utilisation_metrics(
     pool: str, flops: float, seconds: float, num_devices: int, device_name: str | None
 ) -> dict[str, float]:
-    """Metrics `perf/tflops_per_device/POOL`, and `perf/mfu/POOL` if the device's peak is known.
+    """Metrics `perf/tflops_per_device/POOL`, achieved, and if the device's peak is known `perf/mfu/POOL`: model FLOPs
+    utilisation, the share of the peak that was useful work.
 
     Args:
         pool: "trainer" or "generator".
@@ -161,8 +152,9 @@ def utilisation_metrics(
     """
     if seconds <= 0:
         return {}
-    metrics = {f"perf/tflops_per_device/{pool}": tflops_per_device(flops, seconds, num_devices)}
+    achieved = flops / seconds / num_devices
+    metrics = {f"perf/tflops_per_device/{pool}": achieved / 1e12}
     peak = None if device_name is None else peak_flops(device_name)
     if peak is not None:
-        metrics[f"perf/mfu/{pool}"] = mfu(flops, seconds, num_devices, peak)
+        metrics[f"perf/mfu/{pool}"] = achieved / peak
     return metrics

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,19 @@ from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.schedule import shifted_sigmas
-from verl_digen.models.sizes import check_size
-from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
-from verl_digen.models.text import length_check, text_encoder
+from verl_digen.models.spec import (
+    JOINT_ATTENTION,
+    MODULATION,
+    ConditionLayout,
+    FlopsLayout,
+    ModelSpec,
+    SequenceLayout,
+    VllmOmniServing,
+)
+from verl_digen.models.text import length_check, stacked, text_encoder
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS_DEV = 512
@@ -34,11 +41,9 @@ MAX_TEXT_TOKENS_SCHNELL = 256
 """T5 tokens of a checkpoint without guidance input: schnell's maximum (diffusers' documentation of Flux)."""
 DEFAULT_GUIDANCE = 3.5
 """The pipeline's default `guidance_scale`."""
-PATCH = 2
-"""Latent positions per token and side."""
 
 
-class Flux(DiffusionModel):
+class Flux(PackedModel):
     spec = ModelSpec(
         transformer="FluxTransformer2DModel",
         title="FLUX.1",
@@ -48,8 +53,7 @@ class Flux(DiffusionModel):
         ),
         # Attention and feed-forward of both streams and the single blocks' attention, as flow_grpo trains FLUX.1.
         lora_targets=(
-            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+            *JOINT_ATTENTION,
             *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
         ),
         flops=FlopsLayout(
@@ -65,9 +69,7 @@ class Flux(DiffusionModel):
             width="joint_attention_dim", pooled="pooled_projection_dim", num_tokens=MAX_TEXT_TOKENS_DEV
         ),
         sequence=SequenceLayout(splits_prompts=True),
-        vllm_omni=VllmOmniServing(
-            pipeline="FluxPipeline", mixin="verl_digen.rollout.vllm_omni.request_pipelines:FluxRecording"
-        ),
+        vllm_omni=VllmOmniServing(pipeline="FluxPipeline", mixin=".request_pipelines:FluxRecording"),
     )
 
     def __init__(self, path: str | Path):
@@ -93,21 +95,12 @@ class Flux(DiffusionModel):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the same for every prompt."""
         pipeline: Any = FluxPipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
-        encode = self._encode_text(pipeline, device)
-        return text_encoder(encode, pipeline.text_encoder, pipeline.text_encoder_2)
-
-    def _encode_text(self, pipeline: Any, device: torch.device) -> Callable[[str], Condition]:
-        """Encoder of one text by the encoders of `pipeline`, which it moves to `device`."""
-        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
-            encoder.eval().to(device)
-        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            check(prompt)
             embeds, pooled, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=self.max_text_tokens)
             return {"embeds": embeds[0], "pooled": pooled[0]}
 
-        return encode
+        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder, pipeline.text_encoder_2)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         def unpack(latents: Tensor, geometry: Geometry) -> Tensor:
@@ -119,16 +112,6 @@ class Flux(DiffusionModel):
         return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device, unpack=unpack, pack=pack)
 
     # -- the shape of the problem -------------------------------------------------------------------------
-    def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
-        """(rows, columns) of tokens."""
-        px_per_token = self._vae_scale * PATCH
-        return geometry.height_px // px_per_token, geometry.width_px // px_per_token
-
-    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        check_size(geometry, title=self.spec.title, px_multiple=self._vae_scale * PATCH)
-        rows, columns = self._token_grid(geometry)
-        return rows * columns, self._num_channels
-
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "5. Prepare timesteps" of FluxPipeline.__call__.
         return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
@@ -136,15 +119,10 @@ class Flux(DiffusionModel):
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """{"embeds": [N, L, D], "pooled": [N, E]}: prompts are all of one length."""
-        return {name: torch.stack([condition[name] for condition in conditions]) for name in ("embeds", "pooled")}
+        return stacked(conditions, "embeds", "pooled")
 
     def predict(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        condition: Collated,
-        geometry: Geometry,
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "6. Denoising loop" of FluxPipeline.__call__; there too the timestep is rounded to the network's dtype,
         # then divided.

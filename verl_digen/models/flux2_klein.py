@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,29 @@ import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
 from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline, compute_empirical_mu
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs, SourceImage
 from verl_digen.inputs.sizes import limited_size
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
 from verl_digen.models.loaded import Decoded
 from verl_digen.models.pixels import from_pixels, posterior_mode, to_pixels
-from verl_digen.models.sizes import check_size
+from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sources import ReadsImages
-from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check
+from verl_digen.models.spec import JOINT_ATTENTION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
+from verl_digen.models.text import chat_text, length_check, stacked
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
 """Tokens of a prompt in its chat template; the pipeline's default."""
 MAX_IMAGES = 4
 """Images that the klein models take, says Black Forest Labs' documentation of editing."""
-PATCH = 2
-"""Latent positions per token and side."""
 IMAGE_TIME = 10
 """Distance between the times of two images: `scale` of the pipeline's `_prepare_image_ids`."""
 
 
-class Flux2Network(DiffusionModel):
+class Flux2Network(PackedModel):
     """The network, schedule and VAE, without images."""
 
     def __init__(self, path: str | Path):
@@ -55,21 +51,10 @@ class Flux2Network(DiffusionModel):
         self._vae_scale = self.image_vae_scale()
 
     # -- the shape of the problem -------------------------------------------------------------------------
-    def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
-        """(rows, columns) of tokens."""
-        px_per_token = self._vae_scale * PATCH
-        return geometry.height_px // px_per_token, geometry.width_px // px_per_token
-
-    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        check_size(geometry, title=self.spec.title, px_multiple=self._vae_scale * PATCH)
-        return math.prod(self._token_grid(geometry)), self._num_channels
-
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "6. Prepare timesteps" of Flux2KleinPipeline.__call__.
-        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
         mu = compute_empirical_mu(self.latent_shape(geometry)[0], num_steps)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-        return torch.as_tensor(scheduler.sigmas)
+        return flow_sigmas(self._schedule, sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae: Any = AutoencoderKLFlux2.from_pretrained(self.path / "vae", dtype=self.decoder_dtype(dtype))
@@ -103,7 +88,7 @@ class Flux2Network(DiffusionModel):
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """{"embeds": [N, L, D]}: prompts are all of one length."""
-        return {"embeds": torch.stack([condition["embeds"] for condition in conditions])}
+        return stacked(conditions, "embeds")
 
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
@@ -143,8 +128,7 @@ class Flux2Klein(ReadsImages, Flux2Network):
         # Attention and feed-forward of both streams, and the first of the two layers of a single block. Its second is
         # named attn.to_out, as is a list of modules of the other blocks, which peft does not wrap.
         lora_targets=(
-            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+            *JOINT_ATTENTION,
             *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
             "attn.to_qkv_mlp_proj",
         ),
@@ -164,9 +148,7 @@ class Flux2Klein(ReadsImages, Flux2Network):
         freed={"text_encoder": ("lm_head.",)},
         encodes_images=("encoder.", "quant_conv."),
         selftest={"guidance_scale": 1.0},
-        vllm_omni=VllmOmniServing(
-            pipeline="Flux2KleinPipeline", mixin="verl_digen.rollout.vllm_omni.flux_pipelines:Flux2KleinRecording"
-        ),
+        vllm_omni=VllmOmniServing(pipeline="Flux2KleinPipeline", mixin=".flux_pipelines:Flux2KleinRecording"),
     )
 
     def __init__(self, path: str | Path):
@@ -175,13 +157,7 @@ class Flux2Klein(ReadsImages, Flux2Network):
 
     def load_prompt_check(self) -> PromptCheck:
         tokenizer = self.load_tokenizer("tokenizer")
-
-        def wrap(prompt: str) -> str:
-            message = {"role": "user", "content": prompt}
-            return tokenizer.apply_chat_template(
-                [message], tokenize=False, add_generation_prompt=True, enable_thinking=False
-            )
-
+        wrap = chat_text(tokenizer, enable_thinking=False)
         return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=wrap)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:

@@ -17,17 +17,15 @@ import numpy as np
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE, HunyuanVideoPipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, PromptCheck, PromptEncoder, VideoModel
 from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN, run_unmasked
-from verl_digen.models.loaded import Decoded
-from verl_digen.models.pixels import decode_each, encode_each
-from verl_digen.models.sizes import num_video_tokens, video_latent_shape
-from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout
-from verl_digen.models.text import length_check, pad_embeds, text_encoder
+from verl_digen.models.pixels import video_decoder
+from verl_digen.models.schedule import flow_sigmas
+from verl_digen.models.spec import JOINT_ATTENTION, MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout
+from verl_digen.models.text import length_check, padded, stacked, text_encoder
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 256
@@ -38,7 +36,40 @@ GUIDANCE_UNIT = 1000
 """Factor of the guidance scale in the network's input."""
 
 
-class HunyuanVideo(DiffusionModel):
+class Hunyuan(VideoModel):
+    """Sizes, schedule and VAE, which both HunyuanVideos have alike."""
+
+    vae_class: type[Any]
+
+    def __init__(self, path: str | Path):
+        super().__init__(path)
+        network, vae = self.read_network_config("transformer"), self.read_network_config("vae")
+        self._network = network
+        self._patch = (network["patch_size_t"], network["patch_size"], network["patch_size"])
+        self._num_channels = vae["latent_channels"]
+        self._frame_stride = vae["temporal_compression_ratio"]
+        self._vae_scale = vae["spatial_compression_ratio"]
+
+    def load_vae(self, dtype: torch.dtype) -> Any:
+        """The VAE on the CPU. It reads and makes sides of more than 256 px in overlapping tiles, as in the pipelines'
+        examples: its attention makes a mask of positions x positions. HunyuanVideo's first one also splits longer
+        videos into overlapping temporal tiles by itself, as in the pipeline."""
+        vae = self.vae_class.from_pretrained(self.path / "vae", dtype=dtype)
+        vae.enable_tiling()
+        return vae
+
+    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
+        # The ends of the pipelines' `__call__`; `prepare_latents` and `_get_image_latents` of those that read an image.
+        vae = self.load_vae(dtype)
+        return video_decoder(vae, dtype, device, vae.config.scaling_factor)
+
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "4. Prepare timesteps" of both pipelines' `__call__`.
+        return flow_sigmas(self._schedule, sigmas=np.linspace(1.0, 0.0, num_steps + 1)[:-1])
+
+
+class HunyuanVideo(Hunyuan):
+    vae_class = AutoencoderKLHunyuanVideo
     spec = ModelSpec(
         transformer="HunyuanVideoTransformer3DModel",
         title="HunyuanVideo",
@@ -47,10 +78,7 @@ class HunyuanVideo(DiffusionModel):
             *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
         ),
         # Attention of both streams, of the single blocks and of the text refiner.
-        lora_targets=(
-            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-        ),
+        lora_targets=JOINT_ATTENTION,
         flops=FlopsLayout(
             patch="x_embedder.proj",
             streams=(
@@ -67,11 +95,7 @@ class HunyuanVideo(DiffusionModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        self._network = self.read_network_config("transformer")
         self.default_embedded_guidance = DEFAULT_GUIDANCE if self._network["guidance_embeds"] else None
-        vae = self.read_network_config("vae")
-        self._frame_stride: int = vae["temporal_compression_ratio"]
-        self._vae_scale: int = vae["spatial_compression_ratio"]
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
@@ -90,76 +114,20 @@ class HunyuanVideo(DiffusionModel):
         pipeline: Any = HunyuanVideoPipeline.from_pretrained(
             self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
         )
-        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2):
-            encoder.eval().to(device)
-        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            check(prompt)
             embeds, pooled, mask = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
             return {"embeds": embeds[0, : int(mask.sum())], "pooled": pooled[0]}
 
-        return text_encoder(encode, pipeline.text_encoder, pipeline.text_encoder_2)
-
-    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """The VAE decodes longer videos in overlapping temporal tiles by itself, as in the pipeline, and sides of more
-        than 256 px in overlapping tiles, as in the pipeline's example: its attention makes a mask of positions x
-        positions."""
-        vae: Any = AutoencoderKLHunyuanVideo.from_pretrained(self.path / "vae", dtype=dtype)
-        vae.eval().to(device)
-        vae.enable_tiling()
-
-        @torch.no_grad()
-        def decode(latents: Tensor, geometry: Geometry) -> Decoded:
-            # The end of HunyuanVideoPipeline.__call__.
-            return decode_each(vae, latents.to(device, dtype) / vae.config.scaling_factor)
-
-        @torch.no_grad()
-        def encode(pixels: Tensor) -> Tensor:
-            # `prepare_latents` of HunyuanVideoImageToVideoPipeline.
-            return encode_each(vae, pixels, device, dtype) * vae.config.scaling_factor
-
-        return Decoder(decode, (vae,), encode)
-
-    # -- the shape of the problem -------------------------------------------------------------------------
-    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        return video_latent_shape(
-            geometry,
-            title=self.spec.title,
-            num_channels=self._network["in_channels"],
-            vae_scale=self._vae_scale,
-            patch_size=self._network["patch_size"],
-            frame_stride=self._frame_stride,
-        )
-
-    def num_tokens(self, geometry: Geometry) -> int:
-        sides = (self._network["patch_size_t"], self._network["patch_size"], self._network["patch_size"])
-        return num_video_tokens(self.latent_shape(geometry), sides)
-
-    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
-        # "4. Prepare timesteps" of HunyuanVideoPipeline.__call__.
-        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, num_steps + 1)[:-1])
-        return torch.as_tensor(scheduler.sigmas)
+        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder, pipeline.text_encoder_2)
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D], "pooled": [N, E]}, padded to the longest of the N; plus "mask": [N, L] bool if lengths
-        differ (attention is faster without)."""
-        embeds = [condition["embeds"] for condition in conditions]
-        pooled = torch.stack([condition["pooled"] for condition in conditions])
-        if len({len(embed) for embed in embeds}) == 1:
-            return {"embeds": torch.stack(embeds), "pooled": pooled}
-        padded, mask = pad_embeds(embeds)
-        return {"embeds": padded, "mask": mask, "pooled": pooled}
+        """{"embeds": [N, L, D], "pooled": [N, E]}; see `padded` for "mask": [N, L]."""
+        return padded(conditions, "embeds", "mask") | stacked(conditions, "pooled")
 
     def predict(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        condition: Collated,
-        geometry: Geometry,
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "7. Denoising loop" of HunyuanVideoPipeline.__call__; there too the timestep is rounded to the network's
         # dtype, which the latents have after the first step.

@@ -18,23 +18,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as theirs
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import Collated, PromptCheck, PromptEncoder
+from verl_digen.models.hunyuan_video import Hunyuan
 from verl_digen.models.hunyuan_video15_forward import keep_tokens_in_place
 from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN
-from verl_digen.models.loaded import Decoded
-from verl_digen.models.pixels import decode_each, encode_each
-from verl_digen.models.sizes import num_video_tokens, video_latent_shape
-from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
-from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, pad_embeds, text_encoder
+from verl_digen.models.spec import (
+    JOINT_ATTENTION,
+    MODULATION,
+    ConditionLayout,
+    FlopsLayout,
+    ModelSpec,
+    SequenceLayout,
+    VllmOmniServing,
+)
+from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, padded, stacked, text_encoder
 from verl_digen.types import Condition, Geometry
 
 # Functions of the class, not of an instance: a pipeline cannot be built without a VAE.
@@ -57,7 +61,8 @@ NETWORK_INPUTS = {
 """Collated condition -> the network's argument."""
 
 
-class HunyuanVideo15(DiffusionModel):
+class HunyuanVideo15(Hunyuan):
+    vae_class = AutoencoderKLHunyuanVideo15
     spec = ModelSpec(
         transformer="HunyuanVideo15Transformer3DModel",
         title="HunyuanVideo 1.5",
@@ -67,10 +72,7 @@ class HunyuanVideo15(DiffusionModel):
             *("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
         ),
         # Attention of both streams and of the text refiner, as for HunyuanVideo.
-        lora_targets=(
-            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-        ),
+        lora_targets=JOINT_ATTENTION,
         flops=FlopsLayout(
             patch="x_embedder.proj",
             streams=(
@@ -85,14 +87,13 @@ class HunyuanVideo15(DiffusionModel):
         sequence=SequenceLayout(splits_prompts=True, plan=SEQUENCE_PLAN),
         vllm_omni=VllmOmniServing(
             pipeline="HunyuanVideo15Pipeline",
-            mixin="verl_digen.rollout.vllm_omni.request_pipelines:HunyuanVideo15Recording",
+            mixin=".request_pipelines:HunyuanVideo15Recording",
             unadapted="refiner_blocks",
         ),
     )
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        self._network = self.read_network_config("transformer")
         if self._network["use_meanflow"]:
             raise ValueError(
                 "actor_rollout_ref.model.path must hold a transformer with use_meanflow=false, got true in "
@@ -100,10 +101,6 @@ class HunyuanVideo15(DiffusionModel):
                 f"{self.spec.example}"
             )
         self._check_guider()
-        vae = self.read_network_config("vae")
-        self._num_channels: int = vae["latent_channels"]
-        self._frame_stride: int = vae["temporal_compression_ratio"]
-        self._vae_scale: int = vae["spatial_compression_ratio"]
 
     def _check_guider(self) -> None:
         name = self.index["guider"][1]
@@ -147,7 +144,8 @@ class HunyuanVideo15(DiffusionModel):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "glyphs": [G, E]} in `dtype`: L and G are the prompt's own token counts,
         G may be 0."""
-        return text_encoder(*self._load_text_encoders(dtype, device))
+        encode, *modules = self._load_text_encoders(dtype, device)
+        return text_encoder(encode, self.load_prompt_check(), device, *modules)
 
     def _load_text_encoders(
         self, dtype: torch.dtype, device: torch.device
@@ -155,80 +153,27 @@ class HunyuanVideo15(DiffusionModel):
         """The encoder of one text, and the modules that it runs."""
 
         def load(folder: str) -> Any:
-            network = getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder, dtype=dtype)
-            return network.eval().to(device)
+            return getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder, dtype=dtype)
 
         encoder, glyph_encoder = load("text_encoder"), load("text_encoder_2")
         tokenizer, glyph_tokenizer = self.load_tokenizer("tokenizer"), self.load_tokenizer("tokenizer_2")
-        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            check(prompt)
             embeds, mask = encode_text(encoder, tokenizer, prompt, device)
             glyphs, glyph_mask = encode_glyphs(glyph_tokenizer, glyph_encoder, prompt, device)
             return {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
 
         return encode, encoder, glyph_encoder
 
-    def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
-        """The VAE decodes sides of more than 256 px in overlapping tiles, as in the pipeline's example: its attention
-        makes a mask of positions x positions."""
-        vae: Any = AutoencoderKLHunyuanVideo15.from_pretrained(self.path / "vae", dtype=dtype)
-        vae.eval().to(device)
-        vae.enable_tiling()
-
-        @torch.no_grad()
-        def decode(latents: Tensor, geometry: Geometry) -> Decoded:
-            # The end of HunyuanVideo15Pipeline.__call__.
-            return decode_each(vae, latents.to(device, dtype) / vae.config.scaling_factor)
-
-        @torch.no_grad()
-        def encode(pixels: Tensor) -> Tensor:
-            # `_get_image_latents` of HunyuanVideo15ImageToVideoPipeline.
-            return encode_each(vae, pixels, device, dtype) * vae.config.scaling_factor
-
-        return Decoder(decode, (vae,), encode)
-
-    # -- the shape of the problem -------------------------------------------------------------------------
-    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        return video_latent_shape(
-            geometry,
-            title=self.spec.title,
-            num_channels=self._num_channels,
-            vae_scale=self._vae_scale,
-            patch_size=self._network["patch_size"],
-            frame_stride=self._frame_stride,
-        )
-
-    def num_tokens(self, geometry: Geometry) -> int:
-        sides = (self._network["patch_size_t"], self._network["patch_size"], self._network["patch_size"])
-        return num_video_tokens(self.latent_shape(geometry), sides)
-
-    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
-        # "4. Prepare timesteps" of HunyuanVideo15Pipeline.__call__.
-        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, num_steps + 1)[:-1])
-        return torch.as_tensor(scheduler.sigmas)
-
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D], "glyphs": [N, G, E]}, each padded to the longest of the N; plus "mask": [N, L] and
-        "glyph_mask": [N, G], bool, if lengths differ (attention is faster without)."""
-        collated: Collated = {}
-        for name, mask_name in (("embeds", "mask"), ("glyphs", "glyph_mask")):
-            tensors = [condition[name] for condition in conditions]
-            collated[name], mask = pad_embeds(tensors)
-            if len({len(tensor) for tensor in tensors}) > 1:
-                collated[mask_name] = mask
-        return collated
+        """{"embeds": [N, L, D], "glyphs": [N, G, E]}; see `padded` for "mask": [N, L] and "glyph_mask": [N, G]. With
+        images also "source": [N, C, H, W] and "image": [N, tokens, I]."""
+        texts = padded(conditions, "embeds", "mask") | padded(conditions, "glyphs", "glyph_mask")
+        return texts | stacked(conditions, "source", "image")
 
     def predict(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        condition: Collated,
-        geometry: Geometry,
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         num_rows, num_channels, *size = latents.shape
         no_frame = latents.new_zeros(num_rows, self._network["in_channels"] - num_channels, *size)

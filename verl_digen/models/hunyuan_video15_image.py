@@ -11,13 +11,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5_image2video import (
     HunyuanVideo15ImageToVideoPipeline,
@@ -61,7 +59,7 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         sequence=None,
         vllm_omni=VllmOmniServing(
             pipeline="HunyuanVideo15ImageToVideoPipeline",
-            mixin="verl_digen.rollout.vllm_omni.frame_pipelines:HunyuanVideo15ImageRecording",
+            mixin=".frame_pipelines:HunyuanVideo15ImageRecording",
             unadapted="refiner_blocks",
         ),
     )
@@ -71,12 +69,9 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         """Conditions of the text, with "source" [C, H, W], the image's latents, and "image" [tokens, I];
         for a text without an image, of the text only."""
         encode_text, *text_modules = self._load_text_encoders(dtype, device)
-        vae: Any = AutoencoderKLHunyuanVideo15.from_pretrained(self.path / "vae", dtype=self.decoder_dtype(dtype))
+        vae = self.load_vae(self.decoder_dtype(dtype))
         vae.decoder = nn.Identity()  # the decoder's own copy has it
-        vae.eval().to(device)
-        vae.enable_tiling()
         vision: Any = SiglipVisionModel.from_pretrained(self.path / "image_encoder", dtype=dtype)
-        vision.eval().to(device)
         parts = SimpleNamespace(vae=vae, image_encoder=vision, **self.pipeline_parts())
 
         def encode(inputs: PromptInputs) -> Condition:
@@ -84,7 +79,7 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
             added = self.encode_image(parts, inputs, device) if inputs.images else {}
             return condition | {name: tensor.to(dtype) for name, tensor in added.items()}
 
-        return one_by_one(encode, *text_modules, vae, vision)
+        return one_by_one(encode, self.load_prompt_check(), device, *text_modules, vae, vision)
 
     def encode_image(self, parts: Any, inputs: PromptInputs, device: torch.device) -> Condition:
         """Encode an image -> what it adds to the text's condition, in the dtypes of the parts.
@@ -124,12 +119,6 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         return tuple(len(condition[name]) for name in ("embeds", "glyphs"))
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """Batch as for text to video, with "source": [N, C, H, W] and "image": [N, tokens, I] if there are images."""
-        images = [name for name in ("source", "image") if name in conditions[0]]
-        stacked = {name: torch.stack([condition[name] for condition in conditions]) for name in images}
-        return super().collate(conditions) | stacked
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:

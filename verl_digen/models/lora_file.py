@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from verl_digen.require import require
+from verl_digen.require import first_of, require
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -44,7 +44,6 @@ ENDINGS = {
 }
 OF_ENCODERS = ("text_encoder", "lora_te")
 """Prefixes of tensors that belong to text encoders."""
-MAX_NAMED = 5
 
 
 class Pair(NamedTuple):
@@ -114,7 +113,7 @@ def check_lora_file(file: Path, model: DiffusionModel, network: nn.Module) -> No
         not wrong,
         f"{KEY} must hold a LoRA of this {model.spec.title}, but {len(wrong)} of {len(pairs)} layers in {str(file)!r} "
         "are not layers of the network",
-        _first(wrong),
+        first_of(wrong),
         "take a LoRA of this checkpoint",
     )
     unused = _unused(file, tensors, model)
@@ -122,7 +121,7 @@ def check_lora_file(file: Path, model: DiffusionModel, network: nn.Module) -> No
         not unused,
         f"{KEY} must hold tensors that are all used, but diffusers' conversion leaves out {len(unused)} of "
         f"{len(tensors)} in {str(file)!r}",
-        _first(unused),
+        first_of(unused),
         "remove them from the file if the run may start without them, or save the LoRA as "
         f"{model.pipeline}.save_lora_weights of diffusers does",
     )
@@ -141,7 +140,7 @@ def _load(file: Path) -> dict[str, Tensor]:
         not encoders,
         f"{KEY} must hold a LoRA of the transformer alone, which is what trains, but {len(encoders)} of {len(tensors)} "
         f"tensors in {str(file)!r} belong to text encoders",
-        _first(encoders),
+        first_of(encoders),
         "merge those into the checkpoint's encoders (load_lora_weights, fuse_lora(components=['text_encoder']) and "
         "save_pretrained of diffusers), and give a file without them",
     )
@@ -166,7 +165,7 @@ def _pairs(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> 
     except (ValueError, LookupError, NotImplementedError, AssertionError, AttributeError, RuntimeError) as error:
         raise ValueError(
             f"{KEY} must hold a LoRA that diffusers converts for {model.pipeline}, got {str(file)!r} with "
-            f"{len(tensors)} tensors ({_first(list(tensors))}): {type(error).__name__}: {str(error)[:300]}; take a "
+            f"{len(tensors)} tensors ({first_of(list(tensors))}): {type(error).__name__}: {str(error)[:300]}; take a "
             "LoRA of this checkpoint"
         ) from error
     parts: dict[str, dict[str, Tensor]] = {}
@@ -188,7 +187,7 @@ def _pairs(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> 
         not unknown and bool(parts),
         f"{KEY} must hold pairs of matrices (lora_A and lora_B, or lora_down and lora_up), but {len(unknown)} of "
         f"{len(state)} names in {str(file)!r} are of none",
-        _first(unknown),
+        first_of(unknown),
         "take a LoRA of this checkpoint; LoKr, LoHa and DoRA are others",
     )
     saved = _saved_config(file)
@@ -210,15 +209,18 @@ def _saved_config(file: Path) -> LoraConfig | None:
 
 def _scale(layer: str, rank: int, alpha: Tensor | None, saved: LoraConfig | None) -> float:
     """Factor of up @ down: by the file's alpha, else by its header, else 1."""
-    from peft.utils.other import get_pattern_key
-
     if alpha is not None:
         return float(alpha) / rank
-    if saved is None:
-        return 1.0
-    alphas = saved.alpha_pattern or {}
-    of_layer = alphas.get(get_pattern_key(list(alphas), layer), saved.lora_alpha)
-    return of_layer / (math.sqrt(rank) if saved.use_rslora else rank)
+    return 1.0 if saved is None else peft_scale(saved, layer, rank)
+
+
+def peft_scale(config: LoraConfig, layer: str, rank: int) -> float:
+    """Factor by which peft multiplies up @ down of a layer."""
+    from peft.utils.other import get_pattern_key
+
+    alphas = config.alpha_pattern or {}
+    alpha = alphas.get(get_pattern_key(list(alphas), layer), config.lora_alpha)
+    return alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
 def _unused(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> list[str]:
@@ -267,8 +269,3 @@ def _split(name: str) -> tuple[str, str | None]:
 
 def _number(value: float) -> int | float:
     return int(value) if value == int(value) else value
-
-
-def _first(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

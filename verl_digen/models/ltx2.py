@@ -37,7 +37,7 @@ from verl_digen.models.pixels import decode_each
 from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.sizes import video_latent_shape
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, text_encoder
+from verl_digen.models.text import length_check, stacked, text_encoder
 from verl_digen.types import Condition, Geometry
 
 _CALL = inspect.signature(LTX2Pipeline.__call__).parameters
@@ -81,9 +81,7 @@ class LTX2(DiffusionModel):
         encoder_parts=("connectors",),
         audio_parts=("audio_vae", "vocoder"),
         selftest=PLAIN_GUIDANCE | {"num_frames": 9},
-        vllm_omni=VllmOmniServing(
-            pipeline="LTX2Pipeline", mixin="verl_digen.rollout.vllm_omni.ltx2_pipeline:LTX2Recording"
-        ),
+        vllm_omni=VllmOmniServing(pipeline="LTX2Pipeline", mixin=".ltx2_pipeline:LTX2Recording"),
     )
 
     def __init__(self, path: str | Path):
@@ -128,18 +126,13 @@ class LTX2(DiffusionModel):
         # Hidden states of the language model alone are read: free the vision tower, and make no logits.
         language.vision_tower = language.multi_modal_projector = None
         pipeline.text_encoder = language
-        modules = (language, pipeline.connectors)
-        for module in modules:
-            module.eval().to(device)
-        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            check(prompt)
             # "3. Prepare text embeddings" of LTX2Pipeline.__call__.
             embeds, mask, _, _ = pipeline.encode_prompt(prompt, do_classifier_free_guidance=False, device=device)
             return connected(pipeline, embeds, mask)
 
-        return text_encoder(encode, *modules)
+        return text_encoder(encode, self.load_prompt_check(), device, language, pipeline.connectors)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae: Any = AutoencoderKLLTX2Video.from_pretrained(self.path / "vae", dtype=dtype)
@@ -202,15 +195,10 @@ class LTX2(DiffusionModel):
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """{"embeds": [N, 1024, D], "audio": [N, 1024, D]}: prompts are all of one length."""
-        return {name: torch.stack([condition[name] for condition in conditions]) for name in ("embeds", "audio")}
+        return stacked(conditions, "embeds", "audio")
 
     def predict(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        condition: Collated,
-        geometry: Geometry,
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "7. Denoising loop" of LTX2Pipeline.__call__.
         dtype = self.input_dtype(transformer)

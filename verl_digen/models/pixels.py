@@ -75,6 +75,36 @@ def decode_each(vae: Any, latents: Tensor) -> Decoded:
     return videos._replace(pixels=videos.pixels.squeeze(1))
 
 
+def video_decoder(
+    vae: Any, dtype: torch.dtype, device: torch.device, inverse_std: Tensor | float, mean: Tensor | float = 0.0
+) -> Decoder:
+    """The decoder of a VAE of videos, which moves to `device`.
+
+    Args:
+        inverse_std, mean: statistics by which the network's latents are normalised.
+    """
+    vae.eval().to(device)
+
+    @torch.no_grad()
+    def decode(latents: Tensor, geometry: Geometry) -> Decoded:
+        return decode_each(vae, latents.to(device, dtype) / inverse_std + mean)
+
+    @torch.no_grad()
+    def encode(pixels: Tensor) -> Tensor:
+        return (encode_each(vae, pixels, device, dtype) - mean) * inverse_std
+
+    return Decoder(decode, (vae,), encode)
+
+
+def channel_statistics(vae: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(1 / standard deviation, mean) of a VAE's latents, each [1, C, 1, 1, 1]."""
+    mean, std = (
+        torch.tensor(vae.config[name]).view(1, -1, 1, 1, 1).to(device, dtype)
+        for name in ("latents_mean", "latents_std")
+    )
+    return 1.0 / std, mean
+
+
 def decode_in(vae: Any, dtype: torch.dtype) -> None:
     """Make a loaded VAE decode in `dtype`, whatever the latents' dtype; for pipelines that are not ours."""
     vae.to(dtype)

@@ -21,20 +21,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
 from verl_digen.models.loaded import Decoded
-from verl_digen.models.pixels import encode_each, to_pixels
+from verl_digen.models.pixels import channel_statistics, encode_each, to_pixels
 from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.sequence import pad_prompts
-from verl_digen.models.sizes import check_size
-from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
-from verl_digen.models.text import length_check, pad_embeds, text_encoder
+from verl_digen.models.spec import (
+    JOINT_ATTENTION,
+    MODULATION,
+    ConditionLayout,
+    FlopsLayout,
+    ModelSpec,
+    SequenceLayout,
+    VllmOmniServing,
+)
+from verl_digen.models.text import length_check, padded, text_encoder
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024
 """Longest prompt in tokens, with the 5 that end the template: the pipeline's upper limit; its default is 512."""
-PATCH = 2
-"""Latent positions per token and side."""
 
 
 def take_one_frame(vae: nn.Module) -> None:
@@ -52,15 +57,15 @@ def _conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | No
     return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], padding).unsqueeze(2)
 
 
-class QwenImage(DiffusionModel):
+class QwenImage(PackedModel):
+    pipeline_class: type[Any] = QwenImagePipeline
     spec = ModelSpec(
         transformer="QwenImageTransformer2DModel",
         title="Qwen-Image",
         example="Qwen/Qwen-Image",
         # All projections of both streams, as flow_grpo trains Qwen-Image.
         lora_targets=(
-            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+            *JOINT_ATTENTION,
             *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
         ),
         flops=FlopsLayout(
@@ -73,7 +78,7 @@ class QwenImage(DiffusionModel):
         sequence=SequenceLayout(splits_prompts=True),
         vllm_omni=VllmOmniServing(
             pipeline="QwenImagePipeline",
-            mixin="verl_digen.rollout.vllm_omni.step_mode:StepRecordingMixin",
+            mixin=".step_mode:StepRecordingMixin",
             is_stepwise=True,
         ),
     )
@@ -91,37 +96,36 @@ class QwenImage(DiffusionModel):
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
-        pipeline: Any = QwenImagePipeline.from_pretrained(
-            self.path, transformer=None, vae=None, scheduler=None, text_encoder=None
-        )
+        """Load a check of the text alone; the tokens of images are not counted."""
+        pipeline = self._load_pipeline(vae=None, text_encoder=None)
         limit = pipeline.prompt_template_encode_start_idx + MAX_TEXT_TOKENS
         wrap = pipeline.prompt_template_encode.format
         return length_check(pipeline.tokenizer, title=self.spec.title, max_tokens=limit, wrap=wrap)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
-        pipeline = QwenImagePipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
+        pipeline = self._load_pipeline(vae=None, dtype=dtype)
         # Only the language model's last hidden state is read: free the vision tower and the language head.
         pipeline.text_encoder.model.visual = None
         pipeline.text_encoder.lm_head = nn.Identity()
-        pipeline.text_encoder.eval().to(device)
-        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            check(prompt)
             embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
             return {"embeds": embeds[0]}
 
-        return text_encoder(encode, pipeline.text_encoder)
+        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
+
+    def _load_pipeline(self, **parts: Any) -> Any:
+        return self.pipeline_class.from_pretrained(
+            self.path, transformer=None, scheduler=None, **self.pipeline_parts(), **parts
+        )
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", dtype=dtype)
         assert isinstance(vae, AutoencoderKLQwenImage)
         take_one_frame(vae)
         vae.eval().to(device)  # pyright: ignore[reportArgumentType]: diffusers decorates it as a callable object
-        per_channel = (1, -1, 1, 1, 1)
-        mean = torch.tensor(vae.config["latents_mean"]).view(per_channel).to(device, dtype)
-        inverse_std = 1.0 / torch.tensor(vae.config["latents_std"]).view(per_channel).to(device, dtype)
+        inverse_std, mean = channel_statistics(vae, dtype, device)
 
         @torch.no_grad()
         def decode(latents: Tensor, geometry: Geometry) -> Decoded:
@@ -142,39 +146,17 @@ class QwenImage(DiffusionModel):
         return Decoder(decode, (vae,), encode)
 
     # -- the shape of the problem -------------------------------------------------------------------------
-    @property
-    def _px_per_token(self) -> int:
-        return self._vae_scale * PATCH
-
-    def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
-        """(rows, columns) of tokens."""
-        return geometry.height_px // self._px_per_token, geometry.width_px // self._px_per_token
-
-    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        check_size(geometry, title=self.spec.title, px_multiple=self._px_per_token)
-        rows, columns = self._token_grid(geometry)
-        return rows * columns, self._num_channels
-
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "5. Prepare timesteps" of QwenImagePipeline.__call__.
         return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D]}, plus "mask": [N, L] bool if lengths differ (attention is faster without)."""
-        embeds = [condition["embeds"] for condition in conditions]
-        if len({len(embed) for embed in embeds}) == 1:
-            return {"embeds": torch.stack(embeds)}
-        padded, mask = pad_embeds(embeds)
-        return {"embeds": padded, "mask": mask}
+        """{"embeds": [N, L, D]}; see `padded` for "mask": [N, L]."""
+        return padded(conditions, "embeds", "mask")
 
     def predict(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        condition: Collated,
-        geometry: Geometry,
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "6. Denoising loop" of QwenImagePipeline.__call__; there too the timestep is rounded to the
         # network's dtype, then divided.

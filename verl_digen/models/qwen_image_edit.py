@@ -30,11 +30,10 @@ from transformers.processing_utils import ProcessorMixin
 
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.inputs.sizes import fitted_size
-from verl_digen.models.base import PromptCheck, PromptEncoder
-from verl_digen.models.qwen_image import MAX_TEXT_TOKENS, QwenImage, take_one_frame
+from verl_digen.models.base import PromptEncoder
+from verl_digen.models.qwen_image import QwenImage, take_one_frame
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check
 from verl_digen.types import Condition, Geometry
 
 MARK_TOKENS = 2
@@ -65,7 +64,7 @@ class PictureProcessor(Qwen2VLProcessor):
 
 
 class QwenImageEditPlus(ReadsImages, QwenImage):
-    pipeline_class: type[Any] = QwenImageEditPlusPipeline
+    pipeline_class = QwenImageEditPlusPipeline
     spec: ModelSpec = replace(
         QwenImage.spec,
         title="Qwen-Image-Edit-Plus",
@@ -75,20 +74,10 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
         image_sizes="qwen_image_edit",
         freed={"text_encoder": ("lm_head.",)},
         encodes_images=("encoder.", "quant_conv."),
-        vllm_omni=VllmOmniServing(
-            pipeline="QwenImageEditPlusPipeline",
-            mixin="verl_digen.rollout.vllm_omni.edit_pipelines:EditPlusRecording",
-        ),
+        vllm_omni=VllmOmniServing(pipeline="QwenImageEditPlusPipeline", mixin=".edit_pipelines:EditPlusRecording"),
     )
 
     # -- loading ------------------------------------------------------------------------------------------
-    def load_prompt_check(self) -> PromptCheck:
-        """Load a check of the text alone; the tokens of images are not counted."""
-        pipeline = self._load_pipeline(vae=None, text_encoder=None)
-        limit = pipeline.prompt_template_encode_start_idx + MAX_TEXT_TOKENS
-        wrap = pipeline.prompt_template_encode.format
-        return length_check(pipeline.tokenizer, title=self.spec.title, max_tokens=limit, wrap=wrap)
-
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "source": [tokens of all images, channels]} in `dtype`, L of text and
         images; without "source" for a text without images, of which there is none in a prompt file."""
@@ -116,11 +105,6 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
         # "3. Preprocess image" of QwenImageEditPlusPipeline.__call__; so is `_encode_image`.
         width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, image.width / image.height)
         return pipeline.image_processor.resize(image, height, width)
-
-    def _load_pipeline(self, **parts: Any) -> Any:
-        return self.pipeline_class.from_pretrained(
-            self.path, transformer=None, scheduler=None, **self.pipeline_parts(), **parts
-        )
 
     def pipeline_parts(self) -> dict[str, Any]:
         """The processor, which prepares images with PIL whether torchvision is installed or not."""
@@ -165,9 +149,7 @@ class QwenImageEdit(QwenImageEditPlus):
         title="Qwen-Image-Edit",
         example="Qwen/Qwen-Image-Edit",
         num_images=(1, 1),
-        vllm_omni=VllmOmniServing(
-            pipeline="QwenImageEditPipeline", mixin="verl_digen.rollout.vllm_omni.edit_pipelines:EditRecording"
-        ),
+        vllm_omni=VllmOmniServing(pipeline="QwenImageEditPipeline", mixin=".edit_pipelines:EditRecording"),
     )
 
     def num_image_text_tokens(self, geometry: Geometry) -> int:

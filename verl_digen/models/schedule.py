@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sigmas of schedules that shift with the number of tokens, as diffusers' pipelines make them."""
+"""Sigmas of flow-matching schedules, as diffusers' pipelines make them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import Tensor
 
 
-def shift_of(scheduler: Any, num_tokens: int) -> float:
-    """Shift (mu) of a sample of `num_tokens` latent tokens, by the scheduler's config."""
-    config = scheduler.config
-    lengths = config.base_image_seq_len, config.max_image_seq_len
-    return calculate_shift(num_tokens, *lengths, config.base_shift, config.max_shift)
-
-
-def shifted_sigmas(schedule: Mapping[str, Any], num_steps: int, num_tokens: int) -> Tensor:
-    """Sigmas [T+1] fp32 of equal steps from 1 to 1/T, shifted by the number of tokens.
+def flow_sigmas(schedule: Mapping[str, Any], *, num_tokens: int | None = None, **steps: Any) -> Tensor:
+    """Sigmas [T+1] fp32 of `FlowMatchEulerDiscreteScheduler`.
 
     Args:
         schedule: the scheduler's config of the checkpoint.
+        num_tokens: latent tokens of a sample, by which the config shifts the schedule (mu), if it does.
+        steps: arguments of its `set_timesteps`.
     """
     scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(dict(schedule))
-    sigmas = np.linspace(1.0, 1 / num_steps, num_steps)
-    scheduler.set_timesteps(sigmas=sigmas, mu=shift_of(scheduler, num_tokens))
+    if num_tokens is not None:
+        config = scheduler.config
+        lengths = config.base_image_seq_len, config.max_image_seq_len
+        steps["mu"] = calculate_shift(num_tokens, *lengths, config.base_shift, config.max_shift)
+    scheduler.set_timesteps(**steps)
     return torch.as_tensor(scheduler.sigmas)
+
+
+def shifted_sigmas(schedule: Mapping[str, Any], num_steps: int, num_tokens: int) -> Tensor:
+    """Sigmas [T+1] fp32 of equal steps from 1 to 1/T, shifted by the number of tokens."""
+    return flow_sigmas(schedule, num_tokens=num_tokens, sigmas=np.linspace(1.0, 1 / num_steps, num_steps))

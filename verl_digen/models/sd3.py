@@ -15,16 +15,15 @@ from typing import Any
 
 import torch
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
-from verl_digen.models.schedule import shift_of
+from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sizes import check_size
-from verl_digen.models.spec import MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, text_encoder
+from verl_digen.models.spec import JOINT_ATTENTION, MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
+from verl_digen.models.text import length_check, stacked, text_encoder
 from verl_digen.types import Condition, Geometry
 
 CLIP_TOKENS = 77
@@ -43,10 +42,7 @@ class StableDiffusion3(DiffusionModel):
             *("tokenizer", "tokenizer_2", "tokenizer_3"),
         ),
         # The joint attention of both streams, as flow_grpo trains SD3.5.
-        lora_targets=(
-            *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-            *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-        ),
+        lora_targets=JOINT_ATTENTION,
         flops=FlopsLayout(
             patch="pos_embed.proj",
             streams=((MODULATION, "row"), (r"context_embedder|ff_context|attn\.add_|to_add_out", "text")),
@@ -60,7 +56,7 @@ class StableDiffusion3(DiffusionModel):
         dispatches_attention=False,
         vllm_omni=VllmOmniServing(
             pipeline="StableDiffusion3Pipeline",
-            mixin="verl_digen.rollout.vllm_omni.request_pipelines:StableDiffusion3Recording",
+            mixin=".request_pipelines:StableDiffusion3Recording",
         ),
     )
 
@@ -78,13 +74,8 @@ class StableDiffusion3(DiffusionModel):
         pipeline: Any = StableDiffusion3Pipeline.from_pretrained(
             self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
         )
-        for encoder in (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3):
-            encoder.eval().to(device)
-
-        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            check(prompt)
             embeds, _, pooled, _ = pipeline.encode_prompt(
                 prompt,
                 prompt_2=None,
@@ -95,7 +86,8 @@ class StableDiffusion3(DiffusionModel):
             )
             return {"embeds": embeds[0], "pooled": pooled[0]}
 
-        return text_encoder(encode, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
+        encoders = (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
+        return text_encoder(encode, self.load_prompt_check(), device, *encoders)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)
@@ -114,27 +106,18 @@ class StableDiffusion3(DiffusionModel):
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "5. Prepare timesteps" of StableDiffusion3Pipeline.__call__.
-        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
-        mu = None
-        if scheduler.config.use_dynamic_shifting:
-            _, height, width = self.latent_shape(geometry)
-            patch = self._network["patch_size"]
-            mu = shift_of(scheduler, (height // patch) * (width // patch))
-        scheduler.set_timesteps(num_steps, mu=mu)
-        return torch.as_tensor(scheduler.sigmas)
+        _, height, width = self.latent_shape(geometry)
+        patch = self._network["patch_size"]
+        num_tokens = (height // patch) * (width // patch)
+        return flow_sigmas(self._schedule, num_tokens=num_tokens, num_inference_steps=num_steps)
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """{"embeds": [N, L, D], "pooled": [N, E]}: prompts are all of one length."""
-        return {name: torch.stack([condition[name] for condition in conditions]) for name in ("embeds", "pooled")}
+        return stacked(conditions, "embeds", "pooled")
 
     def predict(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        condition: Collated,
-        geometry: Geometry,
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "7. Denoising loop" of StableDiffusion3Pipeline.__call__.
         dtype = self.input_dtype(transformer)

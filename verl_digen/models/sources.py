@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated, DiffusionModel, PromptEncoder
-from verl_digen.models.text import one_by_one
+from verl_digen.models.text import one_by_one, stacked
 from verl_digen.types import Condition, Geometry
 
 
@@ -38,16 +38,12 @@ class ReadsImages(DiffusionModel):
 
     def encoder_of(self, pipeline: Any, dtype: torch.dtype, device: torch.device, *parts: nn.Module) -> PromptEncoder:
         """Encoder by `encode_with` and diffusers' pipeline, whose `parts` go to `device`; conditions are in `dtype`."""
-        for part in parts:
-            part.eval().to(device)
-        check = self.load_prompt_check()
 
         def encode(inputs: PromptInputs) -> Condition:
-            check(inputs.text)
             condition = self.encode_with(pipeline, partial(pipeline.encode_prompt, device=device), inputs)
             return {name: tensor.to(dtype) for name, tensor in condition.items()}
 
-        return one_by_one(encode, *parts)
+        return one_by_one(encode, self.load_prompt_check(), device, *parts)
 
     def num_source_tokens(self, geometry: Geometry) -> int:
         return sum(self.num_tokens(Geometry(height, width)) for height, width in geometry.sources)
@@ -61,10 +57,7 @@ class ReadsImages(DiffusionModel):
 
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """Batch as without images, with "source": [N, tokens of all images, channels] if there are images."""
-        collated = super().collate(conditions)
-        if "source" in conditions[0]:
-            collated["source"] = torch.stack([condition["source"] for condition in conditions])
-        return collated
+        return super().collate(conditions) | stacked(conditions, "source")
 
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry

@@ -33,6 +33,13 @@ MODULATION = r"norm\w*\.linear|time_text_embed"
 """Pattern of the names that most networks of diffusers give their modulation and timestep layers."""
 
 
+JOINT_ATTENTION = (
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+)
+"""Projections of an attention over a picture's and a text's tokens, as most networks of diffusers name them."""
+
+
 @dataclass(frozen=True)
 class FlopsLayout:
     """Tokens that each layer of a network sees."""
@@ -89,7 +96,7 @@ class VllmOmniServing:
     pipeline: str
     """Pipeline class in vLLM-Omni's registry."""
     mixin: str
-    """"module:class" of the recording mixin over it."""
+    """"module:class" of the recording mixin over it; a module that begins with a dot is in `rollout/vllm_omni`."""
     is_stepwise: bool = False
     """vLLM-Omni runs the pipeline step by step, so that requests join and leave a batch; False: in one call."""
     unadapted: str | None = None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_digen.hardware.transfers import to_device
@@ -27,22 +27,33 @@ PROMPT_CHARACTERS_SHOWN = 40
 """Maximum number of a prompt's characters that an error quotes."""
 
 
-def one_by_one(encode: Callable[[PromptInputs], Condition], *modules: nn.Module) -> PromptEncoder:
-    """Turn an encoder of one prompt, which runs `modules`, into an encoder of several; it encodes each distinct prompt
-    once."""
+def one_by_one(
+    encode: Callable[[PromptInputs], Condition], check: Callable[[str], None], device: torch.device, *modules: Any
+) -> PromptEncoder:
+    """Turn an encoder of one prompt into an encoder of several, which checks and encodes each distinct prompt once.
+    Args:
+        modules: networks that it runs; they move to `device`.
+    """
+    for module in modules:
+        module.eval().to(device)
 
     # Not inference_mode: the embeddings enter autograd in training.
     @torch.no_grad()
     def encode_all(prompts: Sequence[PromptInputs]) -> list[Condition]:
-        known = {prompt: encode(prompt) for prompt in dict.fromkeys(prompts)}
+        known: dict[PromptInputs, Condition] = {}
+        for prompt in dict.fromkeys(prompts):
+            check(prompt.text)
+            known[prompt] = encode(prompt)
         return [known[prompt] for prompt in prompts]
 
     return PromptEncoder(encode_all, modules)
 
 
-def text_encoder(encode: Callable[[str], Condition], *modules: nn.Module) -> PromptEncoder:
-    """Turn an encoder of one text, which runs `modules`, into the encoder of a pipeline that reads no images."""
-    return one_by_one(lambda inputs: encode(only_text(inputs)), *modules)
+def text_encoder(
+    encode: Callable[[str], Condition], check: Callable[[str], None], device: torch.device, *modules: Any
+) -> PromptEncoder:
+    """Turn an encoder of one text into the encoder of a pipeline that reads no images; see `one_by_one`."""
+    return one_by_one(lambda inputs: encode(only_text(inputs)), check, device, *modules)
 
 
 def only_text(inputs: PromptInputs) -> str:
@@ -60,12 +71,35 @@ def only_text(inputs: PromptInputs) -> str:
     return inputs.text
 
 
-def pad_embeds(embeds: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """N tensors [L_i, D] -> ([N, L, D], padded with zeros to the longest; bool [N, L], False for padding)."""
-    padded = pad_sequence(list(embeds), batch_first=True)
-    lengths = torch.tensor([len(embed) for embed in embeds])
-    mask = torch.arange(padded.shape[1]) < lengths[:, None]
-    return padded, to_device(mask, padded.device)
+def padded(conditions: Sequence[Condition], name: str, mask_name: str) -> dict[str, Tensor]:
+    """N tensors [L_i, D] as `name`: [N, L, D], padded with zeros to the longest; and, if lengths differ (attention is
+    faster without), `mask_name`: bool [N, L], False for padding."""
+    joined = pad_sequence([condition[name] for condition in conditions], batch_first=True)
+    lengths = torch.tensor([len(condition[name]) for condition in conditions])
+    if bool((lengths == joined.shape[1]).all()):
+        return {name: joined}
+    mask = torch.arange(joined.shape[1]) < lengths[:, None]
+    return {name: joined, mask_name: to_device(mask, joined.device)}
+
+
+def stacked(conditions: Sequence[Condition], *names: str) -> dict[str, Tensor]:
+    """The tensors of these names, of one shape in all conditions, each [N, ...]; those that they have."""
+    known = [name for name in names if name in conditions[0]]
+    return {name: torch.stack([condition[name] for condition in conditions]) for name in known}
+
+
+def chat_text(tokenizer: Any, *, enable_thinking: bool) -> Callable[[str], str]:
+    """Function that puts a prompt into the tokenizer's chat template, as the user's only message."""
+
+    def wrap(prompt: str) -> str:
+        return tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=enable_thinking,
+        )
+
+    return wrap
 
 
 def length_check(

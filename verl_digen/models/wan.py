@@ -23,13 +23,11 @@ from diffusers.pipelines.wan.pipeline_wan import WanPipeline, prompt_clean
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PromptCheck, PromptEncoder, VideoModel
 from verl_digen.models.checkpoint import check_components
-from verl_digen.models.loaded import Decoded
-from verl_digen.models.pixels import decode_each, encode_each
-from verl_digen.models.sizes import num_video_tokens, video_latent_shape
+from verl_digen.models.pixels import channel_statistics, video_decoder
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
-from verl_digen.models.text import length_check, text_encoder
+from verl_digen.models.text import length_check, stacked, text_encoder
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
@@ -38,7 +36,7 @@ MAX_TEXT_TOKENS = 512
 SEQUENCE = SequenceLayout(splits_prompts=False, unsplit=("",))
 
 
-class Wan(DiffusionModel):
+class Wan(VideoModel):
     spec = ModelSpec(
         transformer="WanTransformer3DModel",
         title="Wan",
@@ -55,9 +53,7 @@ class Wan(DiffusionModel):
         decodes_in_fp32=True,
         selftest={"guidance_scale": 1.0, "num_frames": 5},
         sequence=SEQUENCE,
-        vllm_omni=VllmOmniServing(
-            pipeline="WanPipeline", mixin="verl_digen.rollout.vllm_omni.frame_pipelines:WanFrameRecording"
-        ),
+        vllm_omni=VllmOmniServing(pipeline="WanPipeline", mixin=".frame_pipelines:WanFrameRecording"),
     )
 
     def __init__(self, path: str | Path):
@@ -69,9 +65,10 @@ class Wan(DiffusionModel):
             check_components(self.path, self.index, self.experts)
         self._network = self.read_network_config("transformer")
         vae = self.read_network_config("vae")
-        self._num_channels: int = vae["z_dim"]
-        self._frame_stride: int = vae["scale_factor_temporal"]
-        self._vae_scale: int = vae["scale_factor_spatial"]
+        self._patch = self._network["patch_size"]
+        self._num_channels = vae["z_dim"]
+        self._frame_stride = vae["scale_factor_temporal"]
+        self._vae_scale = vae["scale_factor_spatial"]
         self._has_whole_timesteps = self.scheduler == "UniPCMultistepScheduler"
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -84,54 +81,23 @@ class Wan(DiffusionModel):
         pipeline: Any = WanPipeline.from_pretrained(
             self.path, transformer=None, transformer_2=None, vae=None, scheduler=None, dtype=dtype
         )
-        pipeline.text_encoder.eval().to(device)
-
-        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            check(prompt)
             embeds, _ = pipeline.encode_prompt(
                 prompt, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=device
             )
             return {"embeds": embeds[0, : len(pipeline.tokenizer(prompt_clean(prompt)).input_ids)]}
 
-        return text_encoder(encode, pipeline.text_encoder)
+        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """The VAE itself decodes one latent frame at a time, with the caches of its causal convolutions."""
         dtype = self.decoder_dtype(dtype)
         vae: Any = AutoencoderKLWan.from_pretrained(self.path / "vae", dtype=dtype)
-        vae.eval().to(device)
-        per_channel = (1, -1, 1, 1, 1)
-        mean = torch.tensor(vae.config.latents_mean).view(per_channel).to(device, dtype)
-        inverse_std = 1.0 / torch.tensor(vae.config.latents_std).view(per_channel).to(device, dtype)
-
-        @torch.no_grad()
-        def decode(latents: Tensor, geometry: Geometry) -> Decoded:
-            # The end of WanPipeline.__call__.
-            return decode_each(vae, latents.to(device, dtype) / inverse_std + mean)
-
-        @torch.no_grad()
-        def encode(pixels: Tensor) -> Tensor:
-            # `prepare_latents` of WanImageToVideoPipeline.
-            return (encode_each(vae, pixels, device, dtype) - mean) * inverse_std
-
-        return Decoder(decode, (vae,), encode)
+        # The end of WanPipeline.__call__, and `prepare_latents` of WanImageToVideoPipeline.
+        return video_decoder(vae, dtype, device, *channel_statistics(vae, dtype, device))
 
     # -- the shape of the problem -------------------------------------------------------------------------
-    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        return video_latent_shape(
-            geometry,
-            title=self.spec.title,
-            num_channels=self._num_channels,
-            vae_scale=self._vae_scale,
-            patch_size=self._network["patch_size"][1],
-            frame_stride=self._frame_stride,
-        )
-
-    def num_tokens(self, geometry: Geometry) -> int:
-        return num_video_tokens(self.latent_shape(geometry), self._network["patch_size"])
-
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "4. Prepare timesteps" of WanPipeline.__call__.
         scheduler = getattr(diffusers, self.scheduler).from_config(self._schedule)
@@ -155,20 +121,15 @@ class Wan(DiffusionModel):
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, 512, D]}, padded with zeros."""
+        """{"embeds": [N, 512, D]}, padded with zeros; with images also "source", and "image" where CLIP reads them."""
         first = conditions[0]["embeds"]
         embeds = first.new_zeros(len(conditions), MAX_TEXT_TOKENS, first.shape[1])
         for row, condition in zip(embeds, conditions, strict=True):
             row[: len(condition["embeds"])] = condition["embeds"]
-        return {"embeds": embeds}
+        return {"embeds": embeds} | stacked(conditions, "source", "image")
 
     def predict(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        condition: Collated,
-        geometry: Geometry,
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "6. Denoising loop" of WanPipeline.__call__.
         timesteps = to_device(self.timesteps(sigmas), latents.device)

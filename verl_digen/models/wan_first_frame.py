@@ -93,7 +93,7 @@ class WanFirstFrame(Wan):
         return (channels, num_frames - 1, *size)
 
     def num_source_tokens(self, geometry: Geometry) -> int:
-        return num_video_tokens(self._given_shape(geometry), self._network["patch_size"]) if geometry.sources else 0
+        return num_video_tokens(self._given_shape(geometry), self._patch) if geometry.sources else 0
 
     def num_timesteps(self, geometry: Geometry) -> int:
         return self.num_tokens(geometry) + self.num_source_tokens(geometry) if geometry.sources else 1
@@ -124,13 +124,6 @@ class WanFirstFrame(Wan):
             return latents
         given = torch.stack([condition["source"] for condition in conditions])
         return torch.cat([to_device(given, latents.device, latents.dtype), latents], dim=2)
-
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """Batch as Wan does, with "source": [N, C, 1, H, W] if there are images."""
-        collated = super().collate(conditions)
-        if "source" in conditions[0]:
-            collated["source"] = torch.stack([condition["source"] for condition in conditions])
-        return collated
 
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry

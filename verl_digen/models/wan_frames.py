@@ -45,12 +45,8 @@ def load_frame_encoder(
     )
     pipeline.vae.decoder = pipeline.vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them
     modules = [pipeline.text_encoder, pipeline.vae, *(getattr(pipeline, name) for name in parts)]
-    for module in modules:
-        module.eval().to(device)
-    check = model.load_prompt_check()
 
     def encode(inputs: PromptInputs) -> Condition:
-        check(inputs.text)
         embeds, _ = pipeline.encode_prompt(
             inputs.text, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=device
         )
@@ -60,7 +56,7 @@ def load_frame_encoder(
             condition |= {name: tensor.to(dtype) for name, tensor in added.items()}
         return condition
 
-    return one_by_one(encode, *modules)
+    return one_by_one(encode, model.load_prompt_check(), device, *modules)
 
 
 def frame_pipeline(model: Wan, **parts: Any) -> WanImageToVideoPipeline:

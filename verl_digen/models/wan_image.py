@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,10 +43,7 @@ class WanImageToVideo(Wan):
         encodes_images=("encoder.", "quant_conv."),
         encodes_in_fp32=("image_encoder",),
         sequence=None,
-        vllm_omni=VllmOmniServing(
-            pipeline="WanImageToVideoPipeline",
-            mixin="verl_digen.rollout.vllm_omni.frame_pipelines:WanImageRecording",
-        ),
+        vllm_omni=VllmOmniServing(pipeline="WanImageToVideoPipeline", mixin=".frame_pipelines:WanImageRecording"),
     )
 
     def __init__(self, path: str | Path):
@@ -112,12 +108,6 @@ class WanImageToVideo(Wan):
         return (self._network["in_channels"] - channels, *size)
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """Batch as Wan does, with "source" and "image" stacked if there are images."""
-        images = [name for name in ("source", "image") if name in conditions[0]]
-        stacked = {name: torch.stack([condition[name] for condition in conditions]) for name in images}
-        return super().collate(conditions) | stacked
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:

@@ -19,22 +19,27 @@ from diffusers.pipelines.z_image.pipeline_z_image import (
     ZImagePipeline,
     get_default_z_image_sigmas,
 )
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import (
+    PATCH,
+    TIMESTEPS_PER_SIGMA,
+    Collated,
+    Decoder,
+    DiffusionModel,
+    PromptCheck,
+    PromptEncoder,
+)
 from verl_digen.models.pixels import load_image_decoder
-from verl_digen.models.schedule import shift_of
+from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, text_encoder
+from verl_digen.models.text import chat_text, length_check, text_encoder
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
 """Tokens of a prompt in its chat template; the pipeline's default."""
-PATCH = 2
-"""Latent positions per token and side."""
 
 
 class ZImage(DiffusionModel):
@@ -63,9 +68,7 @@ class ZImage(DiffusionModel):
         ),
         condition=ConditionLayout(width="cap_feat_dim"),
         selftest={"guidance_scale": 0.0},
-        vllm_omni=VllmOmniServing(
-            pipeline="ZImagePipeline", mixin="verl_digen.rollout.vllm_omni.request_pipelines:ZImageRecording"
-        ),
+        vllm_omni=VllmOmniServing(pipeline="ZImagePipeline", mixin=".request_pipelines:ZImageRecording"),
     )
 
     def __init__(self, path: str | Path):
@@ -76,13 +79,7 @@ class ZImage(DiffusionModel):
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
         tokenizer = self.load_tokenizer("tokenizer")
-
-        def wrap(prompt: str) -> str:
-            message = {"role": "user", "content": prompt}
-            return tokenizer.apply_chat_template(
-                [message], tokenize=False, add_generation_prompt=True, enable_thinking=True
-            )
-
+        wrap = chat_text(tokenizer, enable_thinking=True)
         return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=wrap)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
@@ -90,18 +87,14 @@ class ZImage(DiffusionModel):
         pipeline: Any = ZImagePipeline.from_pretrained(
             self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
         )
-        pipeline.text_encoder.eval().to(device)
-
-        check = self.load_prompt_check()
 
         def encode(prompt: str) -> Condition:
-            check(prompt)
             (embeds,), _ = pipeline.encode_prompt(
                 [prompt], device=device, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS
             )
             return {"embeds": embeds}
 
-        return text_encoder(encode, pipeline.text_encoder)
+        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)
@@ -113,11 +106,9 @@ class ZImage(DiffusionModel):
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "5. Prepare timesteps" of ZImagePipeline.__call__.
-        scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(self._schedule)
         _, height, width = self.latent_shape(geometry)
-        mu = shift_of(scheduler, (height // PATCH) * (width // PATCH))
-        scheduler.set_timesteps(sigmas=get_default_z_image_sigmas(num_steps), mu=mu)
-        return torch.as_tensor(scheduler.sigmas)
+        num_tokens = (height // PATCH) * (width // PATCH)
+        return flow_sigmas(self._schedule, num_tokens=num_tokens, sigmas=get_default_z_image_sigmas(num_steps))
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
@@ -125,12 +116,7 @@ class ZImage(DiffusionModel):
         return {"embeds": [condition["embeds"] for condition in conditions]}
 
     def predict(
-        self,
-        transformer: nn.Module,
-        latents: Tensor,
-        sigmas: Tensor,
-        condition: Collated,
-        geometry: Geometry,
+        self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "6. Denoising loop" of ZImagePipeline.__call__.
         dtype = self.input_dtype(transformer)

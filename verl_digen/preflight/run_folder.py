@@ -52,7 +52,7 @@ from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
 from verl_digen.preflight.start import MISSING
 from verl_digen.report.start import leaves
-from verl_digen.require import require
+from verl_digen.require import first_of, require
 
 LEARNT = (
     *WEIGHTS,
@@ -294,5 +294,4 @@ def _other_prompts(checkpoint: Path, config: DictConfig) -> Iterator[tuple[str, 
 
 
 def _shown(found: list[tuple[str, Any, Any]]) -> str:
-    shown = [f"{key}={after} (before: {before})" for key, before, after in found[:MAX_SHOWN]]
-    return ", ".join(shown) + (f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else "")
+    return first_of([f"{key}={after} (before: {before})" for key, before, after in found], MAX_SHOWN)

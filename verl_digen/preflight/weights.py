@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from verl_digen.models.json_file import read_object
 from verl_digen.models.locate import INDEX
 from verl_digen.models.random_weights import MARKER
-from verl_digen.require import require
+from verl_digen.require import first_of, require
 
 KEY = "actor_rollout_ref.model.path"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -157,9 +157,8 @@ def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]], *, train
         ),
     ):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             what = f"the weights of the network in its {config.parent.name}/config.json"
-            raise _lacks(what, config.parent, f"{problem} {', '.join(names[:3])}{more}", ONE_CHECKPOINT)
+            raise _lacks(what, config.parent, f"{problem} {first_of(names, 3)}", ONE_CHECKPOINT)
 
 
 @lru_cache(maxsize=4)

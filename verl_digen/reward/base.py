@@ -84,8 +84,8 @@ class Reward(ABC):
 
     def __init__(self, config: Any, device: torch.device):
         self.config, self.device = config, device
-        self._held: HeldMemory | None = None
-        """Made by the first `sleep`."""
+        self._memory: DeviceMemory | None = None
+        """Made by the first `sleep`; None on a CPU, where the copies would take as much memory as a release frees."""
 
     def take_counts(self) -> Mapping[str, int]:
         """Counts of events since the last time, such as retries; `reward_calls/NAME_COUNT` shows them."""
@@ -97,14 +97,21 @@ class Reward(ABC):
 
     def sleep(self) -> None:
         """Free the device memory, with `timeshare`. Override both methods for what is not in `modules`."""
-        if self._held is None:
-            self._held = HeldMemory(self.modules(), self.device)
-        self._held.release()
+        if self.device.type == "cpu":
+            return
+        if self._memory is None:
+            self._memory = DeviceMemory(self.modules(), self.device)
+        platform = get_platform()
+        platform.synchronize()
+        self._memory.release()
+        platform.synchronize()
+        platform.empty_cache()
 
     def wake(self) -> None:
         """Bring back what `sleep` has freed; called only after it."""
-        assert self._held is not None
-        self._held.restore()
+        if self._memory is not None:
+            self._memory.restore()
+            get_platform().synchronize()
 
     @abstractmethod
     def score(
@@ -135,31 +142,3 @@ def _modules(value: Any, depth: int) -> Iterator[nn.Module]:
             yield from _modules(own, depth)
     elif depth > 0 and not isinstance(value, type) and hasattr(value, "__dict__"):
         yield from _modules(vars(value), depth - 1)
-
-
-class HeldMemory:
-    """Device memory of a reward's modules.
-
-    Their weights do not change, so they are copied to the host once, at the first `release`, and kept there. On a CPU
-    nothing moves: the copies would take as much memory as a release frees.
-    """
-
-    def __init__(self, modules: list[nn.Module], device: torch.device):
-        self._memory = DeviceMemory(modules, device)
-        self._moves = device.type != "cpu"
-
-    def release(self) -> None:
-        """Free the memory, once everything that was queued on the device is done."""
-        if not self._moves:
-            return
-        platform = get_platform()
-        platform.synchronize()
-        self._memory.release()
-        platform.synchronize()
-        platform.empty_cache()
-
-    def restore(self) -> None:
-        """Allocate the memory again and fill it."""
-        if self._moves:
-            self._memory.restore()
-            get_platform().synchronize()

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from verl_digen.require import In, OneOf, refusing, require
+from verl_digen.require import In, OneOf, first_of, refusing, require
 from verl_digen.reward.base import Result, Reward
 from verl_digen.reward.checkpoints import folder
 from verl_digen.reward.pictures import images_of
@@ -43,8 +43,6 @@ WEIGHTS = ("path", "base", "head", "processor", "tokenizer")
 """Settings of built-in rewards that name weights, or what belongs to them."""
 RIGHT = "check that it is the right one"
 """Remedy for files that cannot be read."""
-MAX_NAMES = 6
-"""Tensors that a message names."""
 HEAD_SIZES = (1024, 128, 64, 16, 1)
 """Layers of the heads of `aesthetic` and `image_reward`, which have no activation between them."""
 
@@ -182,6 +180,18 @@ class ClipEncoder(PictureEncoder):
         return (self.images(images) * texts.index_select(0, torch.tensor(owners, device=texts.device))).sum(-1)
 
 
+class CosineReward(FrameReward):
+    """Base of rewards that are the cosine of frame and prompt, times `factor`, over `divisor`."""
+
+    encoder: ClipEncoder
+    factor = divisor = 1.0
+
+    def frame_scores(
+        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
+    ) -> Tensor:
+        return self.factor * self.encoder.cosines(images, owners, batch) / self.divisor
+
+
 def load_head(state: Mapping[str, Tensor], width: int, key: str, path: str) -> nn.Module:
     """A head in fp32 from its tensors, `layers.0.weight` and so on: features [N, D] -> numbers [N].
 
@@ -256,7 +266,7 @@ def refuse(
 ) -> None:
     """Raise ValueError if tensors of weights are missing, too many, or of another shape, with their names."""
     found = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
-    faults = [f"{fault}: {_names(names)}" for fault, names in found.items() if names]
+    faults = [f"{fault}: {first_of(names, 6)}" for fault, names in found.items() if names]
     require(
         not faults,
         f"{key} must hold the tensors of {kind} and no others",
@@ -296,8 +306,3 @@ def load_processor(place: Path, key: str, class_name: str = "CLIPImageProcessorP
     with refusing(f"{key} must hold preprocessor_config.json", str(place), RIGHT):
         processor = getattr(transformers, class_name).from_pretrained(place)
     return lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
-
-
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_digen.models.loaded import Decoder
 from verl_digen.models.pixels import fitted
-from verl_digen.rollout.prompt_cache import Prompts
+from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_of
 from verl_digen.sampling.recording import initial_seed, not_finite, record_trajectory, with_experts
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest
@@ -43,30 +43,25 @@ class PictureSamples:
         """
         started_s = time.time()
         known = self._prompts.lookup([inputs for request in requests for inputs in request.branches])
-        read = [self._read(request, [known[inputs] for inputs in request.branches]) for request in requests]
-        pixels = [found for found in read if isinstance(found, Tensor)]
+        read: list[tuple[Tensor, list[Condition]] | ValueError] = []
+        for request in requests:
+            assert request.picture is not None  # the batch is of pictures
+            try:
+                conditions = conditions_of(known, request)
+                read.append((fitted(request.picture.read(), request.sampling.geometry), conditions))
+            except ValueError as error:  # of the prompt, or of the picture
+                read.append(error)
+        pixels = [found[0] for found in read if not isinstance(found, ValueError)]
         latents = iter(self._encode(pixels) if pixels else ())
         answers: list[Generation | ValueError] = []
         for request, found in zip(requests, read, strict=True):
             if isinstance(found, ValueError):
                 answers.append(found)
                 continue
-            conditions = [known[inputs] for inputs in request.branches] if request.wants_condition else []
             final = next(latents)
             error = not_finite(request, final, version, torch.tensor(True), None)
-            answers.append(error or self._answer(request, found, final, conditions, version, started_s))
+            answers.append(error or self._answer(request, *found, final, version, started_s))
         return answers
-
-    def _read(self, request: SampleRequest, conditions: Sequence[Condition | ValueError]) -> Tensor | ValueError:
-        """uint8 [H, W, 3] of the run's size; the error of the prompt or of the picture."""
-        refused = [condition for condition in conditions if isinstance(condition, ValueError)]
-        if refused:
-            return refused[0]
-        assert request.picture is not None  # the batch is of pictures
-        try:
-            return fitted(request.picture.read(), request.sampling.geometry)
-        except ValueError as error:
-            return error
 
     def _encode(self, pixels: Sequence[Tensor]) -> Tensor:
         """[B, ...] in `latents_dtype`, on the CPU."""
@@ -77,8 +72,8 @@ class PictureSamples:
         self,
         request: SampleRequest,
         pixels: Tensor,
+        conditions: Sequence[Condition],
         latents: Tensor,
-        conditions: Sequence[Condition | ValueError],
         version: int,
         started_s: float,
     ) -> Generation:
@@ -92,12 +87,10 @@ class PictureSamples:
             sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
             log_probs_T=torch.zeros(sampling.num_steps),
         )
-        carried = [each for each in conditions if not isinstance(each, ValueError)]
         return Generation(
             trajectory=with_experts(self._model, trajectory),
             pixels=pixels,
             started_s=started_s,
             ended_s=time.time(),
-            condition=carried[0] if carried else None,
-            negative_condition=carried[1] if len(carried) > 1 else None,
+            **carried(request, conditions),
         )

@@ -13,11 +13,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Any, Protocol
 
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import PromptEncoder
-from verl_digen.types import Condition, move_condition
+from verl_digen.types import Condition, SampleRequest, move_condition
 
 Conditions = dict[PromptInputs, Condition | ValueError]
 """Prompt -> its condition, or the encoder's error for a prompt it refuses. On the CPU."""
@@ -29,6 +29,27 @@ class Prompts(Protocol):
     def lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
         """Conditions of `prompts`."""
         ...
+
+
+def conditions_of(known: Conditions, request: SampleRequest) -> list[Condition]:
+    """The condition of the request's prompt, then with guidance the negative prompt's.
+
+    Raises:
+        ValueError: the encoder refuses one of them.
+    """
+    found: list[Condition] = []
+    for inputs in request.branches:
+        condition = known[inputs]
+        if isinstance(condition, ValueError):
+            raise condition
+        found.append(condition)
+    return found
+
+
+def carried(request: SampleRequest, conditions: Sequence[Condition]) -> dict[str, Any]:
+    """The conditions among the arguments of the request's `Generation`; None where it wants none."""
+    given = conditions if request.wants_condition else ()
+    return {"condition": given[0] if given else None, "negative_condition": given[1] if len(given) > 1 else None}
 
 
 class PromptCache:

@@ -27,7 +27,7 @@ from verl_digen.models.loaded import AudioDecoder, Decoded, Decoder
 from verl_digen.models.pixels import in_batches
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.pictures import PictureSamples
-from verl_digen.rollout.prompt_cache import Prompts
+from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_of
 from verl_digen.sampling.recording import Denoised, not_finite, with_experts
 from verl_digen.sampling.sampler import TEXT_STEP, Sampler
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
@@ -91,12 +91,10 @@ class SampleMaker:
         refused: dict[int, ValueError] = {}
         conditions: dict[int, list[Condition]] = {}
         for place, request in enumerate(requests):
-            found = [known[inputs] for inputs in request.branches]
-            errors = [condition for condition in found if isinstance(condition, ValueError)]
-            if errors:
-                refused[place] = errors[0]
-            else:
-                conditions[place] = [condition for condition in found if not isinstance(condition, ValueError)]
+            try:
+                conditions[place] = conditions_of(known, request)
+            except ValueError as error:
+                refused[place] = error
         copies = HostCopies(self._sampler.device)
 
         def make_part(places: Sequence[int]) -> _Made:
@@ -172,15 +170,13 @@ class SampleMaker:
             if error is not None:
                 answers.append((made.places[row], error))
                 continue
-            carried = conditions if request.wants_condition else []
             generation = Generation(
                 trajectory=with_experts(self._model, trajectory),
                 pixels=made.pictures.pixels[row].clone(),  # a view would be sent with the whole batch
                 audio=audio,
                 started_s=began_s,
                 ended_s=ended_s,
-                condition=carried[0] if carried else None,
-                negative_condition=carried[1] if len(carried) > 1 else None,
+                **carried(request, conditions),
                 latents=SampleLatents(made.decoded[row].clone(), conditions[0]) if request.wants_latents else None,
             )
             answers.append((made.places[row], generation))

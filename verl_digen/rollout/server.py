@@ -31,7 +31,7 @@ from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.encoders import Encoders
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import Intake, load_network, open_checkpoint
-from verl_digen.rollout.prompt_cache import Conditions
+from verl_digen.rollout.prompt_cache import Conditions, conditions_of
 from verl_digen.rollout.samples import Answers, SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
@@ -122,13 +122,8 @@ class DiffusersServer(BatchingServer):
             raise RuntimeError("a sleeping replica cannot encode a prompt; wake it first")
         if (known := look_up(request.branches)) is None:
             return None
-        found: list[Condition] = []
-        for inputs in request.branches:
-            condition = known[inputs]
-            if isinstance(condition, ValueError):
-                raise condition
-            found.append(condition)
-        return found[0], found[1] if len(found) > 1 else None
+        positive, *negative = conditions_of(known, request)
+        return positive, negative[0] if negative else None
 
     async def _generate_batch(
         self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]

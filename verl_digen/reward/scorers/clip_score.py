@@ -19,17 +19,13 @@ Weights: openai/clip-vit-large-patch14, 1.7 GB in fp32; MIT (https://github.com/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from PIL import Image
-from torch import Tensor
 
 from verl_digen.require import OneOf
-from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward
-from verl_digen.types import RewardInput
+from verl_digen.reward.encoders import ClipEncoder, CosineReward, EncoderConfig
 
 SCALES = ("raw", "flow_grpo")
 FLOW_GRPO_DIVISOR = 30.0
@@ -43,19 +39,14 @@ class ClipScoreConfig(EncoderConfig):
     """raw: the cosine. flow_grpo: exp(logit_scale) times the cosine, over 30."""
 
 
-class ClipScore(FrameReward):
+class ClipScore(CosineReward):
     config_class = ClipScoreConfig
 
     def __init__(self, config: ClipScoreConfig, device: torch.device):
         super().__init__(config, device)
         self.encoder = ClipEncoder.load(config.path, "clip_score: path", device, config.dtype)
-
-    def frame_scores(
-        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
-    ) -> Tensor:
-        """Cosine in the scale of the config; [N]."""
-        cosines = self.encoder.cosines(images, owners, batch)
-        return cosines if self.config.scale == "raw" else self.encoder.logit_scale * cosines / FLOW_GRPO_DIVISOR
+        if config.scale == "flow_grpo":
+            self.factor, self.divisor = self.encoder.logit_scale, FLOW_GRPO_DIVISOR
 
 
 REWARD = ClipScore

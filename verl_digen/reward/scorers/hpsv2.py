@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,8 +35,8 @@ from verl_digen.reward.checkpoints import file, folder
 from verl_digen.reward.encoders import (
     DESCRIPTIONS,
     ClipEncoder,
+    CosineReward,
     EncoderConfig,
-    FrameReward,
     clip_pixels,
     load_model,
     load_tokenizer,
@@ -44,7 +44,6 @@ from verl_digen.reward.encoders import (
     renamed,
 )
 from verl_digen.reward.packages import imported
-from verl_digen.types import RewardInput
 
 WEIGHTS_FILE = "HPS_v2.1_compressed.pt"
 STATE = "state_dict"
@@ -79,7 +78,7 @@ class HpsV2Config(EncoderConfig):
     """Folder or repository with the CLIP config and tokenizer in transformers' format; its weights are not fetched."""
 
 
-class HpsV2(FrameReward):
+class HpsV2(CosineReward):
     config_class = HpsV2Config
     packages = ("ftfy",)
 
@@ -102,12 +101,6 @@ class HpsV2(FrameReward):
             config.dtype,
             clean=lambda text: html.unescape(html.unescape(ftfy.fix_text(text))),
         )
-
-    def frame_scores(
-        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
-    ) -> Tensor:
-        """Cosine of frame and prompt; [N]."""
-        return self.encoder.cosines(images, owners, batch)
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -15,17 +15,13 @@ Paper: https://arxiv.org/abs/2305.01569
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-from PIL import Image
-from torch import Tensor
 
 from verl_digen.require import In
-from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward
-from verl_digen.types import RewardInput
+from verl_digen.reward.encoders import ClipEncoder, CosineReward, EncoderConfig
 
 
 @dataclass(frozen=True)
@@ -38,7 +34,7 @@ class PickScoreConfig(EncoderConfig):
     """The scaled cosine is divided by this."""
 
 
-class PickScore(FrameReward):
+class PickScore(CosineReward):
     config_class = PickScoreConfig
 
     def __init__(self, config: PickScoreConfig, device: torch.device):
@@ -46,12 +42,7 @@ class PickScore(FrameReward):
         self.encoder = ClipEncoder.load(
             config.path, "pickscore: path", device, config.dtype, processor=config.processor
         )
-
-    def frame_scores(
-        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
-    ) -> Tensor:
-        """Scaled cosine over `divisor`; [N]."""
-        return self.encoder.logit_scale * self.encoder.cosines(images, owners, batch) / self.config.divisor
+        self.factor, self.divisor = self.encoder.logit_scale, config.divisor
 
 
 REWARD = PickScore

@@ -6,12 +6,12 @@
   order (`engine.VersionedEngine`).
 - Images are prepared and encoded by the model file, with the pipeline's encoder and VAE, so that the condition is that
   of a `diffusers` replica.
-- vLLM-Omni's prompt cache takes no images as keys: it is keyed by reference, content and size instead.
+- vLLM-Omni's prompt cache takes no images as keys: the fields of the prompt's inputs are one instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
 
@@ -27,8 +27,11 @@ from verl_digen.rollout.vllm_omni.recorder import Recording
 from verl_digen.rollout.vllm_omni.request_pipelines import HandsOverEncoded
 from verl_digen.types import Condition, Geometry
 
-ImageKey = tuple[str, str, int, int]
-"""Fields of a `SourceImage`."""
+
+def restored(key: Any) -> PromptInputs:
+    """Inverse of `astuple` of a prompt's inputs: plain values, which vLLM-Omni's cache of prompts compares."""
+    text, images, *others = key
+    return PromptInputs(text, tuple(SourceImage(*image) for image in images), *others)
 
 
 class EncodesImages(HandsOverEncoded):
@@ -37,30 +40,18 @@ class EncodesImages(HandsOverEncoded):
     _model: Any
 
     def encode_inputs(self, inputs: PromptInputs) -> Condition:
-        keys = tuple(astuple(image) for image in inputs.images)
-        return dict(self._own_encode_prompt(prompt=inputs.text, image_keys=keys, image_px=inputs.image_px))
+        return dict(self._own_encode_prompt(prompt=inputs.text, inputs=astuple(inputs)))
 
     @property
     def _own_encode_prompt(self) -> Callable[..., Any]:
         return self._cached_encode_prompt or self._encode_given
 
-    def _encode_given(
-        self,
-        prompt: str | list[str],
-        image_keys: Sequence[ImageKey] | None = None,
-        image_px: int = 0,
-        **arguments: Any,
-    ) -> Any:
-        """Encode images by reference -> items of a condition; without `image_keys`, as the pipeline does.
-
-        All arguments of a recorded prompt are values that vLLM-Omni's cache compares.
-        """
+    def _encode_given(self, prompt: str | list[str], inputs: Any = None, **arguments: Any) -> Any:
+        """Encode a prompt's inputs, see `restored` -> items of a condition; without any, as the pipeline does."""
         encode_prompt = self._pipelines_encode_prompt
-        if image_keys is None:
+        if inputs is None:
             return encode_prompt(prompt=prompt, **arguments)
-        assert isinstance(prompt, str)
-        inputs = PromptInputs(prompt, tuple(SourceImage(*key) for key in image_keys), image_px)
-        return tuple(self._model.encode_with(self, encode_prompt, inputs).items())
+        return tuple(self._model.encode_with(self, encode_prompt, restored(inputs)).items())
 
 
 class EditRecording(EncodesImages):

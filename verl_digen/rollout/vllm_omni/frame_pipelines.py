@@ -5,7 +5,7 @@ which also makes videos from text alone, and HunyuanVideo 1.5 image to video.
 - An image travels as its reference and is read where it is encoded, as in `edit_pipelines.py`.
 - The model file prepares and encodes it, with the pipeline's own parts in the dtypes of a `diffusers` replica's.
   While a recorded request runs, its condition replaces the image that vLLM-Omni would read and encode.
-- vLLM-Omni's prompt cache takes no images as keys: text, image by reference and size of the video are one key instead.
+- vLLM-Omni's prompt cache takes no images as keys: the fields of the prompt's inputs are one instead.
 
 | vLLM-Omni differs from diffusers | here |
 | --- | --- |
@@ -31,12 +31,13 @@ from transformers import CLIPVisionModel
 from vllm_omni.diffusion.data import OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.utils import get_local_device
 
-from verl_digen.inputs.images import PromptInputs, SourceImage
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.hunyuan_video15_image import HunyuanVideo15ImageToVideo
 from verl_digen.models.wan_first_frame import WanFirstFrame
 from verl_digen.models.wan_frames import frame_pipeline
 from verl_digen.models.wan_image import WanImageToVideo
 from verl_digen.patches import vllm_omni_wan_index
+from verl_digen.rollout.vllm_omni.edit_pipelines import restored
 from verl_digen.rollout.vllm_omni.recorder import Recording
 from verl_digen.rollout.vllm_omni.request_pipelines import HunyuanVideo15Recording, WanRecording
 from verl_digen.types import Condition
@@ -49,16 +50,9 @@ PLACEHOLDER = {"multi_modal_data": {"image": torch.zeros(3, 1, 1)}}
 
 
 def image_arguments(inputs: PromptInputs) -> dict[str, Any]:
-    """Arguments of `encode_prompt` that name a prompt's image and the size of its video, as values that vLLM-Omni's
-    cache compares; {} without an image."""
-    if not inputs.images:
-        return {}
-    return {"image_keys": tuple(astuple(image) for image in inputs.images), "video_size": inputs.size}
-
-
-def named_inputs(image_keys: Any, video_size: Any) -> PromptInputs:
-    """Inverse of `image_arguments`; without the text."""
-    return PromptInputs("", tuple(SourceImage(*key) for key in image_keys), size=video_size)
+    """Argument of `encode_prompt` that names a prompt's image and the size of its video, see `restored`; {} without an
+    image."""
+    return {"inputs": astuple(inputs)} if inputs.images else {}
 
 
 def cached_items(added: Condition, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
@@ -82,12 +76,12 @@ class FrameRecording(WanRecording):
     def encode_inputs(self, inputs: PromptInputs) -> Condition:
         return self.encode_text(inputs.text, **image_arguments(inputs))
 
-    def encode_prompt(self, *arguments: Any, image_keys: Any = None, video_size: Any = None, **more: Any) -> Any:
+    def encode_prompt(self, *arguments: Any, inputs: Any = None, **more: Any) -> Any:
         """Encode as the pipeline does; with an image, items of its condition follow."""
         encoded = super().encode_prompt(*arguments, **more)  # type: ignore[misc]
-        if image_keys is None:
+        if inputs is None:
             return encoded
-        added = self._model.encode_image(self._parts, named_inputs(image_keys, video_size), get_local_device())
+        added = self._model.encode_image(self._parts, restored(inputs), get_local_device())
         return *encoded, *cached_items(added, self.od_config.dtype)
 
     _model: WanImageToVideo | WanFirstFrame
@@ -186,12 +180,12 @@ class HunyuanVideo15ImageRecording(HunyuanVideo15Recording):
     def _own_encode_prompt(self) -> Callable[..., Any]:
         return self._cached_encode_prompt or self._encode_given
 
-    def _encode_given(self, prompt: Any, image_keys: Any = None, video_size: Any = None, **more: Any) -> Any:
+    def _encode_given(self, prompt: Any, inputs: Any = None, **more: Any) -> Any:
         """Encode as the pipeline does; with an image, items of its condition follow."""
         encoded = self._pipelines_encode_prompt(prompt=prompt, **more)
-        if image_keys is None:
+        if inputs is None:
             return encoded
-        added = self._model.encode_image(self, named_inputs(image_keys, video_size), get_local_device())
+        added = self._model.encode_image(self, restored(inputs), get_local_device())
         return *encoded, *cached_items(added, self.od_config.dtype)
 
     def prompt_fields(self, recording: Recording) -> dict[str, Any]:

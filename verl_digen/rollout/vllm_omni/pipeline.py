@@ -37,7 +37,7 @@ def recording_class(name: str) -> type[Any]:
         vllm_omni_wan_import.apply()
     pipeline = DiffusionModelRegistry.models[serving.pipeline].load_model_cls()
     module, _, mixin = serving.mixin.partition(":")
-    bases = getattr(import_module(module), mixin), pipeline
+    bases = getattr(import_module(module, __package__), mixin), pipeline
     return type(f"{PREFIX}{name}", bases, {"__module__": __name__})
 
 

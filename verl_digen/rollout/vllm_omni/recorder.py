@@ -32,7 +32,7 @@ from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.pixels import to_pixels
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.recording import initial_seed, noise_seed, not_finite, record_trajectory, trained_latents
-from verl_digen.types import Condition, SampleLatents, SampleRequest, move_condition
+from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
 
 RECORDED = "digen_recorded"
 """Key of a finished request's record in vLLM-Omni's trajectory outputs."""
@@ -155,21 +155,22 @@ class RecordingPipeline:
             log_probs_T=torch.stack(recording.log_probs),
             num_shared_steps=recording.num_shared_steps,
         )
-        record = {
-            "error": not_finite(request, recording.latents[0], trajectory.facts.version, decoded.is_finite[0], audio),
-            "trajectory": trajectory,
-            "pixels": decoded.pixels[0].cpu(),
-            "audio": audio,
-            "start_s": recording.start_s,
-            "end_s": time.time(),
-            "condition": _to_cpu(recording.condition) if request.wants_condition else None,
-            "negative_condition": _to_cpu(recording.negative_condition) if request.wants_condition else None,
-            "latents": (
-                SampleLatents(recording.latents[0].to("cpu", copy=True), move_condition(recording.condition, "cpu"))
-                if request.wants_latents
-                else None
-            ),
-        }
+        latents = None
+        if request.wants_latents:
+            final = recording.latents[0].to("cpu", copy=True)
+            latents = SampleLatents(final, move_condition(recording.condition, "cpu"))
+        generation = Generation(
+            trajectory,
+            decoded.pixels[0].cpu(),
+            started_s=recording.start_s,
+            ended_s=time.time(),
+            condition=_to_cpu(recording.condition) if request.wants_condition else None,
+            negative_condition=_to_cpu(recording.negative_condition) if request.wants_condition else None,
+            latents=latents,
+            audio=audio,
+        )
+        error = not_finite(request, recording.latents[0], trajectory.facts.version, decoded.is_finite[0], audio)
+        record = {"error": error, "generation": generation}
         output.output = {"payload": {"trajectory": {RECORDED: record}}, "metadata": {}}
 
     # -- vLLM-Omni's hooks for adapters -------------------------------------------------------------------

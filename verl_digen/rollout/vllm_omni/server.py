@@ -18,6 +18,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -174,16 +175,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         record = await self._record(request_id, order, self._served)
         if record["error"] is not None:
             raise record["error"]
-        return Generation(
-            trajectory=with_experts(self._model, record["trajectory"]),
-            pixels=record["pixels"],
-            audio=record["audio"],
-            started_s=record["start_s"],
-            ended_s=record["end_s"],
-            condition=record["condition"],
-            negative_condition=record["negative_condition"],
-            latents=record["latents"],
-        )
+        made: Generation = record["generation"]
+        return replace(made, trajectory=with_experts(self._model, made.trajectory))
 
     async def _record(self, request_id: str, order: RecordingOrder, published: Published) -> dict[str, Any]:
         """Run one request and return its record (`RecordingPipeline.finish_recording`); counts it as in flight."""
