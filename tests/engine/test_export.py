@@ -101,17 +101,6 @@ def test_exported_tensors_outlive_the_weights(tiny_qwen_image: Path, batch: Tens
     assert_equal(exported, kept)
 
 
-@pytest.mark.parametrize("model", [LORA, MERGED], ids=["adapter", "merged"])
-def test_averaged_adapter_is_exported_like_the_current_one(tiny_qwen_image: Path, batch: TensorDict, model: dict):
-    engine = make_engine(tiny_qwen_image, model=model, digen={"ema": {"enable": True, "every_steps": 100}})
-    start = weights(engine)
-    train(engine, batch, 2)
-    current = weights(engine)
-    assert_equal(weights(engine, policy="average"), start)  # the average has not moved yet
-    assert_equal(weights(engine), current)
-    assert any(not torch.equal(value, start[name]) for name, value in current.items())
-
-
 def test_average_that_is_not_kept_cannot_be_exported(tiny_qwen_image: Path):
     with pytest.raises(ValueError, match=r"digen\.ema\.enable must be true"):
         weights(make_engine(tiny_qwen_image), policy="average")

@@ -155,11 +155,6 @@ def two_ranks(
     return on_two_ranks([on_the_ranks], toy, folder)[on_the_ranks.__name__]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_objective_has_a_case(name: str):
-    case_of(next((label for label, case in CASES.items() if case.name == name), name))
-
-
 @pytest.mark.parametrize("label", LABELS)
 def test_the_gradient_is_that_of_the_serial_loop_however_rows_are_cut(prepared: Callable[[str], Prepared], label: str):
     """Compare tiles, ways to reduce, one fragment (as colocated) and fragments in any order (as with GAP)."""
