@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures that several folders of tests share."""
 
+import asyncio
 import gc
+import inspect
 import pickle
 import re
 from collections.abc import Iterator
@@ -14,12 +16,16 @@ from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult
 
+from tests.chaos.loop import run_in_virtual_time
 from tests.local_ray import local_ray
 from tests.tiny_models import build_tiny, build_tiny_qwen_image
 from verl_digen.algorithms.objectives import registry
 from verl_digen.models import kernels
 
 torch.set_num_threads(1)
+
+COROUTINE_S = 300.0
+"""Timeout of a test that is a coroutine."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -40,6 +46,20 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    work = pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names})
+    if pyfuncitem.get_closest_marker("virtual_time"):
+        run_in_virtual_time(work)
+    else:
+        asyncio.run(asyncio.wait_for(work, COROUTINE_S))
+    return True
 
 
 @pytest.fixture(autouse=True)

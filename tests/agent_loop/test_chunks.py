@@ -48,7 +48,7 @@ async def withdraw(order, index, server):
     raise AssertionError("nobody withdrew anything")
 
 
-def test_a_cancelled_chunk_tells_its_replica_and_ends_with_failures_also_where_it_waits_for_an_environment():
+async def test_a_cancelled_chunk_tells_its_replica_and_ends_with_failures_also_where_it_waits_for_an_environment():
     withdrawn = []
 
     async def generate(order, index, server):
@@ -57,52 +57,44 @@ def test_a_cancelled_chunk_tells_its_replica_and_ends_with_failures_also_where_i
     async def withdraw(order, index, server):
         withdrawn.append((order.uid, index, server))
 
-    async def run():
-        runner = ChunkRunner(generate, withdraw, None, None)
-        waiting = asyncio.ensure_future(runner.generate(ORDER, "server"))
-        await asyncio.sleep(0)
-        await runner.cancel(ORDER.chunk_id)
-        generated = await waiting
-        await runner.cancel(ORDER.chunk_id)
-        return generated, await runner.collect(ORDER.chunk_id)
-
-    generated, scored = asyncio.run(run())
+    runner = ChunkRunner(generate, withdraw, None, None)
+    waiting = asyncio.ensure_future(runner.generate(ORDER, "server"))
+    await asyncio.sleep(0)
+    await runner.cancel(ORDER.chunk_id)
+    generated = await waiting
+    await runner.cancel(ORDER.chunk_id)
+    scored = await runner.collect(ORDER.chunk_id)
     assert withdrawn == [("p0", index, "server") for index in range(3)]
     assert generated.failures == dict.fromkeys(range(3), "it was withdrawn")
     assert not generated.is_slot_lost and not scored.tags
 
 
-def test_a_cancelled_chunk_does_not_wait_for_scores_that_wait_for_samples_nobody_generates():
+async def test_a_cancelled_chunk_does_not_wait_for_scores_that_wait_for_samples_nobody_generates():
     async def generate(order, index, server):
         return index
 
     async def score(order, index):
         await asyncio.Event().wait()  # for the others of its group
 
-    async def run():
-        runner = ChunkRunner(generate, withdraw, score, None)
-        await runner.generate(ORDER, "server")
-        collected = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
-        await asyncio.sleep(0)
-        await runner.cancel(ORDER.chunk_id)
-        return await asyncio.wait_for(collected, 60.0)
-
-    scored = asyncio.run(run())
+    runner = ChunkRunner(generate, withdraw, score, None)
+    await runner.generate(ORDER, "server")
+    collected = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
+    await asyncio.sleep(0)
+    await runner.cancel(ORDER.chunk_id)
+    scored = await asyncio.wait_for(collected, 60.0)
     assert not scored.tags and sorted(scored.failures) == [0, 1, 2]
 
 
-def test_samples_that_somebody_else_generated_are_scored_and_published_too():
+async def test_samples_that_somebody_else_generated_are_scored_and_published_too():
     async def score(order, generated):
         return generated / 10
 
     async def publish(order, scored):
         return {index: make_tag(reward) for index, reward in scored.items()}
 
-    async def run():
-        runner = ChunkRunner(None, withdraw, score, publish)
-        return runner.adopt(ORDER, {0: 0, 2: 2}, "the encoder refused"), await runner.collect(ORDER.chunk_id)
-
-    adopted, scored = asyncio.run(run())
+    runner = ChunkRunner(None, withdraw, score, publish)
+    adopted = runner.adopt(ORDER, {0: 0, 2: 2}, "the encoder refused")
+    scored = await runner.collect(ORDER.chunk_id)
     assert adopted.failures == {1: "the encoder refused"}
     assert scored.tags == {0: make_tag(0.0), 2: make_tag(0.2)}
 
@@ -128,7 +120,7 @@ def test_what_nobody_could_do_better_ends_the_run(where):
         run_chunk(**{where: {1: RunStopped("all reward workers are lost")}})
 
 
-def test_of_a_discarded_chunk_nothing_is_scored_or_published_from_then_on():
+async def test_of_a_discarded_chunk_nothing_is_scored_or_published_from_then_on():
     scored = []
     first, rest = asyncio.Event(), asyncio.Event()
 
@@ -140,58 +132,48 @@ def test_of_a_discarded_chunk_nothing_is_scored_or_published_from_then_on():
         scored.append(index)
         await asyncio.Event().wait()
 
-    async def run():
-        runner = ChunkRunner(generate, withdraw, score, None)
-        generating = asyncio.ensure_future(runner.generate(ORDER, "server"))
-        first.set()
-        while not scored:
-            await asyncio.sleep(0)
-        (scoring,) = runner._scoring[ORDER.chunk_id][1].values()
-        runner.discard(ORDER.chunk_id)
-        rest.set()
-        generated = await generating
-        assert scoring.cancelled() and not runner._scoring
-        runner.discard(ORDER.chunk_id)
-        return generated
-
-    generated = asyncio.run(run())
+    runner = ChunkRunner(generate, withdraw, score, None)
+    generating = asyncio.ensure_future(runner.generate(ORDER, "server"))
+    first.set()
+    while not scored:
+        await asyncio.sleep(0)
+    (scoring,) = runner._scoring[ORDER.chunk_id][1].values()
+    runner.discard(ORDER.chunk_id)
+    rest.set()
+    generated = await generating
+    assert scoring.cancelled() and not runner._scoring
+    runner.discard(ORDER.chunk_id)
     assert generated.failures == {} and scored == [0]
 
 
-def test_a_chunk_discarded_while_it_is_collected_is_not_published():
+async def test_a_chunk_discarded_while_it_is_collected_is_not_published():
     async def score(order, index):
         await asyncio.Event().wait()
 
     async def publish(order, scored):
         raise AssertionError("published")
 
-    async def run():
-        runner = ChunkRunner(None, withdraw, score, publish)
-        runner.adopt(ORDER, {0: 0})
-        collecting = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
-        await asyncio.sleep(0)
-        runner.discard(ORDER.chunk_id)
-        return await asyncio.gather(collecting, return_exceptions=True)
-
-    (outcome,) = asyncio.run(run())
+    runner = ChunkRunner(None, withdraw, score, publish)
+    runner.adopt(ORDER, {0: 0})
+    collecting = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
+    await asyncio.sleep(0)
+    runner.discard(ORDER.chunk_id)
+    (outcome,) = await asyncio.gather(collecting, return_exceptions=True)
     assert isinstance(outcome, KeyError)
 
 
-def test_a_chunk_is_settled_once_its_outcome_is_there_or_it_is_discarded_and_not_before():
+async def test_a_chunk_is_settled_once_its_outcome_is_there_or_it_is_discarded_and_not_before():
     settled = []
 
     async def score(order, index):
         assert settled == []
         raise RuntimeError("no score")
 
-    async def run():
-        runner = ChunkRunner(None, withdraw, score, None, on_settled=settled.append)
-        runner.adopt(ORDER, {0: 0, 1: 1})
-        await runner.collect(ORDER.chunk_id)
-        assert settled == [ORDER]
-        runner.adopt(ORDER, {})
-        runner.discard(ORDER.chunk_id)
-        runner.discard(ORDER.chunk_id)
-        assert settled == [ORDER, ORDER]
-
-    asyncio.run(run())
+    runner = ChunkRunner(None, withdraw, score, None, on_settled=settled.append)
+    runner.adopt(ORDER, {0: 0, 1: 1})
+    await runner.collect(ORDER.chunk_id)
+    assert settled == [ORDER]
+    runner.adopt(ORDER, {})
+    runner.discard(ORDER.chunk_id)
+    runner.discard(ORDER.chunk_id)
+    assert settled == [ORDER, ORDER]

@@ -24,6 +24,8 @@ from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.sampling.requests import sample_request
 from verl_digen.types import Burst, PromptRow
 
+pytestmark = pytest.mark.virtual_time
+
 DIGEN = DigenConfig(deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, no_progress_s=1000.0))
 ROW = PromptRow("a cat", "test", None, uid="val-00000")
 
@@ -105,18 +107,13 @@ def generate(monkeypatch, **servers):
     return run_in_virtual_time(run())
 
 
-def test_samples_of_one_pass_are_assigned_generated_and_released_together():
+async def test_samples_of_one_pass_are_assigned_generated_and_released_together():
     servers = {"one": Server(), "two": Server()}
-
-    async def run():
-        balancer = Balancer(GlobalRequestLoadBalancer, **servers)
-        client = Client(balancer)
-        asked = [sample_request(DIGEN, ROW, index, step=1, validate=True) for index in range(20)]
-        samples = await asyncio.gather(*map(client.generate_sample, asked))
-        await asyncio.sleep(1.0)
-        return samples, balancer
-
-    samples, balancer = run_in_virtual_time(run())
+    balancer = Balancer(GlobalRequestLoadBalancer, **servers)
+    client = Client(balancer)
+    asked = [sample_request(DIGEN, ROW, index, step=1, validate=True) for index in range(20)]
+    samples = await asyncio.gather(*map(client.generate_sample, asked))
+    await asyncio.sleep(1.0)
     assert sorted(samples) == ["from one"] * 10 + ["from two"] * 10
     assert [server.num_asked for server in servers.values()] == [2, 2], "a batch holds 8"
     assert balancer.num_calls == 2 and balancer.balancer.get_total_inflight() == 0, "acquired and released"
@@ -138,16 +135,13 @@ def test_requests_ask_for_latents_where_a_reward_reads_them(monkeypatch):
         assert [asked.wants_latents for asked in server.asked] == [wanted]
 
 
-def test_a_request_carries_the_burst_that_it_is_sent_with():
-    async def run():
-        server = Server()
-        server.name = "one"
-        asked = sample_request(DIGEN, ROW, 0, step=1, validate=True)
-        for burst in (Burst("7", 4), None):
-            await ServerClient(server, DIGEN, burst=burst).generate_sample(asked)
-        return server.asked, asked
-
-    (together, alone), asked = run_in_virtual_time(run())
+async def test_a_request_carries_the_burst_that_it_is_sent_with():
+    server = Server()
+    server.name = "one"
+    asked = sample_request(DIGEN, ROW, 0, step=1, validate=True)
+    for burst in (Burst("7", 4), None):
+        await ServerClient(server, DIGEN, burst=burst).generate_sample(asked)
+    together, alone = server.asked
     assert together == replace(asked, burst=Burst("7", 4)) and alone == asked
 
 
@@ -163,18 +157,14 @@ def test_a_replica_that_lives_and_never_ends_is_ended_when_a_run_may_wait_no_lon
     assert sample == "from other" and stuck.is_ended and 1000.0 <= took_s <= 1102.0
 
 
-def test_a_sample_that_is_not_wanted_any_more_is_withdrawn_from_its_replica():
+async def test_a_sample_that_is_not_wanted_any_more_is_withdrawn_from_its_replica():
     server = Server(takes_s=900.0)
-
-    async def run():
-        client = Client(Balancer(one=server))
-        wanted = asyncio.create_task(client.generate_sample(sample_request(DIGEN, ROW, 2, step=1, validate=True)))
-        await asyncio.sleep(1.0)
-        wanted.cancel()
-        await asyncio.wait([wanted])
-        return wanted.cancelled()
-
-    assert run_in_virtual_time(run()) and server.aborted == ["val-00000_2"]
+    client = Client(Balancer(one=server))
+    wanted = asyncio.create_task(client.generate_sample(sample_request(DIGEN, ROW, 2, step=1, validate=True)))
+    await asyncio.sleep(1.0)
+    wanted.cancel()
+    await asyncio.wait([wanted])
+    assert wanted.cancelled() and server.aborted == ["val-00000_2"]
 
 
 def test_a_blip_is_no_death(monkeypatch):

@@ -179,16 +179,6 @@ def test_errors_are_those_of_the_table_in_the_documentation(solver, errors):
     assert row in (Path(__file__).parents[2] / "docs" / "algorithms" / "windows.md").read_text()
 
 
-def test_ddim_without_noise_is_euler():
-    x, sigmas = start(), shifted(10)
-    path, _ = run("euler", x, sigmas, curved)
-    for step in range(10):
-        sigma, sigma_next = sigmas[step].double(), sigmas[step + 1].double()
-        v = curved(x.float(), sigma.item()).double()
-        x = ((1 - sigma_next) * (x - sigma * v) + sigma_next * (x + (1 - sigma) * v)).float()
-        torch.testing.assert_close(path[step], x, atol=2e-6, rtol=0)
-
-
 def test_euler_is_the_sde_step_without_noise_bitwise():
     x, sigmas = start(), shifted(6)
     path, steps = run("euler", x, sigmas, curved, storage_dtype=torch.bfloat16)

@@ -21,7 +21,6 @@ from tests.engine.harness import (
     make_engine,
     perturb,
     stepped_gradients,
-    train,
     weights,
     with_advantages,
 )
@@ -111,11 +110,6 @@ class Case:
         assert_same_projection(metrics, expected)
         beside = KL * metrics["kl"] if self.kl else 0.0
         assert metrics["policy_loss"] + beside == pytest.approx(loss, rel=1e-4, abs=1e-6)
-
-    def whole(self, path: Path) -> dict[str, float]:
-        """Metrics of the same samples in one fragment. One rank."""
-        engine, batch = self.make_engine(path), self.make_batch(path)
-        return train(engine, with_advantages(batch, REWARDS, self.scale, self.clip))[0]["metrics"]
 
 
 CASES = {  # scales, clips, laws of KL and ways to reduce, in all combinations: test_properties.py, on a toy

@@ -31,28 +31,14 @@ def batch(tiny_qwen_image: Path) -> TensorDict:
     return make_batch(tiny_qwen_image)
 
 
-@pytest.mark.parametrize(("blocks", "share"), [("all", 1.0), (1, 0.5), (7, 1.0), ("none", 0.0)])
-def test_recomputed_blocks_do_not_change_the_gradient(
-    tiny_qwen_image: Path, batch: TensorDict, blocks: str | int, share: float
-):
+def test_recomputed_blocks_do_not_change_the_gradient(tiny_qwen_image: Path, batch: TensorDict):
     plain = make_engine(tiny_qwen_image)
     assert not plain.module.is_gradient_checkpointing  # on a CPU, auto recomputes nothing
     expected, _ = gradients(plain, batch)
-    found, output = gradients(make_engine(tiny_qwen_image, model={"recompute_blocks": blocks}), batch)
-    assert_close(found, expected, 1e-6)
-    assert output["metrics"]["recomputed_share"] == share
-
-
-# -- ratio and old log-probs ------------------------------------------------------------------------------
-@pytest.mark.parametrize(("column", "loss"), [("old_log_probs", {}), ("log_probs", {"old_log_probs": "rollout"})])
-def test_old_log_probs_are_those_given_or_on_request_the_rollouts(
-    tiny_qwen_image: Path, batch: TensorDict, column: str, loss: dict
-):
-    engine = make_engine(tiny_qwen_image, digen={"loss": loss | {"clip_range": 0.5}})
-    shifted = batch.clone()
-    shifted[column] = batch["log_probs"] - 0.25
-    _, output = gradients(engine, shifted)
-    assert output["metrics"]["ratio_deviation"] == pytest.approx(math.expm1(0.25), rel=1e-4)
+    for blocks, share in (("all", 1.0), (1, 0.5), (7, 1.0), ("none", 0.0)):
+        found, output = gradients(make_engine(tiny_qwen_image, model={"recompute_blocks": blocks}), batch)
+        assert_close(found, expected, 1e-6)
+        assert output["metrics"]["recomputed_share"] == share
 
 
 def test_the_gap_to_the_rollout_is_reported(tiny_qwen_image: Path, batch: TensorDict):
@@ -64,10 +50,6 @@ def test_the_gap_to_the_rollout_is_reported(tiny_qwen_image: Path, batch: Tensor
     assert metrics["rollout_log_prob_gap_max"] == pytest.approx(0.5, abs=1e-5)
     assert metrics["rollout_log_prob_gap_mean"] == pytest.approx(0.5 / 18, abs=1e-5)
     assert metrics["rollout_ratio_deviation_max"] == pytest.approx(math.expm1(0.5), abs=1e-4)
-
-
-# -- KL ---------------------------------------------------------------------------------------------------
-KL = {"kl": {"coef": 0.3}}
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -103,24 +85,6 @@ def test_ema_follows_its_schedule(tiny_qwen_image: Path, batch: TensorDict):
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
     assert any(not torch.equal(found[name], current[name]) for name in average)
     assert_equal(weights(engine), current)
-
-
-def test_gradient_that_is_not_finite_changes_nothing_and_is_counted(
-    tiny_qwen_image: Path, batch: TensorDict, caplog: pytest.LogCaptureFixture
-):
-    engine = make_engine(tiny_qwen_image, digen={"ema": {"enable": True, "every_steps": 1}})
-    before, average = weights(engine), weights(engine, policy="average")
-    broken = batch.clone()
-    broken["latents"] = batch["latents"].clone()
-    broken["latents"][0, 1] = torch.nan
-    metrics = train(engine, broken)[0]["metrics"]
-    assert metrics["num_skipped_updates"] == 1
-    assert math.isnan(metrics["grad_norm"])
-    assert "optimizer step skipped" in caplog.text
-    assert_equal(weights(engine), before)
-    assert_equal(weights(engine, policy="average"), average)
-    assert train(engine, batch)[0]["metrics"]["num_skipped_updates"] == 0
-    assert (engine.state.num_updates, engine.state.num_skipped) == (1, 1)
 
 
 # -- settings ---------------------------------------------------------------------------------------------

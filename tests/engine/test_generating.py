@@ -101,7 +101,7 @@ def test_an_exported_policy_generates_and_the_weights_that_train_stay(one_rank, 
     assert all(torch.equal(weight, weights[name]) for name, weight in engine.module.named_parameters())
 
 
-def test_a_prompt_that_the_encoder_refuses_fails_alone(one_rank, tiny_qwen_image, monkeypatch):
+async def test_a_prompt_that_the_encoder_refuses_fails_alone(one_rank, tiny_qwen_image, monkeypatch):
     rank, requests = Rank(engine_of(tiny_qwen_image)), make_requests()[::3]
     encode = rank.generator._encoders.prompts._encode
 
@@ -111,14 +111,10 @@ def test_a_prompt_that_the_encoder_refuses_fails_alone(one_rank, tiny_qwen_image
         return encode(prompts)
 
     monkeypatch.setattr(rank.generator._encoders.prompts, "_encode", refuse)
-
-    async def ask() -> list[Any]:
-        server = server_of(rank)
-        await server.activate(0)
-        asked = [server.generate("id", [], {"request": one}) for one in requests]
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    first, second, third = asyncio.run(ask())
+    server = server_of(rank)
+    await server.activate(0)
+    asked = [server.generate("id", [], {"request": one}) for one in requests]
+    first, second, third = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(second, ValueError) and str(second) == "too long"
     assert [one.trajectory.facts.uid for one in (first, third)] == ["p1", "p3"]
 
@@ -146,59 +142,49 @@ class Ranks:
         return [([(place, f"{requests[place].uid}_{place}") for place in half], facts) for half in halves]
 
 
-def test_no_batch_runs_before_there_are_weights_and_while_the_ranks_train():
-    async def run() -> None:
-        ranks = Ranks()
-        server, request = server_of(ranks), make_requests()[0]
+async def test_no_batch_runs_before_there_are_weights_and_while_the_ranks_train():
+    ranks = Ranks()
+    server, request = server_of(ranks), make_requests()[0]
 
-        def ask() -> asyncio.Task[Any]:
-            return asyncio.create_task(server.generate("id", [], {"request": request}))
+    def ask() -> asyncio.Task[Any]:
+        return asyncio.create_task(server.generate("id", [], {"request": request}))
 
-        early = ask()
-        await asyncio.sleep(0.05)
-        assert ranks.calls == [], "there are no weights"
-        await server.activate(5)
-        assert await early == "p1_0"
-        await server.sleep()
-        late = ask()
-        await asyncio.sleep(0.05)
-        assert ranks.calls == ["draw", "rest"] and not late.done(), "the ranks train"
-        await server.abort_request("p1_0")
-        with pytest.raises(Withdrawn):
-            await late
-        later = ask()
-        await server.activate(6)
-        await later
-        assert ranks.versions == [5, 6]
-        health = await server.check_health()
-        assert health["version"] == health["received_version"] == 6 and health["prompt_cache"]["hits"] == 2
-
-    asyncio.run(asyncio.wait_for(run(), 30))
+    early = ask()
+    await asyncio.sleep(0.05)
+    assert ranks.calls == [], "there are no weights"
+    await server.activate(5)
+    assert await early == "p1_0"
+    await server.sleep()
+    late = ask()
+    await asyncio.sleep(0.05)
+    assert ranks.calls == ["draw", "rest"] and not late.done(), "the ranks train"
+    await server.abort_request("p1_0")
+    with pytest.raises(Withdrawn):
+        await late
+    later = ask()
+    await server.activate(6)
+    await later
+    assert ranks.versions == [5, 6]
+    health = await server.check_health()
+    assert health["version"] == health["received_version"] == 6 and health["prompt_cache"]["hits"] == 2
 
 
-def test_ranks_hear_of_a_later_prompt_once_and_batches_have_what_fitted():
-    async def run() -> Ranks:
-        ranks = Ranks()
-        server = server_of(ranks)
-        await drawn(server, make_requests())
-        return ranks
-
-    ranks = asyncio.run(asyncio.wait_for(run(), 30))
+async def test_ranks_hear_of_a_later_prompt_once_and_batches_have_what_fitted():
+    ranks = Ranks()
+    server = server_of(ranks)
+    await drawn(server, make_requests())
     assert ranks.announced[0] == ("prompt of p3",), "p1 and p2 are in the first batch"
     assert set(ranks.announced[1:]) == {()} and len(ranks.announced) == 4, "4 samples, then 2 fit together"
 
 
-def test_a_lost_rank_is_no_lost_replica():
-    async def run() -> None:
-        ranks = Ranks()
-        ranks.is_lost = True
-        server = server_of(ranks)
-        await server.activate(0)
-        with pytest.raises(RuntimeError, match="a rank of the trainer was lost while it generated") as error:
-            await server.generate("id", [], {"request": make_requests()[0]})
-        assert not isinstance(error.value, RayError), "the sample cannot go to another replica"
-
-    asyncio.run(asyncio.wait_for(run(), 30))
+async def test_a_lost_rank_is_no_lost_replica():
+    ranks = Ranks()
+    ranks.is_lost = True
+    server = server_of(ranks)
+    await server.activate(0)
+    with pytest.raises(RuntimeError, match="a rank of the trainer was lost while it generated") as error:
+        await server.generate("id", [], {"request": make_requests()[0]})
+    assert not isinstance(error.value, RayError), "the sample cannot go to another replica"
 
 
 def test_one_replica_spans_all_ranks(monkeypatch):

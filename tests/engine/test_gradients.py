@@ -1,23 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The places where FSDP2 keeps a gradient. First to fail when PyTorch's private state changes."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.engine.harness import are_equal, full_gradient, process_group
+from tests.engine.harness import are_equal, full_gradient
 from verl_digen.algorithms.projection import project
 from verl_digen.engine import gradients
 from verl_digen.engine.gathered import recover
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with process_group(0, 1, str(tmp_path_factory.mktemp("rendezvous") / "store")):
-        yield
 
 
 def make_module(**policy: torch.dtype) -> nn.Module:
@@ -41,7 +33,7 @@ def policy(request: pytest.FixtureRequest) -> dict[str, torch.dtype]:
     return {} if request.param == "fp32" else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def test_pending_gradient_is_reduced_without_a_backward(group: None, policy: dict):
+def test_pending_gradient_is_reduced_without_a_backward(one_rank: None, policy: dict):
     module, other = make_module(**policy), make_module(**policy)
     for seed in range(3):
         backward(module, seed, last=False)
@@ -58,7 +50,7 @@ def test_pending_gradient_is_reduced_without_a_backward(group: None, policy: dic
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_gradient_moved_aside_and_back_is_the_same(group: None, policy: dict, last: bool):
+def test_gradient_moved_aside_and_back_is_the_same(one_rank: None, policy: dict, last: bool):
     module, other = make_module(**policy), make_module(**policy)
     aside: gradients.Gradient = {}
     for seed in range(2):
@@ -77,7 +69,7 @@ def test_gradient_moved_aside_and_back_is_the_same(group: None, policy: dict, la
     assert are_equal(full_gradient(module), full_gradient(other))
 
 
-def test_gradients_in_different_places_are_added(group: None, policy: dict):
+def test_gradients_in_different_places_are_added(one_rank: None, policy: dict):
     module = make_module(**policy)
     backward(module, 0, last=True)
     first = full_gradient(module)
@@ -97,16 +89,7 @@ def test_gradients_in_different_places_are_added(group: None, policy: dict):
         torch.testing.assert_close(value, (first[name] + second[name]) / 2, rtol=1e-6, atol=1e-6)
 
 
-def test_pieces_of_one_place_are_summed_and_others_are_taken_over():
-    mine = {(0, "sharded"): torch.tensor([1.0, 2.0])}
-    gradients.add_(mine, {(0, "sharded"): torch.tensor([10.0, 20.0]), (1, "unsharded"): torch.tensor([5.0])})
-    assert {key: piece.tolist() for key, piece in mine.items()} == {
-        (0, "sharded"): [11.0, 22.0],
-        (1, "unsharded"): [5.0],
-    }
-
-
-def test_drop_leaves_nothing_of_any_place(group: None, policy: dict):
+def test_drop_leaves_nothing_of_any_place(one_rank: None, policy: dict):
     module = make_module(**policy)
     backward(module, 0, last=True)
     backward(module, 1, last=False)
@@ -115,7 +98,7 @@ def test_drop_leaves_nothing_of_any_place(group: None, policy: dict):
     assert gradients.take(module) == {} and full_gradient(module) == {}
 
 
-def test_module_recovers_from_an_exception_half_way_and_keeps_its_gradient(group: None):
+def test_module_recovers_from_an_exception_half_way_and_keeps_its_gradient(one_rank: None):
     module, other = make_module(), make_module()
     recover(module)  # before any forward, too
     for seed in range(2):
@@ -136,14 +119,14 @@ def test_module_recovers_from_an_exception_half_way_and_keeps_its_gradient(group
     assert are_equal(full_gradient(module), full_gradient(other))
 
 
-def test_size_of_an_unreduced_gradient_counts_what_trains(group: None, policy: dict):
+def test_size_of_an_unreduced_gradient_counts_what_trains(one_rank: None, policy: dict):
     module = make_module(**policy)
     num_trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
     assert gradients.unreduced_bytes(module) == 4 * num_trained
     assert gradients.unreduced_bytes(make_module(param_dtype=torch.bfloat16)) == 2 * num_trained
 
 
-def test_the_projection_of_a_reversed_gradient_is_the_opposite_and_a_permuted_one_has_another(group: None):
+def test_the_projection_of_a_reversed_gradient_is_the_opposite_and_a_permuted_one_has_another(one_rank: None):
     module = make_module()
     backward(module, 0, last=True)
     found = gradients.projection(module).item()
@@ -159,7 +142,7 @@ def test_the_projection_of_a_reversed_gradient_is_the_opposite_and_a_permuted_on
     assert abs(gradients.projection(module).item() + found) > 1e-2 * norm
 
 
-def test_parameters_that_never_ran_do_not_stop_a_backward_that_waits(group: None, policy: dict):
+def test_parameters_that_never_ran_do_not_stop_a_backward_that_waits(one_rank: None, policy: dict):
     """The second expert's, in the first tile. FSDP2 fails where gradients are cast before they are reduced."""
 
     class First(nn.Module):

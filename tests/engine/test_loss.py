@@ -12,7 +12,7 @@ from tests.engine.harness import SAMPLING
 from verl_digen.algorithms.metric import Metric, combine_tiles, combine_updates, numbers
 from verl_digen.algorithms.sde import LAWS, SdeStep, sde_step
 from verl_digen.config import DigenConfig, KlConfig, SdeConfig
-from verl_digen.engine.loss import DiffusionLoss, LossTerms
+from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.policies import Evaluated
 from verl_digen.types import TrainingRows, Transitions
 
@@ -42,15 +42,6 @@ def evaluated(log_prob: torch.Tensor) -> Evaluated:
     return Evaluated(torch.zeros(num_rows, 2), step)
 
 
-def test_own_first_pass_has_the_gradient_of_minus_a_log_prob():
-    log_prob = torch.tensor([0.3, -0.2, 0.0], requires_grad=True)
-    output = DiffusionLoss(DigenConfig())(evaluated(log_prob), {}, make_rows(), None, num_rows=4)
-    output.total.backward()
-    assert log_prob.grad is not None
-    assert log_prob.grad.tolist() == [-2 / 4, 1 / 4, 0]
-    assert output.metrics["policy_loss"].value.item() == pytest.approx((-2 + 1) / 4)
-
-
 def test_advantages_that_are_not_divided_yet_are_not_clamped():
     log_prob = torch.zeros(3, requires_grad=True)
     loss = DiffusionLoss(DigenConfig())
@@ -59,17 +50,6 @@ def test_advantages_that_are_not_divided_yet_are_not_clamped():
         terms = loss(evaluated(log_prob), {}, rows, None, num_rows=1, clamps=clamps)
         (gradient,) = torch.autograd.grad(terms.total, log_prob)
         assert gradient.tolist() == [-2.0, 1.0, -largest]
-
-
-def test_dividing_the_policy_term_leaves_the_kl_term():
-    terms = LossTerms(
-        torch.tensor(6.0),
-        torch.tensor(1.0),
-        {"policy_loss": Metric(torch.tensor(6.0)), "kl": Metric(torch.tensor(2.0))},
-    )
-    divided = terms.divide(3.0)
-    assert divided.total.item() == 3.0
-    assert numbers(divided.metrics) == {"policy_loss": 2.0, "kl": 2.0}
 
 
 def test_kl_is_weighed_and_added():

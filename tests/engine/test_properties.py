@@ -165,7 +165,8 @@ def commit_in_the_end(
     if batch.accident is not None:
         with failing(engine, batch.accident) as before_fetch, suppress(Failure):
             return attempt(engine, batch, before_fetch, problems)
-        for name, call in (("accumulate", lambda: engine.accumulate(batch.fragments[0])), ("commit", engine.commit)):
+        calls = {"accumulate": lambda: engine.accumulate(batch.fragments[0]), "commit": engine.commit}
+        for name, call in (calls | {"assisting": engine.assisting().__enter__}).items():
             if not is_refused(call, "an earlier call on this logical batch failed"):
                 problems.append(f"{name} after a failure")
         engine.abort()

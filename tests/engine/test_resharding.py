@@ -278,13 +278,6 @@ def test_ranks_of_another_number_keep_their_random_state(one: Any, checkpoint: P
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# -- base weights -------------------------------------------------------------------------------------------
-def test_an_adapter_on_another_base_is_refused(one: Any, checkpoint: Path, folder: Path):
-    engine, _ = make("lora", checkpoint, fsdp={"model_dtype": "bf16"})
-    with pytest.raises(ValueError, match=r"for other base weights than those of .*model_dtype"):
-        engine.load_checkpoint(actor(folder, "lora"))
-
-
 # -- damaged checkpoints ------------------------------------------------------------------------------------
 
 

@@ -68,13 +68,6 @@ def test_conditions_are_those_of_each_rows_prompt():
     assert all(found is wanted for found, wanted in zip(rows.conditions, (second, first, first), strict=True))
 
 
-def test_negative_conditions_come_along():
-    samples = example(guided=True)
-    rows = make_rows(PATH, samples, all_picks(samples))
-    assert rows.negative_conditions is not None
-    assert [len(condition["embeds"]) for condition in rows.negative_conditions] == [1, 1, 1]
-
-
 def test_rows_that_may_not_share_a_forward_are_refused():
     samples = example(steps=((0,), (1,), (2,)), guided=True)
     conditions = [*samples.conditions[:2], ({"embeds": torch.zeros(2, 3)}, None)]
@@ -160,14 +153,6 @@ def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
     assert torch.equal(alone.latents[0], whole.latents[3])
     assert torch.equal(on_another_rank.latents[0], whole.latents[3])
     assert not torch.equal(alone.latents[0], other.latents[0])
-
-
-def test_samples_of_a_group_may_share_the_noise_of_a_point():
-    samples = clean_samples()
-    rows = make_rows(ForwardPoints(run_seed=7, shares_noise=True), samples, all_picks(samples))
-    assert isinstance(rows.point, Noised)
-    noise = rows.point.noise
-    assert torch.equal(noise[0], noise[2]) and torch.equal(noise[1], noise[3]) and not torch.equal(noise[0], noise[1])
 
 
 def assert_invariants(samples, places, tiles):

@@ -11,9 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.tensor import DTensor
-from verl.utils import tensordict_utils as tu
 
-from tests.engine.cases import CASES, CLIP, REWARDS, SHARED, Case, optimizer_state
+from tests.engine.cases import CASES, REWARDS, SHARED, Case
 from tests.engine.harness import (
     LORA,
     all_picks,
@@ -38,13 +37,11 @@ from verl_digen.algorithms.objectives import ClampedConfig, register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.engine.fragment import FragmentSpec, fragment_rows
+from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.points import PathPoints
 from verl_digen.engine.rows import make_rows
 
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.slow]
-
-EMA = {"ema": {"enable": True, "every_steps": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -67,44 +64,6 @@ def test_distillation_alone_waits_for_no_rewards(tiny_qwen_image: Path, batch: T
     engine.accumulate(fragment(groups, "g1", "g2"))
     metrics = numbers(engine.commit()["metrics"])
     assert metrics["num_late_samples"] == 0 and metrics["policy_loss"] == metrics["teacher_kl"] > 0
-
-
-@pytest.mark.parametrize("name", ["batch_scale", "lora_kl"])
-def test_metrics_are_those_of_the_whole_batch(tiny_qwen_image: Path, name: str):
-    case = CASES[name]
-    _, metrics = case.committed(tiny_qwen_image)
-    expected = case.whole(tiny_qwen_image)
-    of_fragments = {"num_fragments", "num_late_samples", "num_tiles", "num_pad_rows", "text_padding_share"}
-    clamped = {"advantage_abs_mean", "advantage_abs_max"}  # the fragment is given advantages that are clamped already
-    assert metrics.keys() == expected.keys()
-    assert metrics["num_fragments"] == len(case.order)
-    for name in expected.keys() - of_fragments - clamped:
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-7), name
-
-
-def test_accumulate_says_what_it_trained_and_what_waits(tiny_qwen_image: Path, batch: TensorDict):
-    engine = Case().make_engine(tiny_qwen_image)
-    groups = begin(engine, batch, REWARDS)
-    first = engine.accumulate(fragment(groups, "g2"))
-    assert first["num_rows"] == 2 * (3 - first["num_held_samples"]) < 6
-    second = engine.accumulate(fragment(groups, "g0", "g1"))
-    assert second["num_held_samples"] == 0
-    assert first["num_rows"] + second["num_rows"] == 18
-    engine.abort()
-
-
-def test_groups_that_were_dropped_do_not_count(tiny_qwen_image: Path, batch: TensorDict):
-    """Fewer rows and samples come than were planned: the gradient is the mean over those that came."""
-    engine, other = (Case().make_engine(tiny_qwen_image) for _ in range(2))
-    groups, came = begin(engine, batch, REWARDS), [0, 1, 2, 6, 7, 8]
-    for uid in ("g2", "g0"):
-        engine.accumulate(fragment(groups, uid))
-    with stepped_gradients(engine) as found:
-        engine.commit()
-    of_others = tu.index_select_tensor_dict(batch, came)
-    with stepped_gradients(other) as expected:
-        train(other, with_advantages(of_others, [REWARDS[index] for index in came], "batch", CLIP))
-    assert_close(found, expected, 1e-5)
 
 
 def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(
@@ -153,18 +112,6 @@ def test_a_loss_may_read_latents(tiny_qwen_image: Path, batch: TensorDict):
 
 
 # -- commit and abort -------------------------------------------------------------------------------------
-def test_commit_is_one_update(tiny_qwen_image: Path, batch: TensorDict):
-    engine, other = (
-        make_engine(tiny_qwen_image, digen=EMA, optim={"lr_warmup_steps": 4, "clip_grad": 0.01}) for _ in range(2)
-    )
-    for _ in range(2):
-        groups = begin(engine, batch, REWARDS)
-        engine.accumulate(fragment(groups, "g0", "g1", "g2"))
-        metrics = numbers(engine.commit()["metrics"])
-        train(other, with_advantages(batch, REWARDS, "batch", 5.0))
-    assert_equal(optimizer_state(engine), optimizer_state(other))
-    assert engine.state.num_updates == 2 and metrics["lr"] == pytest.approx(1e-3 * 2 / 4)
-    assert metrics["grad_norm"] > 0.01 and metrics["num_skipped_updates"] == 0
 
 
 class OutOfMemory(Exception):
@@ -194,33 +141,6 @@ def third_call() -> Callable[..., None]:
 
 def block_of(engine: DiffusersFSDPEngine) -> nn.Module:
     return next(module for name, module in engine.module.named_modules() if name.endswith("transformer_blocks.1"))
-
-
-@pytest.mark.parametrize("reduce", ["tile", "batch"])
-def test_after_a_failure_only_abort_is_legal_and_all_is_well_again(
-    tiny_qwen_image: Path, batch: TensorDict, reduce: str
-):
-    digen = EMA | {"tsp": {"reduce": reduce, "samples_per_tile": 1, "steps_per_tile": 1}}
-    engine, other = (make_engine(tiny_qwen_image, digen=digen) for _ in range(2))
-    before = optimizer_state(engine)
-    groups = begin(engine, batch, REWARDS)
-    engine.accumulate(fragment(groups, "g2"))
-    stop = fail_in_backward(engine)
-    with pytest.raises(OutOfMemory):
-        engine.accumulate(fragment(groups, "g0"))
-    stop()
-    for call in (lambda: engine.accumulate(fragment(groups, "g1")), engine.commit):
-        with pytest.raises(RuntimeError, match="an earlier call on this logical batch failed; call abort"):
-            call()
-    with pytest.raises(RuntimeError, match="assisting needs a sound gradient"), engine.assisting():
-        pass
-    engine.abort()
-    assert_equal(optimizer_state(engine), before)
-    groups = begin(engine, batch, REWARDS)
-    engine.accumulate(fragment(groups, "g0", "g1", "g2"))
-    engine.commit()
-    train(other, with_advantages(batch, REWARDS, "batch", 5.0))
-    assert_equal(optimizer_state(engine), optimizer_state(other))
 
 
 def test_illegal_calls_are_refused_by_name(tiny_qwen_image: Path, batch: TensorDict, tmp_path: Path):
@@ -264,11 +184,6 @@ def test_illegal_calls_are_refused_by_name(tiny_qwen_image: Path, batch: TensorD
     engine.commit()
 
 
-def test_experts_are_one_for_each_step():
-    sample = described("k", "g", 0.0, 2, experts=(0, 1))
-    assert [tuple(row) for row in fragment_rows([sample])] == [(0, 0, 0), (0, 1, 1)]
-
-
 @pytest.mark.parametrize("reduce", ["tile", "batch"])
 def test_rehearsing_a_tile_leaves_the_open_gradient(tiny_qwen_image: Path, batch: TensorDict, reduce: str):
     """Also if it fails half-way, as for lack of memory; with parameters that stay gathered after a forward."""
@@ -292,24 +207,6 @@ def test_rehearsing_a_tile_leaves_the_open_gradient(tiny_qwen_image: Path, batch
         engine.planner.rehearse(rows)
         assert_equal(peek(engine), held)
     engine.abort()
-
-
-# -- assisting --------------------------------------------------------------------------------------------
-
-
-def test_an_assist_that_fails_leaves_the_open_gradient(tiny_qwen_image: Path, batch: TensorDict):
-    engine, other = make_engine(tiny_qwen_image), make_engine(tiny_qwen_image)
-    for helper in (engine, other):
-        groups = begin(helper, batch, REWARDS)
-        helper.accumulate(fragment(groups, "g1"))
-        if helper is engine:
-            stop = fail_in_forward(engine)
-            with pytest.raises(OutOfMemory):
-                generate(engine)
-            stop()
-        helper.accumulate(fragment(groups, "g0", "g2"))
-        helper.commit()
-    assert_equal(optimizer_state(engine), optimizer_state(other))
 
 
 def test_what_is_offloaded_stays_on_the_device_while_a_batch_is_open(tiny_qwen_image: Path, batch: TensorDict):

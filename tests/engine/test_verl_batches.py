@@ -2,6 +2,7 @@
 """verl's `train_batch`, `infer_batch` and `forward_step` on rows in a TensorDict, against logical batches."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def all_weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:
     return found
 
 
+@cache
 def by_logical_batch(path: Path, case: str) -> Trained:
     engine, batch = case_engine(path, case), case_batch(path, case)
     add_all(engine, batch)

@@ -56,59 +56,48 @@ def ray_here() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_killed_worker_loses_no_episode(ray_here, tmp_path):
+async def test_a_killed_worker_loses_no_episode(ray_here, tmp_path):
     config = EnvironmentConfig(path=f"{WORLDS}.{Mortal.__name__}", options={"folder": str(tmp_path)}, num_workers=2)
     handles = start_environments(OmegaConf.create({"digen": {"environment": asdict(config)}}))
     workers = environment_pool(handles, DeadlinesConfig())
     episodes = [opened(workers, f"e{number}") for number in range(8)]
-
-    async def run() -> list[Any]:
-        return await asyncio.gather(*(play(episode, 10 * number) for number, episode in enumerate(episodes)))
-
-    for number, (rewards, asked) in enumerate(asyncio.run(run())):
+    played = await asyncio.gather(*(play(episode, 10 * number) for number, episode in enumerate(episodes)))
+    for number, (rewards, asked) in enumerate(played):
         assert rewards == [1.0, 2.0, 3.0], "the turns go on where they were"
         sums = [12 * (10 * number + turn) for turn in range(2)]
         assert asked == ["a cat 5", f"after {sums[:1]}", f"after {sums}"], "each environment saw its own pictures"
     assert (tmp_path / "died").exists() and sum(episode.num_retries for episode in episodes) >= 1
 
 
-def test_an_episode_whose_environment_then_asks_for_something_else_starts_afresh():
+async def test_an_episode_whose_environment_then_asks_for_something_else_starts_afresh():
     workers, (worker,) = connect(EnvironmentConfig(path=f"{WORLDS}.Fickle"))
-
-    async def run() -> None:
-        episode = opened(workers)
-        assert (await episode.reset()).text == "made 1"
-        await episode.step(picture(1))
-        worker.restart()
-        with pytest.raises(EpisodeDiverged):
-            await episode.step(picture(2))
-        episode.close()
-        episode.forget()
-        assert (await episode.reset()).text == "made 3" and episode.num_retries == 1
-
-    asyncio.run(run())
+    episode = opened(workers)
+    assert (await episode.reset()).text == "made 1"
+    await episode.step(picture(1))
+    worker.restart()
+    with pytest.raises(EpisodeDiverged):
+        await episode.step(picture(2))
+    episode.close()
+    episode.forget()
+    assert (await episode.reset()).text == "made 3" and episode.num_retries == 1
 
 
-def test_a_restarted_worker_gets_the_pictures_again_and_the_episodes_go_to_the_one_with_the_fewest():
+async def test_a_restarted_worker_gets_the_pictures_again_and_the_episodes_go_to_the_one_with_the_fewest():
     config = EnvironmentConfig(path=f"{WORLDS}.Brighter", options={"max_turns": 5})
     workers, handles = connect(config, num_workers=2)
-
-    async def run() -> None:
-        episodes = [opened(workers, f"e{number}") for number in range(4)]
-        for episode in episodes:
-            await episode.reset()
-        assert [len(handle.host._episodes) for handle in handles] == [2, 2]
-        before = await episodes[0].step(picture(1))
-        episodes[0]._worker.restart()
-        after = await episodes[0].step(picture(2))
-        assert episodes[0].num_retries == 1 and (before.done, after.reward) == (False, 2 / 255)
-        for episode in episodes:
-            episode.close()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not any(handle.host._episodes for handle in handles), "closed environments are forgotten"
-
-    asyncio.run(run())
+    episodes = [opened(workers, f"e{number}") for number in range(4)]
+    for episode in episodes:
+        await episode.reset()
+    assert [len(handle.host._episodes) for handle in handles] == [2, 2]
+    before = await episodes[0].step(picture(1))
+    episodes[0]._worker.restart()
+    after = await episodes[0].step(picture(2))
+    assert episodes[0].num_retries == 1 and (before.done, after.reward) == (False, 2 / 255)
+    for episode in episodes:
+        episode.close()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not any(handle.host._episodes for handle in handles), "closed environments are forgotten"
 
 
 def test_the_documented_environment_can_be_played(tmp_path):

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,10 @@ class Loaded:
 
     @cached_property
     def encoder(self) -> PromptEncoder:
-        return self.model.load_encoder(torch.float32, CPU)
+        """Encode each prompt once, by itself as the model's own encoder does; conditions are read only."""
+        encode = self.model.load_encoder(torch.float32, CPU)
+        known = cache(lambda prompt: encode([prompt])[0])
+        return PromptEncoder(lambda prompts: [known(prompt) for prompt in prompts], encode.modules)
 
     def encode(self, texts: Sequence[str], geometry: Geometry | None = None) -> list[Condition]:
         """Conditions of texts, each of them about `images`, for the first size of the case or for `geometry`."""

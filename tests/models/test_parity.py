@@ -49,17 +49,14 @@ TRAINED = Window(sde_steps=(1, 2), train_steps=(1, 2))
 
 
 def requests(
-    geometry: Geometry, scale: float, window: Window = ODE, embedded: float | None = None
+    geometry: Geometry,
+    scale: float,
+    window: Window = ODE,
+    embedded: float | None = None,
+    num_steps: int = NUM_STEPS,
 ) -> list[SampleRequest]:
     """One request per prompt of PROMPTS."""
-    how = Sampling(
-        geometry=geometry,
-        num_steps=NUM_STEPS,
-        true_cfg_scale=scale,
-        law="flow",
-        noise_level=0.7,
-        guidance_scale=embedded,
-    )
+    how = Sampling(geometry, num_steps, scale, law="flow", noise_level=0.7, guidance_scale=embedded)
     return [
         SampleRequest(f"p{n}", 0, PromptInputs(prompt), PromptInputs(NEGATIVE), window, how)
         for n, prompt in enumerate(PROMPTS)
@@ -104,13 +101,14 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 
 @PAIRS
 def test_without_sde_steps_it_is_the_diffusers_pipeline(loaded: Loaded, size: int, scale: float) -> None:
-    """Latents and pixels of two prompts of different length in one batch."""
+    """Latents of two prompts of different length in one batch, and pixels after two steps."""
     geometry = loaded.case.sizes[size]
     trajectories, latents = sample(loaded, requests(geometry, scale))
     start = initial(loaded.model, geometry)
     close(latents, loaded.run_pipeline(geometry, scale, start))
     assert [path.record.latents.shape[0] for path in trajectories] == [0, 0]
     decode = loaded.model.load_decoder(torch.float32, CPU)
+    _, latents = sample(loaded, requests(geometry, scale, num_steps=2))
     latents = loaded.model.completed(latents, conditions(loaded, scale, geometry)[0])
     pixels, is_finite = decode(latents, geometry)
     assert is_finite.tolist() == [True, True]
@@ -122,7 +120,7 @@ def test_without_sde_steps_it_is_the_diffusers_pipeline(loaded: Loaded, size: in
     assert pixels.shape == (2, *frames, geometry.height_px, geometry.width_px, 3)
     assert pixels.dtype == torch.uint8
     assert pixels.float().std() > 20  # not a blank picture
-    expected = loaded.run_pipeline(geometry, scale, start, output_type="np")
+    expected = loaded.run_pipeline(geometry, scale, start, output_type="np", num_inference_steps=2)
     assert (pixels.float() - expected * 255).abs().max() < 0.5 + 0.02  # rounding to 8 bits, and an error of 8e-5
 
 

@@ -33,17 +33,14 @@ class Actor:
         return pickle.loads(pickle.dumps(await outcomes([half(number) for number in numbers])))
 
 
-def test_every_caller_of_one_pass_has_its_own_answer_or_error():
-    async def run() -> tuple[list[list[int]], list[Any]]:
-        actor = Actor()
-        bundles = Bundles(actor.halves, size=3, key=lambda number: number >= 10)
-        unwanted = bundles.call(4)
-        found = await asyncio.gather(*map(bundles.call, (2, 12, 3, 8, 99)), return_exceptions=True)
-        unwanted.cancel()
-        return actor.calls, [*found, await bundles.call(6)]
-
-    calls, (first, dead, odd, last, also_dead, later) = asyncio.run(run())
-    assert calls == [[4, 2, 3], [8], [12, 99], [6]] and (first, last, later) == (1, 4, 3)
+async def test_every_caller_of_one_pass_has_its_own_answer_or_error():
+    actor = Actor()
+    bundles = Bundles(actor.halves, size=3, key=lambda number: number >= 10)
+    unwanted = bundles.call(4)
+    found = await asyncio.gather(*map(bundles.call, (2, 12, 3, 8, 99)), return_exceptions=True)
+    unwanted.cancel()
+    first, dead, odd, last, also_dead, later = *found, await bundles.call(6)
+    assert actor.calls == [[4, 2, 3], [8], [12, 99], [6]] and (first, last, later) == (1, 4, 3)
     assert isinstance(odd, ValueError) and isinstance(odd, RayTaskError) and "3 is odd" in str(odd)
     assert isinstance(dead, ConnectionError) and dead is also_dead
 

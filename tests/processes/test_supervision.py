@@ -102,14 +102,11 @@ def test_work_ends_when_a_process_is_lost_which_is_ended_with_all_calls_of_the_q
     assert len(cancelled) >= 3, "again and again: the driver may begin another call"
 
 
-def test_what_work_raises_is_raised_as_it_is():
-    async def run():
-        work = asyncio.get_running_loop().create_future()
-        work.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await supervision().unless_lost(work)
-
-    run_in_virtual_time(run())
+async def test_what_work_raises_is_raised_as_it_is():
+    work = asyncio.get_running_loop().create_future()
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await supervision().unless_lost(work)
 
 
 class Call:

@@ -123,17 +123,13 @@ def test_the_reward_is_the_weighted_sum_over_functions_pools_and_groups(mine):
         assert [call.reward for call in score.calls] == ["length", "bright", "diversity"] and start_s <= end_s
 
 
-def test_latents_reach_the_rewards_that_read_them_and_no_other(mine):
+async def test_latents_reach_the_rewards_that_read_them_and_no_other(mine):
     named = {"final": {"weight": 1.0, "reward": f"{mine}:Final"}, "blind": {"weight": 1.0, "reward": f"{mine}:Blind"}}
     digen = DigenConfig(reward=RewardConfig(named))
     sample = replace(make_sample(), latents=SampleLatents(torch.full((2, 3, 3), 7.0), {}))
-
-    async def run() -> Any:
-        rewards = rewards_of(digen)
-        assert rewards.reads_latents
-        return await rewards.score(sample, version=0, group_size=1)
-
-    score, _ = asyncio.run(run())
+    rewards = rewards_of(digen)
+    assert rewards.reads_latents
+    score, _ = await rewards.score(sample, version=0, group_size=1)
     assert score.parts == {"length": 5.0, "final": 7.0, "blind": 0.0}
 
 
@@ -166,7 +162,7 @@ def test_a_sample_that_kills_whoever_scores_it_fails_alone_and_says_so(monkeypat
     assert isinstance(failed, ScoringError) and "the reward worker died whenever it scored this sample" in str(failed)
 
 
-def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine, monkeypatch):
+async def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine, monkeypatch):
     class Mine:
         def __init__(self, config, tokenizer, compute_score):
             self.num_calls = 0
@@ -183,15 +179,11 @@ def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine
     named = {"jpeg_compressibility": 1.0, "bright": {"weight": 2.0, "reward": f"{mine}:Bright"}}
     reward = {"reward_manager": {"name": "Mine"}, "custom_reward_function": {"path": None}}
     config = OmegaConf.create({"digen": {"reward": {"functions": named}}, "reward": reward})
-
-    async def run() -> Any:
-        worker = DiffusionRewardLoopWorker(config)
-        handles = {SHARED: [Handle(worker)], "bright": [Handle(RewardPoolWorker(config, "bright"))]}
-        rewards = SampleRewards.of_run(config, handles, DigenConfig(reward=RewardConfig(named)))
-        sample = replace(make_sample(value=7), is_validation=True)
-        return await rewards.score(sample, version=0, group_size=1)
-
-    score, _ = asyncio.run(run())
+    worker = DiffusionRewardLoopWorker(config)
+    handles = {SHARED: [Handle(worker)], "bright": [Handle(RewardPoolWorker(config, "bright"))]}
+    rewards = SampleRewards.of_run(config, handles, DigenConfig(reward=RewardConfig(named)))
+    sample = replace(make_sample(value=7), is_validation=True)
+    score, _ = await rewards.score(sample, version=0, group_size=1)
     assert score.total == 2.0 + 2.0 * 7.0
     assert score.parts == {"manager": 2.0, "manager/light": 7.0, "bright": 7.0, "bright/red": 1.0}
 
@@ -294,7 +286,7 @@ def peak(data_source, solution_image, ground_truth, extra_info=None):
     [(Audio(np.linspace(-0.75, 0.5, 60, dtype=np.float32).reshape(2, 30), 400), (30 / 400, 0.75)), (None, (0.0, -1.0))],
     ids=["sound", "silent"],
 )
-def test_a_class_and_a_function_get_the_waveform_and_its_rate(
+async def test_a_class_and_a_function_get_the_waveform_and_its_rate(
     audio: Audio | None, expected: tuple[float, float], tmp_path: Path
 ) -> None:
     path = tmp_path / "listeners.py"
@@ -302,16 +294,12 @@ def test_a_class_and_a_function_get_the_waveform_and_its_rate(
     named = {"lasting": {"weight": 1.0, "reward": f"{path}:Lasting"}, "peak": {"weight": 2.0, "reward": f"{path}:peak"}}
     digen = DigenConfig(reward=RewardConfig(named))
     config = OmegaConf.create({"digen": {"reward": {"functions": named}}})
-
-    async def run() -> Any:
-        handles = {
-            SHARED: [Handle(DiffusionRewardManager(config))],
-            "lasting": [Handle(RewardPoolWorker(config, "lasting"))],
-        }
-        rewards = SampleRewards(handles, digen.reward.weights(has_custom=False), digen)
-        return await rewards.score(replace(make_sample(), audio=audio), version=0, group_size=1)
-
-    score, _ = asyncio.run(run())
+    handles = {
+        SHARED: [Handle(DiffusionRewardManager(config))],
+        "lasting": [Handle(RewardPoolWorker(config, "lasting"))],
+    }
+    rewards = SampleRewards(handles, digen.reward.weights(has_custom=False), digen)
+    score, _ = await rewards.score(replace(make_sample(), audio=audio), version=0, group_size=1)
     assert (score.parts["lasting"], score.parts["peak"]) == expected
     assert score.total == expected[0] + 2.0 * expected[1]
     assert audio is None or score.parts["peak/channels"] == 2

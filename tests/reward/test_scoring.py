@@ -85,7 +85,7 @@ def test_samples_of_one_call_share_its_facts_and_say_how_many_waited():
     assert [call.counts for call in calls] == [(("retries", 1),), (("retries", 1),), (("retries", 2),)]
 
 
-def test_samples_that_arrive_during_a_call_wait_for_the_next_one_together():
+async def test_samples_that_arrive_during_a_call_wait_for_the_next_one_together():
     reward, began, go_on = Recorder(), threading.Event(), threading.Event()
     plain = reward.score
 
@@ -95,31 +95,23 @@ def test_samples_that_arrive_during_a_call_wait_for_the_next_one_together():
         return plain(batch)
 
     reward.score = blocking  # type: ignore[method-assign]
-
-    async def run() -> None:
-        scorer = scorer_of(reward, max_batch_size=8, batch_wait_s=0.0)
-        first = asyncio.create_task(scorer.score((make_sample(0),)))
-        await asyncio.to_thread(began.wait, 60)
-        others = [asyncio.create_task(scorer.score((make_sample(index),))) for index in range(1, 6)]
-        await asyncio.sleep(0)
-        go_on.set()
-        await asyncio.gather(first, *others)
-
-    asyncio.run(run())
+    scorer = scorer_of(reward, max_batch_size=8, batch_wait_s=0.0)
+    first = asyncio.create_task(scorer.score((make_sample(0),)))
+    await asyncio.to_thread(began.wait, 60)
+    others = [asyncio.create_task(scorer.score((make_sample(index),))) for index in range(1, 6)]
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.gather(first, *others)
     assert reward.sizes == [1, 5]
 
 
-def test_a_caller_that_is_cancelled_while_it_waits_is_not_scored():
+async def test_a_caller_that_is_cancelled_while_it_waits_is_not_scored():
     reward = Recorder()
-
-    async def run() -> list[list[PartScore]]:
-        scorer = scorer_of(reward, max_batch_size=2, batch_wait_s=0.0)
-        asked = [asyncio.create_task(scorer.score((make_sample(value=value),))) for value in (1, 2, 3)]
-        await asyncio.sleep(0)
-        asked[0].cancel()
-        return await asyncio.gather(*asked[1:])
-
-    found = asyncio.run(run())
+    scorer = scorer_of(reward, max_batch_size=2, batch_wait_s=0.0)
+    asked = [asyncio.create_task(scorer.score((make_sample(value=value),))) for value in (1, 2, 3)]
+    await asyncio.sleep(0)
+    asked[0].cancel()
+    found = await asyncio.gather(*asked[1:])
     assert [one.value for (one,) in found] == [0.02, 0.03] and reward.sizes == [2]
 
 
@@ -216,7 +208,7 @@ def test_a_function_that_keeps_failing_fails_the_sample_and_never_scores_zero(fu
     assert f"'r' failed {3 if size is None else 2} times" in str(found[0])
 
 
-def test_functions_that_share_processes_are_called_at_once_and_get_arguments_of_their_own():
+async def test_functions_that_share_processes_are_called_at_once_and_get_arguments_of_their_own():
     async def until_both(solution_image, extra_info, **sample):
         solution_image[:] = 0
         extra_info["tag"] = "changed"
@@ -227,11 +219,8 @@ def test_functions_that_share_processes_are_called_at_once_and_get_arguments_of_
 
     begun, sample = [], make_sample(value=7)
     scorer = scorer_of(reward_of(until_both)({}, CPU), max_batch_size=None)
-
-    async def run():
-        return await asyncio.gather(scorer.score((sample,)), scorer.score((sample,)))
-
-    assert [one.value for (one,) in asyncio.run(run())] == [1.0, 1.0]
+    found = await asyncio.gather(*(scorer.score((sample,)) for _ in range(2)))
+    assert [one.value for (one,) in found] == [1.0, 1.0]
     assert (sample.pixels == 7).all() and sample.row.extra == {"tag": "x"}
 
 

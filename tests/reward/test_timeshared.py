@@ -67,66 +67,57 @@ async def idle() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_reward_is_made_by_the_first_wake_and_samples_wait_for_it():
-    async def run() -> None:
-        made: list[Watched] = []
-        scorer = scorer_of(made)
-        assert await scorer.sleep() is None, "it is asleep"
-        asked = asyncio.create_task(scorer.score((make_sample(value=7),)))
-        await idle()
-        assert not asked.done() and not made
-        turn = await scorer.wake()
-        assert turn is not None and turn.start_s <= turn.end_s
-        assert [score.value for score in await asked] == [0.07]
-        assert await scorer.wake() is None, "it is awake"
-        assert made[0].events == ["made", "score"] and len(made) == 1
-
-    asyncio.run(run())
+async def test_a_reward_is_made_by_the_first_wake_and_samples_wait_for_it():
+    made: list[Watched] = []
+    scorer = scorer_of(made)
+    assert await scorer.sleep() is None, "it is asleep"
+    asked = asyncio.create_task(scorer.score((make_sample(value=7),)))
+    await idle()
+    assert not asked.done() and not made
+    turn = await scorer.wake()
+    assert turn is not None and turn.start_s <= turn.end_s
+    assert [score.value for score in await asked] == [0.07]
+    assert await scorer.wake() is None, "it is awake"
+    assert made[0].events == ["made", "score"] and len(made) == 1
 
 
-def test_a_sleep_waits_for_the_call_that_runs_and_starts_no_further_one():
-    async def run() -> None:
-        made: list[Watched] = []
-        scorer = scorer_of(made)
-        await scorer.wake()
-        (reward,) = made
-        reward.go_on.clear()
-        asked = [asyncio.create_task(scorer.score((make_sample(value=value),))) for value in range(4)]
-        while "score" not in reward.events:
-            await asyncio.sleep(0)
-        late = asyncio.create_task(scorer.score((make_sample(value=9),)))
-        sleeping = asyncio.create_task(scorer.sleep())
-        await idle()
-        assert reward.is_awake and not sleeping.done()
-        reward.go_on.set()
-        await sleeping
-        assert [(await one)[0].value for one in asked] == [0.0, 0.01, 0.02, 0.03]
-        await idle()
-        assert not late.done() and reward.events == ["made", "score", "sleep"]
-        await scorer.wake()
-        assert (await late)[0].value == 0.09
-
-    asyncio.run(run())
+async def test_a_sleep_waits_for_the_call_that_runs_and_starts_no_further_one():
+    made: list[Watched] = []
+    scorer = scorer_of(made)
+    await scorer.wake()
+    (reward,) = made
+    reward.go_on.clear()
+    asked = [asyncio.create_task(scorer.score((make_sample(value=value),))) for value in range(4)]
+    while "score" not in reward.events:
+        await asyncio.sleep(0)
+    late = asyncio.create_task(scorer.score((make_sample(value=9),)))
+    sleeping = asyncio.create_task(scorer.sleep())
+    await idle()
+    assert reward.is_awake and not sleeping.done()
+    reward.go_on.set()
+    await sleeping
+    assert [(await one)[0].value for one in asked] == [0.0, 0.01, 0.02, 0.03]
+    await idle()
+    assert not late.done() and reward.events == ["made", "score", "sleep"]
+    await scorer.wake()
+    assert (await late)[0].value == 0.09
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_the_order_every_sample_gets_its_score_and_none_is_scored_asleep(seed):
-    async def run() -> None:
-        rng, made = random.Random(seed), []
-        scorer = scorer_of(made)
-        asked = []
-        for number in range(40):
-            act = rng.choice(("wake", "sleep", "score", "score", "rest"))
-            if act == "score":
-                asked.append((number, asyncio.create_task(scorer.score((make_sample(value=number),)))))
-            elif act == "rest":
-                await asyncio.sleep(0.001)
-            else:
-                await (scorer.wake() if act == "wake" else scorer.sleep())
-        await scorer.wake()
-        assert [(await one)[0].value for _, one in asked] == [number / 100 for number, _ in asked]
-
-    asyncio.run(run())
+async def test_whatever_the_order_every_sample_gets_its_score_and_none_is_scored_asleep(seed):
+    rng, made = random.Random(seed), []
+    scorer = scorer_of(made)
+    asked = []
+    for number in range(40):
+        act = rng.choice(("wake", "sleep", "score", "score", "rest"))
+        if act == "score":
+            asked.append((number, asyncio.create_task(scorer.score((make_sample(value=number),)))))
+        elif act == "rest":
+            await asyncio.sleep(0.001)
+        else:
+            await (scorer.wake() if act == "wake" else scorer.sleep())
+    await scorer.wake()
+    assert [(await one)[0].value for _, one in asked] == [number / 100 for number, _ in asked]
 
 
 class Helper:

@@ -73,6 +73,13 @@ def tensor_of(name: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(values * np.float32(1 / np.sqrt(np.prod(shape[1:]))))
 
 
+def layers(weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights and biases of layers, from those of the weights."""
+    return {f"{name}.weight": shape for name, shape in weights.items()} | {
+        f"{name}.bias": shape[:1] for name, shape in weights.items()
+    }
+
+
 def state_like(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """A state dict of these shapes."""
     return {name: torch.tensor(3.0) if shape == () else tensor_of(name, tuple(shape)) for name, shape in shapes.items()}
@@ -181,22 +188,19 @@ def hps_state() -> dict[str, torch.Tensor]:
         "text_projection": (text, sizes["embed_dim"]),
         "logit_scale": (),
         "token_embedding.weight": (words, text),
-        "ln_final.weight": (text,),
-        "ln_final.bias": (text,),
         "visual.class_embedding": (width,),
         "visual.positional_embedding": ((sizes["image_px"] // sizes["patch_px"]) ** 2 + 1, width),
         "visual.proj": (width, sizes["embed_dim"]),
         "visual.conv1.weight": (width, 3, sizes["patch_px"], sizes["patch_px"]),
-        **{f"visual.ln_{end}.{kind}": (width,) for end in ("pre", "post") for kind in ("weight", "bias")},
+        **layers({"ln_final": (text,), "visual.ln_pre": (width,), "visual.ln_post": (width,)}),
     }
     for start, own in (("transformer", text), ("visual.transformer", width)):
         for number in range(sizes["layers"]):
             block = f"{start}.resblocks.{number}"
-            shapes |= {f"{block}.ln_{place}.{kind}": (own,) for place in (1, 2) for kind in ("weight", "bias")}
             shapes |= {f"{block}.attn.in_proj_weight": (3 * own, own), f"{block}.attn.in_proj_bias": (3 * own,)}
-            shapes |= {f"{block}.attn.out_proj.weight": (own, own), f"{block}.attn.out_proj.bias": (own,)}
-            shapes |= {f"{block}.mlp.c_fc.weight": (4 * own, own), f"{block}.mlp.c_fc.bias": (4 * own,)}
-            shapes |= {f"{block}.mlp.c_proj.weight": (own, 4 * own), f"{block}.mlp.c_proj.bias": (own,)}
+            linears = {"attn.out_proj": (own, own), "mlp.c_fc": (4 * own, own), "mlp.c_proj": (own, 4 * own)}
+            parts = linears | {"ln_1": (own,), "ln_2": (own,)}
+            shapes |= layers({f"{block}.{part}": shape for part, shape in parts.items()})
     return state_like(shapes)
 
 
@@ -211,11 +215,8 @@ def write_hps(folder: Path) -> Path:
 def head_shapes(width: int, start: str) -> dict[str, tuple[int, ...]]:
     """Shapes of a head's tensors."""
     sizes = (width, 1024, 128, 64, 16, 1)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for number, place in enumerate((0, 2, 4, 6, 7)):
-        shapes[f"{start}layers.{place}.weight"] = (sizes[number + 1], sizes[number])
-        shapes[f"{start}layers.{place}.bias"] = (sizes[number + 1],)
-    return shapes
+    places = zip((0, 2, 4, 6, 7), sizes[1:], sizes[:-1], strict=True)
+    return layers({f"{start}layers.{place}": (outputs, inputs) for place, outputs, inputs in places})
 
 
 def image_reward_state() -> dict[str, torch.Tensor]:
@@ -226,38 +227,29 @@ def image_reward_state() -> dict[str, torch.Tensor]:
     shapes: dict[str, tuple[int, ...]] = {
         f"{see}.cls_token": (1, 1, width),
         f"{see}.pos_embed": (1, (BLIP_SIZES["image_px"] // patch) ** 2 + 1, width),
-        f"{see}.patch_embed.proj.weight": (width, 3, patch, patch),
-        f"{see}.patch_embed.proj.bias": (width,),
-        f"{see}.norm.weight": (width,),
-        f"{see}.norm.bias": (width,),
         f"{read}.embeddings.word_embeddings.weight": (med["vocab_size"], text),
         f"{read}.embeddings.position_embeddings.weight": (med["max_position_embeddings"], text),
-        f"{read}.embeddings.LayerNorm.weight": (text,),
-        f"{read}.embeddings.LayerNorm.bias": (text,),
-        "blip.vision_proj.weight": (256, width),
-        "blip.vision_proj.bias": (256,),
-        "blip.text_proj.weight": (256, text),
-        "blip.text_proj.bias": (256,),
+        **layers({f"{see}.patch_embed.proj": (width, 3, patch, patch), f"{see}.norm": (width,)}),
+        **layers({f"{read}.embeddings.LayerNorm": (text,)}),
+        **layers({"blip.vision_proj": (256, width), "blip.text_proj": (256, text)}),
         **head_shapes(text, "mlp."),
     }
     for number in range(BLIP_SIZES["layers"]):
         block = f"{see}.blocks.{number}"
         linears = {"attn.qkv": (3 * width, width), "attn.proj": (width, width)}
         linears |= {"mlp.fc1": (4 * width, width), "mlp.fc2": (width, 4 * width)}
-        shapes |= {f"{block}.norm{place}.{kind}": (width,) for place in (1, 2) for kind in ("weight", "bias")}
-        shapes |= {f"{block}.{part}.weight": shape for part, shape in linears.items()}
-        shapes |= {f"{block}.{part}.bias": shape[:1] for part, shape in linears.items()}
+        parts = linears | {"norm1": (width,), "norm2": (width,)}
+        shapes |= layers({f"{block}.{part}": shape for part, shape in parts.items()})
     for number in range(med["num_hidden_layers"]):
         layer = f"{read}.encoder.layer.{number}"
         linears = {"intermediate.dense": (inner, text), "output.dense": (text, inner)}
-        norms = [f"{layer}.output"]
+        norms = ["output"]
         for kind, source in (("attention", text), ("crossattention", width)):
             linears |= {f"{kind}.self.query": (text, text), f"{kind}.output.dense": (text, text)}
             linears |= {f"{kind}.self.key": (text, source), f"{kind}.self.value": (text, source)}
-            norms.append(f"{layer}.{kind}.output")
-        shapes |= {f"{layer}.{part}.weight": shape for part, shape in linears.items()}
-        shapes |= {f"{layer}.{part}.bias": shape[:1] for part, shape in linears.items()}
-        shapes |= {f"{norm}.LayerNorm.{kind}": (text,) for norm in norms for kind in ("weight", "bias")}
+            norms.append(f"{kind}.output")
+        parts = linears | {f"{norm}.LayerNorm": (text,) for norm in norms}
+        shapes |= layers({f"{layer}.{part}": shape for part, shape in parts.items()})
     positions = torch.arange(med["max_position_embeddings"])[None]
     return {**state_like(shapes), f"{read}.embeddings.position_ids": positions}
 

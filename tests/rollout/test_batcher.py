@@ -15,6 +15,8 @@ from verl_digen.rollout.bursts import Bursts
 from verl_digen.sampling.sampler import SamplingStopped
 from verl_digen.types import Burst, CleanRecord, Generation, Geometry, SampleRequest, Sampling, Trajectory
 
+pytestmark = pytest.mark.virtual_time
+
 SAMPLING = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=1.0, law="flow", noise_level=0.7)
 
 
@@ -50,7 +52,7 @@ class Recorder:
         while not self.release.is_set():
             if should_stop():
                 raise SamplingStopped("stopped")
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
         return arrived(requests)
 
 
@@ -70,16 +72,16 @@ def test_every_request_gets_its_own_answer_whatever_the_arrival_order():
     assert [len(batch) for batch in formed[0]] == [4, 4, 1]
 
 
-def test_prompts_of_like_length_share_a_batch():
-    async def run() -> list[list[str]]:
-        record = Recorder()
-        batcher = RequestBatcher(record, max_batch_size=4, wait_s=0.01)
-        texts = {"p0": "short", "p1": "a prompt that is much longer", "p2": "brief", "p3": "a prompt as long as that"}
-        requests = [request(uid, index, text=text) for uid, text in texts.items() for index in range(2)]
-        await asyncio.gather(*[batcher.submit(asked) for asked in requests])
-        return [[asked.uid for asked in batch] for batch in record.batches]
-
-    assert asyncio.run(run()) == [["p0", "p0", "p2", "p2"], ["p1", "p1", "p3", "p3"]]
+async def test_prompts_of_like_length_share_a_batch():
+    record = Recorder()
+    batcher = RequestBatcher(record, max_batch_size=4, wait_s=0.01)
+    texts = {"p0": "short", "p1": "a prompt that is much longer", "p2": "brief", "p3": "a prompt as long as that"}
+    requests = [request(uid, index, text=text) for uid, text in texts.items() for index in range(2)]
+    await asyncio.gather(*[batcher.submit(asked) for asked in requests])
+    assert [[asked.uid for asked in batch] for batch in record.batches] == [
+        ["p0", "p0", "p2", "p2"],
+        ["p1", "p1", "p3", "p3"],
+    ]
 
 
 def chunk(uid: str, size: int, announced: int | None = None) -> list[SampleRequest]:
@@ -143,68 +145,54 @@ def test_a_group_that_is_complete_does_not_wait_for_the_one_behind_it():
     assert played == [(0.0, ["a"] * 2), (pytest.approx(2.0), ["b"] * 2)]
 
 
-def test_a_complete_chunk_starts_when_the_incomplete_one_beside_it_is_cancelled():
-    async def run() -> float:
-        record = Recorder()
-        batcher = RequestBatcher(record, max_batch_size=8, wait_s=10.0)
-        asked = [*chunk("a", 2), replace(request("a", 7), burst=Burst("refills", 2))]
-        waiting = [asyncio.ensure_future(batcher.submit(each)) for each in asked]
-        await asyncio.sleep(1.0)
-        assert not record.batches
-        batcher.withdraw("a", 7)
-        await asyncio.gather(*waiting, return_exceptions=True)
-        return asyncio.get_running_loop().time()
-
-    assert run_in_virtual_time(run()) == pytest.approx(1.0)
+async def test_a_complete_chunk_starts_when_the_incomplete_one_beside_it_is_cancelled():
+    record = Recorder()
+    batcher = RequestBatcher(record, max_batch_size=8, wait_s=10.0)
+    asked = [*chunk("a", 2), replace(request("a", 7), burst=Burst("refills", 2))]
+    waiting = [asyncio.ensure_future(batcher.submit(each)) for each in asked]
+    await asyncio.sleep(1.0)
+    assert not record.batches
+    batcher.withdraw("a", 7)
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert asyncio.get_running_loop().time() == pytest.approx(1.0)
 
 
-def test_a_batch_holds_only_requests_with_equal_sampling():
-    async def run() -> None:
-        record = Recorder()
-        batcher = RequestBatcher(record, max_batch_size=8, wait_s=0.01)
-        other = replace(SAMPLING, num_steps=9)
-        await asyncio.gather(
-            *[batcher.submit(request("p", index, other if index % 2 else SAMPLING)) for index in range(6)]
-        )
-        assert [len({asked.sampling for asked in batch}) for batch in record.batches] == [1, 1]
-
-    asyncio.run(run())
+async def test_a_batch_holds_only_requests_with_equal_sampling():
+    record = Recorder()
+    batcher = RequestBatcher(record, max_batch_size=8, wait_s=0.01)
+    other = replace(SAMPLING, num_steps=9)
+    await asyncio.gather(*[batcher.submit(request("p", index, other if index % 2 else SAMPLING)) for index in range(6)])
+    assert [len({asked.sampling for asked in batch}) for batch in record.batches] == [1, 1]
 
 
-def test_a_paused_batcher_keeps_requests_until_it_resumes():
-    async def run() -> None:
-        record = Recorder()
-        batcher = RequestBatcher(record, max_batch_size=2, wait_s=0.0)
-        batcher.pause()
-        waiting = [asyncio.create_task(batcher.submit(request("p", index))) for index in range(2)]
-        done, _ = await asyncio.wait(waiting, timeout=0.05)
-        assert not done and not record.batches
-        batcher.resume()
-        await asyncio.gather(*waiting)
-        assert len(record.batches) == 1
-
-    asyncio.run(run())
+async def test_a_paused_batcher_keeps_requests_until_it_resumes():
+    record = Recorder()
+    batcher = RequestBatcher(record, max_batch_size=2, wait_s=0.0)
+    batcher.pause()
+    waiting = [asyncio.create_task(batcher.submit(request("p", index))) for index in range(2)]
+    done, _ = await asyncio.wait(waiting, timeout=0.05)
+    assert not done and not record.batches
+    batcher.resume()
+    await asyncio.gather(*waiting)
+    assert len(record.batches) == 1
 
 
-def test_withdrawn_requests_leave_the_queue_and_stop_a_batch_that_nobody_wants():
-    async def run() -> None:
-        record = Recorder(hold=True)
-        batcher = RequestBatcher(record, max_batch_size=2, wait_s=0.0)
-        uids = ("a", "a", "b", "b", "c")
-        waiting = [asyncio.ensure_future(batcher.submit(request(uid, index))) for index, uid in enumerate(uids)]
-        await record.running.wait()
-        batcher.withdraw("b", 2)
-        batcher.withdraw("a", 0)
-        await asyncio.sleep(0.01)
-        assert [task.done() for task in waiting] == [True, False, True, False, False], "a1 is still wanted"
-        batcher.withdraw("a", 1)
-        record.release.set()
-        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [isinstance(outcome, Withdrawn) for outcome in outcomes] == [True, True, True, False, False]
-        assert [[asked.uid for asked in batch] for batch in record.batches] == [["a", "a"], ["b", "c"]]
-        batcher.withdraw("never asked for", 0)
-
-    asyncio.run(run())
+async def test_withdrawn_requests_leave_the_queue_and_stop_a_batch_that_nobody_wants():
+    record = Recorder(hold=True)
+    batcher = RequestBatcher(record, max_batch_size=2, wait_s=0.0)
+    uids = ("a", "a", "b", "b", "c")
+    waiting = [asyncio.ensure_future(batcher.submit(request(uid, index))) for index, uid in enumerate(uids)]
+    await record.running.wait()
+    batcher.withdraw("b", 2)
+    batcher.withdraw("a", 0)
+    await asyncio.sleep(0.01)
+    assert [task.done() for task in waiting] == [True, False, True, False, False], "a1 is still wanted"
+    batcher.withdraw("a", 1)
+    record.release.set()
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [isinstance(outcome, Withdrawn) for outcome in outcomes] == [True, True, True, False, False]
+    assert [[asked.uid for asked in batch] for batch in record.batches] == [["a", "a"], ["b", "c"]]
+    batcher.withdraw("never asked for", 0)
 
 
 @pytest.mark.parametrize(
@@ -216,21 +204,18 @@ def test_withdrawn_requests_leave_the_queue_and_stop_a_batch_that_nobody_wants()
     ],
     ids=["fails", "cancelled", "no answers"],
 )
-def test_a_batch_that_fails_tells_each_of_its_callers_and_the_next_one_runs(error, size, told):
-    async def run() -> None:
-        failures = [error]
+async def test_a_batch_that_fails_tells_each_of_its_callers_and_the_next_one_runs(error, size, told):
+    failures = [error]
 
-        async def execute(requests, should_stop):
-            if failures and (failure := failures.pop()):
-                raise failure
-            return arrived(requests if requests[0].uid == "b" else [])
+    async def execute(requests, should_stop):
+        if failures and (failure := failures.pop()):
+            raise failure
+        return arrived(requests if requests[0].uid == "b" else [])
 
-        batcher = RequestBatcher(execute, max_batch_size=size, wait_s=0.0)
-        both = [batcher.submit(request("a", index)) for index in range(2)]
-        assert [told in str(outcome) for outcome in await asyncio.gather(*both, return_exceptions=True)] == [True] * 2
-        assert (await batcher.submit(request("b", 0))).trajectory.facts.uid == "b"
-
-    asyncio.run(asyncio.wait_for(run(), timeout=60))
+    batcher = RequestBatcher(execute, max_batch_size=size, wait_s=0.0)
+    both = [batcher.submit(request("a", index)) for index in range(2)]
+    assert [told in str(outcome) for outcome in await asyncio.gather(*both, return_exceptions=True)] == [True] * 2
+    assert (await batcher.submit(request("b", 0))).trajectory.facts.uid == "b"
 
 
 class Device:
@@ -271,84 +256,69 @@ def submitted(device: Device, *uids: str) -> tuple[RequestBatcher, list[asyncio.
 
 
 @pytest.mark.parametrize(("answer_s", "third"), [(0.5, 4.0), (3.0, 5.0)])
-def test_the_next_batch_runs_while_the_answers_of_the_last_one_come(answer_s: float, third: float):
-    async def run() -> dict[str, float]:
-        device = Device(answer_s)
-        _, tasks = submitted(device, "a", "b", "c")
-        await asyncio.gather(*tasks)
-        return device.times()
-
-    times = run_in_virtual_time(run())
+async def test_the_next_batch_runs_while_the_answers_of_the_last_one_come(answer_s: float, third: float):
+    device = Device(answer_s)
+    _, tasks = submitted(device, "a", "b", "c")
+    await asyncio.gather(*tasks)
+    times = device.times()
     assert (times["run a"], times["run b"], times["run c"]) == (0.0, 2.0, third)
     assert times["answer a"] == 2.0 + answer_s
 
 
-def test_exclusive_work_begins_when_the_last_batch_is_answered():
-    async def run() -> dict[str, float]:
-        device = Device(0.5)
-        batcher, tasks = submitted(device, "a", "b")
+async def test_exclusive_work_begins_when_the_last_batch_is_answered():
+    device = Device(0.5)
+    batcher, tasks = submitted(device, "a", "b")
+    await asyncio.sleep(1.0)
+    async with batcher.exclusive():
+        device.note("update")
         await asyncio.sleep(1.0)
-        async with batcher.exclusive():
-            device.note("update")
-            await asyncio.sleep(1.0)
-        await asyncio.gather(*tasks)
-        return device.times()
-
-    times = run_in_virtual_time(run())
+    await asyncio.gather(*tasks)
+    times = device.times()
     assert (times["answer a"], times["update"], times["run b"]) == (2.5, 2.5, 3.5)
 
 
-def test_a_sample_is_cancelled_while_its_answer_comes_and_other_answers_are_told():
-    async def run() -> list[object]:
-        device = Device(3.0)
-        batcher, tasks = submitted(device, "a", "b")
-        await asyncio.sleep(3.0)
-        batcher.withdraw("a", 0)
-        await asyncio.sleep(0)
-        assert [task.done() for task in tasks] == [True, False, False, False]
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    first, *others = run_in_virtual_time(run())
+async def test_a_sample_is_cancelled_while_its_answer_comes_and_other_answers_are_told():
+    device = Device(3.0)
+    batcher, tasks = submitted(device, "a", "b")
+    await asyncio.sleep(3.0)
+    batcher.withdraw("a", 0)
+    await asyncio.sleep(0)
+    assert [task.done() for task in tasks] == [True, False, False, False]
+    first, *others = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(first, Withdrawn)
     assert [other.trajectory.facts.uid for other in others] == ["a", "b", "b"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("an illegal address"), asyncio.CancelledError()])
-def test_answers_that_do_not_come_fail_their_own_batch(error: BaseException):
-    async def run() -> list[object]:
-        device = Device(0.5, (error,))
-        _, tasks = submitted(device, "a", "b")
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    *failed, one, other = run_in_virtual_time(run())
+async def test_answers_that_do_not_come_fail_their_own_batch(error: BaseException):
+    device = Device(0.5, (error,))
+    _, tasks = submitted(device, "a", "b")
+    *failed, one, other = await asyncio.gather(*tasks, return_exceptions=True)
     expected = str(error) or "stopped generating"
     assert [isinstance(each, RuntimeError) and expected in str(each) for each in failed] == [True, True]
     assert (one.trajectory.facts.uid, other.trajectory.facts.uid) == ("b", "b")
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_request_is_lost_under_random_pauses_and_updates(seed: int):
-    async def run() -> None:
-        rng = random.Random(seed)
-        record = Recorder()
-        batcher = RequestBatcher(record, max_batch_size=3, wait_s=0.001)
+async def test_no_request_is_lost_under_random_pauses_and_updates(seed: int):
+    rng = random.Random(seed)
+    record = Recorder()
+    batcher = RequestBatcher(record, max_batch_size=3, wait_s=0.001)
 
-        async def disturb() -> None:
-            for _ in range(20):
-                await asyncio.sleep(rng.random() * 0.003)
-                batcher.pause()
-                async with batcher.exclusive():
-                    await asyncio.sleep(rng.random() * 0.002)
-                batcher.resume()
+    async def disturb() -> None:
+        for _ in range(20):
+            await asyncio.sleep(rng.random() * 0.003)
+            batcher.pause()
+            async with batcher.exclusive():
+                await asyncio.sleep(rng.random() * 0.002)
+            batcher.resume()
 
-        async def ask(index: int) -> Generation:
-            await asyncio.sleep(rng.random() * 0.05)
-            return await batcher.submit(request("p", index))
+    async def ask(index: int) -> Generation:
+        await asyncio.sleep(rng.random() * 0.05)
+        return await batcher.submit(request("p", index))
 
-        answers, _ = await asyncio.gather(asyncio.gather(*[ask(index) for index in range(40)]), disturb())
-        assert [got.trajectory.facts.sample_index for got in answers] == list(range(40))
-
-    asyncio.run(asyncio.wait_for(run(), timeout=60))
+    answers, _ = await asyncio.gather(asyncio.gather(*[ask(index) for index in range(40)]), disturb())
+    assert [got.trajectory.facts.sample_index for got in answers] == list(range(40))
 
 
 def test_bursts_that_no_request_waits_for_are_forgotten():

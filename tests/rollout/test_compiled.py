@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `diffusers` replica with compiled blocks: its forwards read the weights of every update, also after a sleep."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -51,7 +50,7 @@ def assert_same(found: list[Generation], expected: list[Generation], version: in
         assert (got.pixels.int() - own.pixels.int()).abs().max() <= 1
 
 
-def eager(path: Path, *, is_lora: bool, seed: int | None) -> tuple[list[Generation], dict[str, Tensor]]:
+async def eager(path: Path, *, is_lora: bool, seed: int | None) -> tuple[list[Generation], dict[str, Tensor]]:
     """Samples without compiled blocks under other weights, and these weights; None: those of the checkpoint."""
     server = server_of(path, is_lora=is_lora, compiles=False)
     held = tensors_of_update(server._weights.module)
@@ -61,29 +60,25 @@ def eager(path: Path, *, is_lora: bool, seed: int | None) -> tuple[list[Generati
         with torch.no_grad():
             for name, tensor in held.items():
                 tensor.copy_(weights[name])
-    return asyncio.run(generate(server)), weights
+    return await generate(server), weights
 
 
 @pytest.mark.parametrize("is_lora", [False, True], ids=["full", "lora"])
-def test_compiled_blocks_compute_with_the_weights_of_the_last_update(tmp_path: Path, is_lora: bool):
+async def test_compiled_blocks_compute_with_the_weights_of_the_last_update(tmp_path: Path, is_lora: bool):
     path = build(CASES["wan2.1"], tmp_path / "checkpoint")
-    before, _ = eager(path, is_lora=is_lora, seed=None)
-    updates = [eager(path, is_lora=is_lora, seed=version) for version in (1, 2)]
-
-    async def run() -> None:
-        server = server_of(path, is_lora=is_lora, compiles=True)
-        assert_same(await generate(server), before, version=0)
-        for version, (expected, weights) in enumerate(updates, start=1):
-            if is_live := version == 2:
-                await server.sleep()
-                await server.wake_up()
-            manifest = await begin_and_send(server, weights, version, is_live=is_live, timeout_s=ANSWER_S)
-            if is_live:
-                await server.commit_update(manifest)
-            else:
-                await server.seal_update(manifest)
-                await server.activate_weights()
-            assert_same(await generate(server), expected, version)
-            assert (path_of(expected[0].trajectory).latents - path_of(before[0].trajectory).latents).abs().max() > 0.01
-
-    asyncio.run(run())
+    before, _ = await eager(path, is_lora=is_lora, seed=None)
+    updates = [await eager(path, is_lora=is_lora, seed=version) for version in (1, 2)]
+    server = server_of(path, is_lora=is_lora, compiles=True)
+    assert_same(await generate(server), before, version=0)
+    for version, (expected, weights) in enumerate(updates, start=1):
+        if is_live := version == 2:
+            await server.sleep()
+            await server.wake_up()
+        manifest = await begin_and_send(server, weights, version, is_live=is_live, timeout_s=ANSWER_S)
+        if is_live:
+            await server.commit_update(manifest)
+        else:
+            await server.seal_update(manifest)
+            await server.activate_weights()
+        assert_same(await generate(server), expected, version)
+        assert (path_of(expected[0].trajectory).latents - path_of(before[0].trajectory).latents).abs().max() > 0.01

@@ -190,28 +190,24 @@ def test_pixels_and_sound_that_are_not_finite_fail_their_own_samples_alone(tiny_
 
 
 @pytest.mark.parametrize("is_live", [True, False], ids=["live", "staged"])
-def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image, is_live):
+async def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image, is_live):
     server = make_server(tiny_qwen_image)
 
     requests = make_requests()[:4]
-
-    async def run():
-        first = asyncio.ensure_future(ask(server, requests))
-        await asyncio.sleep(0.03)
-        manifest = await begin_and_send(server, weights_of(server, 1.01), 5, is_live=is_live)
-        meanwhile = asyncio.ensure_future(ask(server, requests))
-        if is_live:
-            await first
-            assert not meanwhile.done(), "no batch runs on half an update"
-            await server.commit_update(manifest)
-        else:
-            await meanwhile
-            await server.seal_update(manifest)
-            await server.seal_update(manifest)
-            await server.activate_weights()
-        return await first, await meanwhile, await ask(server, requests)
-
-    before, meanwhile, after = asyncio.run(run())
+    first = asyncio.ensure_future(ask(server, requests))
+    await asyncio.sleep(0.03)
+    manifest = await begin_and_send(server, weights_of(server, 1.01), 5, is_live=is_live)
+    meanwhile = asyncio.ensure_future(ask(server, requests))
+    if is_live:
+        await first
+        assert not meanwhile.done(), "no batch runs on half an update"
+        await server.commit_update(manifest)
+    else:
+        await meanwhile
+        await server.seal_update(manifest)
+        await server.seal_update(manifest)
+        await server.activate_weights()
+    before, meanwhile, after = await first, await meanwhile, await ask(server, requests)
     for got in (*before, *meanwhile, *after):
         assert got.trajectory.facts.version == got.trajectory.facts.last_version
     assert {got.trajectory.facts.version for got in before} <= {0, 5}
@@ -220,8 +216,8 @@ def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_ima
     assert not torch.equal(before[0].trajectory.record.latents, after[0].trajectory.record.latents)
 
 
-def test_after_a_refused_update_the_old_weights_serve_if_it_was_staged(tiny_qwen_image):
-    before = generate(make_server(tiny_qwen_image), make_requests()[:1])[0]
+async def test_after_a_refused_update_the_old_weights_serve_if_it_was_staged(tiny_qwen_image):
+    (before,) = await ask(make_server(tiny_qwen_image), make_requests()[:1])
     server = make_server(tiny_qwen_image)
     wrong = weights_of(server, 1.01)
     name = next(iter(wrong))
@@ -234,17 +230,14 @@ def test_after_a_refused_update_the_old_weights_serve_if_it_was_staged(tiny_qwen
         await server.resume_generation()
         return (await server.generate("id", [], {"request": make_requests()[0]})).trajectory
 
-    async def run():
-        after = await refused(is_live=False)
-        assert torch.equal(before.trajectory.record.latents, after.record.latents) and after.facts.version == 0
-        with pytest.raises(RuntimeError, match="serves nothing until a whole update has come"):
-            await refused(is_live=True)
-
-    asyncio.run(run())
+    after = await refused(is_live=False)
+    assert torch.equal(before.trajectory.record.latents, after.record.latents) and after.facts.version == 0
+    with pytest.raises(RuntimeError, match="serves nothing until a whole update has come"):
+        await refused(is_live=True)
 
 
-def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image):
-    expected = generate(make_server(tiny_qwen_image), make_requests()[:2])
+async def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image):
+    expected = await ask(make_server(tiny_qwen_image), make_requests()[:2])
     server = make_server(tiny_qwen_image)
     server._frees_memory = True
     weights = {name: tensor.clone() for name, tensor in weights_of(server).items()}
@@ -252,22 +245,17 @@ def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_image)
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     copied_out = []
-
-    async def run():
-        for version in (1, 2):
-            await server.sleep()
-            assert not any(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel() > 0)
-            memories = server._memory, server._encoders._memory
-            copied_out.append(sum(memory.num_bytes_copied_out for memory in memories))
-            with pytest.raises(RuntimeError, match="a sleeping replica cannot encode"):
-                await server.encode(make_requests()[0])
-            waiting = asyncio.ensure_future(ask(server, make_requests()[:2]))
-            await server.wake_up()
-            await update(server, weights, version)
-            got = await waiting
-        return got
-
-    got = asyncio.run(run())
+    for version in (1, 2):
+        await server.sleep()
+        assert not any(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.numel() > 0)
+        memories = server._memory, server._encoders._memory
+        copied_out.append(sum(memory.num_bytes_copied_out for memory in memories))
+        with pytest.raises(RuntimeError, match="a sleeping replica cannot encode"):
+            await server.encode(make_requests()[0])
+        waiting = asyncio.ensure_future(ask(server, make_requests()[:2]))
+        await server.wake_up()
+        await update(server, weights, version)
+        got = await waiting
     for one, other in zip(got, expected, strict=True):
         assert one.trajectory.facts.version == 2
         close(one.trajectory.record.latents, other.trajectory.record.latents)

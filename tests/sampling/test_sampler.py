@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.sampling.runs import RUN_SEED, close, close_columns, run
+from tests.sampling.runs import RUN_SEED, close, run
 from tests.texts import TextEncoder, of_texts
 from tests.training_rows import rows_of
 from verl_digen.algorithms.forward import NoiseLevels
@@ -78,9 +78,6 @@ def all_rows(encode: TextEncoder, trajectories: Sequence[Trajectory], requests: 
     return rows_of(trajectories, pairs, encode([asked.inputs.text for asked in requests]), negatives)
 
 
-# -- without noise: the pipeline --------------------------------------------------------------------------
-
-
 # -- with noise: the replay -------------------------------------------------------------------------------
 
 
@@ -113,23 +110,6 @@ def test_rounding_to_storage_dtype_comes_before_the_log_prob(model, network, enc
 
 
 # -- what a sample depends on -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-@pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
-def test_batches_and_order_of_requests_change_nothing(sample, batch_size, true_cfg_scale):
-    requests = mixed_requests(sampling(true_cfg_scale))
-    expected, expected_latents = sample(requests)
-    order = list(range(len(requests)))
-    random.Random(batch_size).shuffle(order)
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        trajectories, latents = sample([requests[n] for n in chosen])
-        close(latents, expected_latents[chosen])
-        for n, path in zip(chosen, trajectories, strict=True):
-            asked = requests[n]
-            assert path.facts == expected[n].facts and path.facts.uid == asked.uid
-            close_columns(path, expected[n])
 
 
 def test_a_solver_with_noise_draws_it_for_each_sample_and_step(model, network, encode, sample):

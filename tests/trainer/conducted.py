@@ -23,12 +23,8 @@ class Pools:
     """Generator and trainer whose answers come when the test, or a seeded order, says so."""
 
     def __init__(self, rng=None, fail=(), lose_slot_at=None, fail_accumulate_at=None):
-        self.rng, self.fail, self.lose_slot_at, self.fail_accumulate_at = (
-            rng,
-            set(fail),
-            lose_slot_at,
-            fail_accumulate_at,
-        )
+        self.rng, self.fail, self.done = rng, set(fail), {}
+        self.lose_slot_at, self.fail_accumulate_at = lose_slot_at, fail_accumulate_at
         self.generated, self.assisted, self.trained, self.calls = [], [], [], []
         self.is_open = False
         self.version = self.staged = 0
@@ -60,12 +56,12 @@ class Pools:
         while chunk.uid in self.hangs_until_withdrawn and chunk.id not in self.withdrawn:
             await asyncio.sleep(0)
         if chunk.id in self.withdrawn:
-            self.done = getattr(self, "done", {}) | {chunk.id: []}
+            self.done[chunk.id] = []
             return GeneratedChunk(dict.fromkeys(chunk.samples, "withdrawn"), is_slot_lost=False)
         failed = {index for index in chunk.samples if (chunk.uid, index) in self.fail}
         self.fail -= {(chunk.uid, index) for index in failed}
-        self.generated += [(chunk.uid, index) for index in chunk.samples if index not in failed]
-        self.done = getattr(self, "done", {}) | {chunk.id: [index for index in chunk.samples if index not in failed]}
+        self.done[chunk.id] = [index for index in chunk.samples if index not in failed]
+        self.generated += [(chunk.uid, index) for index in self.done[chunk.id]]
         return GeneratedChunk(dict.fromkeys(failed, "no luck"), is_slot_lost=False)
 
     async def cancel(self, chunk):

@@ -48,20 +48,6 @@ def test_every_group_trains_once_whole_under_one_version_whatever_the_order_fail
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_trainer_that_assists_takes_part_and_the_batch_is_the_same(seed):
-    rng = random.Random(seed)
-    pools = Pools(rng, lose_slot_at=rng.choice([None, None, 5]))
-    conductor = make_conductor(pools, num_prompts=3, assist=rng.choice(["always", "bts"]), assist_chunk_size=1)
-    outcomes = run(conductor, num_batches=4)
-    assert pools.trained == sorted(set(pools.trained), key=pools.trained.index) and len(pools.trained) == 12
-    assert sum(outcome.report.num_assisted for outcome in outcomes) == len(pools.assisted) > 0
-    assert len(set(pools.generated)) == len(pools.generated), "no sample is generated twice"
-    assert sum(outcome.report.num_assists for outcome in outcomes) == len(pools.assisted)
-    kinds = [interval.kind for interval in conductor.recorder.drain().intervals]
-    assert kinds.count("assist") == len(pools.assisted)
-
-
-@pytest.mark.parametrize("seed", range(40))
 def test_an_assist_of_several_groups_is_one_call_and_each_group_fails_by_itself(seed):
     rng = random.Random(seed)
     pools = Pools(rng, fail={("p001", 1), ("p002", 3)}, lose_slot_at=rng.choice([None, None, 5]))
@@ -79,7 +65,7 @@ def test_an_assist_of_several_groups_is_one_call_and_each_group_fails_by_itself(
         assert {f"conditions of {uid}" for uid in outcome.groups} <= outcome.condition_keys
     intervals = [one for one in conductor.recorder.drain().intervals if one.kind == "assist"]
     assert [one.group_ids for one in intervals] == [tuple(dict(call)) for call in calls]
-    assert [one.num_samples for one in intervals] == sizes
+    assert [one.num_samples for one in intervals] == sizes and {one.lane.name for one in intervals} == {"trainer/0"}
 
 
 def test_a_ready_fragment_goes_before_an_assist():
@@ -165,68 +151,55 @@ def drawn_prompts(conductor):
 
 
 @pytest.mark.parametrize("max_versions", [0, 1])
-def test_the_next_batch_begins_with_its_weights_and_prompts_are_drawn_only_while_the_caller_waits(max_versions):
-    async def batches():
-        pools = Pools()
-        conductor = make_conductor(pools, max_versions=max_versions)
-        drawn = drawn_prompts(conductor)
+async def test_the_next_batch_begins_with_its_weights_and_prompts_are_drawn_only_while_the_caller_waits(max_versions):
+    pools = Pools()
+    conductor = make_conductor(pools, max_versions=max_versions)
+    drawn = drawn_prompts(conductor)
+    await conductor.run_batch()
+    await spin()
+    assert drawn == list(range(1 + max_versions))
+    assert len(pools.generated) == len(drawn) * 3 * GROUP_SIZE, "all of the next batch, if it may be stale"
+    pools.staged = 1
+    await conductor.publish(1)
+    assert drawn == list(range(2 + max_versions))
+    await spin()
+    assert len(pools.generated) > 3 * GROUP_SIZE, "before the next `run_batch`"
+
+
+async def test_a_drained_generator_begins_no_group():
+    pools = Pools()
+    conductor = make_conductor(pools)
+    await conductor.run_batch()
+    pools.staged = 1
+    await conductor.publish(1)
+    await conductor.drain()
+    await spin()
+    assert (len(pools.generated), set(pools.slot_versions.values())) == (3 * GROUP_SIZE, {1})
+
+
+async def test_nothing_is_begun_after_a_run_has_failed():
+    pools = Gated("generate", fail_accumulate_at=0)
+    conductor = make_conductor(pools, slots=("s0", "s1"), chunk_size=1, num_prompts=8)
+    pools.gate.set()
+    with pytest.raises(FloatingPointError):
         await conductor.run_batch()
-        await spin()
-        assert drawn == list(range(1 + max_versions))
-        assert len(pools.generated) == len(drawn) * 3 * GROUP_SIZE, "all of the next batch, if it may be stale"
-        pools.staged = 1
+    begun = pools.generated_chunks()
+    await spin()
+    assert begun == pools.generated_chunks() and len(begun) < 8 * GROUP_SIZE
+
+
+async def test_what_fails_between_two_batches_is_raised_when_the_next_weights_are_published():
+    pools = Pools()
+    conductor = make_conductor(pools, max_versions=1)
+    await conductor.run_batch()
+
+    async def collect(chunk):
+        raise ConnectionError("the agent loop worker died")
+
+    pools.collect = collect
+    await spin()
+    with pytest.raises(ConnectionError, match="worker died"):
         await conductor.publish(1)
-        assert drawn == list(range(2 + max_versions))
-        await spin()
-        return len(pools.generated)
-
-    assert asyncio.run(batches()) > 3 * GROUP_SIZE, "before the next `run_batch`"
-
-
-def test_a_drained_generator_begins_no_group():
-    async def batches():
-        pools = Pools()
-        conductor = make_conductor(pools)
-        await conductor.run_batch()
-        pools.staged = 1
-        await conductor.publish(1)
-        await conductor.drain()
-        await spin()
-        return len(pools.generated), set(pools.slot_versions.values())
-
-    assert asyncio.run(batches()) == (3 * GROUP_SIZE, {1})
-
-
-def test_nothing_is_begun_after_a_run_has_failed():
-    async def batch():
-        pools = Gated("generate", fail_accumulate_at=0)
-        conductor = make_conductor(pools, slots=("s0", "s1"), chunk_size=1, num_prompts=8)
-        pools.gate.set()
-        with pytest.raises(FloatingPointError):
-            await conductor.run_batch()
-        begun = pools.generated_chunks()
-        await spin()
-        return len(begun), len(pools.generated_chunks())
-
-    begun, after = asyncio.run(asyncio.wait_for(batch(), 60))
-    assert begun == after < 8 * GROUP_SIZE
-
-
-def test_what_fails_between_two_batches_is_raised_when_the_next_weights_are_published():
-    async def batches():
-        pools = Pools()
-        conductor = make_conductor(pools, max_versions=1)
-        await conductor.run_batch()
-
-        async def collect(chunk):
-            raise ConnectionError("the agent loop worker died")
-
-        pools.collect = collect
-        await spin()
-        with pytest.raises(ConnectionError, match="worker died"):
-            await conductor.publish(1)
-
-    asyncio.run(batches())
 
 
 def test_surplus_groups_are_withdrawn_and_are_no_failures(caplog):
@@ -297,15 +270,12 @@ class AlwaysFails(set):
         return self
 
 
-def test_a_batch_that_lost_every_slot_stays_open_and_goes_on_with_one_that_joins():
-    async def batch():
-        pools = Pools(lose_slot_at=6)
-        conductor = make_conductor(pools, slots=("s1",))
-        assert await conductor.run_batch() is None and pools.is_open and not conductor._calls
-        await conductor.publish(0, joining=[Joining("r2", Lane("generator", 0, "here", 1), ["s2"])])
-        return pools, await conductor.run_batch()
-
-    pools, outcome = asyncio.run(asyncio.wait_for(batch(), 60))
+async def test_a_batch_that_lost_every_slot_stays_open_and_goes_on_with_one_that_joins():
+    pools = Pools(lose_slot_at=6)
+    conductor = make_conductor(pools, slots=("s1",))
+    assert await conductor.run_batch() is None and pools.is_open and not conductor._calls
+    await conductor.publish(0, joining=[Joining("r2", Lane("generator", 0, "here", 1), ["s2"])])
+    outcome = await conductor.run_batch()
     assert outcome.report.num_groups == 3 and pools.calls.count(("begin",)) == pools.calls.count(("commit",)) == 1
     assert len(pools.generated) == len(set(pools.generated)) == 3 * GROUP_SIZE
 
@@ -334,21 +304,18 @@ def waits_of(intervals, lane):
     ]
 
 
-def test_a_lost_slot_idles_under_that_reason_until_another_replica_takes_its_lane():
-    async def batches():
-        pools = Pools(lose_slot_at=0)
-        conductor = make_conductor(pools, num_prompts=2)
-        await conductor.run_batch()
-        lost = waits_of(conductor.recorder.drain().intervals, "generator/1")
-        pools.staged = 1
-        joining = Joining("s1b", Lane("generator", 1, "here", 1), ["s1b"])
-        pools.slot_versions |= {"s1b": 1}
-        await conductor.publish(1, lost_slots=["s1"], joining=[joining])
-        joined_s = conductor.recorder.now_s()
-        await conductor.run_batch()
-        return lost, joined_s, conductor.recorder.drain().intervals
-
-    lost, joined_s, after = asyncio.run(asyncio.wait_for(batches(), 60))
+async def test_a_lost_slot_idles_under_that_reason_until_another_replica_takes_its_lane():
+    pools = Pools(lose_slot_at=0)
+    conductor = make_conductor(pools, num_prompts=2)
+    await conductor.run_batch()
+    lost = waits_of(conductor.recorder.drain().intervals, "generator/1")
+    pools.staged = 1
+    joining = Joining("s1b", Lane("generator", 1, "here", 1), ["s1b"])
+    pools.slot_versions |= {"s1b": 1}
+    await conductor.publish(1, lost_slots=["s1"], joining=[joining])
+    joined_s = conductor.recorder.now_s()
+    await conductor.run_batch()
+    after = conductor.recorder.drain().intervals
     assert [reason for reason, _, _ in lost] == ["slot_lost"]
     waits = waits_of(after, "generator/1")
     assert [end_s < joined_s for reason, _, end_s in waits if reason == "slot_lost"] == [True], "it ends as one joins"
@@ -388,68 +355,61 @@ class SlowLoad(Pools):
 
 
 @pytest.mark.parametrize("is_handled", [False, True], ids=["load in flight", "load ended, its event not handled"])
-def test_a_replica_lost_while_it_loads_is_lost_and_the_run_goes_on(is_handled):
-    async def batches():
-        pools = SlowLoad("s1")
-        conductor = make_conductor(pools, num_prompts=2, max_versions=1)
-        await conductor.run_batch()
-        pools.staged = 1
-        await conductor.publish(1)
-        await spin()
-        await conductor.run_batch()  # on the other slot
-        pools.staged = 2
-        if is_handled:
-            pools.gate.set()
-        await conductor.publish(2, lost_slots=["s1"])
+async def test_a_replica_lost_while_it_loads_is_lost_and_the_run_goes_on(is_handled):
+    pools = SlowLoad("s1")
+    conductor = make_conductor(pools, num_prompts=2, max_versions=1)
+    await conductor.run_batch()
+    pools.staged = 1
+    await conductor.publish(1)
+    await spin()
+    await conductor.run_batch()  # on the other slot
+    pools.staged = 2
+    if is_handled:
         pools.gate.set()
-        await spin()
-        outcome = await conductor.run_batch()
-        assert not conductor.planner.has_slot("s1")
-        return outcome
+    await conductor.publish(2, lost_slots=["s1"])
+    pools.gate.set()
+    await spin()
+    outcome = await conductor.run_batch()
+    assert not conductor.planner.has_slot("s1") and len(outcome.groups) == 2
 
-    assert len(asyncio.run(asyncio.wait_for(batches(), 60)).groups) == 2
 
+async def test_a_lost_slot_takes_the_other_slots_of_its_replica_with_it_also_while_one_waits_to_load():
+    pools = Pools()
+    replica = ["s1", "s2"]
+    conductor = make_conductor(
+        pools,
+        num_prompts=2,
+        slots=("s0", *replica),
+        slots_of={"s0": ["s0"], **dict.fromkeys(replica, replica)},
+        max_versions=1,
+    )
+    lost = asyncio.Event()
+    generate = pools.generate
 
-def test_a_lost_slot_takes_the_other_slots_of_its_replica_with_it_also_while_one_waits_to_load():
-    async def batches():
-        pools = Pools()
-        replica = ["s1", "s2"]
-        conductor = make_conductor(
-            pools,
-            num_prompts=2,
-            slots=("s0", *replica),
-            slots_of={"s0": ["s0"], **dict.fromkeys(replica, replica)},
-            max_versions=1,
-        )
-        lost = asyncio.Event()
-        generate = pools.generate
+    async def dies_when_told(slot, chunk):
+        if slot == "s2" and chunk.batch == 1:
+            await lost.wait()
+            return GeneratedChunk(dict.fromkeys(chunk.samples, "died"), is_slot_lost=True)
+        return await generate(slot, chunk)
 
-        async def dies_when_told(slot, chunk):
-            if slot == "s2" and chunk.batch == 1:
-                await lost.wait()
-                return GeneratedChunk(dict.fromkeys(chunk.samples, "died"), is_slot_lost=True)
-            return await generate(slot, chunk)
-
-        pools.generate = dies_when_told
-        await conductor.run_batch()
-        await spin()  # s2 generates for the next batch, under the old version
-        pools.staged = 1
-        await conductor.publish(1)
-        await spin()
-        assert ("load", ("s0",)) in pools.calls and not any(set(replica) & set(call[1]) for call in loads(pools))
-        lost.set()
-        outcome = await conductor.run_batch()
-        assert not any(map(conductor.planner.has_slot, replica))
-        return outcome
-
-    assert len(asyncio.run(asyncio.wait_for(batches(), 60)).groups) == 2
+    pools.generate = dies_when_told
+    await conductor.run_batch()
+    await spin()  # s2 generates for the next batch, under the old version
+    pools.staged = 1
+    await conductor.publish(1)
+    await spin()
+    assert ("load", ("s0",)) in pools.calls and not any(set(replica) & set(call[1]) for call in loads(pools))
+    lost.set()
+    outcome = await conductor.run_batch()
+    assert not any(map(conductor.planner.has_slot, replica)) and len(outcome.groups) == 2
 
 
 def loads(pools):
     return [call for call in pools.calls if call[0] == "load"]
 
 
-def test_a_trainer_whose_slots_are_overdue_waits_for_an_event_and_asks_once_more_at_most():
+@pytest.mark.virtual_time
+async def test_a_trainer_whose_slots_are_overdue_waits_for_an_event_and_asks_once_more_at_most():
     """One slot takes 1,000 times as long as measured; assisting never pays."""
     overdue_s = 100.0
 
@@ -469,24 +429,20 @@ def test_a_trainer_whose_slots_are_overdue_waits_for_an_event_and_asks_once_more
             await asyncio.sleep(1000)
             return [await self._make(chunk) for chunk in chunks]
 
-    async def batches():
-        pools = Overdue()
-        loop = asyncio.get_running_loop()
-        conductor = make_conductor(pools, num_prompts=2, now_s=loop.time, assist="bts", chunk_size=1)
-        await conductor.run_batch()
-        pools.staged = 1
-        await conductor.publish(1)
-        pools.is_overdue = True
-        asked = []
-        ask = conductor.planner.next_for_trainer
-        conductor.planner.next_for_trainer = lambda now_s: asked.append(now_s) or ask(now_s)
-        begun_s = loop.time()
-        await conductor.run_batch()
-        return len(asked), loop.time() - begun_s
-
-    num_asked, step_s = run_in_virtual_time(batches())
+    pools = Overdue()
+    loop = asyncio.get_running_loop()
+    conductor = make_conductor(pools, num_prompts=2, now_s=loop.time, assist="bts", chunk_size=1)
+    await conductor.run_batch()
+    pools.staged = 1
+    await conductor.publish(1)
+    pools.is_overdue = True
+    asked = []
+    ask = conductor.planner.next_for_trainer
+    conductor.planner.next_for_trainer = lambda now_s: asked.append(now_s) or ask(now_s)
+    begun_s = loop.time()
+    await conductor.run_batch()
     num_events = 8 + 8 + 2 + 1 + 1  # generated, scored, trained, begun, committed
-    assert step_s >= overdue_s and num_asked <= 2 * num_events
+    assert loop.time() - begun_s >= overdue_s and len(asked) <= 2 * num_events
 
 
 SHORT = DeadlinesConfig(first_s=1.0, generate_s=50.0, score_s=70.0, train_s=80.0, answer_s=5.0)

@@ -60,7 +60,7 @@ async def nothing():
     return {}
 
 
-def test_a_fragment_is_stored_once_and_every_rank_is_sent_the_reference():
+async def test_a_fragment_is_stored_once_and_every_rank_is_sent_the_reference():
     stored, group = [], Accumulating()
 
     def put(value):
@@ -68,11 +68,7 @@ def test_a_fragment_is_stored_once_and_every_rank_is_sent_the_reference():
         return f"reference {len(stored)}"
 
     ranks, fragment = TrainerRanks(Direct(group), put), FragmentSpec("f0", ())
-
-    async def run():
-        await ranks.accumulate(fragment)
-        await ranks.evaluate([fragment])
-
-    asyncio.run(run())
+    await ranks.accumulate(fragment)
+    await ranks.evaluate([fragment])
     assert stored == [fragment, [fragment]] and ranks.compute_s >= 0.5
     assert group.sent == ["reference 1"] * 3 + ["reference 2"] * 3

@@ -39,17 +39,14 @@ def assert_equal(found, expected):
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-def test_buckets_hold_what_they_may_and_give_back_every_tensor():
-    async def run():
-        buckets = [bucket async for bucket in to_buckets(weights(1).items(), BUCKET_BYTES)]
+async def test_buckets_hold_what_they_may_and_give_back_every_tensor():
+    buckets = [bucket async for bucket in to_buckets(weights(1).items(), BUCKET_BYTES)]
 
-        async def again():
-            for bucket in buckets:
-                yield bucket
+    async def again():
+        for bucket in buckets:
+            yield bucket
 
-        return buckets, {name: tensor async for name, tensor in from_buckets(again(), BUCKET_BYTES)}
-
-    buckets, found = asyncio.run(run())
+    found = {name: tensor async for name, tensor in from_buckets(again(), BUCKET_BYTES)}
     assert len(buckets) > 3 and all(len(bucket.data) <= BUCKET_BYTES for bucket in buckets)
     assert [bucket.is_last for bucket in buckets] == [False] * (len(buckets) - 1) + [True]
     assert_equal(found, weights(1))

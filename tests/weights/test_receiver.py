@@ -28,15 +28,6 @@ def seal_and_switch(receiver, sent):
     receiver.switch()
 
 
-def test_a_complete_update_in_buckets_replaces_every_tensor():
-    module = network()
-    new = update(module)
-    receiver = WeightReceiver(module, None)
-    stage(receiver, *({name: tensor} for name, tensor in new.items()))
-    seal_and_switch(receiver, new)
-    assert all(torch.equal(tensor, new[name]) for name, tensor in module.state_dict().items())
-
-
 spoiled = pytest.mark.parametrize(
     ("spoil", "message"),
     [

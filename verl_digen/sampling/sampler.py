@@ -13,7 +13,7 @@
 - x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
   further: by the log-prob, the next forward, the record and the replay.
 
-Invariants (tests/sampling/test_sampler.py)
+Invariants (tests/sampling/test_sampler.py, test_outside.py)
 - A sample is a function of its request, the weights and the run seed: the rest of its batch, and the order,
   change it by float error only.
 - `score_rows` on what `sample` recorded, under the same weights, gives the recorded log-probs.

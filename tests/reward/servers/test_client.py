@@ -149,17 +149,13 @@ def test_a_server_that_dribbles_runs_into_the_total_timeout():
     assert isinstance(error, Failed) and "no usable answer within timeout_s=0.05" in str(error)
 
 
-def test_retry_after_is_waited_for():
-    async def run():
-        asked = asyncio.create_task(client.send(GET))
+async def test_retry_after_is_waited_for():
+    with LocalServer(statuses(429, **{"Retry-After": "3600"})) as server:
+        asked = asyncio.create_task(client_of(server.url).send(GET))
         while not server.requests:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.2)  # long for retries after at most 2 ms
         asked.cancel()
-
-    with LocalServer(statuses(429, **{"Retry-After": "3600"})) as server:
-        client = client_of(server.url)
-        asyncio.run(run())
     assert len(server.requests) == 1
 
 
@@ -200,22 +196,19 @@ def test_a_client_works_in_one_event_loop_after_another():
             assert asyncio.run(client.send(GET)) == b"status 200"
 
 
-def test_a_cancelled_call_frees_its_place():
+async def test_a_cancelled_call_frees_its_place():
     async def handler(request):
         if len(server.requests) == 1:
             await asyncio.Event().wait()
         return web.Response(text="ok")
 
-    async def run():
+    with LocalServer(handler) as server:
+        client = client_of(server.url, max_concurrency=1)
         call = asyncio.create_task(client.send(GET))
         while not server.requests:
             await asyncio.sleep(0.001)
         call.cancel()
-        return await client.send(GET)
-
-    with LocalServer(handler) as server:
-        client = client_of(server.url, max_concurrency=1)
-        assert asyncio.run(run()) == b"ok"
+        assert await client.send(GET) == b"ok"
 
 
 def test_a_token_goes_into_the_header_and_into_no_message(monkeypatch, caplog):
