@@ -9,10 +9,8 @@ import torch
 from verl_digen.config import DigenConfig
 from verl_digen.models.flops import Flops
 from verl_digen.tools.plan.activations import Activations, BlockBytes
-from verl_digen.tools.plan.episodes import Episodes
 from verl_digen.tools.plan.networks import Counts, Part, Tensors
 from verl_digen.tools.plan.run import Dtypes, Measured, Run, Settings
-from verl_digen.tools.simulate.splits import Limits
 
 GB = 10**9
 
@@ -24,6 +22,7 @@ SETTINGS = Settings(
     generator_devices_per_node=8,
     is_split=False,
     num_shards=8,
+    fsdp_size=-1,
     num_prompts=4,
     group_size=8,
     is_lora=False,
@@ -42,8 +41,6 @@ SETTINGS = Settings(
     is_accelerated=False,
     shares_host_copies=False,
     dtypes=Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
-    episodes=Episodes(),
-    limits=Limits(),
 )
 """A full fine-tune in fp32 on 8 devices, colocated."""
 BLOCK = BlockBytes(
