@@ -46,7 +46,7 @@ SETTINGS = Settings(
 BLOCK = BlockBytes(
     inputs=GB // 16, saved_inputs=0, saved=3 * GB, peaks=((3 * GB, 0),), num_params=GB // 4, num_trained=GB // 4
 )
-ACTIVATIONS = Activations(blocks=(BLOCK,) * 32, head=GB, tail=0, largest=GB)
+ACTIVATIONS = Activations(blocks=(BLOCK,) * 32, head=GB, tail=0)
 """6 GB with all blocks recomputed, 97 with none."""
 MEASURED = Measured(
     decoders=("vae",),
@@ -58,7 +58,6 @@ MEASURED = Measured(
         trained_bytes=32 * GB,
         buffer_bytes=0,
         exported_buffers=0,
-        largest_block=GB // 4,
         outside_blocks=0,
         num_int8=0,
     ),
