@@ -90,8 +90,7 @@ def with_reward(profile: Profile, reward_s: float) -> Profile:
         reward_s: seconds of a device of the profile's type per sample.
     """
     numbers = replace(profile.numbers, decode_s=profile.numbers.decode_s + reward_s)
-    sources = {**profile.sources, "decode_s": f"{profile.sources['decode_s']}, and {reward_s} s of a reward model"}
-    return replace(profile, numbers=numbers, sources=sources)
+    return replace(profile, numbers=numbers)
 
 
 def compare(profile: Profile, pools: Sequence[Pool], *, num_steps: int = NUM_STEPS) -> Comparison:
@@ -226,7 +225,7 @@ def slow_reward_table(profiles: Sequence[Profile], size: int) -> list[str]:
             numbers = profile.numbers
             rounds = -(-numbers.num_prompts * numbers.group_size // size)
             batch_s = rounds * sample_s(numbers, pool.slowdown(profile.device))
-            slow = profile.changed("a slow reward", score_s=times * batch_s)
+            slow = profile.changed(score_s=times * batch_s)
             one_s = run_colocated(slow, pool, has_tsp=True).step_s
             ratios = (one_s / run_separate(slow, [pool], name).step_s for name in (STRICT, EVERYTHING))
             cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))

@@ -108,9 +108,8 @@ def test_card_states_facts_of_the_run(tmp_path: Path, tiny_qwen_image: Path):
     config = OmegaConf.create(values)
     section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
     model = DiffusionModelConfig(**{name: value for name, value in section.items() if name != "_target_"})
-    hydra = tmp_path / "hydra" / "2026-01-01_00-00-00" / ".hydra"
-    hydra.mkdir(parents=True)
-    (hydra / "overrides.yaml").write_text("- recipe=digen_qwen_image\n")
+    start = {"words": ["recipe=digen_qwen_image"], "at_s": 0, "changes": [], "config": {}}
+    (tmp_path / "start.json").write_text(json.dumps(start | {name: [] for name in ("recipes", "notes", "versions")}))
     write_metrics(tmp_path, range(7))
     text = model_card(SavedRun(tmp_path, 4, config, {"torch": "2.13.0"}, model), "ema", "peft")
     for part in (

@@ -9,10 +9,8 @@ import torch
 from verl_digen.config import DigenConfig
 from verl_digen.models.flops import Flops
 from verl_digen.tools.plan.activations import Activations, BlockBytes
-from verl_digen.tools.plan.episodes import Episodes
 from verl_digen.tools.plan.networks import Counts, Part, Tensors
 from verl_digen.tools.plan.run import Dtypes, Measured, Run, Settings
-from verl_digen.tools.simulate.splits import Limits
 
 GB = 10**9
 
@@ -24,6 +22,7 @@ SETTINGS = Settings(
     generator_devices_per_node=8,
     is_split=False,
     num_shards=8,
+    fsdp_size=-1,
     num_prompts=4,
     group_size=8,
     is_lora=False,
@@ -42,14 +41,12 @@ SETTINGS = Settings(
     is_accelerated=False,
     shares_host_copies=False,
     dtypes=Dtypes(torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.float32),
-    episodes=Episodes(),
-    limits=Limits(),
 )
 """A full fine-tune in fp32 on 8 devices, colocated."""
 BLOCK = BlockBytes(
     inputs=GB // 16, saved_inputs=0, saved=3 * GB, peaks=((3 * GB, 0),), num_params=GB // 4, num_trained=GB // 4
 )
-ACTIVATIONS = Activations(blocks=(BLOCK,) * 32, head=GB, tail=0, largest=GB)
+ACTIVATIONS = Activations(blocks=(BLOCK,) * 32, head=GB, tail=0)
 """6 GB with all blocks recomputed, 97 with none."""
 MEASURED = Measured(
     decoders=("vae",),
@@ -61,7 +58,6 @@ MEASURED = Measured(
         trained_bytes=32 * GB,
         buffer_bytes=0,
         exported_buffers=0,
-        largest_block=GB // 4,
         outside_blocks=0,
         num_int8=0,
     ),

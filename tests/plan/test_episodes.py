@@ -2,6 +2,7 @@
 """Planned episodes, by hand, and against episodes that a replica and the environment `shape_edits` play."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,14 +19,14 @@ from tests.plan.runs import make_run
 from tests.tiny_models import build_tiny
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.agent_loop.episode import Episode
-from verl_digen.config import EnvironmentConfig
+from verl_digen.config import EnvironmentConfig, QueueConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.models import load_model
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.store.conditions import to_columns
 from verl_digen.tools.plan import command
-from verl_digen.tools.plan.episodes import Episodes, turn_geometry
 from verl_digen.tools.plan.memory import plan_memory
+from verl_digen.tools.plan.run import turn_geometry
 from verl_digen.tools.plan.time import plan_time
 from verl_digen.types import PromptRow, SampleRequest
 
@@ -95,7 +96,7 @@ def test_a_step_moves_and_computes_what_real_episodes_do(tmp_path):
     longest = max(len(one) for one in embeds)
 
     model = load_model(checkpoint)
-    of_images = model.num_image_text_tokens(turn_geometry(settings.digen.sampling, model, settings.episodes))
+    of_images = model.num_image_text_tokens(turn_geometry(settings.digen, model))
     plan = command.make_plan([*words, f"prompt_tokens={longest - of_images}"])
     assert plan.run.num_trained_rows == sum(len(record.sigmas) for record in records) > NUM_PROMPTS * NUM_TURNS
     assert plan.time.generating_flops == len(client.requests) * NUM_STEPS * plan.run.measured.flops.forward
@@ -109,7 +110,7 @@ def test_a_step_moves_and_computes_what_real_episodes_do(tmp_path):
 
 def test_by_hand():
     """Four groups of eight; a sample of one turn has 9 rows, and 10 MB."""
-    plain, episodes = make_run(), make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3))
+    plain, episodes = make_run(), make_run(digen=EXAMPLE)
     assert episodes.num_trained_rows == 3 * plain.num_trained_rows == 4 * 8 * 27
     assert plan_memory(episodes, None).step["trajectories"] == 3 * 4 * 8 * 10**7
     assert plan_memory(episodes, None).step["conditions"] == (4 + 4 * 8 * 2) * 10**6
@@ -119,17 +120,8 @@ def test_by_hand():
 
 
 def test_redundant_groups_of_separate_pools_may_publish():
-    run = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, extra_prompts=1, in_slots=3))
+    run = make_run(digen=EXAMPLE | {"queue": QueueConfig(extra_prompts=1)}, is_split=True)
     assert run.settings.num_begun == 5 * 8
     assert run.settings.num_conditions == 5 + 5 * 8 * 2
     assert run.num_trained_rows == 4 * 8 * 27
-
-
-def test_slots_hold_the_episodes_of_a_replica():
-    """Eight replicas of one device each."""
-    settings = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, in_slots=3)).settings
-    assert (settings.episodes_per_replica, settings.episodes_at_once) == (3, 24)
-    settings = make_run(digen=EXAMPLE, is_split=True, episodes=Episodes(num_turns=3, in_slots=30)).settings
-    assert (settings.episodes_per_replica, settings.episodes_at_once) == (30, 32), "no more than a step has"
-    settings = make_run(digen=EXAMPLE, episodes=Episodes(num_turns=3)).settings
-    assert (settings.episodes_per_replica, settings.episodes_at_once) == (4, 32), "all of them, where pools take turns"
+    assert replace(run.settings, is_split=False).num_begun == 4 * 8, "none where the pools take turns"

@@ -12,8 +12,6 @@ from verl_digen.tools.plan.run import Run
 DEVICE = 80 * GB
 BASE = 16 * GB
 """8 B frozen parameters in bf16."""
-ADAPTER = GB // 5
-"""0.1 B trained ones in bf16."""
 
 
 def make(whole_base: bool | str, *, saved: int = 3 * GB, **settings) -> Run:
@@ -35,16 +33,6 @@ def test_a_whole_base_takes_its_size_beside_its_shard_and_tiles_gather_the_adapt
     assert whole.training.items["gathered parameters"] == 2 * (GB // 320) * 2  # two blocks in bf16
     assert sharded.training.items["gathered parameters"] == 2 * (GB // 4) * 2
     assert "frozen base, whole" not in whole.generating.items, "it is freed before a replica generates"
-
-
-def test_bytes_of_a_step_by_hand():
-    """36 rows of a rank (288 of 8), in tiles as planned; seven eighths of what is gathered come from other ranks."""
-    sharded, whole = plan_memory(make(False), DEVICE), plan_memory(make(True), DEVICE)
-    tiles = {memory.is_base_whole: -(-36 // memory.training.num_rows) for memory in (sharded, whole)}
-    assert sharded.gathered_bytes == (BASE + ADAPTER) * 2 * tiles[False] * 7 // 8
-    assert whole.gathered_bytes == (ADAPTER * 2 * tiles[True] + BASE) * 7 // 8
-    once = plan_memory(make(False, reshard=False), DEVICE)
-    assert once.gathered_bytes == (BASE + ADAPTER) * 7 // 8
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_a_run_accepts_the_words_that_are_proposed(tiny_qwen_image, capsys):
 def test_words_for_one_pool_name_the_recipe_and_what_a_run_would_refuse(tiny_qwen_image):
     """Words for a colocated run: its recipe and the pools; and the reason, if a run would refuse them."""
     own = Words(device="H800")
-    run = make_run(num_prompts=1, num_trainer_devices=8, num_generator_devices=8, limits=Limits())
+    run = make_run(num_prompts=1, num_trainer_devices=8, num_generator_devices=8)
     split = plan_split(run, H800, None, MFU)
     overrides = [*small(tiny_qwen_image), "data.train_batch_size=8", "trainer.n_gpus_per_node=8"]
     words = split_words_of(split, overrides, own)

@@ -123,10 +123,6 @@ def test_prompts_belong_to_files_by_name_place_or_neighbour(folder):
         ),
         (["{diversity: {weight: 1, size: 2}}", "out", "--prompt", ""], "must be a setting of Diversity"),
         (["jpeg_compressibility", "gone", "--prompt", ""], "must exist, got 'gone'"),
-        (
-            ["jpeg_compressibility", "out", "--prompt", "", "--timeout-s", "-1"],
-            "--timeout-s must be > 0 seconds, got -1.0",
-        ),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(folder, capsys, monkeypatch, words, message):

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.config import digen_config, require_values
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE, Package
 from verl_digen.preflight.model import model_of
+from verl_digen.preflight.precision import VERL_DEFAULTS
 from verl_digen.require import require
 from verl_digen.rollout.vllm_omni.settings import ATTENTION_KEY, check_attention
 
@@ -43,7 +44,7 @@ def sides(config: DictConfig) -> Iterator[Side]:
     """The trainer, and the replicas unless they are vLLM-Omni's."""
     digen = digen_config(config)
     precision = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.mixed_precision") or {}
-    dtype = ({"param_dtype": "bf16"} | dict(precision))["param_dtype"]  # verl's default
+    dtype = (VERL_DEFAULTS | dict(precision))["param_dtype"]
     size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     yield Side(KEY, digen.attention_backend, digen.compile, "digen.compile", dtype, True, size)
     if config.actor_rollout_ref.rollout.name == "diffusers":

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCardData, metadata_load
 from omegaconf import OmegaConf
 
 from verl_digen.models.locate import HUB_ID
 from verl_digen.observe.run_files import METRICS, read_lines
 from verl_digen.report.curves import thinned
+from verl_digen.report.start import read_start
 from verl_digen.tools.export.saved_run import SavedRun
 
 MAX_ROWS = 20
@@ -36,7 +36,7 @@ def model_card(run: SavedRun, policy: str, form: str) -> str:
     parts.append("## Rewards\n\n" + _table(("reward", "weight"), _rewards(run)))
     if rows := list(validations(run.folder / METRICS, run.step)):
         parts.append("## Validation\n\nMean reward over the validation prompts.\n\n" + _table(("step", "reward"), rows))
-    if words := _overrides(run.folder):
+    if words := read_start(run.folder)["words"]:
         parts.append("## Command line\n\n" + "\n".join(f"    {word}" for word in words))
     parts.append("## Versions\n\n" + _table(("package", "version"), run.versions.items()))
     return "\n\n".join(parts) + "\n"
@@ -70,12 +70,6 @@ def validations(metrics: Path, step: int) -> Iterator[tuple[int, str]]:
     found = {row["step"]: row["val/reward"] for row in rows}
     for at in thinned(sorted(found), MAX_ROWS):
         yield at, f"{found[at]:.4f}"
-
-
-def _overrides(folder: Path) -> list[str]:
-    """Words of the command line that the run was last started with."""
-    written = sorted(folder.glob("hydra/*/.hydra/overrides.yaml"))
-    return list(yaml.safe_load(written[-1].read_text()) or []) if written else []
 
 
 def _table(head: tuple[str, str], rows: Any) -> str:

@@ -111,6 +111,6 @@ def export(
     require_empty(folder)
     weights = PolicyWeights(saved, policy)
     with written_whole(folder) as partial:
-        FORMATS[format].write(saved, weights, partial, None if dtype is None else getattr(torch, DTYPES[dtype]))
+        FORMATS[format](saved, weights, partial, None if dtype is None else getattr(torch, DTYPES[dtype]))
         (partial / "README.md").write_text(model_card(saved, policy, format), encoding="utf-8")
     return folder

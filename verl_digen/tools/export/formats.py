@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,21 +32,9 @@ Write = Callable[[SavedRun, PolicyWeights, Path, torch.dtype | None], None]
 """Writes a policy into an empty folder; the dtype is `PolicyWeights.full`'s."""
 
 
-@dataclass(frozen=True)
-class Format:
-    """One value of --format."""
-
-    write: Write
-    of_full: bool
-    """Fits a run that trained all weights."""
-    of_adapter: bool
-    """Fits a run that trained an adapter."""
-
-
 def require_fit(run: SavedRun, name: str) -> None:
     """Raise ValueError unless format `name` fits what the run trained."""
-    fits = [key for key, each in FORMATS.items() if (each.of_adapter if run.is_lora else each.of_full)]
-    trained = "an adapter" if run.is_lora else "all weights"
+    fits, trained = (FORMATS, "an adapter") if run.is_lora else (("diffusers",), "all weights")
     if name == "comfyui":
         require_known(run.model.pipeline)
     require(
@@ -103,9 +90,10 @@ def _of_layers(config: LoraConfig, tensors: Mapping[str, Tensor]) -> LoraConfig:
     return own
 
 
-FORMATS: dict[str, Format] = {
-    "diffusers": Format(_write_diffusers, of_full=True, of_adapter=True),
-    "peft": Format(_write_peft, of_full=False, of_adapter=True),
-    "merged": Format(_write_networks, of_full=False, of_adapter=True),
-    "comfyui": Format(_write_comfyui, of_full=False, of_adapter=True),
+FORMATS: dict[str, Write] = {
+    "diffusers": _write_diffusers,
+    "peft": _write_peft,
+    "merged": _write_networks,
+    "comfyui": _write_comfyui,
 }
+"""Value of --format -> writer. A run that trained all weights has the first alone."""

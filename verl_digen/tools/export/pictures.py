@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures that a policy of a checkpoint draws in this process, with the settings of the run's validation.
 
-The network, its weights and the denoising loop are a `diffusers` replica's (`verl_digen.rollout.network`,
-`verl_digen.sampling.sampler`), on one device. Prompt number i takes the noise of validation prompt number i.
+The network and what makes samples of it are a `diffusers` replica's (`verl_digen.rollout.network`, `samples`), on one
+device. Prompt number i takes the noise of validation prompt number i.
 
 Invariant (tests/export/test_sample.py): pictures equal a replica's for a validation's requests.
 """
@@ -21,20 +21,20 @@ from verl_digen.config import DigenConfig
 from verl_digen.data.prompts import Columns, read_prompts
 from verl_digen.data.splits import VAL
 from verl_digen.inputs.audio import Audio
-from verl_digen.models.pixels import in_batches
 from verl_digen.observe.images import Shown, save_grid, save_pixels
 from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.require import require
 from verl_digen.rollout.encoders import Encoders
+from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import LoadedNetwork, load_network, open_checkpoint
+from verl_digen.rollout.samples import SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
-from verl_digen.sampling.recording import not_finite
 from verl_digen.sampling.requests import sample_request
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.tools.export.policy import PolicyWeights
 from verl_digen.tools.export.saved_run import SavedRun
 from verl_digen.trainer.validation import validation_uid
-from verl_digen.types import Condition, PromptRow, SampleRequest, move_condition
+from verl_digen.types import PromptRow
 from verl_digen.weights.checksum import Checksum
 
 
@@ -95,20 +95,24 @@ class Painter:
         if settings.encoders == "before":  # of the run's own prompts
             settings = replace(settings, encoders="auto")
         encoders = Encoders(*checkpoint, settings)
-        self._prompts = encoders.prompts
-        self._network = network = load_network(checkpoint, run.model_config)
+        network = load_network(checkpoint, run.model_config)
         _load(network, weights, carries_adapter=run.model_config.adapter_config() is not None)
-        self._decode = network.model.load_decoder(network.dtype, network.device)
-        self._decode_audio = network.model.load_audio_decoder(network.dtype, network.device)
-        modules = [network.weights.module, *self._decode.modules, *self._decode_audio.modules]
+        decode = network.model.load_decoder(network.dtype, network.device)
+        decode_audio = network.model.load_audio_decoder(network.dtype, network.device)
+        modules = [network.weights.module, *decode.modules, *decode_audio.modules]
         encoders.alternate_with(DeviceMemory(modules, network.device), changed=tuple)
-        self._sampler = Sampler(
+        sampler = Sampler(
             network.model,
             network.weights.module,
             run_seed=digen.seed,
             device=network.device,
             latents_dtype=PrecisionType.to_dtype(digen.rollout.latents_dtype),
             branches=GuidanceBranches(digen.rollout.split_guidance, network.device),
+        )
+        self._samples = SampleMaker(
+            *(sampler, encoders.prompts, decode, decode_audio),
+            fitting=Fitting.of(digen.rollout, network.device),
+            batch_size=digen.rollout.decode_batch_size,
         )
 
     def draw(self, row: PromptRow, num_samples: int) -> Iterator[tuple[Tensor, Audio | None]]:
@@ -123,28 +127,10 @@ class Painter:
         ]
         size = self._digen.rollout.batch_size
         for start in range(0, num_samples, size):
-            yield from self._draw_batch(requests[start : start + size])
-
-    def _draw_batch(self, requests: Sequence[SampleRequest]) -> Iterator[tuple[Tensor, Audio | None]]:
-        """Pixels and sound of samples of one prompt."""
-        found = self._prompts.lookup(requests[0].branches)
-        conditions: list[Condition] = []
-        for inputs in requests[0].branches:
-            condition = found[inputs]
-            if isinstance(condition, ValueError):
-                raise condition
-            conditions.append(move_condition(condition, self._network.device))
-        positive, *negative = ([condition] * len(requests) for condition in conditions)
-        guided = requests[0].sampling.is_guided
-        _, latents = self._sampler.sample(requests, positive, negative[0] if guided else None, version=self._step)
-        geometry = requests[0].sampling.geometry
-        whole = self._network.model.completed(latents, positive)
-        pictures = in_batches(self._decode, whole, geometry, self._digen.rollout.decode_batch_size)
-        audio = self._decode_audio(whole, geometry)
-        for request, final, is_finite, sound in zip(requests, latents, pictures.is_finite, audio, strict=True):
-            if (error := not_finite(request, final, self._step, is_finite, sound)) is not None:
-                raise error
-        return zip(pictures.pixels, audio, strict=True)
+            for answer in self._samples.make(requests[start : start + size], self._step)():
+                if isinstance(answer, ValueError):
+                    raise answer
+                yield answer.pixels, answer.audio
 
 
 @torch.no_grad()

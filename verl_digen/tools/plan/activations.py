@@ -90,8 +90,6 @@ class Activations:
     """Saved before and between the blocks, and inputs of several blocks."""
     tail: int
     """Saved behind the blocks."""
-    largest: int
-    """Largest saved tensor."""
 
     @property
     def largest_block(self) -> int:
@@ -309,7 +307,6 @@ class _Tracer:
             blocks=tuple(reversed(blocks)),
             head=sum(head.values()),
             tail=sum(size for storage, size in tail.items() if storage not in head.keys() | saved_by_blocks),
-            largest=max(size for saved in [*self._inside, head, tail] for size in saved.values()),
         )
 
     def _peaks(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from verl_digen.hardware.devices import DEVICE_GB, Pool
 from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
@@ -103,15 +103,7 @@ def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
     Example:
         split_words(["recipe=digen_qwen_image", "gpus=8"])  # Words(gpus=8), ["recipe=digen_qwen_image"]
     """
-    kinds: dict[str, Any] = {
-        "gpus": int,
-        "gpu_mem": float,
-        "device": str,
-        "host_mem": float,
-        "mfu": float,
-        "prompt_tokens": int,
-        "reward_s": float,
-    }
+    kinds = {name: (get_args(kind) or (kind,))[0] for name, kind in get_type_hints(Words).items() if name != "pools"}
     own: dict[str, Any] = {}
     overrides = []
     for argument in arguments:

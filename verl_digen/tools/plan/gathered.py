@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that a training device gathers: bytes that they take, and bytes that a step moves.
+"""Bytes of the weights that a training device gathers.
 
 With `actor_rollout_ref.model.whole_base` a frozen base stays on every device, in the compute dtype, beside its shard;
 tiles gather the adapter alone. auto follows the engine's rule (`verl_digen.engine.whole_base`), from planned bytes.
-
-Invariant (tests/plan/test_gathered.py): a step gathers no more with a whole base than with a sharded one.
 """
 
 from __future__ import annotations
@@ -15,8 +13,6 @@ from verl_digen.tools.plan.run import Run
 
 WHOLE_BASE = "frozen base, whole"
 GATHERED = "gathered parameters"
-PASSES = 2
-"""Gathers of a tile, forward and backward, with `reshard_after_forward`; without, the tiles of a call share one."""
 
 
 def may_be_whole(run: Run) -> bool:
@@ -52,18 +48,3 @@ def gathered(run: Run, block: int, *, is_whole: bool) -> Items:
     before = counts.num_params // run.measured.num_experts - sum(blocks) - counts.outside_blocks
     blocks = [max(0, before), *blocks, 0]
     return {GATHERED: (blocks[block] + blocks[block + 1] + counts.outside_blocks) * itemsize}
-
-
-def gathered_in_step(run: Run, num_tiles: int, *, is_whole: bool) -> int:
-    """Bytes that one training device receives in a step for forwards and backwards of `num_tiles` tiles.
-
-    Without policies, which add forwards, and without the trainer's own samples. A whole base is gathered once in a
-    step: as often as where replicas take turns with the trainer; on separate pools once in a run.
-    """
-    settings, counts = run.settings, run.measured.counts
-    itemsize, shards = settings.dtypes.compute.itemsize, settings.num_shards
-    passes = num_tiles * PASSES if settings.reshard else 1
-    experts = run.measured.num_experts
-    at_tiles = (counts.num_trained if is_whole else counts.num_params) * itemsize // experts * passes
-    once = whole_base_bytes(run) if is_whole else 0
-    return (at_tiles + once) * (shards - 1) // shards

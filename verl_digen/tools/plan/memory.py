@@ -37,7 +37,7 @@ from functools import cache, partial
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
 from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
-from verl_digen.tools.plan.gathered import gathered, gathered_in_step, may_be_whole, whole_base_bytes
+from verl_digen.tools.plan.gathered import gathered, may_be_whole, whole_base_bytes
 from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
 from verl_digen.tools.plan.run import Run, frozen_copies, policies_read, policies_that_follow
 
@@ -92,8 +92,6 @@ class Memory:
     """Traffic of a step."""
     is_base_whole: bool
     """True if the frozen base stays whole on every training device."""
-    gathered_bytes: int
-    """Weights that a training device receives in a step, in as few tiles as the rows allow."""
     checkpoint_bytes: int
 
     @property
@@ -164,7 +162,6 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
         ),
         step=_step(run),
         is_base_whole=tile.is_base_whole,
-        gathered_bytes=gathered_in_step(run, tile.num_tiles, is_whole=tile.is_base_whole),
         checkpoint_bytes=_checkpoint(run),
     )
 
@@ -258,8 +255,6 @@ class Tile:
 
     phase: Phase
     num_recomputed: int
-    num_tiles: int
-    """Tiles of a rank in a step, if all of its rows train in one call."""
     is_base_whole: bool
 
 
@@ -303,11 +298,11 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
         is_cheaper = device_bytes is not None and fits and prefers_whole_base(choice, beside_whole, **wanted)
         if settings.whole_base is True or is_cheaper:
             choice, is_whole = beside_whole, True
-    num_tiles, num_rows = -(-num_rows // choice.shape.size), min(choice.shape.size, num_rows)
+    num_rows = min(choice.shape.size, num_rows)
     found = moments(choice.num_recomputed, is_whole=is_whole)
     items, _, row_bytes = max(found, key=lambda moment: moment[1] + num_rows * moment[2])
     num_recomputed = choice.num_recomputed if fixed is None else fixed
-    return Tile(Phase(items, row_bytes, num_rows, "rows of a tile"), num_recomputed, num_tiles, is_whole)
+    return Tile(Phase(items, row_bytes, num_rows, "rows of a tile"), num_recomputed, is_whole)
 
 
 def _offloaded_inputs(run: Run, tile: Tile) -> int:
@@ -430,7 +425,7 @@ def update_bytes(run: Run) -> int:
 def _queue(run: Run) -> Items:
     settings, measured = run.settings, run.measured
     return {
-        "trajectories": settings.num_begun * settings.episodes.num_turns * measured.trajectory_bytes,
+        "trajectories": settings.num_begun * settings.num_turns * measured.trajectory_bytes,
         "conditions": settings.num_conditions * measured.condition_bytes,
     }
 

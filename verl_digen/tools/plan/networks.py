@@ -34,8 +34,6 @@ class Counts:
     """Bytes of buffers (tables), which are not sharded."""
     exported_buffers: int
     """Elements of buffers that checkpoints and weight updates hold."""
-    largest_block: int
-    """Parameters of the largest block; a block is sharded, gathered and freed as one."""
     outside_blocks: int
     """Parameters outside all blocks."""
     num_int8: int
@@ -77,7 +75,6 @@ def count_network(network: nn.Module) -> Counts:
         trained_bytes=sum(value.nbytes for value in trained),
         buffer_bytes=sum(value.nbytes for value in buffers.values()),
         exported_buffers=sum(value.numel() for name, value in buffers.items() if name in exported),
-        largest_block=max(blocks),
         outside_blocks=total - sum(blocks),
         num_int8=sum(value.numel() for value in buffers.values() if value.dtype == torch.int8),
     )

@@ -72,7 +72,6 @@ def to_text(plan: Plan) -> str:
         f"{settings.num_prompts} prompts x {settings.group_size} samples x "
         f"{_turns(settings)}{measured.rows_per_group / settings.group_size:g} trained steps{_selected(settings)}; "
         f"{_pools(plan)}",
-        *_episodes(settings),
         "",
         *_phase("a device that trains", memory.training),
         f"  backward recomputes {memory.num_recomputed} of {memory.num_blocks} blocks",
@@ -87,7 +86,6 @@ def to_text(plan: Plan) -> str:
         _line("together", memory.host_bytes),
         "in a step",
         *_items(memory.step),
-        _line("weights that a training device gathers, at least", memory.gathered_bytes),
         _line(f"of it one {'turn' if is_episode else 'sample'}'s trajectory", measured.trajectory_bytes),
         _line(f"of it one {'turn' if is_episode else 'prompt'}'s condition", measured.condition_bytes),
         "on disk",
@@ -105,30 +103,7 @@ def to_text(plan: Plan) -> str:
 
 def _turns(settings: Settings) -> str:
     is_on = settings.digen.environment.is_on
-    return f"at most {settings.episodes.num_turns} turns x " if is_on else ""
-
-
-def _episodes(settings: Settings) -> list[str]:
-    """Lines on episodes: how many there are at the same time, and what that asks of the environment's processes."""
-    if not settings.digen.environment.is_on:
-        return []
-    held, at_once = settings.episodes_per_replica, settings.episodes_at_once
-    lines = [
-        f"episodes: {settings.num_begun} begin in a step; at the same time {at_once}, at most {held} on a replica and "
-        f"about {-(-at_once // settings.episodes.num_workers)} at an agent loop worker"
-    ]
-    largest = settings.digen.rollout.batch_size
-    if settings.is_split and held <= largest:
-        lines.append(
-            f"  a replica generates {largest} pictures together: more digen.gap.slots_per_replica keep it at work "
-            "while episodes wait for their environment"
-        )
-    if at_once > settings.episodes.num_calls:
-        lines.append(
-            f"  the environment runs {settings.episodes.num_calls} calls at the same time: raise "
-            "digen.environment.num_workers or concurrent"
-        )
-    return lines
+    return f"at most {settings.num_turns} turns x " if is_on else ""
 
 
 def _pools(plan: Plan) -> str:
@@ -283,11 +258,9 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "host_fits": plan.host_fits,
         "step": memory.step,
         "is_base_whole": memory.is_base_whole,
-        "gathered_bytes": memory.gathered_bytes,
         "trajectory_bytes": measured.trajectory_bytes,
         "condition_bytes": measured.condition_bytes,
         "rows_per_sample": plan.run.rows_per_sample,
-        "episodes": _episodes_json(settings),
         "checkpoint_bytes": memory.checkpoint_bytes,
         "forward_flops": measured.flops.forward,
         "time": asdict(plan.time),
@@ -310,18 +283,6 @@ def _split_json(plan: Plan) -> dict[str, Any] | None:
         "best_s": split.best_s,
         "gain": split.gain,
         "words": plan.split_words,
-    }
-
-
-def _episodes_json(settings: Settings) -> dict[str, Any] | None:
-    if not settings.digen.environment.is_on:
-        return None
-    return {
-        "num_turns": settings.episodes.num_turns,
-        "num_begun": settings.num_begun,
-        "num_conditions": settings.num_conditions,
-        "at_once": settings.episodes_at_once,
-        "per_replica": settings.episodes_per_replica,
     }
 
 

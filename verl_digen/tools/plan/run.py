@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Input of the plan: the config values that decide memory, traffic and time, and measurements of the networks.
 
-Invariant (tests/plan/test_command.py, test_parts.py): rows, recorded latents and their bytes equal the real run's.
+Invariant (tests/plan/test_command.py, test_parts.py, test_episodes.py): rows, recorded latents, conditions and their
+bytes equal the real run's.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_shards, num_trainer_devices
 from verl_digen.engine.build import add_adapter
+from verl_digen.environments.registry import environment_class
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
@@ -29,15 +31,15 @@ from verl_digen.models.flops import Flops, forward_flops
 from verl_digen.models.int8 import store_int8
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.platforms.module_memory import SHARING
+from verl_digen.preflight.precision import VERL_DEFAULTS
 from verl_digen.require import require
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.recording import record_trajectory, trained_latents
-from verl_digen.sampling.requests import plain_request, rows_per_group
+from verl_digen.sampling.requests import plain_request, planned_geometry, rows_per_group
 from verl_digen.tools.plan.activations import Activations, trace_activations
 from verl_digen.tools.plan.compose import is_split
 from verl_digen.tools.plan.decoding import TILED, decoding_bytes
-from verl_digen.tools.plan.episodes import Episodes, plan_episodes, turn_geometry
 from verl_digen.tools.plan.networks import (
     Counts,
     Part,
@@ -47,7 +49,6 @@ from verl_digen.tools.plan.networks import (
     list_tensors,
     transformer_bytes,
 )
-from verl_digen.tools.simulate.splits import Limits
 from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
@@ -80,6 +81,8 @@ class Settings:
     is_split: bool
     num_shards: int
     """Ranks that share one copy of the weights."""
+    fsdp_size: int
+    """The setting behind it; -1: all ranks."""
     num_prompts: int
     group_size: int
     is_lora: bool
@@ -106,8 +109,6 @@ class Settings:
     shares_host_copies: bool
     """True if the `diffusers` processes of a node that sleep share one host copy of equal weights."""
     dtypes: Dtypes
-    episodes: Episodes
-    limits: Limits
     num_steps: int | None = None
     """Steps of the run; None: as many as its epochs have."""
 
@@ -134,24 +135,18 @@ class Settings:
     @property
     def num_begun(self) -> int:
         """Samples that a step begins, redundant groups included; they may all reach TransferQueue."""
-        return (self.num_prompts + self.episodes.extra_prompts) * self.group_size
+        return (self.num_prompts + self.digen.queue.extra_prompts * self.is_split) * self.group_size
+
+    @property
+    def num_turns(self) -> int:
+        """Turns of a sample: the most that an episode may have, though one may end early; 1 without environment."""
+        return self.digen.environment.max_turns if self.digen.environment.is_on else 1
 
     @property
     def num_conditions(self) -> int:
-        """Conditions of a step in TransferQueue: of each prompt or first turn, and of each episode's later turns."""
-        later = self.num_begun * (self.episodes.num_turns - 1)
-        return self.num_prompts + self.episodes.extra_prompts + later
-
-    @property
-    def episodes_per_replica(self) -> int:
-        """Maximum episodes that a replica has at the same time."""
-        in_slots = self.episodes.in_slots
-        return -(-self.num_begun // self.num_replicas) if in_slots is None else min(in_slots, self.num_begun)
-
-    @property
-    def episodes_at_once(self) -> int:
-        """Maximum episodes at the same time."""
-        return min(self.episodes_per_replica * self.num_replicas, self.num_begun)
+        """Conditions of a step in TransferQueue. Episodes of a group begin with the same instruction, hence share the
+        first turn's; a later turn's, with the picture that it edits, are its own."""
+        return self.num_begun // self.group_size + self.num_begun * (self.num_turns - 1)
 
     @property
     def num_trained_samples(self) -> int:
@@ -214,7 +209,7 @@ class Run:
     def rows_per_sample(self) -> float:
         """Rows of a sample, all turns of an episode together."""
         settings = self.settings
-        return settings.episodes.num_turns * self.measured.rows_per_group / settings.group_size
+        return settings.num_turns * self.measured.rows_per_group / settings.group_size
 
     @property
     def num_trained_rows(self) -> float:
@@ -269,6 +264,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         generator_devices_per_node=generator.n_gpus_per_node,
         is_split=split,
         num_shards=num_shards(fsdp.fsdp_size, num_trainer),
+        fsdp_size=fsdp.fsdp_size,
         num_prompts=config.data.train_batch_size,
         group_size=rollout.n,
         num_steps=config.trainer.total_training_steps,
@@ -288,18 +284,11 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         is_accelerated=config.trainer.device != "cpu",
         shares_host_copies=config.trainer.device in SHARING,
         dtypes=_dtypes(fsdp, rollout, digen),
-        episodes=plan_episodes(config, digen, num_replicas=num_generator // size, is_split=split),
-        limits=Limits(
-            fsdp_size=fsdp.fsdp_size,
-            sequence_parallel=fsdp.ulysses_sequence_parallel_size,
-            replica_devices=num_replica_devices(config),
-        ),
     )
 
 
 def _dtypes(fsdp: Any, rollout: Any, digen: DigenConfig) -> Dtypes:
-    # verl's own defaults, see FSDPEngine._build_fsdp_module
-    precision = {"param_dtype": "bf16", "reduce_dtype": "fp32"} | dict(fsdp.mixed_precision or {})
+    precision = VERL_DEFAULTS | dict(fsdp.mixed_precision or {})
     return Dtypes(
         model=PrecisionType.to_dtype(fsdp.model_dtype),
         compute=PrecisionType.to_dtype(precision["param_dtype"]),
@@ -313,7 +302,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     digen, dtypes = settings.digen, settings.dtypes
     sampling = digen.sampling
     model = load_model(folder)
-    geometry = turn_geometry(sampling, model, settings.episodes)
+    geometry = turn_geometry(digen, model)
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
     base = model.load_structure(dtypes.model)
@@ -368,6 +357,15 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
             for row in first_step
         ),
     )
+
+
+def turn_geometry(digen: DigenConfig, model: DiffusionModel) -> Geometry:
+    """Geometry of a prompt, or of a turn, with one image at least where turns edit pictures."""
+    sampling, environment, least = digen.sampling, digen.environment, model.spec.num_images[0]
+    if environment.is_on and environment_class(environment).edits:
+        planned = least if sampling.planned_images is None else sampling.planned_images
+        sampling = replace(sampling, planned_images=max(1, planned))
+    return planned_geometry(sampling, least)
 
 
 def _adapted(network: nn.Module, model_config: DiffusionModelConfig) -> nn.Module:

@@ -29,7 +29,7 @@ from verl_digen.tools.plan.time import plan_time
 from verl_digen.tools.simulate.cluster import COLOCATED_TSP, Split, baselines, run_split
 from verl_digen.tools.simulate.layout import pool_overrides, pooled_nodes, type_overrides
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
-from verl_digen.tools.simulate.splits import SEARCH_STEPS, Placed, best_of, placed_splits
+from verl_digen.tools.simulate.splits import SEARCH_STEPS, WORTH_CHANGING, Limits, Placed, best_of, placed_splits
 
 GATHER_BYTES_PER_S = 160e9
 """Speed of an all-gather of weights, as in the shipped profiles: 0.8 of NVLink of an H800 in one direction."""
@@ -37,8 +37,6 @@ NETWORK_BYTES_PER_S = 50e9
 """Speed of weights to the replicas, as in the shipped profiles: one 400 Gbit/s port per device."""
 HOST_BYTES_PER_S = 50e9
 """Speed of weights to the host and back, as in the shipped profiles: 0.8 of PCIe 5.0 x16."""
-MIN_GAIN = 1.02
-"""Times as fast from which on a split is proposed: the simulation knows no smaller differences."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class SplitPlan:
 
     @property
     def is_proposed(self) -> bool:
-        return self.gain is not None and self.gain >= MIN_GAIN
+        return self.gain is not None and self.gain >= WORTH_CHANGING
 
     @property
     def overrides(self) -> list[str]:
@@ -101,7 +99,8 @@ def plan_split(
     given_s = None if given is None else _split_s(run, plan_memory(run, device_bytes), given, types[0], mfu, reward_s)
     together_s, together = _together_s(run, pools, device_bytes, mfu, reward_s)
     nodes = pooled_nodes(pools, (settings.trainer_devices_per_node, settings.generator_devices_per_node))
-    families = placed_splits(nodes, settings.limits)
+    limits = Limits(settings.fsdp_size, settings.sequence_parallel, settings.tensor_parallel)
+    families = placed_splits(nodes, limits)
 
     def step_s(placed: Placed) -> float:
         resized = with_split(run, placed)
@@ -127,7 +126,7 @@ def with_split(run: Run, placed: Placed) -> Run:
         num_generator_devices=placed.split.generator.num_devices,
         trainer_devices_per_node=placed.trainer.per_node,
         generator_devices_per_node=placed.generator.per_node,
-        num_shards=num_shards(run.settings.limits.fsdp_size, num_trainer),
+        num_shards=num_shards(run.settings.fsdp_size, num_trainer),
     )
     return replace(run, settings=settings)
 
@@ -143,7 +142,7 @@ def _together_s(
         frees_replica=settings.frees_replica or settings.is_split,
         num_trainer_devices=number,
         num_generator_devices=number,
-        num_shards=num_shards(settings.limits.fsdp_size, number),
+        num_shards=num_shards(settings.fsdp_size, number),
     )
     memory = plan_memory(replace(run, settings=one), device_bytes)
     if memory.fits is False:
@@ -196,7 +195,7 @@ def run_profile(run: Run, memory: Memory, device: str, mfu: float, reward_s: flo
         commit_s=update_bytes(run) / NETWORK_BYTES_PER_S,
         switch_s=0.0 if settings.draws else 2 * run.measured.transformer_bytes / HOST_BYTES_PER_S,
     )
-    return Profile("plan", run.measured.title, "calculated by digen plan", device, numbers, {})
+    return Profile("plan", run.measured.title, "calculated by digen plan", device, numbers)
 
 
 def split_lines(plan: SplitPlan, words: str) -> list[str]:
@@ -210,7 +209,7 @@ def split_lines(plan: SplitPlan, words: str) -> list[str]:
         ways.append(f"{plan.together}, in turns, {plan.together_s:.1f} s")
     lines = [f"simulated on these seconds, not measured: {'; '.join(ways)}"]
     known = [seconds for seconds in (plan.given_s, plan.best_s) if seconds is not None]
-    if plan.given is not None and plan.together_s is not None and plan.together_s * MIN_GAIN <= min(known):
+    if plan.given is not None and plan.together_s is not None and plan.together_s * WORTH_CHANGING <= min(known):
         lines.append(
             f"  in turns they are {min(known) / plan.together_s:.2f} times as fast as with the best split: leave out "
             "recipe disaggregated"
@@ -218,7 +217,8 @@ def split_lines(plan: SplitPlan, words: str) -> list[str]:
     if plan.best is None:
         return [*lines, "  no split into trainer and generator is allowed and fits"]
     if not plan.is_proposed:
-        return [*lines, f"  no split is faster; the best of those that fit: {plan.best.split}, {plan.best_s:.1f} s"]
+        best = f"{plan.best.split}, {plan.best_s:.1f} s"
+        return [*lines, f"  no split is faster by more than {WORTH_CHANGING - 1:.0%}; the best that fits: {best}"]
     faster = f", {plan.gain:.2f} times as fast" if plan.gain is not None else ""
     return [
         *lines,

@@ -57,7 +57,7 @@ def plan_time(
         generator_device: type of the generator's devices; None: `device`.
     """
     settings, measured = run.settings, run.measured
-    num_pictures = settings.num_begun * settings.episodes.num_turns
+    num_pictures = settings.num_begun * settings.num_turns
     generating = num_pictures * _generation_steps(settings.digen) * measured.flops.forward
     row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
     digen = settings.digen

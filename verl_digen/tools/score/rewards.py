@@ -19,6 +19,9 @@ from verl_digen.reward.sample_rewards import weighted
 from verl_digen.reward.scoring import ScoringError
 from verl_digen.types import PartScore, RewardInput
 
+CALL_S = 600.0
+"""Time of one call of a reward, after which it counts as failed."""
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -70,15 +73,12 @@ class LocalRewards:
 
     Args:
         entries: rewards; each is made once, on `device`.
-        timeout_s: seconds of one call before it counts as failed.
 
     Raises:
         ValueError: an unknown reward, a broken rule of one, or settings of processes that a run has and this has not.
     """
 
-    def __init__(self, entries: Sequence[RewardEntry], device: torch.device, *, max_retries: int, timeout_s: float):
-        require(timeout_s > 0, "--timeout-s must be > 0 seconds", timeout_s, "600 is the default")
-        require(max_retries >= 0, "--max-retries must be >= 0", max_retries, "0 is the default")
+    def __init__(self, entries: Sequence[RewardEntry], device: torch.device):
         for entry in entries:
             pool = entry.pool_settings
             require(
@@ -89,7 +89,7 @@ class LocalRewards:
             )
         self.entries = tuple(entries)
         self._scopes = {entry.name: find(entry).scope for entry in entries}
-        self._scorers = {entry.name: scorer_of(entry, device, max_retries, timeout_s) for entry in entries}
+        self._scorers = {entry.name: scorer_of(entry, device, 0, CALL_S) for entry in entries}
 
     @property
     def compare_groups(self) -> bool:

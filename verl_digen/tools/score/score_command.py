@@ -55,9 +55,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--prompts", metavar="FILE", help="prompt file with a row per file, by order or file_name")
     parser.add_argument("--json", action="store_true", help="print one JSON document in place of a table")
     parser.add_argument("--device", help="e.g. cpu or cuda:1; this machine's accelerator without it")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="seconds of one call before it counts as failed")
-    parser.add_argument("--verbose", action="store_true", help="show each failure with its traceback as it happens")
-    parser.add_argument("--max-retries", type=int, default=0, help="retries of a sample whose reward failed")
 
 
 def run(args: Namespace) -> int:
@@ -70,13 +67,11 @@ def run(args: Namespace) -> int:
         entries = parse(args.reward)
         paths = found_files.find(args.files)
         rows = prompts_of(paths, prompt=args.prompt, prompt_file=args.prompts)
-        rewards = LocalRewards(
-            entries, chosen_device(args.device), max_retries=args.max_retries, timeout_s=args.timeout_s
-        )
+        rewards = LocalRewards(entries, chosen_device(args.device))
     except ValueError as error:
         print(f"digen score: {error}", file=sys.stderr)
         return 2
-    with _quiet(not args.verbose):
+    with _quiet():
         lines = asyncio.run(_score_all(rewards, paths, rows))
     show = as_json if args.json else as_table
     print(show(lines, rewards.entries))
@@ -84,12 +79,11 @@ def run(args: Namespace) -> int:
 
 
 @contextmanager
-def _quiet(is_quiet: bool) -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Keep each failure's traceback from stderr: the result says what failed and why."""
     logger = logging.getLogger("verl_digen.reward")
     level = logger.level
-    if is_quiet:
-        logger.setLevel(logging.CRITICAL)
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
 from verl_digen.schedulers.simulation import TECHNIQUES, PlannerRun
 from verl_digen.schedulers.types import TRAINER
-from verl_digen.tools.simulate.costs import assist_s, lower_bound_s, sample_s, train_s
+from verl_digen.tools.simulate.costs import assist_s, sample_s, train_s
 from verl_digen.tools.simulate.profile import Profile
 
 WARM_UP_STEPS = 2
@@ -73,8 +73,6 @@ class Outcome:
     """Share of the samples that the trainer generated."""
     stale: float
     """Share of the groups that were begun one version early."""
-    bound_s: float | None = None
-    """Lower bound of `step_s` for these pools and techniques, see `tools.simulate.costs`; None: colocated."""
 
     @property
     def samples_per_device_s(self) -> float:
@@ -82,9 +80,7 @@ class Outcome:
         return self.num_samples / self.step_s / self.num_devices
 
 
-def simulated_rules(
-    profile: Profile, split: Split, techniques: Collection[str], *, stale_fraction: float = 1.0
-) -> BatchRules:
+def simulated_rules(profile: Profile, split: Split, techniques: Collection[str]) -> BatchRules:
     """The planner's rules: the config's defaults, except the techniques and the profile's numbers."""
     numbers = profile.numbers
     return BatchRules(
@@ -93,7 +89,7 @@ def simulated_rules(
         rows_per_group=numbers.group_size * numbers.num_trained_steps,
         gap=GapConfig(enable="gap" in techniques),
         tag=TagConfig(policy="bts" if "tag" in techniques else "off"),
-        staleness=StalenessConfig(max_versions=1 if "tcss" in techniques else 0, fraction=stale_fraction),
+        staleness=StalenessConfig(max_versions=1 if "tcss" in techniques else 0, fraction=1.0),
         max_chunk_size=numbers.max_chunk_size,
         num_trainer_ranks=split.trainer.num_devices,
     )
@@ -105,10 +101,9 @@ def run_split(
     techniques: Collection[str],
     *,
     num_steps: int,
-    stale_fraction: float = 1.0,
     rules: BatchRules | None = None,
 ) -> Outcome:
-    """Simulate a disaggregated run; with "tcss", `stale_fraction` of a batch may be begun early.
+    """Simulate a disaggregated run; with "tcss", all of a batch may be begun early.
 
     Args:
         rules: replaces `simulated_rules`, the defaults of a run.
@@ -118,7 +113,7 @@ def run_split(
     """
     _check_run(profile, split, techniques, num_steps)
     if rules is None:
-        rules = simulated_rules(profile, split, techniques, stale_fraction=stale_fraction)
+        rules = simulated_rules(profile, split, techniques)
     rules = replace(rules, slots_per_replica=1)  # a slot is a device, which takes no time between two chunks
     width = len(str(split.generator.num_devices))  # names are in order also as text
     slots = [f"slot{index:0{width}d}" for index in range(split.generator.num_devices)]
@@ -203,7 +198,6 @@ def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str],
         },
         assisted=sum(report.num_assisted for report in reports) / num_steady / num_samples,
         stale=sum(report.stale_groups.get(1, 0) for report in reports) / num_steady / num_prompts,
-        bound_s=lower_bound_s(profile, split.trainer, split.generator, techniques),
     )
 
 

@@ -14,14 +14,11 @@ two pools with a barrier.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from verl_digen.require import require
 from verl_digen.schedulers.simulation import TECHNIQUES
@@ -35,15 +32,12 @@ from verl_digen.tools.simulate.cluster import (
 )
 from verl_digen.tools.simulate.layout import parse_pool
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
-from verl_digen.tools.simulate.splits import best_split
+from verl_digen.tools.simulate.splits import WORTH_CHANGING, best_split
 
 NAME = "simulate"
 
 MAX_SEARCHED = 4096
 """Maximum number of devices for a search of the best split: half a minute per row of the table, on one core."""
-
-WORTH_POOLS = 1.05
-"""Speed-up from which separate pools, and then stale samples, are advised: both are more to set up and to watch."""
 
 DEFAULT_STEPS = 40
 """Default number of simulated steps, the first two included. With tcss, generation may take 20 steps to get as far
@@ -70,39 +64,25 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, help="prompts of a step, in place of the profile's")
     parser.add_argument("--samples-per-prompt", type=int, help="in place of the profile's")
     parser.add_argument("--window", type=int, help="trained steps of a sample, in place of the profile's")
-    parser.add_argument("--reward-seconds", type=float, help="from pixels to rewards, in place of the profile's")
     parser.add_argument(
-        "--whole-base",
-        action="store_true",
-        help="an adapter is trained and its base kept whole on every rank, so that no weights are gathered",
-    )
-    parser.add_argument(
-        "--stale-fraction", type=float, default=1.0, help="of a batch, with tcss (default: %(default)s)"
+        "--reward-s", type=float, help="seconds from pixels to rewards, in place of the profile's; as in `digen plan`"
     )
     parser.add_argument("--steps", type=int, default=DEFAULT_STEPS, help="simulated steps (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the runs and the profile's numbers")
 
 
 def run(args: Namespace) -> int:
     try:
-        check_writable("--json", args.json)
         profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
         if args.window is not None:
             profile = windowed(profile, args.window)
-        if args.reward_seconds is not None:
-            require(
-                0 <= args.reward_seconds < inf, "--reward-seconds must be >= 0", args.reward_seconds, "give seconds"
-            )
-            profile = profile.changed("--reward-seconds", score_s=args.reward_seconds)
-        if args.whole_base:
-            profile = profile.changed("--whole-base", gather_s=0.0)  # the adapter is gathered in no time
+        if args.reward_s is not None:
+            require(0 <= args.reward_s < inf, "--reward-s must be >= 0", args.reward_s, "give seconds")
+            profile = profile.changed(score_s=args.reward_s)
         runs = simulate_all(profile, args)
     except ValueError as error:
         print(f"digen simulate: {error}", file=sys.stderr)
         return 2
     print(table(profile, runs))
-    if args.json is not None:
-        args.json.write_text(json.dumps(to_json(profile, runs), indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -128,22 +108,6 @@ def chosen_profile(args: Namespace) -> Profile:
     return profile
 
 
-def check_writable(option: str, path: Path | None) -> None:
-    """Raise ValueError unless `path` can be written: before the work begins, so that no result is lost."""
-    if path is None:
-        return
-    folder = path.parent
-    require(
-        folder.is_dir()
-        and os.access(folder, os.W_OK | os.X_OK)
-        and not path.is_dir()
-        and (os.path.exists(path) or not path.is_symlink()),
-        f"{option} must be a file in a folder that is there and can be written",
-        str(path),
-        "make the folder, or name another",
-    )
-
-
 def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -> Profile:
     """The profile with another batch size."""
     for option, key, value in (
@@ -152,7 +116,7 @@ def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -
     ):
         if value is not None:
             require(value >= 1, f"{option} must be >= 1", value, "leave it out for the profile's own")
-            profile = profile.changed(option, **{key: value})
+            profile = profile.changed(**{key: value})
     return profile
 
 
@@ -161,7 +125,6 @@ def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
     techniques = [name for name in args.techniques.split(",") if name]
     for name in techniques:
         require(name in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", name, "drop it")
-    options = {"num_steps": args.steps, "stale_fraction": args.stale_fraction}
     given: Split | None = None
     if args.trainer is not None and args.generator is not None:
         given = Split(
@@ -188,8 +151,8 @@ def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
         pools = [given.trainer, given.generator]
     runs = baselines(profile, pools)
     for chosen in ladder(techniques):
-        split = best_split(profile, pools[0], chosen, **options) if given is None else given
-        runs.append(run_split(profile, split, chosen, **options))
+        split = best_split(profile, pools[0], chosen, num_steps=args.steps) if given is None else given
+        runs.append(run_split(profile, split, chosen, num_steps=args.steps))
     return runs
 
 
@@ -205,7 +168,7 @@ def table(profile: Profile, runs: Sequence[Outcome]) -> str:
         f"simulated, not measured; best baseline: {best.name} ({best.devices}), {best.step_s:.1f} s/step",
         "",
         f"{'run':<{names}} {'devices':<{width}} {'s/step':>8} {'samples/s/device':>17} {'x best':>8} "
-        f"{'trainer idle':>13} {'generator idle':>15} {'assisted':>9} {'stale':>6} {'at least':>9}",
+        f"{'trainer idle':>13} {'generator idle':>15} {'assisted':>9} {'stale':>6}",
     ]
     for outcome in runs:
         idle = [outcome.idle["all"]] * 2 if outcome.split is None else list(outcome.idle.values())
@@ -213,57 +176,30 @@ def table(profile: Profile, runs: Sequence[Outcome]) -> str:
             f"{outcome.name:<{names}} {outcome.devices:<{width}} {outcome.step_s:>8.1f} "
             f"{outcome.samples_per_device_s:>17.4f} {best.step_s / outcome.step_s:>7.2f}x "
             f"{idle[0]:>13.1%} {idle[1]:>15.1%} {outcome.assisted:>9.1%} "
-            f"{outcome.stale:>6.1%} {_bound(outcome):>9}"
+            f"{outcome.stale:>6.1%}"
         )
     lines += [
         "",
         _advice(runs, best),
         "",
         "x best: times as fast as the best baseline. stale: share of groups begun under weights one version old; 0 %",
-        "is strict. at least: calculated, a step in which nobody waits.",
+        "is strict.",
     ]
     return "\n".join(lines)
 
 
 def _advice(runs: Sequence[Outcome], best: Outcome) -> str:
-    """The placement to choose, in a line: separate pools where they are faster by more than `WORTH_POOLS`, and stale
+    """The placement to choose, in a line: separate pools where they are faster by more than `WORTH_CHANGING`, and stale
     samples where they bring as much again."""
     chosen = best
     for is_stale in (False, True):
         fastest = min((run for run in runs if (run.stale > 0) == is_stale), key=lambda run: run.step_s, default=best)
-        if chosen.step_s > WORTH_POOLS * fastest.step_s:
+        if chosen.step_s > WORTH_CHANGING * fastest.step_s:
             chosen = fastest
     if chosen.split is None:
-        return f"so: one pool, {chosen.devices} ({chosen.name}); two are not faster by more than {WORTH_POOLS - 1:.0%}"
+        return (
+            f"so: one pool, {chosen.devices} ({chosen.name}); two are not faster by more than {WORTH_CHANGING - 1:.0%}"
+        )
     how = "digen.staleness.max_versions=1" if chosen.stale > 0 else "every sample on-policy"
     speedup = f"{best.step_s / chosen.step_s:.2f} times as fast as {best.name}"
     return f"so: two pools, {chosen.devices} ({chosen.name}, {how}), {speedup}"
-
-
-def _bound(outcome: Outcome) -> str:
-    return "-" if outcome.bound_s is None else f"{outcome.bound_s:.1f}"
-
-
-def to_json(profile: Profile, runs: Sequence[Outcome]) -> dict[str, Any]:
-    """The runs, and every input number with its source."""
-    best = best_baseline(runs)
-    return {
-        "profile": profile.name,
-        "model": profile.model,
-        "setting": profile.setting,
-        "device": profile.device,
-        "numbers": {
-            key: {"value": value, "source": profile.sources[key]} for key, value in vars(profile.numbers).items()
-        },
-        "best_baseline": {"name": best.name, "devices": best.devices, "step_s": best.step_s},
-        "runs": [
-            {
-                **{name: value for name, value in vars(outcome).items() if name != "split"},
-                "trainer": None if outcome.split is None else str(outcome.split.trainer),
-                "generator": None if outcome.split is None else str(outcome.split.generator),
-                "speedup": best.step_s / outcome.step_s,
-                "samples_per_device_s": outcome.samples_per_device_s,
-            }
-            for outcome in runs
-        ],
-    }

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -67,8 +67,7 @@ def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
         f"measured with {num_ranks} + {num_generators} devices, {median(step.step_s for step in steps):.3g} s a step "
         f"(median of {len(steps)})"
     )
-    sources = dict.fromkeys((field.name for field in fields(Numbers)), "measured: this run's timeline and config")
-    return Profile("run", run_dir.name, setting, device, _numbers(config, steps), sources), num_ranks + num_generators
+    return Profile("run", run_dir.name, setting, device, _numbers(config, steps)), num_ranks + num_generators
 
 
 def _steps(run_dir: Path, devices: Mapping[str, int]) -> list[StepParts]:

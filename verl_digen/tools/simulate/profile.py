@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -76,13 +75,10 @@ class Profile:
     device: str
     """Type of device that the seconds are for."""
     numbers: Numbers
-    sources: Mapping[str, str]
-    """Field of `numbers` -> source."""
 
-    def changed(self, by: str, **numbers: float) -> Profile:
-        """The profile with other numbers, chosen by an option."""
-        sources = {**self.sources, **dict.fromkeys(numbers, f"chosen: {by}")}
-        return replace(self, numbers=replace(self.numbers, **numbers), sources=sources)
+    def changed(self, **numbers: float) -> Profile:
+        """The profile with other numbers."""
+        return replace(self, numbers=replace(self.numbers, **numbers))
 
 
 def profile_names() -> list[str]:
@@ -124,7 +120,7 @@ def windowed(profile: Profile, num_trained_steps: int) -> Profile:
         num_trained_steps,
         "2 are usual with a window",
     )
-    return profile.changed("another window", num_trained_steps=num_trained_steps)
+    return profile.changed(num_trained_steps=num_trained_steps)
 
 
 def parse_profile(name: str, text: str) -> Profile:
@@ -146,15 +142,14 @@ def parse_profile(name: str, text: str) -> Profile:
         )
     with refusing(f"numbers of profile {name} must be those of the shipped ones", list(entries), "see the cause"):
         numbers = Numbers(**{key: entry["value"] for key, entry in entries.items()})
-    sources = {key: str(entry["source"]) for key, entry in entries.items()}
-    found = Profile(name, **about, numbers=numbers, sources=sources)
+    found = Profile(name, **about, numbers=numbers)
     check_fields(numbers, f"profile {name}: ")
     require_one_of(f"device of profile {name}", found.device, PEAK_TFLOPS)
-    for key, source in sources.items():
+    for key, entry in entries.items():
         require(
-            source.startswith(SOURCES),
+            str(entry["source"]).startswith(SOURCES),
             f"the source of {key} in profile {name} must begin with one of {', '.join(SOURCES)}",
-            source,
+            entry["source"],
             "say where the number comes from",
         )
     return found

@@ -22,6 +22,10 @@ from verl_digen.tools.simulate.cluster import Split, run_split
 from verl_digen.tools.simulate.layout import Shape, arrange
 from verl_digen.tools.simulate.profile import Profile
 
+WORTH_CHANGING = 1.05
+"""Speed-up from which another placement is advised, and then stale samples: both are more to set up and to watch, and
+the simulation knows no variance."""
+
 SEARCH_STEPS = 10
 """Maximum number of simulated steps per split tried; the best one is then simulated for all steps."""
 
@@ -120,14 +124,7 @@ def best_of(families: Iterable[Sequence[Item]], step_s: Callable[[Item], float])
     return best
 
 
-def best_split(
-    profile: Profile,
-    pool: Pool,
-    techniques: Collection[str],
-    *,
-    num_steps: int,
-    stale_fraction: float = 1.0,
-) -> Split:
+def best_split(profile: Profile, pool: Pool, techniques: Collection[str], *, num_steps: int) -> Split:
     """The split of `pool` with the shortest step: a grid over all splits, refined around the best.
 
     Exact for up to `GRID_POINTS` splits; else if the step time has a single minimum. Ties: the smaller trainer.
@@ -144,13 +141,7 @@ def best_split(
         return Split(replace(pool, num_devices=num_trainer), replace(pool, num_devices=pool.num_devices - num_trainer))
 
     def step_s(tried: Split) -> float:
-        return run_split(
-            profile,
-            tried,
-            techniques,
-            num_steps=min(num_steps, SEARCH_STEPS),
-            stale_fraction=stale_fraction,
-        ).step_s
+        return run_split(profile, tried, techniques, num_steps=min(num_steps, SEARCH_STEPS)).step_s
 
     found = best_of([[split(number) for number in range(smallest, largest + 1)]], step_s)
     assert found is not None  # simulated seconds are finite
