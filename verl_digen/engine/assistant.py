@@ -136,7 +136,7 @@ class _RankSampler(Sampler):
             latents_dtype=latents_dtype,
             branches=branches,
         )
-        # where groups share steps, a call has one group (`trainer.batch_rules`): all ranks skip the same forwards
+        # where groups share steps, a call has one group (`sampling.batch_rules`): all ranks skip the same forwards
         self.prefixes: PrefixCache = PrefixCache()
         self._engine = engine
 
