@@ -10,10 +10,13 @@ from PIL import Image
 
 from tests.reward.contract import make_picture
 from verl_digen.cli import main
+from verl_digen.observe.images import Shown
+from verl_digen.observe.run_files import image_path
 from verl_digen.reward.scorers import jpeg_compressibility
 from verl_digen.tools.score import files
 from verl_digen.tools.score.prompts import prompts_of
 from verl_digen.tools.score.score_command import summary_of
+from verl_digen.trainer.validation import draw_pictures
 
 OWN = """
 def letters(data_source, solution_image, ground_truth, extra_info=None):
@@ -69,6 +72,16 @@ def test_a_file_that_fails_has_no_number_and_the_others_have_theirs(folder, caps
     assert code == 1 and "2 of 5 files have no score" in table and "not this one" in table
     assert [line.split()[1] for line in table.splitlines()[1:6]] == ["3.0000", "failed", "5.0000", "4.0000", "failed"]
     assert table.splitlines()[6].split()[:2] == ["mean", "4.0000"]
+
+
+def test_pictures_of_a_runs_validation_have_its_prompts(folder, capsys):
+    shown = {uid: Shown(image_path(folder, 3, uid), text, 0.0) for uid, text in (("b", "four"), ("a", "a prompt"))}
+    (folder / "images" / "step_000003").mkdir(parents=True)
+    for one in shown.values():
+        Image.fromarray(make_picture()).save(one.path)
+    draw_pictures(folder, 3, shown, to_tensorboard=False)
+    code, out, _ = score(capsys, f"{folder / 'mine.py'}:letters", folder / "images" / "step_000003", "--json")
+    assert code == 0 and [file["total"] for file in json.loads(out)["files"]] == [8.0, 4.0]
 
 
 def test_a_reward_of_groups_compares_the_files_of_a_prompt(folder, capsys):

@@ -131,7 +131,7 @@ def test_a_validation_has_a_grid_with_its_rewards_and_the_last_one_is_compared_w
     validate(tmp_path, 10, 0.5)
     assert (tmp_path / "images" / "before_after.png").is_file()
     written = json.loads((tmp_path / "images" / "step_000010.json").read_text())
-    assert written[1] == {"uid": "val-00001", "prompt": "prompt 1", "reward": 0.6}
+    assert written[1] == {"uid": "val-00001", "file_name": "val-00001.gif", "prompt": "prompt 1", "reward": 0.6}
     read = EventAccumulator(str(tmp_path / "tensorboard" / "pictures"), size_guidance={"images": 0, "tensors": 0})
     read.Reload()
     assert set(read.Tags()["images"]) == {"val/pictures", "val/videos/val-00001"}

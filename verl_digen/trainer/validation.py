@@ -78,7 +78,10 @@ def draw_pictures(run_dir: Path, step: int, shown: Mapping[str, Shown], to_tenso
         to_tensorboard: also send the grid and the videos there.
     """
     grid = step_dir(run_dir, step).with_suffix(".png")
-    entries = [{"uid": uid, "prompt": one.prompt, "reward": one.reward} for uid, one in shown.items()]
+    entries = [
+        {"uid": uid, "file_name": _moving_or_still(one.path).name, "prompt": one.prompt, "reward": one.reward}
+        for uid, one in shown.items()
+    ]
     replace_text(step_dir(run_dir, step).with_suffix(".json"), json.dumps(entries))
     save_grid(list(shown.values()), grid, f"validation after {step} steps")
     if to_tensorboard:
@@ -98,6 +101,11 @@ def draw_pictures(run_dir: Path, step: int, shown: Mapping[str, Shown], to_tenso
             run_dir / "images" / "before_after.png",
             (f"after {first} steps", f"after {last} steps"),
         )
+
+
+def _moving_or_still(path: Path) -> Path:
+    video = video_path(path)
+    return video if video.is_file() else path
 
 
 def _load(run_dir: Path, step: int) -> list[Shown]:

@@ -96,5 +96,6 @@ def _beside(files: Sequence[Path]) -> list[PromptRow]:
 
 
 def _table(folder: Path) -> Path | None:
-    paths = (folder / f"metadata{suffix}" for suffix in SUFFIXES if suffix != ".txt")
-    return next((path for path in paths if path.is_file()), None)
+    """The prompts of a folder's files; beside the folder for pictures of a run's validation."""
+    paths = [folder / f"metadata{suffix}" for suffix in SUFFIXES if suffix != ".txt"]
+    return next((path for path in (*paths, folder.with_suffix(".json")) if path.is_file()), None)

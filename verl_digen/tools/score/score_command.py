@@ -3,11 +3,12 @@
 
     digen score jpeg_compressibility out/ --prompt ''
     digen score ocr out/ --prompts test.txt
+    digen score ocr RUN/images/step_000040
     digen score '{ocr: 1.0, pickscore: {weight: 0.5, path: ~/PickScore_v1}}' a.png b.png --prompt 'a sign "CAT"' --json
 
 A reward is a name, several names with commas, FILE.py:NAME, or a mapping as in digen.reward.functions. A prompt comes
-from --prompt, --prompts, a text file beside the picture (NAME.txt), or metadata.jsonl in its folder (columns file_name
-and prompt). Progress goes to stderr, results to stdout.
+from --prompt, --prompts, a text file beside the picture (NAME.txt), metadata.jsonl in its folder (columns file_name and
+prompt), or the run whose validation it is of. Progress goes to stderr, results to stdout.
 
 Exit code 0 if every file has a score, 1 if one has none (the reason is printed), 2 if nothing can be scored.
 """
