@@ -45,7 +45,7 @@ def test_two_steps_train_what_was_generated(tmp_path, overrides):
         assert row["rollout/refilled_groups"] == 0
 
 
-def test_episodes_of_edits_have_one_adapter_each_on_pools_that_work_at_the_same_time(tmp_path):
+def test_episodes_of_edits_have_one_adapter_each_on_separate_pools(tmp_path):
     run = run_main(
         tmp_path / "run",
         f"actor_rollout_ref.model.path={TINY_EDIT / 'checkpoint'}",
@@ -64,7 +64,6 @@ def test_episodes_of_edits_have_one_adapter_each_on_pools_that_work_at_the_same_
     )
     for row in trained_steps(run, 2):
         assert row["episodes/turns_mean"] == 3, "each turn edits the picture of the one before"
-        assert row["perf/overlap_s"] > 0
 
 
 @pytest.mark.grid
