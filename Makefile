@@ -16,7 +16,7 @@ SEED ?= 7
 # What shellcheck reads, in `make lint`
 SCRIPTS := .ci/run .ci/setup_env.sh docker/lock.sh examples/*.sh examples/*/*.sh
 
-.PHONY: quickstart test lint-beside-e2e test-unit test-e2e test-long test-grids mutations chaos test-vllm-omni vllm-omni-unit vllm-omni-e2e lint docs docs-pictures format dist clean
+.PHONY: quickstart test lint-beside-e2e test-unit test-e2e test-long test-grids mutations chaos test-vllm-omni lint docs docs-pictures format dist clean
 
 quickstart:  ## train a tiny model here and now
 	@.ci/setup_env.sh
@@ -56,15 +56,10 @@ chaos:  ## runs with random faults on a virtual clock; no Ray (5 minutes on 2 co
 	@.ci/setup_env.sh dev
 	$(BIN)/python -W ignore -m tests.chaos --orders $(ORDERS) --seed $(SEED)
 
-test-vllm-omni:  ## what needs the extra vllm-omni; its end-to-end runs beside the others, because they wait for half of their time
+test-vllm-omni:  ## what needs the extra vllm-omni, two tests at a time; its end-to-end runs alone, because beside the others they take three times as long
 	@VENV=$(OMNI) .ci/setup_env.sh dev,vllm-omni
-	$(MAKE) -j 2 --output-sync=target vllm-omni-unit vllm-omni-e2e
-
-vllm-omni-unit:
 	$(OMNI)/bin/pyright --pythonpath $(OMNI)/bin/python verl_digen/rollout/vllm_omni
 	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" -n 2 --dist worksteal --ignore tests/vllm_omni/test_e2e.py tests/vllm_omni
-
-vllm-omni-e2e:
 	$(OMNI)/bin/python -m pytest -m "not (gpu or grid)" tests/vllm_omni/test_e2e.py
 
 lint: docs  ## style, types, scripts, links of the docs, and that no room imports from a floor above
