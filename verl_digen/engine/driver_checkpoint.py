@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.engine.saved_state import require_format
 from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint
-from verl_digen.observe.run_files import POINTER
+from verl_digen.observe.run_files import CHECKPOINT, POINTER
 from verl_digen.types import PromptRow
 
 RUN_FILE = "run.json"
@@ -84,7 +84,7 @@ def export_checkpoint(step_dir: Path) -> None:
     Raises:
         OSError: it failed; with what it said.
     """
-    run_dir, step = step_dir.parent, step_dir.name.removeprefix("global_step_")
+    run_dir, step = step_dir.parent, step_dir.name.removeprefix(CHECKPOINT)
     words = ["export", str(run_dir), "--step", step, "--output", str(step_dir / "actor" / "huggingface")]
     command = [sys.executable, "-c", "from verl_digen.cli import main; raise SystemExit(main())", *words]
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}  # of modules that only this process found

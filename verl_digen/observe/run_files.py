@@ -34,6 +34,8 @@ METRICS, WARNINGS, REPORT = "metrics.jsonl", "warnings.jsonl", "report.html"
 LOG, STOP = "console.log", "stop"
 POINTER = "latest_checkpointed_iteration.txt"
 """The name verl's `find_latest_ckpt_path` reads."""
+CHECKPOINT = "global_step_"
+"""Prefix of a checkpoint's folder, which is verl's."""
 FOLDER_LINE = "verl-digen: the run's folder is "
 """Begin of the line that names the folder, before anything is written there."""
 IMAGES = "images"
@@ -109,6 +111,11 @@ def append_line(path: Path, line: Mapping[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def checkpoint_dir(run_dir: Path, step: int | str) -> Path:
+    """Folder of the checkpoint after `step` optimizer steps."""
+    return run_dir / f"{CHECKPOINT}{step}"
+
+
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The checkpoint that a resume takes, as verl finds it; None without one.
 
@@ -121,13 +128,13 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     step = path.read_text().strip()
     if not step.isdecimal():
         raise ValueError(f"{path} must hold the step of the newest checkpoint, got {step!r}; write its number there")
-    folder = run_dir / f"global_step_{step}"
+    folder = checkpoint_dir(run_dir, step)
     return folder if folder.is_dir() else None
 
 
 def is_saved(run_dir: Path, step: int) -> bool:
     """True if the newest checkpoint is that of `step`."""
-    return newest_checkpoint(run_dir) == run_dir / f"global_step_{step}"
+    return newest_checkpoint(run_dir) == checkpoint_dir(run_dir, step)
 
 
 def keep_until(path: Path, step: int, *, since_s: float = inf) -> None:

@@ -36,6 +36,7 @@ from verl_digen.data.lengths import without
 from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS, digest, load_driver_state
 from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import (
+    CHECKPOINT,
     END,
     IMAGES,
     LOCK,
@@ -72,9 +73,7 @@ PACE = (
 NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"total_training_steps"}
 """Last names of keys that say where and how long: a reward's processes, and the steps that verl writes into `optim`."""
 MAX_SHOWN = 6
-STEP_PREFIX = "global_step_"
-"""Prefix of a checkpoint's folder, before the number of its step."""
-WRITTEN = (f"{STEP_PREFIX}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, LOG, END, POINTER, METRICS, START)
+WRITTEN = (f"{CHECKPOINT}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, LOG, END, POINTER, METRICS, START)
 """Files of a run, in the order in which they are moved: a move that was cut short goes on at the next start."""
 
 
@@ -117,11 +116,11 @@ def check_resume(config: DictConfig) -> None:
         )
         return
     require(
-        isinstance(given, str) and Path(given).name.startswith(STEP_PREFIX) and (Path(given) / "actor").is_dir(),
-        f"trainer.resume_from_path must be the folder {STEP_PREFIX}N of a checkpoint with "
+        isinstance(given, str) and Path(given).name.startswith(CHECKPOINT) and (Path(given) / "actor").is_dir(),
+        f"trainer.resume_from_path must be the folder {CHECKPOINT}N of a checkpoint with "
         "trainer.resume_mode=resume_path",
         given,
-        f"give RUN/{STEP_PREFIX}N, or set trainer.resume_mode=auto, which finds the last one of "
+        f"give RUN/{CHECKPOINT}N, or set trainer.resume_mode=auto, which finds the last one of "
         "trainer.default_local_dir",
     )
 
@@ -237,7 +236,7 @@ def _set_aside(run_dir: Path) -> Path:
 
 
 def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(STEP_PREFIX))
+    return int(checkpoint.name.removeprefix(CHECKPOINT))
 
 
 def _differences(checkpoint: Path, keys: tuple[str, ...], config: DictConfig) -> Iterator[tuple[str, Any, Any]]:

@@ -21,14 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from verl_digen.observe.run_files import END, IMAGES, LOCK, METRICS, START, WARNINGS
+from verl_digen.observe.run_files import CHECKPOINT, END, IMAGES, LOCK, METRICS, START, WARNINGS
 from verl_digen.report.curves import VALIDATION, read_rows, rounded, thinned
 from verl_digen.report.start import planned_steps, read_start
 from verl_digen.report.summary import RECENT, health
 
 MAX_DEPTH = 5
 """Levels of folders below the given one that are searched."""
-NO_RUNS = (".", "global_step_", IMAGES, "hydra", "tensorboard")
+NO_RUNS = (".", CHECKPOINT, IMAGES, "hydra", "tensorboard")
 """Beginnings of names of folders that hold no runs."""
 SILENT_S = 600.0
 """Age of the newest change from which a run counts as gone, where the file system has no locks."""

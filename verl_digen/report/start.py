@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from verl_digen.observe.run_files import START, WARNINGS, read_lines
+from verl_digen.observe.run_files import CHECKPOINT, START, WARNINGS, read_lines
 
-CHECKPOINT_FILE = "global_step_*/run.json"
+CHECKPOINT_FILE = f"{CHECKPOINT}*/run.json"
 MAX_WARNINGS = 200
 MAX_VALUE_CHARS = 300
 

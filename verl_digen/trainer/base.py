@@ -52,7 +52,7 @@ from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
 from verl_digen.observe.health import gap_metrics
 from verl_digen.observe.metrics import training_metrics
-from verl_digen.observe.run_files import STOP, is_saved
+from verl_digen.observe.run_files import STOP, checkpoint_dir, is_saved
 from verl_digen.processes.deadlines import Bound
 from verl_digen.processes.relays import Route, end_relays, ranks_of
 from verl_digen.processes.supervision import LoopThread, Supervision, within
@@ -393,7 +393,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
 
     def _save_checkpoint(self) -> None:
         """Write verl's checkpoint; the pointer is replaced only when everything is on disk."""
-        step_dir = self.run_dir / f"global_step_{self.global_steps}"
+        step_dir = checkpoint_dir(self.run_dir, self.global_steps)
         try:
             with self._supervision.watch("files", "writing the checkpoint"):
                 self.actor_rollout_wg.save_checkpoint(
@@ -430,7 +430,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             super()._load_checkpoint()
         rows = self._output.keep_until(self.global_steps)
         if self.global_steps > 0:
-            step_dir = self.run_dir / f"global_step_{self.global_steps}"
+            step_dir = checkpoint_dir(self.run_dir, self.global_steps)
             if self.config.trainer.resume_mode == "resume_path":
                 step_dir = Path(self.config.trainer.resume_from_path)
             state = load_driver_state(step_dir)

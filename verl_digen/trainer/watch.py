@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from verl_digen.config import RewardConfig
+from verl_digen.observe.run_files import checkpoint_dir
 from verl_digen.reward.hacking import RULES, Finding, Point, Rules, best, judge
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class RewardWatch:
     def kept_checkpoints(self) -> list[str]:
         """Folders of the checkpoints to keep, as the engine was given them; before training there is none."""
         steps = sorted({point.step for point in self._best.values()} - {0})
-        return [str(self._step_dir(step) / "actor") for step in steps]
+        return [str(checkpoint_dir(self._run_dir, step) / "actor") for step in steps]
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], bool]:
         """Judge one validation -> (`hacking/*`, True if the run should stop).
@@ -110,8 +111,5 @@ class RewardWatch:
         """Name the validation after `step`, and with `stop_on_hacking` its checkpoint."""
         if step == 0:
             return "before training"
-        is_kept = self._stops and self._step_dir(step).is_dir()
-        return f"after step {step}" + (f" (kept: {self._step_dir(step)})" if is_kept else "")
-
-    def _step_dir(self, step: int) -> Path:
-        return self._run_dir / f"global_step_{step}"
+        folder = checkpoint_dir(self._run_dir, step)
+        return f"after step {step}" + (f" (kept: {folder})" if self._stops and folder.is_dir() else "")

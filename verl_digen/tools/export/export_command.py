@@ -95,18 +95,19 @@ def export(
     import torch
     import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
 
+    from verl_digen.observe.run_files import CHECKPOINT
     from verl_digen.require import require_one_of
     from verl_digen.tools.export.card import model_card
     from verl_digen.tools.export.formats import FORMATS, require_fit
     from verl_digen.tools.export.partial import require_empty, written_whole
     from verl_digen.tools.export.policy import PolicyWeights
-    from verl_digen.tools.export.saved_run import STEP, open_run
+    from verl_digen.tools.export.saved_run import open_run
 
     if dtype is not None:
         require_one_of("--dtype", dtype, DTYPES)
     saved = open_run(run_dir, step, base)
     require_fit(saved, format)
-    default = saved.folder / "exports" / f"{STEP}{saved.step}-{policy}-{format}"
+    default = saved.folder / "exports" / f"{CHECKPOINT}{saved.step}-{policy}-{format}"
     folder = (default if output is None else output).absolute()
     require_empty(folder)
     weights = PolicyWeights(saved, policy)

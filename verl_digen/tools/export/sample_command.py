@@ -61,14 +61,15 @@ def run(args: Namespace) -> int:
 
 
 def _sample(args: Namespace) -> Path:
+    from verl_digen.observe.run_files import CHECKPOINT
     from verl_digen.tools.export.partial import require_empty, written_whole
     from verl_digen.tools.export.pictures import Changes, Painter, changed, rows_of, save_pictures
-    from verl_digen.tools.export.saved_run import STEP, open_run
+    from verl_digen.tools.export.saved_run import open_run
 
     saved = open_run(args.run_dir, args.step, args.base)
     rows = rows_of(saved, args.prompt, args.prompts)
     digen = changed(saved.digen, Changes(args.seed, args.steps, args.size))
-    name = f"{STEP}{saved.step}-{args.policy}"
+    name = f"{CHECKPOINT}{saved.step}-{args.policy}"
     folder = (saved.folder / "samples" / name if args.output is None else args.output).absolute()
     require_empty(folder)
     painter = Painter(saved, args.policy, digen)

@@ -17,11 +17,8 @@ from verl_digen.engine.driver_checkpoint import RUN_FILE
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
-from verl_digen.observe.run_files import POINTER
+from verl_digen.observe.run_files import CHECKPOINT, POINTER, checkpoint_dir
 from verl_digen.require import require
-
-STEP = "global_step_"
-"""Prefix of a checkpoint's folder."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class SavedRun:
     @property
     def actor(self) -> Path:
         """Folder of the engine's files."""
-        return self.folder / f"{STEP}{self.step}" / "actor"
+        return checkpoint_dir(self.folder, self.step) / "actor"
 
     @property
     def digen(self) -> DigenConfig:
@@ -95,7 +92,7 @@ def open_run(folder: Path, step: int | None, base: str | None) -> SavedRun:
 
 def saved_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a run's folder, in order."""
-    numbers = (path.parent.name.removeprefix(STEP) for path in folder.glob(f"{STEP}*/actor"))
+    numbers = (path.parent.name.removeprefix(CHECKPOINT) for path in folder.glob(f"{CHECKPOINT}*/actor"))
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
@@ -103,7 +100,7 @@ def _chosen_step(folder: Path, step: int | None) -> int:
     steps = saved_steps(folder)
     require(
         bool(steps),
-        f"RUN must hold checkpoints, folders {STEP}N with an actor",
+        f"RUN must hold checkpoints, folders {CHECKPOINT}N with an actor",
         str(folder),
         "train with trainer.save_freq > 0, or name another folder",
     )
@@ -117,7 +114,7 @@ def _chosen_step(folder: Path, step: int | None) -> int:
 
 def _read_config(folder: Path, step: int) -> tuple[DictConfig, dict[str, str]]:
     """(config, versions)."""
-    path = folder / f"{STEP}{step}" / RUN_FILE
+    path = checkpoint_dir(folder, step) / RUN_FILE
     require(path.is_file(), f"{str(path)!r} must be there, the config of the run", "nothing", "take another checkpoint")
     found = json.loads(path.read_text())
     config = OmegaConf.create(found["config"])
