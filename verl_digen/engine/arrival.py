@@ -88,7 +88,8 @@ class Arrival:
                 f"({error})"
             ) from error
         self.waited_s += time.perf_counter() - started_s
-        return {name: column[call.index(index)] for name, column in columns.items()}
+        place = call.index(index)
+        return {name: column[place] for name, column in columns.items()}
 
     def close(self) -> None:
         """Fetch nothing further, free what came, and wait for the call in flight."""

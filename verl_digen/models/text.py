@@ -31,6 +31,7 @@ def one_by_one(
     encode: Callable[[PromptInputs], Condition], check: Callable[[str], None], device: torch.device, *modules: Any
 ) -> PromptEncoder:
     """Turn an encoder of one prompt into an encoder of several, which checks and encodes each distinct prompt once.
+
     Args:
         modules: networks that it runs; they move to `device`.
     """
