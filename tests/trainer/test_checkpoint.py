@@ -17,10 +17,10 @@ from verl_digen.engine.driver_checkpoint import (
     load_driver_state,
     load_open_prompts,
     publish,
-    replace_text,
     save_driver_state,
     way_to_resume,
 )
+from verl_digen.observe.run_files import replace_text
 from verl_digen.trainer.colocated import ColocatedTrainer
 from verl_digen.types import PromptRow
 

@@ -31,7 +31,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.engine.saved_state import require_format
 from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint
-from verl_digen.observe.run_files import CHECKPOINT, POINTER
+from verl_digen.observe.run_files import CHECKPOINT, POINTER, replace_text
 from verl_digen.types import PromptRow
 
 RUN_FILE = "run.json"
@@ -154,13 +154,3 @@ def way_to_resume(run_dir: Path) -> str:
         f"the checkpoint of step {path.read_text().strip()} is intact: once the cause is gone, start again with "
         "trainer.resume_mode=auto, which continues after it"
     )
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file atomically: a reader sees the old or the new content, also after a crash or on a full disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

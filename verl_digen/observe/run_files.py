@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping
 from math import inf
@@ -81,6 +82,16 @@ def pictured_steps(run_dir: Path, prefix: str) -> list[int]:
     """
     numbers = (path.stem.removeprefix(prefix) for path in (run_dir / IMAGES).glob(f"{prefix}*.json"))
     return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file atomically: a reader sees the old or the new content, also after a crash or on a full disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -23,9 +23,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.engine.driver_checkpoint import replace_text
 from verl_digen.errors import RunStopped, describe, plain
-from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint
+from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint, replace_text
 from verl_digen.preflight.inputs import prompts_read_once
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.rules import check

@@ -24,9 +24,8 @@ from typing import Any
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.engine.driver_checkpoint import replace_text
 from verl_digen.hardware.versions import installed
-from verl_digen.observe.run_files import START
+from verl_digen.observe.run_files import START, replace_text
 from verl_digen.preflight.recipes import GROUP_WORD, command_line, named_recipes
 from verl_digen.report.start import leaves
 

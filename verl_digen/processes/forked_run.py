@@ -52,9 +52,8 @@ def fork_workers(ray_init: Mapping[str, Any]) -> None:
 
 def _is_alone(address: str | None) -> bool:
     """True if this machine is the whole cluster and has no accelerator."""
-    from verl.plugin.platform import (
-        get_platform,  # `import verl` calls `start_early`: this module must be whole by then
-    )
+    # Not above: `import verl` calls `start_early`, and this module must be whole by then
+    from verl.plugin.platform import get_platform
 
     return get_platform().device_name == "cpu" and not joins_cluster(address)
 

@@ -23,10 +23,9 @@ import ray
 from omegaconf import DictConfig
 
 from verl_digen.config import DigenConfig
-from verl_digen.engine.driver_checkpoint import replace_text
 from verl_digen.observe.group_pictures import best_and_worst, is_group_logged, is_step_logged
 from verl_digen.observe.images import Shown, save_grid
-from verl_digen.observe.run_files import group_dir
+from verl_digen.observe.run_files import group_dir, replace_text
 from verl_digen.observe.trackers import log_histograms, log_pictures, log_to_wandb
 from verl_digen.reward.named import has_custom
 from verl_digen.store.keys import group_number

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_digen.engine.driver_checkpoint import replace_text
 from verl_digen.observe.images import Shown, save_before_after, save_grid
 from verl_digen.observe.metrics import reward_metrics
-from verl_digen.observe.run_files import VALIDATION, image_path, pictured_steps, step_dir, video_path
+from verl_digen.observe.run_files import VALIDATION, image_path, pictured_steps, replace_text, step_dir, video_path
 from verl_digen.observe.trackers import log_pictures, log_table
 from verl_digen.types import SampleTag
 
