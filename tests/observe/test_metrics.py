@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -105,6 +106,21 @@ def test_a_resumed_run_continues_the_metrics_file_without_repeating_steps(tmp_pa
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[2]["reward/mean"] == 0.9 and "note" not in rows[0]
+
+
+def test_a_resumed_run_keeps_its_metrics_where_the_disk_is_full(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        append_metrics(path, step, {"reward/mean": step / 10})
+    written = path.read_text()
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        keep_until(path, 1)
+    assert path.read_text() == written
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0s"), (59.6, "1m00s"), (125, "2m05s"), (11220, "3h07m")])

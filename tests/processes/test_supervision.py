@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
-from verl_digen.errors import DeadlineMissed, ProcessLost
+from verl_digen.errors import DeadlineMissed, ProcessLost, RunStopped
 from verl_digen.processes import actors
 from verl_digen.processes.calls import Patience
 from verl_digen.processes.deadlines import Bound, DeadlinesConfig
@@ -207,3 +207,9 @@ def test_blocking_work_is_given_up_when_it_is_overdue():
 
 def _raise(error):
     raise error
+
+
+async def test_a_full_disk_ends_the_run_with_the_way_to_resume():
+    said = r"step 3 failed: OSError: \[Errno 28\] No space.*; start again"
+    with pytest.raises(RunStopped, match=said), supervision().ends_explained(lambda: "start again"):
+        raise OSError(28, "No space left on device")

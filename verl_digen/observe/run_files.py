@@ -152,7 +152,7 @@ def keep_until(path: Path, step: int, *, since_s: float = inf) -> None:
     """Drop the lines that a run resumed after `step` repeats, 0: all, except warnings given at `since_s` or later."""
     if path.exists():
         kept = [one for one in read_lines(path) if 0 < step >= one["step"] or one.get("at_s", -inf) >= since_s]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 class WarningsFile(logging.Handler):

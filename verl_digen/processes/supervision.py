@@ -231,12 +231,12 @@ class Supervision:
     # -- the end ------------------------------------------------------------------------------------------
     @contextmanager
     def ends_explained(self, way_to_resume: Callable[[], str]) -> Iterator[None]:
-        """Raise any exception that ends the run as RunStopped, with the way to resume."""
+        """Raise what a fault of processes, network or disk raises as RunStopped, with the way to resume."""
         try:
             yield
         except (DeadlineMissed, ProcessLost) as error:
             raise RunStopped(f"{error}; {way_to_resume()}") from error
-        except (RayError, CancelledError) as error:
+        except (RayError, CancelledError, OSError) as error:
             if self._lost is not None:  # it ended the call
                 raise RunStopped(f"{self._lost}; {way_to_resume()}") from error
             if isinstance(cause := plain(error), RunStopped):

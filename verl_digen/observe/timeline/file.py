@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_digen.observe.run_files import replace_text
 from verl_digen.observe.timeline.interval import Interval, from_line, join_parts, to_line
 
 logger = logging.getLogger(__name__)
@@ -74,9 +74,7 @@ class TimelineFile:
             for record in (records if step > 0 else [])
             if isinstance(record, dict) or record.step <= step or (end_s is not None and record.start_s < end_s)
         ]
-        aside = self._path.with_name(self._path.name + ".tmp")
-        aside.write_text("".join(_dump(line) for line in kept), encoding="utf-8")
-        os.replace(aside, self._path)
+        replace_text(self._path, "".join(_dump(line) for line in kept))
 
     def append(self, intervals: Iterable[Interval]) -> None:
         """Append intervals of the driver's clock."""
