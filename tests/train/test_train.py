@@ -107,6 +107,14 @@ def test_a_run_shows_little_keeps_all_and_ends_with_what_one_does_next(train, tm
     assert log.startswith("noise of a library\n") and "more noise" in log and "step 1/2" in log
 
 
+def test_a_full_disk_costs_lines_of_the_log_and_not_the_run(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "console.log").symlink_to("/dev/full")
+    code, said = train()
+    assert code == 0 and "step 1/2 | reward 0.5" in said and "Best validation" in said
+    assert said.count("console.log lacks lines from here on ([Errno 28] No space left on device); the run goes on") == 1
+
+
 @pytest.mark.parametrize(
     ("word", "code", "shown", "left_out"),
     [

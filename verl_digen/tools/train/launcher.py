@@ -78,6 +78,7 @@ class Launch:
         self._is_ending_since_s: float | None = None
         self._log: IO[bytes] | None = None
         self._unlogged: list[bytes] = []
+        self._loses_lines = False
         self._last: deque[str] = deque(maxlen=NUM_LAST_LINES)
         self._child = subprocess.Popen(
             command,
@@ -139,16 +140,21 @@ class Launch:
             yield rest
 
     def _write(self, raw: bytes) -> None:
-        """Add to the log; what came before the folder's name waits for it."""
+        """Add to the log; what came before the folder's name waits for it. A full disk costs lines, not the run."""
         run_dir = self._console.run_dir
         self._unlogged.append(raw)
         if run_dir is None:
             return
-        if self._log is None or self._log.name != str(run_dir / LOG):  # a multirun names a folder for each job
-            if self._log is not None:
-                self._log.close()
-            self._log = open(run_dir / LOG, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
-        self._log.write(b"".join(self._unlogged))
+        try:
+            if self._log is None or self._log.name != str(run_dir / LOG):  # a multirun names a folder for each job
+                if self._log is not None:
+                    self._log.close()
+                self._log = open(run_dir / LOG, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+            self._log.write(b"".join(self._unlogged))
+        except OSError as error:
+            if not self._loses_lines:
+                self._show(f"{run_dir / LOG} lacks lines from here on ({error}); the run goes on")
+            self._loses_lines = True
         self._unlogged.clear()
 
     def _handle_signals(self, count: int) -> None:
