@@ -125,16 +125,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
             num_batches=self.total_training_steps - first_batch,
         )
         host = hosts_of(self.actor_rollout_wg.workers, self.digen.deadlines.answer_s)
-        lanes: dict[str, Lane] = {}
         self._slots: list[SlotHandle] = []
         self._lanes: dict[str, Lane] = {}
-        slots_of: dict[str, Sequence[str]] = {}
-        for replica in self.checkpoint_manager.replicas:
-            joining = self._make_slots(replica)
-            for name in joining.slots:
-                lanes[name] = joining.lane
-                slots_of[name] = joining.slots
-                planner.on_slot_joined(name, replica=joining.replica, version=first_batch)
+        replicas = [self._make_slots(replica) for replica in self.checkpoint_manager.replicas]
         self._generator = GeneratorPool(
             self.agent_loop_manager.agent_loop_workers,
             self._slots,
@@ -156,13 +149,12 @@ class DisaggregatedTrainer(DiffusionTrainer):
                 rewards_of=group_rewards(self.config, self.digen),
             ),
             self._draw_prompts,
-            slots_of=slots_of,
+            replicas=replicas,
             deadlines=self._supervision.deadlines,
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
                 reward=Lane("reward", 0, self._driver.host, num_reward_devices(self.config)),
-                slots=lanes,
             ),
         )
 
