@@ -39,9 +39,9 @@ def fetch_on_all_nodes(config: Any, *, is_disaggregated: bool) -> None:
     nodes = [node for node in ray.nodes() if node["Alive"] and device in node["Resources"]]
     logger.info("%d nodes look for %s, or download it", len(nodes), path)
     asked = {
-        node["NodeID"]: _fetch.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        ).remote(path, use_shm)
+        node["NodeID"]: ray.remote(problem_here)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False))
+        .remote(path, use_shm=use_shm)
         for node in nodes
         if node["NodeID"] != here
     }
@@ -58,12 +58,6 @@ def fetch_on_all_nodes(config: Any, *, is_disaggregated: bool) -> None:
     if sum(node["Resources"][device] for node in nodes if node not in lacking) < num_devices:
         raise RunStopped(rule)
     logger.warning("%s, if Ray places a process of this run there", rule)
-
-
-@ray.remote(num_cpus=0)
-def _fetch(path: str, use_shm: bool) -> str | None:
-    """None, or why this node does not have the checkpoint."""
-    return problem_here(path, use_shm=use_shm)
 
 
 def problem_here(path: str, *, use_shm: bool) -> str | None:
