@@ -46,6 +46,21 @@ def conditions_of(known: Conditions, request: SampleRequest) -> list[Condition]:
     return found
 
 
+def conditions_by_place(
+    prompts: Prompts, requests: Sequence[SampleRequest]
+) -> tuple[dict[int, list[Condition]], dict[int, ValueError]]:
+    """(place in `requests` -> `conditions_of` it, place -> the encoder's error for a request that it refuses)."""
+    known = prompts.lookup([inputs for request in requests for inputs in request.branches])
+    conditions: dict[int, list[Condition]] = {}
+    refused: dict[int, ValueError] = {}
+    for place, request in enumerate(requests):
+        try:
+            conditions[place] = conditions_of(known, request)
+        except ValueError as error:
+            refused[place] = error
+    return conditions, refused
+
+
 def carried(request: SampleRequest, conditions: Sequence[Condition]) -> dict[str, Any]:
     """The conditions among the arguments of the request's `Generation`; None where it wants none."""
     given = conditions if request.wants_condition else ()

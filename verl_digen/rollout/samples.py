@@ -30,7 +30,7 @@ from verl_digen.models.pixels import in_batches
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import LoadedNetwork
 from verl_digen.rollout.pictures import PictureSamples
-from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_of
+from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_by_place
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import Denoised, not_finite, with_experts
@@ -122,14 +122,7 @@ class SampleMaker:
         if requests[0].picture is not None:
             answers = self._pictures.make(requests, version)
             return lambda: answers
-        known = self._prompts.lookup([inputs for request in requests for inputs in request.branches])
-        refused: dict[int, ValueError] = {}
-        conditions: dict[int, list[Condition]] = {}
-        for place, request in enumerate(requests):
-            try:
-                conditions[place] = conditions_of(known, request)
-            except ValueError as error:
-                refused[place] = error
+        conditions, refused = conditions_by_place(self._prompts, requests)
         copies = HostCopies(self.sampler.device)
 
         def make_part(places: Sequence[int]) -> _Made:
