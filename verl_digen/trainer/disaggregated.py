@@ -101,17 +101,12 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _get_n_gpus_for_throughput(self) -> int:
         return sum(self._num_devices.values())
 
-    @property
-    def _num_ranks(self) -> int:
-        """Trainer ranks that share a fragment's rows, and the samples of an assist."""
-        return num_data_parallel_ranks(self.config)
-
     def _rules(self) -> BatchRules:
         return batch_rules(
             self.digen,
             num_prompts=self.config.data.train_batch_size,
             group_size=self.config.actor_rollout_ref.rollout.n,
-            num_trainer_ranks=self._num_ranks,
+            num_trainer_ranks=num_data_parallel_ranks(self.config),
         )
 
     def _make_conductor(self) -> Conductor:
