@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,18 @@ from verl_digen.rollout.prompt_cache import PromptCache
 from verl_digen.rollout.stored import StoredConditions
 
 logger = logging.getLogger(__name__)
+
+
+class Movable(Protocol):
+    """Memory of a device that may be given away for a time."""
+
+    def release(self, *, changed: Callable[[], Iterable[Tensor]]) -> object:
+        """Free it; `changed` returns the tensors whose copies on the host are stale."""
+        ...
+
+    def restore(self) -> None:
+        """Allocate and fill it again."""
+        ...
 
 
 class Encoders:
@@ -60,13 +73,13 @@ class Encoders:
         self.wait_on_host = is_accelerated and settings.hosts_encoders(size, total)
         """True if they are on the device for an encoding alone."""
         self.prompts = PromptCache(self.encode, settings.embed_cache_size, turn=self._turn)
-        self._others: DeviceMemory | None = None
+        self._others: Movable | None = None
         self._changed: Callable[[], Iterable[Tensor]] = tuple
         if self.wait_on_host:
             logger.info("text encoders wait in host memory while the transformer runs")
             self._memory.release()
 
-    def alternate_with(self, others: DeviceMemory, changed: Callable[[], Iterable[Tensor]] = tuple) -> None:
+    def alternate_with(self, others: Movable, changed: Callable[[], Iterable[Tensor]] = tuple) -> None:
         """Give the device of `others`, the transformer's and the decoders' memory, to encoders that wait on the host,
         for each encoding.
 
@@ -97,7 +110,7 @@ class Encoders:
         finally:
             self._exchange(self._memory, self._others)
 
-    def _exchange(self, leaving: DeviceMemory, coming: DeviceMemory) -> None:
+    def _exchange(self, leaving: Movable, coming: Movable) -> None:
         leaving.release(changed=self._changed if leaving is self._others else tuple)
         get_platform().synchronize()  # the copies to the host, before the memory has other numbers
         device_memory.release_cached()

@@ -39,8 +39,8 @@ def fetch_on_all_nodes(config: Any, *, is_disaggregated: bool) -> None:
     nodes = [node for node in ray.nodes() if node["Alive"] and device in node["Resources"]]
     logger.info("%d nodes look for %s, or download it", len(nodes), path)
     asked = {
-        node["NodeID"]: ray.remote(problem_here)
-        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False))
+        node["NodeID"]: ray.remote(num_cpus=0)(problem_here)
+        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False))
         .remote(path, use_shm=use_shm)
         for node in nodes
         if node["NodeID"] != here
