@@ -41,7 +41,7 @@ def fetch_on_all_nodes(config: Any, *, is_disaggregated: bool) -> None:
     asked = {
         node["NodeID"]: ray.remote(num_cpus=0)(problem_here)
         .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False))
-        .remote(path, use_shm=use_shm)
+        .remote(path, use_shm)
         for node in nodes
         if node["NodeID"] != here
     }
@@ -60,7 +60,7 @@ def fetch_on_all_nodes(config: Any, *, is_disaggregated: bool) -> None:
     logger.warning("%s, if Ray places a process of this run there", rule)
 
 
-def problem_here(path: str, *, use_shm: bool) -> str | None:
+def problem_here(path: str, use_shm: bool) -> str | None:
     """Fetch the checkpoint to this node -> None, or why it cannot be had."""
     try:
         folder = locate(path, use_shm=use_shm)
