@@ -179,6 +179,12 @@ def test_a_replica_out_of_reach_for_longer_than_a_blip_or_dead_is_left_for_anoth
     assert sample == "from other" and took_s == pytest.approx(DIGEN.deadlines.blip_s + 1.0)
 
 
+async def test_nothing_is_kept_for_a_lost_replica():
+    client = Client(Balancer(dead=Server(errors=[ActorDiedError()]), other=Server()))
+    await client.generate_sample(sample_request(DIGEN, ROW, 0, step=1, validate=True))
+    assert [server.name for server in client._clients] == ["other"]
+
+
 def test_without_a_replica_the_run_stops(monkeypatch):
     with pytest.raises(RunStopped, match="every rollout replica is lost"):
         generate(monkeypatch, dead=Server(errors=[ActorDiedError()]))

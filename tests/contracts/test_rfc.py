@@ -458,7 +458,7 @@ def samples_of(server: DiffusersServer, **sampling: Any) -> list[FinishedSample]
 @pytest.mark.parametrize("scale", [1.0, 3.0], ids=["plain", "guided"])
 def test_means_on_demand_are_those_that_the_sampler_stepped_from(server, scale):
     """x' = mean + std noise, so that the mean gives the recorded log-prob again, bitwise."""
-    model, network = server._model, server._weights.module
+    model, network = server._network.model, server._weights.module
 
     with torch.no_grad():
         samples = samples_of(server, true_cfg_scale=scale)
@@ -521,7 +521,7 @@ def test_rows_of_a_batch_have_the_log_probs_that_it_has(server, scale):
     assert rows.mask.tolist() == [1.0] * K + [0.0] * K
     assert rows.advantages.tolist() == [1.0] * K + [-2.0] * K and rows.rewards.tolist() == [0.5] * 2 * K
     with torch.no_grad():
-        scored = score_rows(server._model, server._weights.module, rows)[0]
+        scored = score_rows(server._network.model, server._weights.module, rows)[0]
     torch.testing.assert_close(scored.log_prob, data.batch["log_probs"].flatten(), rtol=0, atol=1e-5)
     data.non_tensor_batch["sampling"][1] = replace(samples[1].trajectory.facts.sampling, noise_level=0.1)
     with pytest.raises(ValueError, match="samples that train together must have one sampling"):

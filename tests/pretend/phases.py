@@ -68,7 +68,7 @@ def measure(name: str, path: Path) -> Measured:
             return call()
 
     server = make_server(path)
-    model = server._model
+    model = server._network.model
     sampling = _sampling(name)
     found = counted("encode", lambda: server._encoders.encode([PromptInputs(prompt) for prompt in PROMPTS]))
     negative = server._encoders.encode([PromptInputs(" ")])[0]
@@ -79,7 +79,7 @@ def measure(name: str, path: Path) -> Measured:
         SampleRequest(f"p{number}", 0, PromptInputs(prompt), PromptInputs(" "), window, sampling)
         for number, (prompt, window) in enumerate(zip(PROMPTS, windows, strict=True))
     ]
-    server._sampler.sample(asked, found, negatives, version=0)  # what the first call alone does
+    server._samples.sampler.sample(asked, found, negatives, version=0)  # what the first call alone does
     starts: list[int] = []
 
     def note_start() -> bool:
@@ -87,16 +87,16 @@ def measure(name: str, path: Path) -> Measured:
         return False
 
     trajectories, latents = counted(
-        "sample", lambda: server._sampler.sample(asked, found, negatives, version=0, should_stop=note_start)
+        "sample", lambda: server._samples.sampler.sample(asked, found, negatives, version=0, should_stop=note_start)
     )
-    server._decode(latents, sampling.geometry)
-    pixels = counted("decode", lambda: server._decode(latents, sampling.geometry)).pixels
+    server._samples.decoder(latents, sampling.geometry)
+    pixels = counted("decode", lambda: server._samples.decoder(latents, sampling.geometry)).pixels
     assert pixels.device.type == "cpu" and len(pixels) == len(PROMPTS)
     training = _train(server, _tile(trajectories, found, negatives), counted)
     host = {tensor: value.cpu() for tensor, value in model.load_transformer(torch.bfloat16).state_dict().items()}
     asleep = _sleep(server, records)
     counted("update", lambda: asyncio.run(_update(server, host)))
-    again, _ = server._sampler.sample(asked, found, negatives, version=1)
+    again, _ = server._samples.sampler.sample(asked, found, negatives, version=1)
     assert torch.equal(again[0].record.latents, trajectories[0].record.latents)  # the weights are the same
     worst_step = max(after - before for before, after in pairwise(starts))
     return Measured(records, worst_step, training[0], training[1], asleep)
@@ -132,8 +132,8 @@ def _train(
     server: DiffusersServer, tile: Callable[[], TrainingRows], counted: Callable[..., Any]
 ) -> tuple[float, bool]:
     """(gap of log-probs, whether there are gradients)."""
-    device, network = server._device, server._network.transformer
-    forward = PolicyForward(server._model, network, device, {}, has_adapter=False)
+    device, network = server._network.device, server._network.transformer
+    forward = PolicyForward(server._network.model, network, device, {}, has_adapter=False)
 
     @torch.no_grad()
     def evaluate() -> torch.Tensor:
@@ -159,9 +159,9 @@ def _sleep(server: DiffusersServer, records: dict[str, Record]) -> int:
     """Bytes of transformer, encoders and VAE that stay on the device."""
 
     def allocated() -> int:
-        return torch.get_device_module(server._device).memory_allocated()
+        return torch.get_device_module(server._network.device).memory_allocated()
 
-    modules = (server._network.transformer, *server._encoders.encode.modules, *server._decode.modules)
+    modules = (server._network.transformer, *server._encoders.encode.modules, *server._samples.decoder.modules)
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     own = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
     awake = allocated()

@@ -160,13 +160,13 @@ async def draw(server) -> list[Generation]:
 def sizes_of(server) -> list[int]:
     """Sizes of the batches that a server denoises from now on, those that fail too."""
     found: list[int] = []
-    denoise = server._sampler.denoise
+    denoise = server._samples.sampler.denoise
 
     def noted(requests, *arguments, **options):
         found.append(len(requests))
         return denoise(requests, *arguments, **options)
 
-    server._sampler.denoise = noted
+    server._samples.sampler.denoise = noted
     return found
 
 

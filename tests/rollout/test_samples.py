@@ -75,8 +75,8 @@ def check(server, batch: list[SampleRequest], answers: list[Generation]) -> None
     known = {inputs: move_condition(condition, "pretend") for inputs, condition in on_host.items()}
     positive = [known[one.inputs] for one in batch]
     negative = [known[one.negative_inputs] for one in batch] if batch[0].sampling.is_guided else None
-    trajectories, latents = server._sampler.sample(batch, positive, negative, version=0)
-    pixels = in_batches(server._decode, latents, batch[0].sampling.geometry, 4).pixels
+    trajectories, latents = server._samples.sampler.sample(batch, positive, negative, version=0)
+    pixels = in_batches(server._samples.decoder, latents, batch[0].sampling.geometry, 4).pixels
     for row, (got, expected) in enumerate(zip(answers, trajectories, strict=True)):
         same_records(got.trajectory, expected)
         assert torch.equal(got.pixels, pixels[row]) and torch.equal(got.latents.final, latents[row].cpu())

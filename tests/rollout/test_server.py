@@ -121,7 +121,7 @@ def test_videos_have_their_own_sound_in_any_batch(tiny_ltx2):
     np.testing.assert_allclose(alone.audio.waveform, together[1].audio.waveform, atol=1e-4, rtol=0)
     assert np.abs(together[0].audio.waveform - together[1].audio.waveform).max() > 1e-2
     held = {id(parameter) for module in server._memory._modules for parameter in module.parameters()}
-    assert {id(one) for module in server._decode_audio.modules for one in module.parameters()} <= held
+    assert {id(one) for module in server._samples.audio_decoder.modules for one in module.parameters()} <= held
 
 
 def test_a_sample_for_a_reward_of_latents_carries_what_its_picture_was_decoded_from(tiny_qwen_image):
@@ -129,7 +129,7 @@ def test_a_sample_for_a_reward_of_latents_carries_what_its_picture_was_decoded_f
     with_latents, without = generate(server, [replace(second, wants_latents=True), first])
     assert without.latents is None and with_latents.condition is None
     latents = with_latents.latents
-    pixels = server._decode(latents.final[None], second.sampling.geometry).pixels
+    pixels = server._samples.decoder(latents.final[None], second.sampling.geometry).pixels
     assert (pixels[0].int() - with_latents.pixels.int()).abs().max() <= 1
     assert latents.condition.keys() == without.condition.keys()
     for name, tensor in without.condition.items():
@@ -172,7 +172,7 @@ def test_latents_that_are_not_finite_fail_their_own_samples_alone(tiny_qwen_imag
 @pytest.mark.parametrize("part", ["pixels", "sound"])
 def test_pixels_and_sound_that_are_not_finite_fail_their_own_samples_alone(tiny_qwen_image, part):
     server, asked = make_server(tiny_qwen_image, max_batch_size=9), make_requests()[:4]
-    decode = server._decode.decode
+    decode = server._samples.decoder.decode
 
     def decode_one_badly(latents, geometry):
         found = decode(latents, geometry)
@@ -182,8 +182,8 @@ def test_pixels_and_sound_that_are_not_finite_fail_their_own_samples_alone(tiny_
         loud = Audio(np.array([[0.0, np.inf if part == "sound" else 1.0]], np.float32), 8000)
         return [None, loud, None, None]
 
-    server._samples.decoder = replace(server._decode, decode=decode_one_badly)
-    server._samples.audio_decoder = replace(server._decode_audio, decode=sounds)
+    server._samples.decoder = replace(server._samples.decoder, decode=decode_one_badly)
+    server._samples.audio_decoder = replace(server._samples.audio_decoder, decode=sounds)
     answers = generate(server, asked, return_exceptions=True)
     assert [isinstance(answer, Generation) for answer in answers] == [True, False, True, True]
     assert f"sample {asked[1].sample_index} of group {asked[1].uid} must have finite {part}, got NaN" in str(answers[1])
@@ -241,7 +241,7 @@ async def test_a_sleeping_server_has_no_memory_and_an_update_wakes_it(tiny_qwen_
     server = make_server(tiny_qwen_image)
     server._frees_memory = True
     weights = {name: tensor.clone() for name, tensor in weights_of(server).items()}
-    modules = [server._weights.module, *server._encoders.encode.modules, *server._decode.modules]
+    modules = [server._weights.module, *server._encoders.encode.modules, *server._samples.decoder.modules]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
     copied_out = []

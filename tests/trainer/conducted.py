@@ -12,7 +12,7 @@ from verl_digen.processes.deadlines import Deadlines, DeadlinesConfig
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.trainer.conductor import Conductor
-from verl_digen.trainer.lanes import Lanes
+from verl_digen.trainer.lanes import Joining, Lanes
 
 GROUP_SIZE = 4
 
@@ -127,7 +127,7 @@ class Pools:
         self.calls.append(("abort",))
 
 
-def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, slots_of=None, deadlines=DEADLINES, **rules):
+def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, replicas=None, deadlines=DEADLINES, **rules):
     clock = itertools.count()
     recorder = Recorder(now_s=now_s or (lambda: float(next(clock))))
     planner = BatchPlanner(
@@ -136,19 +136,19 @@ def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, slots_o
         first_batch=0,
         num_batches=None,
     )
-    lanes = {slot: Lane("generator", number, "here", 1) for number, slot in enumerate(slots)}
-    for slot in slots:
-        planner.on_slot_joined(slot, replica=slot, version=0)
+    replicas = [[slot] for slot in slots] if replicas is None else replicas
     numbers = itertools.count()
     return Conductor(
         planner,
         pools,
         pools,
         lambda batch, count: [f"p{next(numbers):03d}" for _ in range(count)],
-        slots_of=slots_of or {slot: [slot] for slot in slots},
+        replicas=[
+            Joining(slots[0], Lane("generator", number, "here", 1), slots) for number, slots in enumerate(replicas)
+        ],
         deadlines=Deadlines(deadlines),
         recorder=recorder,
-        lanes=Lanes(Lane("trainer", 0, "here", 1), Lane("reward", 0, "here", 0), lanes),
+        lanes=Lanes(Lane("trainer", 0, "here", 1), Lane("reward", 0, "here", 0)),
     )
 
 

@@ -95,7 +95,6 @@ def test_a_fragment_of_separate_pools_trains_the_selected_samples(digen: DigenCo
         _num_devices=defaultdict(int),
         _end_replica=None,
         _draw_prompts=None,
-        _num_ranks=1,
         _rules=lambda: DisaggregatedTrainer._rules(trainer),
         _recorder=SimpleNamespace(),
         _ranks=Ranks(),

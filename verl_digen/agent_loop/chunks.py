@@ -17,7 +17,7 @@ most one chunk per slot in generation, and collects every generated chunk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -82,7 +82,7 @@ class ChunkRunner(Generic[Generated, Scored]):
     """(order, sample index, client of the replica) -> the sample."""
     withdraw_sample: Callable[[ChunkOrder, int, Any], Awaitable[None]]
     """(order, sample index, client): cancels the sample on the replica."""
-    score_sample: Callable[[ChunkOrder, Generated], Awaitable[Scored]]
+    score_sample: Callable[[ChunkOrder, Generated], Coroutine[Any, Any, Scored]]
     publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[GroupTags]]
     """Puts the samples' rows into TransferQueue for the trainer ranks -> their tags."""
     on_settled: Callable[[ChunkOrder], None] = lambda order: None
@@ -99,7 +99,7 @@ class ChunkRunner(Generic[Generated, Scored]):
         async def run(index: int) -> None:
             generated = await self.generate_sample(order, index, client)
             if order.chunk_id in self._scoring:  # else discarded
-                scoring[index] = asyncio.create_task(self._score(order, generated))
+                scoring[index] = asyncio.create_task(self.score_sample(order, generated))
 
         tasks = [asyncio.create_task(run(index)) for index in order.samples]
         self._generating[order.chunk_id] = order, client, tasks
@@ -142,13 +142,10 @@ class ChunkRunner(Generic[Generated, Scored]):
         Args:
             failure: why the missing samples were not generated.
         """
-        scoring = {index: asyncio.create_task(self._score(order, sample)) for index, sample in generated.items()}
+        scoring = {index: asyncio.create_task(self.score_sample(order, sample)) for index, sample in generated.items()}
         self._scoring[order.chunk_id] = order, scoring
         missing = [index for index in order.samples if index not in generated]
         return GeneratedChunk(dict.fromkeys(missing, failure), is_slot_lost=False)
-
-    async def _score(self, order: ChunkOrder, generated: Generated) -> Scored:
-        return await self.score_sample(order, generated)
 
     async def collect(self, chunk_id: int) -> ScoredChunk:
         """Wait for the scores of a chunk whose generation has ended; publish the samples that have one.

@@ -39,7 +39,6 @@ from verl_digen.errors import describe
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
-from verl_digen.processes.workers import WorkerPool
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.store.conditions import ConditionPair, put_condition
@@ -91,8 +90,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self.digen = self.llm_client.digen
         if self.reward_loop_worker_handles is not None:
             self._rewards = SampleRewards.of_run(self.config, self.reward_loop_worker_handles, self.digen)
-        self._environments = self._connect_environments()
         is_played = self.digen.environment.is_on
+        self._environments = environment_pool(self.llm_client.environments, self.digen.deadlines) if is_played else None
         self._loop = (
             self._make_loop(self.llm_client) if is_played else make_agent_loop(SINGLE_TURN, self, self.llm_client)
         )
@@ -322,11 +321,6 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def collect_chunk(self, chunk_id: int) -> ScoredChunk:
         """Wait until a generated chunk's samples are scored and published -> their tags."""
         return await self._chunks.collect(chunk_id)
-
-    def _connect_environments(self) -> WorkerPool | None:
-        """Connect to the run's environments; None without them."""
-        handles, deadlines = self.llm_client.environments, self.digen.deadlines
-        return environment_pool(handles, deadlines) if self.digen.environment.is_on else None
 
     def _make_loop(self, client: Any) -> Any:
         """Make the run's agent loop, which requests samples from `client`."""

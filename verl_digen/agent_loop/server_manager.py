@@ -113,6 +113,7 @@ class DiffusionServerClient(LLMServerClient):
                 return await self._generate_on(replica, server, request)
             except RayActorError as error:
                 logger.warning("replica %s is lost, sample %s goes to another one: %s", replica, name, error)
+                self._clients.pop(server, None)
                 await self._remove_server(replica)
             finally:
                 self._release_server(replica, request_id=sticky)

@@ -79,7 +79,7 @@ def timeshared_options(pool: Any) -> list[dict[str, Any]]:
     Args:
         pool: verl's `RayResourcePool`, reserved: a placement group per node, with a bundle per device.
     """
-    share = _share_options(TIMESHARE)
+    share = share_options(TIMESHARE)
     return [
         {
             "num_cpus": 0,
@@ -92,14 +92,14 @@ def timeshared_options(pool: Any) -> list[dict[str, Any]]:
 
 
 def _device_options(share: float, digen: DigenConfig) -> dict[str, Any]:
-    options = _share_options(share)
+    options = share_options(share)
     resource = type_resource("digen.placement.reward_accelerator", digen.placement.reward_accelerator)
     if resource is not None:
         options["resources"][resource] = LEAST_SHARE
     return options
 
 
-def _share_options(share: float) -> dict[str, Any]:
+def share_options(share: float) -> dict[str, Any]:
     """Options of an actor with this number of devices, or with a share of one."""
     device = get_platform().ray_resource_name()
     if not share or device != "GPU":

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.rollout.fitting import Fitting
-from verl_digen.rollout.prompt_cache import Conditions, Prompts, conditions_of
+from verl_digen.rollout.prompt_cache import Conditions, Prompts, conditions_by_place
 from verl_digen.rollout.samples import SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
@@ -71,15 +71,9 @@ class Assistant:
             version: weight version.
         """
         rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
-        known = prompts.lookup([inputs for request in requests for inputs in request.branches])
-        refused: dict[int, ValueError] = {}
-        kinds: dict[int, Hashable] = {}
-        for place, request in enumerate(requests):
-            try:
-                kinds[place] = self._kind(request, conditions_of(known, request))
-            except ValueError as error:
-                refused[place] = error
-        taken = [*kinds]
+        conditions, refused = conditions_by_place(prompts, requests)
+        taken = [*conditions]
+        kinds = [self._kind(requests[place], own) for place, own in conditions.items()]
         answers: list[tuple[int, Generation | ValueError]] = [*refused.items()] if rank == 0 else []
         maker = SampleMaker(
             self._sampler,
@@ -89,7 +83,7 @@ class Assistant:
             fitting=self.fitting,
             batch_size=self._engine.digen.rollout.decode_batch_size,
         )
-        for batch in deal_samples([*kinds.values()], num_ranks)[rank] if taken else ():
+        for batch in deal_samples(kinds, num_ranks)[rank] if taken else ():
             places = [taken[number] for number in batch]
             made = maker.make([requests[place] for place in places or taken[:1]], version)()
             answers += zip(places, made, strict=False)  # none of a padding sample

@@ -75,8 +75,7 @@ class FrameReward(Reward):
         frames = [images_of(sample, self.config.num_frames) for sample in batch]
         owners = [number for number, own in enumerate(frames) for _ in own]
         values = self.frame_scores([image for own in frames for image in own], owners, batch)
-        means = [own.mean().item() for own in values.float().cpu().split([len(own) for own in frames])]
-        return means
+        return [own.mean().item() for own in values.float().cpu().split([len(own) for own in frames])]
 
     @abstractmethod
     def frame_scores(

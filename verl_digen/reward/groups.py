@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
+from verl_digen.processes.calls import tell
 from verl_digen.reward.scoring import ScoringError
 from verl_digen.types import PartScore, RewardInput
 
@@ -75,8 +76,8 @@ class GroupRooms:
         failed = self._failed.setdefault(uid, {})
         failed[index] = error
         for key in [key for key in self._rooms if key[0] == uid]:
-            for _, answer in list(self._rooms.pop(key).values()):
-                _refuse(answer, ScoringError(_told(failed)))
+            waiting = [answer for _, answer in self._rooms.pop(key).values()]
+            tell(waiting, [ScoringError(_told(failed)) for _ in waiting])
 
     def settled(self, uid: str, indices: Collection[int]) -> None:
         """Forget the failures of samples whose outcome the driver has; new ones of these may come."""
@@ -86,22 +87,14 @@ class GroupRooms:
             self._failed[uid] = left
 
     async def _call(self, members: Sequence[Waiting]) -> None:
+        outcomes: Sequence[PartScores | Exception]
         try:
-            scores = await self._score_group([sample for sample, _ in members])
+            outcomes = await self._score_group([sample for sample, _ in members])
         except Exception as error:  # raised for every sample of the group
-            for _, answer in members:
-                _refuse(answer, error)
-            return
-        for (_, answer), score in zip(members, scores, strict=True):
-            if not answer.done():
-                answer.set_result(score)
+            outcomes = [error] * len(members)
+        tell((answer for _, answer in members), outcomes)
 
 
 def _told(failed: Mapping[int, str]) -> str:
     index, error = next(iter(failed.items()))
     return f"sample {index} of its group has no reward: {error}"
-
-
-def _refuse(answer: asyncio.Future[PartScores], error: Exception) -> None:
-    if not answer.done():
-        answer.set_exception(error)

@@ -33,6 +33,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -164,13 +165,10 @@ class BatchScorer:
             while not self._pending:
                 self._arrived.clear()
                 await self._arrived.wait()
-            is_due = False
-            while len(self._pending) < self._num_together and not is_due:
-                self._arrived.clear()
-                try:
+            with suppress(asyncio.TimeoutError):
+                while len(self._pending) < self._num_together:
+                    self._arrived.clear()
                     await asyncio.wait_for(self._arrived.wait(), self._wait_s)
-                except asyncio.TimeoutError:
-                    is_due = True
             while not self._is_awake.is_set():  # it may fall asleep again before this goes on
                 await self._is_awake.wait()
             waiting = [entry for entry in self._pending if not entry[1].done()]  # the others were cancelled

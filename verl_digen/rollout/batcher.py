@@ -93,9 +93,8 @@ class RequestBatcher:
     def _on_worker_ended(self, worker: asyncio.Task[None]) -> None:
         """Fail all waiting callers after the worker was cancelled; the next request starts a new worker."""
         self._worker = None
-        for _, answer in [*self._batch, *self._pending]:
-            if not answer.done():
-                answer.set_exception(RuntimeError(STOPPED))
+        waiting = [answer for _, answer in [*self._batch, *self._pending]]
+        tell(waiting, [RuntimeError(STOPPED) for _ in waiting])
         self._batch, self._pending = [], []
 
     def withdraw(self, uid: str, sample_index: int) -> None:
@@ -134,9 +133,7 @@ class RequestBatcher:
         while True:
             await self._until_ready()
             async with self._running:
-                if not self._open.is_set():  # paused while we waited for the lock
-                    continue
-                if not self._pending:  # cancelled meanwhile
+                if not self._open.is_set() or not self._pending:  # paused, or cancelled, while we waited for the lock
                     continue
                 batch = self._batch = self._take()
                 try:

@@ -58,17 +58,12 @@ class BatchingServer:
     async def clear_kv_cache(self) -> None:
         """No-op: diffusion has no KV cache."""
 
-    async def release_kv_cache(self) -> None:
-        """No-op: diffusion has no KV cache."""
-
-    async def resume_kv_cache(self) -> None:
-        """No-op: diffusion has no KV cache."""
+    release_kv_cache = resume_kv_cache = clear_kv_cache
 
     async def start_profile(self, **kwargs: Any) -> None:
         """No-op: generation is profiled through verl's profiler of the trainer ranks."""
 
-    async def stop_profile(self) -> None:
-        """See `start_profile`."""
+    stop_profile = start_profile
 
     async def ready(self) -> bool:
         """True once the constructor is done."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_digen.models.loaded import Decoder
 from verl_digen.models.pixels import fitted
-from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_of
+from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_by_place
 from verl_digen.sampling.recording import initial_seed, not_finite, record_trajectory, with_experts
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, Generation, SampleRequest
@@ -42,26 +42,23 @@ class PictureSamples:
             version: weight version of the replica.
         """
         started_s = time.time()
-        known = self._prompts.lookup([inputs for request in requests for inputs in request.branches])
-        read: list[tuple[Tensor, list[Condition]] | ValueError] = []
-        for request in requests:
+        conditions, failed = conditions_by_place(self._prompts, requests)
+        pixels: dict[int, Tensor] = {}
+        for place in conditions:
+            request = requests[place]
             assert request.picture is not None  # the batch is of pictures
             try:
-                conditions = conditions_of(known, request)
-                read.append((fitted(request.picture.read(), request.sampling.geometry), conditions))
-            except ValueError as error:  # of the prompt, or of the picture
-                read.append(error)
-        pixels = [found[0] for found in read if not isinstance(found, ValueError)]
-        latents = iter(self._encode(pixels) if pixels else ())
-        answers: list[Generation | ValueError] = []
-        for request, found in zip(requests, read, strict=True):
-            if isinstance(found, ValueError):
-                answers.append(found)
-                continue
-            final = next(latents)
-            error = not_finite(request, final, version, torch.tensor(True), None)
-            answers.append(error or self._answer(request, *found, final, version, started_s))
-        return answers
+                pixels[place] = fitted(request.picture.read(), request.sampling.geometry)
+            except ValueError as error:
+                failed[place] = error
+        answers: dict[int, Generation | ValueError] = {**failed}
+        for place, latents in zip(pixels, self._encode([*pixels.values()]) if pixels else (), strict=True):
+            request = requests[place]
+            error = not_finite(request, latents, version, torch.tensor(True), None)
+            answers[place] = error or self._answer(
+                request, pixels[place], conditions[place], latents, version, started_s
+            )
+        return [answers[place] for place in range(len(requests))]
 
     def _encode(self, pixels: Sequence[Tensor]) -> Tensor:
         """[B, ...] in `latents_dtype`, on the CPU."""

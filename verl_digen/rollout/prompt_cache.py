@@ -46,6 +46,21 @@ def conditions_of(known: Conditions, request: SampleRequest) -> list[Condition]:
     return found
 
 
+def conditions_by_place(
+    prompts: Prompts, requests: Sequence[SampleRequest]
+) -> tuple[dict[int, list[Condition]], dict[int, ValueError]]:
+    """(place in `requests` -> `conditions_of` it, place -> the encoder's error for a request that it refuses)."""
+    known = prompts.lookup([inputs for request in requests for inputs in request.branches])
+    conditions: dict[int, list[Condition]] = {}
+    refused: dict[int, ValueError] = {}
+    for place, request in enumerate(requests):
+        try:
+            conditions[place] = conditions_of(known, request)
+        except ValueError as error:
+            refused[place] = error
+    return conditions, refused
+
+
 def carried(request: SampleRequest, conditions: Sequence[Condition]) -> dict[str, Any]:
     """The conditions among the arguments of the request's `Generation`; None where it wants none."""
     given = conditions if request.wants_condition else ()
@@ -67,44 +82,41 @@ class PromptCache:
         self._encode, self._max_size, self._turn = encode, max_size, turn
         self._conditions: OrderedDict[PromptInputs, Condition] = OrderedDict()
         self._hits = self._misses = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
         """Prompt -> its condition, or the encoder's error for a prompt it refuses."""
         with self._lock:
-            return self._lookup(prompts)
+            distinct = list(dict.fromkeys(prompts))
+            missing = [prompt for prompt in distinct if prompt not in self._conditions]
+            self._misses += len(missing)
+            self._hits += len(prompts) - len(missing)
+            encoded: Conditions = {}
+            if missing:
+                with self._turn():
+                    encoded = self._encode_each(missing)
+            found: Conditions = {}
+            for prompt in distinct:
+                condition = encoded[prompt] if prompt in encoded else self._conditions[prompt]
+                found[prompt] = condition
+                if not isinstance(condition, ValueError):
+                    self._conditions[prompt] = condition
+                    self._conditions.move_to_end(prompt)
+            while len(self._conditions) > self._max_size:
+                self._conditions.popitem(last=False)
+            return found
 
     def find(self, prompts: Sequence[PromptInputs]) -> Conditions | None:
         """Prompt -> its condition; None if one would have to be encoded."""
         with self._lock:
-            return self._lookup(prompts) if all(prompt in self._conditions for prompt in prompts) else None
+            return self.lookup(prompts) if all(prompt in self._conditions for prompt in prompts) else None
 
     def prepare(self, prompts: Sequence[PromptInputs], others: Iterable[PromptInputs]) -> None:
         """Encode the missing `prompts`, and in the same turn as many `others` as fit."""
         with self._lock:
             if not all(prompt in self._conditions for prompt in prompts):
                 distinct = dict.fromkeys([*others, *prompts])  # the last are kept longest
-                self._lookup([*distinct][-self._max_size :])
-
-    def _lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
-        distinct = list(dict.fromkeys(prompts))
-        missing = [prompt for prompt in distinct if prompt not in self._conditions]
-        self._misses += len(missing)
-        self._hits += len(prompts) - len(missing)
-        encoded: Conditions = {}
-        if missing:
-            with self._turn():
-                encoded = self._encode_each(missing)
-        found: Conditions = {}
-        for prompt in distinct:
-            condition = encoded[prompt] if prompt in encoded else self._conditions[prompt]
-            found[prompt] = condition
-            if not isinstance(condition, ValueError):
-                self._conditions[prompt] = condition
-                self._conditions.move_to_end(prompt)
-        while len(self._conditions) > self._max_size:
-            self._conditions.popitem(last=False)
-        return found
+                self.lookup([*distinct][-self._max_size :])
 
     def stats(self) -> dict[str, int]:
         """Number of prompts found (`hits`), encoded (`misses`) and kept (`size`), and the maximum kept (`max_size`)."""

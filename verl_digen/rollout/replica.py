@@ -11,7 +11,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.rollout.replica import RolloutMode
 
-from verl_digen.rollout.birth import PlacedReplica, birth_variables, cpu_threads
+from verl_digen.rollout.birth import PlacedReplica, birth_variables, cpu_threads, reserved_device
 from verl_digen.rollout.server import DiffusersServer
 
 
@@ -34,13 +34,9 @@ class DiffusersReplica(PlacedReplica):
             num_devices=self.gpus_per_node,
             is_standalone=self.rollout_mode is RolloutMode.STANDALONE,
         )
-        resource = platform.ray_resource_name()
         (worker,) = self.workers
         node_id, device = await worker.__ray_call__.remote(
-            lambda worker: (
-                ray.get_runtime_context().get_node_id(),
-                ray.get_runtime_context().get_accelerator_ids()[resource][0],
-            )
+            lambda _: (ray.get_runtime_context().get_node_id(), reserved_device().name)
         )
         server: Any = (
             ray.remote(self.server_class)

@@ -19,15 +19,20 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
+from verl.utils.torch_dtypes import PrecisionType
 
+from verl_digen.config import DigenConfig
 from verl_digen.hardware.transfers import HostCopies
 from verl_digen.inputs.audio import Audio
 from verl_digen.models.loaded import AudioDecoder, Decoded, Decoder
 from verl_digen.models.pixels import in_batches
 from verl_digen.rollout.fitting import Fitting
+from verl_digen.rollout.network import LoadedNetwork
 from verl_digen.rollout.pictures import PictureSamples
-from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_of
+from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_by_place
+from verl_digen.sampling.branches import GuidanceBranches
+from verl_digen.sampling.prefix_cache import PrefixCache
 from verl_digen.sampling.recording import Denoised, not_finite, with_experts
 from verl_digen.sampling.sampler import TEXT_STEP, Sampler
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
@@ -70,11 +75,41 @@ class SampleMaker:
         fitting: Fitting,
         batch_size: int,
     ):
-        self._sampler, self._prompts, self._model = sampler, prompts, sampler.model
+        self.sampler, self._prompts, self._model = sampler, prompts, sampler.model
         self.fitting, self._batch_size = fitting, batch_size
         self.decoder, self.audio_decoder = decoder, audio_decoder
         self._pictures = PictureSamples(sampler, prompts, decoder, batch_size)
         self._ended_s = 0.0
+
+    @classmethod
+    def of_network(
+        cls, network: LoadedNetwork, prompts: Prompts, digen: DigenConfig, prefixes: PrefixCache | None = None
+    ) -> SampleMaker:
+        """The one of a replica's network, with decoders. `prefixes`: see `Sampler`."""
+        model, dtype, device = network.model, network.dtype, network.device
+        sampler = Sampler(
+            model,
+            network.weights.module,
+            run_seed=digen.seed,
+            device=device,
+            latents_dtype=PrecisionType.to_dtype(digen.rollout.latents_dtype),
+            branches=GuidanceBranches(digen.rollout.split_guidance, device),
+            prefixes=prefixes,
+            fp8=network.fp8,
+        )
+        return cls(
+            sampler,
+            prompts,
+            model.load_decoder(dtype, device),
+            model.load_audio_decoder(dtype, device),
+            fitting=Fitting.of(digen.rollout, device),
+            batch_size=digen.rollout.decode_batch_size,
+        )
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The transformer and the decoders."""
+        return [self.sampler.transformer, *self.decoder.modules, *self.audio_decoder.modules]
 
     def make(
         self, requests: Sequence[SampleRequest], version: int, should_stop: Callable[[], bool] | None = None
@@ -87,15 +122,8 @@ class SampleMaker:
         if requests[0].picture is not None:
             answers = self._pictures.make(requests, version)
             return lambda: answers
-        known = self._prompts.lookup([inputs for request in requests for inputs in request.branches])
-        refused: dict[int, ValueError] = {}
-        conditions: dict[int, list[Condition]] = {}
-        for place, request in enumerate(requests):
-            try:
-                conditions[place] = conditions_of(known, request)
-            except ValueError as error:
-                refused[place] = error
-        copies = HostCopies(self._sampler.device)
+        conditions, refused = conditions_by_place(self._prompts, requests)
+        copies = HostCopies(self.sampler.device)
 
         def make_part(places: Sequence[int]) -> _Made:
             part = {place: requests[place] for place in places}
@@ -140,11 +168,11 @@ class SampleMaker:
         copies: HostCopies,
     ) -> _Made:
         """Denoise and decode samples, by place, in one batch."""
-        asked, device = list(requests.values()), self._sampler.device
+        asked, device = list(requests.values()), self.sampler.device
         distinct = {id(condition): condition for of_sample in conditions for condition in of_sample}
         moved = {key: move_condition(condition, device) for key, condition in distinct.items()}
         positive, *negative = ([moved[id(one)] for one in branch] for branch in zip(*conditions, strict=True))
-        denoised = self._sampler.denoise(
+        denoised = self.sampler.denoise(
             asked, positive, negative[0] if negative else None, version=version, should_stop=should_stop
         )
         geometry = asked[0].sampling.geometry

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from verl.plugin.platform import get_platform
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
@@ -29,13 +28,10 @@ from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.batching import BatchingServer
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.encoders import Encoders
-from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import Intake, load_network, open_checkpoint
 from verl_digen.rollout.prompt_cache import Conditions, conditions_of
 from verl_digen.rollout.samples import Answers, SampleMaker
-from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix_cache import PrefixCache
-from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import Condition, SampleRequest
 from verl_digen.weights.checksum import Manifest
 
@@ -58,38 +54,17 @@ class DiffusersServer(BatchingServer):
         digen = model_config.digen
         super().__init__(max_batch_size=digen.rollout.batch_size, wait_s=digen.rollout.batch_wait_s)
         checkpoint = open_checkpoint(config, model_config, num_threads)
-        self._model, dtype, self._device = checkpoint
         self._encoders = Encoders(*checkpoint, digen.rollout, name_on_node())
         self._prompts = self._encoders.prompts
         self._network = load_network(checkpoint, model_config)
         self._weights = self._network.weights
-        self._decode = self._model.load_decoder(dtype, self._device)
-        self._decode_audio = self._model.load_audio_decoder(dtype, self._device)
-        modules = [self._weights.module, *self._decode.modules, *self._decode_audio.modules]
-        self._memory = DeviceMemory(modules, self._device, name_on_node())
+        self._prefixes = PrefixCache()
+        self._samples = SampleMaker.of_network(self._network, self._prompts, digen, self._prefixes)
+        self._memory = DeviceMemory(self._samples.modules, checkpoint.device, name_on_node())
         self._encoders.alternate_with(self._memory, self._weights.tensors)
-        self._frees_memory = self._device.type != "cpu"
+        self._frees_memory = checkpoint.device.type != "cpu"
         """On the CPU, the host copies that sleeping needs would take as much memory as it frees."""
         self._last_update: dict[str, float] = {}
-        self._prefixes = PrefixCache()
-        self._sampler = Sampler(
-            self._model,
-            self._weights.module,
-            run_seed=digen.seed,
-            device=self._device,
-            latents_dtype=PrecisionType.to_dtype(digen.rollout.latents_dtype),
-            branches=GuidanceBranches(digen.rollout.split_guidance, self._device),
-            prefixes=self._prefixes,
-            fp8=self._network.fp8,
-        )
-        self._samples = SampleMaker(
-            self._sampler,
-            self._prompts,
-            self._decode,
-            self._decode_audio,
-            fitting=Fitting.of(digen.rollout, self._device),
-            batch_size=digen.rollout.decode_batch_size,
-        )
         self._version = 0
         self._intake = Intake(self._network, digen.rollout.update_timeout_s)
         self._sealing = asyncio.Lock()

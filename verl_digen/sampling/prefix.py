@@ -117,10 +117,8 @@ class SharedPrefix:
 
     def num_passed_over(self, row: int) -> int:
         """Steps that the row itself passes over: those from its window on, where it waits for it."""
-        return self.ends[row][self._own_start(row) :].count(None)
-
-    def _own_start(self, row: int) -> int:
-        return self.waiting[row].num_steps if row in self.waiting else 0
+        start = self.waiting[row].num_steps if row in self.waiting else 0
+        return self.ends[row][start:].count(None)
 
     @property
     def num_shared(self) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.noise import sample_seed
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.audio import Audio
@@ -144,7 +143,7 @@ def record_trajectory(
     record = (
         _path_record(request.window, path, final, sigmas, log_probs_T)
         if levels is None
-        else _clean_record(levels, final, sigmas)
+        else CleanRecord(clean=final.to("cpu", copy=True), sigmas=levels.sigmas(sigmas))
     )
     facts = SampleFacts(
         uid=request.uid,
@@ -175,7 +174,3 @@ def _path_record(
         sigma_max=sigmas[1].clone(),
         log_probs=log_probs_T.cpu()[trained],
     )
-
-
-def _clean_record(levels: NoiseLevels, final: Tensor, sigmas: Tensor) -> CleanRecord:
-    return CleanRecord(clean=final.to("cpu", copy=True), sigmas=levels.sigmas(sigmas))

@@ -71,7 +71,6 @@ from verl_digen.trainer.start import EarlyWorkersTrainer, required_processes
 from verl_digen.trainer.step_result import (
     PoolDevices,
     StepResult,
-    StepTimes,
     check_log_prob_gap,
     result_metrics,
     utilisation,
@@ -260,14 +259,15 @@ class DiffusionTrainer(EarlyWorkersTrainer):
 
     def _compute_metrics(self, batch: Any, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         saving_s = timing_raw.get("save_checkpoint", 0.0)
-        times = StepTimes(
+        found = result_metrics(
+            self._result,
+            trained_version=global_steps - 1,
             step_s=timing_raw["step"] - saving_s,
             sync_s=timing_raw["update_weights"],
-            began_s=self._step_began_s,
+            num_devices=self._get_n_gpus_for_throughput(),
             training=self._training_intervals(),
+            since_s=self._step_began_s,
         )
-        num_devices = self._get_n_gpus_for_throughput()
-        found = result_metrics(self._result, times, num_devices=num_devices, trained_version=global_steps - 1)
         found |= utilisation(self._result, found, num_steps=self.digen.num_generation_steps, devices=self._pool_devices)
         found |= {
             **gap_metrics(found, self._output.clip_width),

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from verl_digen.observe.timeline import Interval, Kind, Lane, TimelineFile
 from verl_digen.observe.timeline.file import NAME
@@ -122,12 +123,11 @@ class ColocatedTimeline:
     def _worked(
         self, kind: Kind, span: Span, step: int, groups: Mapping[str, Sequence[SampleTag]], num_samples: int
     ) -> Interval:
-        if kind == "publish":
-            return Interval(kind, self._devices, step, *span, version=step)
-        if kind != "train":
-            return Interval(kind, self._devices, step, *span)
-        facts = {"fragment_id": f"step-{step}", "group_ids": tuple(groups), "num_samples": num_samples}
-        return Interval(kind, self._devices, step, *span, **facts)
+        facts: dict[Kind, dict[str, Any]] = {
+            "publish": {"version": step},
+            "train": {"fragment_id": f"step-{step}", "group_ids": tuple(groups), "num_samples": num_samples},
+        }
+        return Interval(kind, self._devices, step, *span, **facts.get(kind, {}))
 
     def _changed(self, turn: RewardTurn, step: int) -> Interval:
         lane = Lane("reward", 1 + self._names.index(turn.reward), self._host, 0)

@@ -100,7 +100,7 @@ class Conductor:
     """Args:
     planner: makes all decisions.
     draw_prompts: (batch, count) -> draws `count` prompts for the batch and returns their uids.
-    slots_of: slot -> all slots of its replica.
+    replicas: those of the run's start; they have the planner's weights.
     deadlines: bound of each call; learns from the durations of calls.
     recorder, lanes: the timeline, and the lanes to record work and waits in.
     """
@@ -112,7 +112,7 @@ class Conductor:
         trainer: TrainerPool,
         draw_prompts: Callable[[int, int], Sequence[str]],
         *,
-        slots_of: Mapping[str, Sequence[str]],
+        replicas: Sequence[Joining],
         deadlines: Deadlines,
         recorder: Recorder,
         lanes: Lanes,
@@ -130,10 +130,10 @@ class Conductor:
             deadlines,
             recorder,
             self._idle,
-            slots_of=slots_of,
-            lanes=lanes.slots,
             go_on=self._go_on,
         )
+        for replica in replicas:
+            self._slots.join(replica, planner.published)
         self._chunks: dict[int, Chunk] = {}
         """Chunks in generation or in scoring, by id."""
         self._withdrawn: set[int] = set()
@@ -179,6 +179,7 @@ class Conductor:
             self._slots.lose(slot)
         self.planner.on_published(version)
         for replica in joining:
+            logger.warning("replica %s joins with slots %s", replica.replica, ", ".join(replica.slots))
             self._slots.join(replica, version)
         self._may_draw = True
         self._feed()

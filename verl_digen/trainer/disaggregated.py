@@ -101,17 +101,12 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _get_n_gpus_for_throughput(self) -> int:
         return sum(self._num_devices.values())
 
-    @property
-    def _num_ranks(self) -> int:
-        """Trainer ranks that share a fragment's rows, and the samples of an assist."""
-        return num_data_parallel_ranks(self.config)
-
     def _rules(self) -> BatchRules:
         return batch_rules(
             self.digen,
             num_prompts=self.config.data.train_batch_size,
             group_size=self.config.actor_rollout_ref.rollout.n,
-            num_trainer_ranks=self._num_ranks,
+            num_trainer_ranks=num_data_parallel_ranks(self.config),
         )
 
     def _make_conductor(self) -> Conductor:
@@ -125,16 +120,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
             num_batches=self.total_training_steps - first_batch,
         )
         host = hosts_of(self.actor_rollout_wg.workers, self.digen.deadlines.answer_s)
-        lanes: dict[str, Lane] = {}
         self._slots: list[SlotHandle] = []
         self._lanes: dict[str, Lane] = {}
-        slots_of: dict[str, Sequence[str]] = {}
-        for replica in self.checkpoint_manager.replicas:
-            joining = self._make_slots(replica)
-            for name in joining.slots:
-                lanes[name] = joining.lane
-                slots_of[name] = joining.slots
-                planner.on_slot_joined(name, replica=joining.replica, version=first_batch)
+        replicas = [self._make_slots(replica) for replica in self.checkpoint_manager.replicas]
         self._generator = GeneratorPool(
             self.agent_loop_manager.agent_loop_workers,
             self._slots,
@@ -156,13 +144,12 @@ class DisaggregatedTrainer(DiffusionTrainer):
                 rewards_of=group_rewards(self.config, self.digen),
             ),
             self._draw_prompts,
-            slots_of=slots_of,
+            replicas=replicas,
             deadlines=self._supervision.deadlines,
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
                 reward=Lane("reward", 0, self._driver.host, num_reward_devices(self.config)),
-                slots=lanes,
             ),
         )
 

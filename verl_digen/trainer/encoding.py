@@ -21,6 +21,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.config import DigenConfig, digen_config
+from verl_digen.config.placement import share_options
 from verl_digen.config.pool_sizes import num_trainer_devices
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
@@ -65,7 +66,7 @@ def encode_before(config: Any, datasets: Sequence[Any]) -> None:
         return
     chunks = [missing[first : first + CHUNK] for first in range(0, len(missing), CHUNK)]
     processes: list[Any] = [
-        _Encoding.options(**_one_device()).remote(config.actor_rollout_ref.rollout, model_config, stored)
+        _Encoding.options(num_cpus=0, **share_options(1)).remote(config.actor_rollout_ref.rollout, model_config, stored)
         for _ in chunks[: num_trainer_devices(config) if get_platform().device_name != "cpu" else 1]
     ]
     encoded = ActorPool(processes).map_unordered(lambda process, chunk: process.encode.remote(chunk), chunks)
@@ -107,9 +108,3 @@ class _Encoding:
             else:
                 num_bytes += self._stored.write(prompt, condition)
         return len(prompts), num_bytes, refused
-
-
-def _one_device() -> dict[str, Any]:
-    """Options of an actor that Ray gives one device."""
-    name = get_platform().ray_resource_name()
-    return {"num_cpus": 0, **({"num_gpus": 1} if name == "GPU" else {"resources": {name: 1}})}

@@ -47,24 +47,19 @@ def joined_name(hosts: Sequence[str]) -> str:
 def hosts_of(workers: Sequence[Any], answer_s: float) -> str:
     """Name for the lane of these Ray actors; this node's if they do not answer within `answer_s`."""
     try:
-        return joined_name(ray.get([worker.__ray_call__.remote(_host) for worker in workers], timeout=answer_s))
+        asked = [worker.__ray_call__.remote(lambda _: socket.gethostname()) for worker in workers]
+        return joined_name(ray.get(asked, timeout=answer_s))
     except RayError as error:
         logger.warning("the trainer's ranks do not say which node they are on (%s); the timeline shows this one", error)
         return socket.gethostname()
 
 
-def _host(actor: Any) -> str:
-    return socket.gethostname()
-
-
 @dataclass(frozen=True)
 class Lanes:
-    """The timeline lanes that the conductor writes to."""
+    """The timeline lanes that the conductor writes to, beside the replicas'."""
 
     trainer: Lane
     reward: Lane
-    slots: Mapping[str, Lane]
-    """Slot -> lane of its replica."""
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,9 @@ def fetch_on_all_nodes(config: Any, *, is_disaggregated: bool) -> None:
     nodes = [node for node in ray.nodes() if node["Alive"] and device in node["Resources"]]
     logger.info("%d nodes look for %s, or download it", len(nodes), path)
     asked = {
-        node["NodeID"]: _fetch.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
-        ).remote(path, use_shm)
+        node["NodeID"]: ray.remote(num_cpus=0)(problem_here)
+        .options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False))
+        .remote(path, use_shm)
         for node in nodes
         if node["NodeID"] != here
     }
@@ -60,13 +60,7 @@ def fetch_on_all_nodes(config: Any, *, is_disaggregated: bool) -> None:
     logger.warning("%s, if Ray places a process of this run there", rule)
 
 
-@ray.remote(num_cpus=0)
-def _fetch(path: str, use_shm: bool) -> str | None:
-    """None, or why this node does not have the checkpoint."""
-    return problem_here(path, use_shm=use_shm)
-
-
-def problem_here(path: str, *, use_shm: bool) -> str | None:
+def problem_here(path: str, use_shm: bool) -> str | None:
     """Fetch the checkpoint to this node -> None, or why it cannot be had."""
     try:
         folder = locate(path, use_shm=use_shm)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from verl_digen.errors import DeadlineMissed
 from verl_digen.observe.timeline import Lane, Recorder
@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 class ReplicaSlots:
     """Args:
-    slots_of: slot -> all slots of its replica.
-    lanes: slot -> lane of its replica.
     go_on: called after a change of the plan that no caller knows of.
     """
 
@@ -33,19 +31,19 @@ class ReplicaSlots:
         recorder: Recorder,
         idle: IdleLanes,
         *,
-        slots_of: Mapping[str, Sequence[str]],
-        lanes: Mapping[str, Lane],
         go_on: Callable[[], None],
     ):
         self._planner, self._generator, self._calls, self._deadlines = planner, generator, calls, deadlines
         self._recorder, self._idle, self._go_on = recorder, idle, go_on
-        self.slots_of, self.lanes = dict(slots_of), dict(lanes)
+        self.slots_of: dict[str, Sequence[str]] = {}
+        """Slot -> all slots of its replica."""
+        self.lanes: dict[str, Lane] = {}
+        """Slot -> lane of its replica."""
         self._unloaded: set[str] = set()
         """Slots that wait for the other slots of their replica before it loads new weights."""
 
     def join(self, replica: Joining, version: int) -> None:
         """Add the slots of a replica that has `version`."""
-        logger.warning("replica %s joins with slots %s", replica.replica, ", ".join(replica.slots))
         self._idle.stop(replica.lane)
         for slot in replica.slots:
             self.slots_of[slot] = replica.slots

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl_digen.errors import RunStopped
 from verl_digen.models.flops import utilisation_metrics
@@ -59,26 +60,12 @@ class StepResult:
         return list(self.samples.values())
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Measured times of a step."""
-
-    step_s: float
-    """The whole step, checkpoint excluded."""
-    sync_s: float
-    """Weights to the replicas."""
-    began_s: float
-    """Unix seconds."""
-    training: Sequence[tuple[float, float]] | None
-    """(start, end) of the engine's calls, if they overlapped generation; else None."""
-
-
-def result_metrics(result: StepResult, times: StepTimes, *, num_devices: int, trained_version: int) -> dict[str, float]:
+def result_metrics(result: StepResult, *, trained_version: int, **times: Any) -> dict[str, float]:
     """Metrics of a step from its result, without utilisation.
 
     Args:
-        num_devices: devices of all pools.
         trained_version: weight version before the step.
+        times: further arguments of `perf_metrics`.
     """
     return {
         **training_metrics(result.training),
@@ -90,15 +77,7 @@ def result_metrics(result: StepResult, times: StepTimes, *, num_devices: int, tr
         **tree_metrics(result.tags),
         **episode_metrics(result.tags),
         **staleness_metrics(result.tags, trained_version=trained_version),
-        **perf_metrics(
-            result.tags,
-            step_s=times.step_s,
-            train_s=result.train_s,
-            sync_s=times.sync_s,
-            num_devices=num_devices,
-            training=times.training,
-            since_s=times.began_s,
-        ),
+        **perf_metrics(result.tags, train_s=result.train_s, **times),
         "rollout/refilled_groups": float(result.num_refilled_groups),
     }
 

@@ -8,7 +8,7 @@ import pytest
 
 from verl_digen.reward.judges.content import fields_of, filled
 from verl_digen.reward.judges.reading import Reply, Token, number_in, preferred, read_reply, require_distinct, weighed
-from verl_digen.reward.servers.answers import SHOWN_CHARS, UnusableAnswer
+from verl_digen.reward.servers.answers import EXCERPT_CHARS, UnusableAnswer
 from verl_digen.types import PromptRow
 
 SCORE = re.compile(r"Score:\s*(-?\d+(?:\.\d+)?)")
@@ -178,7 +178,7 @@ def test_what_gives_no_score_is_unusable_and_is_shown(body, message):
 def test_a_long_answer_is_shown_by_its_start():
     with pytest.raises(UnusableAnswer) as raised:
         read_reply(body_of("x", refusal="n" * 5000))
-    assert "n" * (SHOWN_CHARS - 1) in str(raised.value) and len(str(raised.value)) < SHOWN_CHARS + 100
+    assert "n" * (EXCERPT_CHARS - 1) in str(raised.value) and len(str(raised.value)) < EXCERPT_CHARS + 100
 
 
 def test_an_answer_that_was_cut_off_says_so():

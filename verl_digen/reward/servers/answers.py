@@ -12,7 +12,7 @@ from typing import Any
 from verl_digen.reward.base import RewardUnavailable
 
 EXCERPT_CHARS = 200
-"""Length of the beginning of an answer that a message shows."""
+"""Length of the beginning of an answer, or of a value in it, that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,6 @@ def excerpt(body: bytes, content_type: str, secret: str = "") -> str:
     return f"{content_type or 'no content type'}, {len(body)} bytes: {text[:EXCERPT_CHARS]!r}{cut}"
 
 
-SHOWN_CHARS = 200
-"""Characters of a value in a message."""
-
-
 def json_of(body: bytes) -> Any:
     """An answer as JSON without nan and infinities."""
     try:
@@ -132,7 +128,7 @@ def scores_of(found: Any, name: str, length: int) -> list[float]:
 def shown(value: Any) -> str:
     """Beginning of a value for a message."""
     text = repr(value)
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
+    return text if len(text) <= EXCERPT_CHARS else f"{text[:EXCERPT_CHARS]}..."
 
 
 def _refuse_constant(name: str) -> Any:

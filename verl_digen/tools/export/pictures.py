@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from verl.utils.torch_dtypes import PrecisionType
 
 from verl_digen.config import DigenConfig
 from verl_digen.data.prompts import Columns, read_prompts
@@ -25,12 +24,9 @@ from verl_digen.observe.images import Shown, save_grid, save_pixels
 from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.require import require
 from verl_digen.rollout.encoders import Encoders
-from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import LoadedNetwork, load_network, open_checkpoint
 from verl_digen.rollout.samples import SampleMaker
-from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.requests import sample_request
-from verl_digen.sampling.sampler import Sampler
 from verl_digen.tools.export.policy import PolicyWeights
 from verl_digen.tools.export.saved_run import SavedRun
 from verl_digen.trainer.validation import validation_uid
@@ -97,23 +93,8 @@ class Painter:
         encoders = Encoders(*checkpoint, settings)
         network = load_network(checkpoint, run.model_config)
         _load(network, weights, carries_adapter=run.model_config.adapter_config() is not None)
-        decode = network.model.load_decoder(network.dtype, network.device)
-        decode_audio = network.model.load_audio_decoder(network.dtype, network.device)
-        modules = [network.weights.module, *decode.modules, *decode_audio.modules]
-        encoders.alternate_with(DeviceMemory(modules, network.device), changed=tuple)
-        sampler = Sampler(
-            network.model,
-            network.weights.module,
-            run_seed=digen.seed,
-            device=network.device,
-            latents_dtype=PrecisionType.to_dtype(digen.rollout.latents_dtype),
-            branches=GuidanceBranches(digen.rollout.split_guidance, network.device),
-        )
-        self._samples = SampleMaker(
-            *(sampler, encoders.prompts, decode, decode_audio),
-            fitting=Fitting.of(digen.rollout, network.device),
-            batch_size=digen.rollout.decode_batch_size,
-        )
+        self._samples = SampleMaker.of_network(network, encoders.prompts, digen)
+        encoders.alternate_with(DeviceMemory(self._samples.modules, network.device))
 
     def draw(self, row: PromptRow, num_samples: int) -> Iterator[tuple[Tensor, Audio | None]]:
         """Pixels uint8 [H, W, 3], or [F, H, W, 3], and the sound of each sample of one prompt.
