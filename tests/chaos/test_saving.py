@@ -88,7 +88,7 @@ def test_a_run_that_ends_between_publishing_and_saving_resumes_from_the_checkpoi
         simulation.trainer.saved = Full()
 
     failed = simulate(WORLD, fill_disk)
-    assert failed.end.startswith("crashed: OSError"), "the base trainer makes RunStopped of it"
+    assert failed.end.startswith("stopped: step 2 failed: OSError: no space left")
     again = Watched(WORLD, resumes=run.saved[0])
     assert again.trained(1) == run.trained(1) and not again.verdict.problems
     assert again.saved[0].open_prompts == run.saved[1].open_prompts
