@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 from verl_digen.algorithms.forward import ForwardConfig
@@ -306,7 +306,7 @@ class DigenConfig:
         """Source of the ratio's denominator as configured: auto, recompute or rollout."""
         return self.loss["old_log_probs"]
 
-    @property
+    @cached_property
     def loss_settings(self) -> LossConfig:
         """Settings of the policy loss, of its own class.
 
