@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Annotated, Any
 
@@ -314,6 +314,10 @@ class DigenConfig:
             ValueError: there is no such loss, or it has no such setting.
         """
         return loss_settings(self.loss)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without `loss_settings`, whose class another process may not have registered yet."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def denominator(self) -> Denominator:
