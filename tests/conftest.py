@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures that several folders of tests share."""
+"""Fixtures that several folders of tests share.
+
+What takes long to import is imported where it is used: pytest-xdist's own process runs no test and needs none of it.
+"""
 
 import asyncio
 import gc
@@ -11,18 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.plugins import Plugins
-from hydra.plugins.config_source import ConfigResult
 
 from tests.chaos.loop import run_in_virtual_time
-from tests.local_ray import local_ray
 from tests.tiny_models import build_tiny, build_tiny_qwen_image
-from verl_digen.algorithms.objectives import registry
-from verl_digen.models import kernels
-
-torch.set_num_threads(1)
 
 COROUTINE_S = 300.0
 """Timeout of a test that is a coroutine."""
@@ -41,8 +35,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt modules and collected tests from the garbage collector, which took a third of the CPU time, and let it
-    look less often at the many small objects of configs."""
+    """Compute on one core; exempt modules and collected tests from the garbage collector, which took a third of the CPU
+    time, and let it look less often at the many small objects of configs."""
+    import torch
+
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
@@ -65,12 +62,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(autouse=True)
 def own_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget objectives that a test registers."""
+    from verl_digen.algorithms.objectives import registry
+
     monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
 
 
 @pytest.fixture
 def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiled blocks are traced and differentiated ahead, and no machine code is made."""
+    import torch
+
+    from verl_digen.models import kernels
+
     monkeypatch.setattr(kernels, "COMPILER", "aot_eager")
     yield
     torch._dynamo.reset()
@@ -79,11 +82,14 @@ def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def yaml_parsed_once() -> Iterator[None]:
     """Parse each yaml file of a package once per session: parsing takes most of the time of a composition."""
+    from hydra._internal.sources_registry import SourcesRegistry
+    from hydra.core.plugins import Plugins
+
     Plugins.instance()  # it makes the classes of sources anew, and registers them
     packages: Any = SourcesRegistry.instance().resolve("pkg")
     read, parsed = packages._read_config, dict[str, bytes]()
 
-    def read_once(source: Any, file: Any) -> ConfigResult:
+    def read_once(source: Any, file: Any) -> Any:
         key = f"{source.path} {source.provider} {file}"
         if key not in parsed:
             parsed[key] = pickle.dumps(read(source, file))
@@ -115,5 +121,7 @@ def tiny_ltx2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[None]:
     """A node of 4 cores and 2 devices."""
+    from tests.local_ray import local_ray
+
     with local_ray(num_cpus=4, num_gpus=2):
         yield

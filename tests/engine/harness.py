@@ -238,14 +238,19 @@ def log_probs(engine: DiffusersFSDPEngine, batch: TensorDict) -> list[Tensor]:
 def samples_of(batch: TensorDict, rewards: list[float] | None = None) -> dict[str, list[FragmentSample]]:
     """The samples of `batch` as the driver describes them, by group; a key is the sample's number."""
     groups: dict[str, list[FragmentSample]] = {}
-    sampling, experts = tu.get(batch, "sampling"), tu.get(batch, "experts", default={})
+    sampling, experts, columns = tu.get(batch, "sampling"), tu.get(batch, "experts", default={}), unbound(batch)
     for number, (uid, reward) in enumerate(zip(tu.get(batch, "uid"), rewards or [0.0] * len(batch), strict=True)):
-        old = tuple(batch["old_log_probs"][number].tolist()) if "old_log_probs" in batch else ()
+        old = tuple(columns["old_log_probs"][number].tolist()) if "old_log_probs" in columns else ()
         group = groups.setdefault(uid, [])
-        num_points = len(batch["sigmas"][number])
+        num_points = len(columns["sigmas"][number])
         facts = {"old_log_probs": old, "sampling": sampling, "experts": experts.get(uid, ())}
         group.append(described(str(number), uid, reward, num_points, len(group), **facts))
     return groups
+
+
+def unbound(batch: TensorDict) -> dict[str, Sequence[Tensor]]:
+    """Columns of tensors, by sample: `batch[name][number]` of a ragged column unbinds all of it for each number."""
+    return {name: value.unbind() for name, value in batch.items() if isinstance(value, Tensor)}
 
 
 def described(key: str, uid: str, reward: float, num_steps: int, sample_index: int = 0, **given: Any) -> FragmentSample:
@@ -268,12 +273,12 @@ def fetch_from(batch: TensorDict) -> Fetch:
 def read_samples(batch: TensorDict, samples: Sequence[FragmentSample] | None = None) -> Samples:
     """These samples of `batch`, or all of them, as a rank fetches them."""
     chosen = samples_in_order(batch) if samples is None else samples
-    uids, conditions = tu.get(batch, "uid"), tu.get(batch, "conditions")
+    uids, conditions, columns = tu.get(batch, "uid"), tu.get(batch, "conditions"), unbound(batch)
     names = CleanRecord.COLUMNS if "clean" in batch else PathRecord.COLUMNS
     indices = [int(sample.key) for sample in chosen]
     return Samples(
         described=chosen,
-        columns={name: [batch[name][index] for index in indices] for name in names},
+        columns={name: [columns[name][index] for index in indices] for name in names},
         conditions=[conditions[uids[index]] for index in indices],
         advantages=torch.zeros(len(chosen)),
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from tests import forward_losses, path_losses
-from tests.engine.harness import EMPTY, NUM_STEPS, SAMPLING, columns_of, local_weights, make_engine, perturb
+from tests.engine.harness import EMPTY, NUM_STEPS, SAMPLING, columns_of, local_weights, make_engine, perturb, unbound
 from tests.engine.slow_gradient import leaves, velocity
 from tests.engine.toy import LORA, TEXT_WIDTH, ToyNetwork, toy_weights
 from verl_digen.algorithms.advantages import group_advantages
@@ -242,65 +242,71 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """Inputs of each row that trains."""
     uids = tu.get(batch, "uid")
+    columns = {**unbound(batch), "uid": uids, "conditions": tu.get(batch, "conditions")}
     advantages = group_advantages(torch.tensor(REWARDS, dtype=torch.float64), uids, scale=case.scale)
     for sample, uid in enumerate(uids):
         first = sample // GROUP_SIZE * GROUP_SIZE
         if sample - first not in engine.digen.select(REWARDS[first : first + GROUP_SIZE]):
             continue
-        for point in range(len(batch["sigmas"][sample])):
+        for point in range(len(columns["sigmas"][sample])):
             row: dict[str, Any] = {"advantage": advantages[sample], "reward": torch.tensor(REWARDS[sample]).double()}
             row |= {"sample": sample, "group": uid, "point": point}
             if find_objective(case.name).points == "path":
-                yield row | _path_row(case, engine, weights, batch, sample, point)
+                yield row | _path_row(case, engine, weights, columns, sample, point)
             else:
-                yield row | _forward_row(case, weights, batch, sample, point)
+                yield row | _forward_row(case, weights, columns, sample, point)
 
 
 def _path_row(
     case: ObjectiveCase,
     engine: DiffusersFSDPEngine,
     weights: Mapping[str, Weights],
-    batch: TensorDict,
+    columns: Mapping[str, Any],
     sample: int,
     point: int,
 ) -> dict[str, Tensor]:
     """One recorded step under law flow."""
-    position = int(batch["positions"][sample][point])
-    x, x_next = (batch["latents"][sample][place].double() for place in (position, position + 1))
-    sigma, sigma_next = (batch[name][sample][point].double() for name in ("sigmas", "next_sigmas"))
-    sigma_max, dt = batch["sigma_max"][sample].double().squeeze(), sigma_next - sigma
+    position = int(columns["positions"][sample][point])
+    x, x_next = (columns["latents"][sample][place].double() for place in (position, position + 1))
+    sigma, sigma_next = (columns[name][sample][point].double() for name in ("sigmas", "next_sigmas"))
+    sigma_max, dt = columns["sigma_max"][sample].double().squeeze(), sigma_next - sigma
     s = SAMPLING.noise_level * torch.sqrt(sigma / (1 - (sigma_max if sigma == 1 else sigma)))
     std = s * torch.sqrt(-dt)
     row = {"sigma": sigma, "sigma_next": sigma_next, "sigma_max": sigma_max, "s": s, "std": std}
-    for policy, v in _velocities(case, weights, batch, sample, x, sigma):
+    for policy, v in _velocities(case, weights, columns, sample, x, sigma):
         mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
         log_prob = (-((x_next - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)).mean()
         row |= {f"{policy}velocity": v, f"{policy}mean": mean, f"{policy}log_prob": log_prob}
-    row["behaviour_log_prob"] = batch["log_probs"][sample][point].double()
+    row["behaviour_log_prob"] = columns["log_probs"][sample][point].double()
     if engine.digen.denominator == "rollout":
         row["old_log_prob"] = row["behaviour_log_prob"]
     return row
 
 
 def _forward_row(
-    case: ObjectiveCase, weights: Mapping[str, Weights], batch: TensorDict, sample: int, point: int
+    case: ObjectiveCase, weights: Mapping[str, Weights], columns: Mapping[str, Any], sample: int, point: int
 ) -> dict[str, Tensor]:
     """Clean latents, noised again at one level."""
-    clean, sigma = batch["clean"][sample], batch["sigmas"][sample][point]
+    clean, sigma = columns["clean"][sample], columns["sigmas"][sample][point]
     source = 0 if find_objective(case.name).shares_noise else sample % GROUP_SIZE
-    noise = point_noise(SEED, tu.get(batch, "uid")[sample], source, point, clean.shape)
+    noise = point_noise(SEED, columns["uid"][sample], source, point, clean.shape)
     noisy = clean + sigma * (noise - clean)
     row = {"clean": clean.double(), "noise": noise.double(), "noisy": noisy.double(), "sigma": sigma.double()}
-    for policy, v in _velocities(case, weights, batch, sample, noisy.double(), sigma.double()):
+    for policy, v in _velocities(case, weights, columns, sample, noisy.double(), sigma.double()):
         row[f"{policy}velocity"] = v
     return row
 
 
 def _velocities(
-    case: ObjectiveCase, weights: Mapping[str, Weights], batch: TensorDict, sample: int, x: Tensor, sigma: Tensor
+    case: ObjectiveCase,
+    weights: Mapping[str, Weights],
+    columns: Mapping[str, Any],
+    sample: int,
+    x: Tensor,
+    sigma: Tensor,
 ) -> Iterator[tuple[str, Tensor]]:
     """(prefix of a policy's inputs, its velocity), with gradient for the one that trains."""
-    text = tu.get(batch, "conditions")[tu.get(batch, "uid")[sample]][0]["embeds"].double().mean(dim=0)
+    text = columns["conditions"][columns["uid"][sample]][0]["embeds"].double().mean(dim=0)
     for policy, values in weights.items():
         v = velocity(case.flavour, values, x, sigma.item(), text)
         yield ("", v) if policy == "current" else (f"{policy}_", v.detach())

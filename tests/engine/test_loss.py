@@ -2,6 +2,7 @@
 """Additions of the engine's loss to the pure losses: choice of old log-probs, the KL term, the rollout check."""
 
 import math
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -120,6 +121,13 @@ def test_longcats_kl_is_refused_with_laws_that_its_weight_does_not_fit(law):
 def metrics(**values: float) -> dict[str, Metric]:
     """One metric per way of reduction, by its name."""
     return {name: Metric(torch.tensor(value), name) for name, value in values.items()}  # type: ignore[arg-type]
+
+
+def test_settings_are_parsed_once_and_not_pickled():
+    digen = DigenConfig(loss={"name": "tis", "high": 3.0})
+    assert digen.loss_settings is digen.loss_settings
+    copied = pickle.loads(pickle.dumps(digen))
+    assert copied == digen and "loss_settings" not in vars(copied) and copied.loss_settings == digen.loss_settings
 
 
 def test_metrics_combine_as_they_say():

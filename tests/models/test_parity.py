@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contract of every model file: the same claims for all architectures, on tiny checkpoints in fp32 on the CPU."""
 
+import copy
 import inspect
 import itertools
 import json
@@ -18,14 +19,14 @@ from diffusers import AutoencoderKLFlux2
 from torch import Tensor
 
 from tests.grid import IN_GRID
-from tests.models.cases import CASES, CPU, NEGATIVE, NUM_STEPS, PROMPTS, Loaded, record_inputs
+from tests.models.cases import CASES, CPU, NEGATIVE, NUM_STEPS, PROMPTS, Loaded, changed, record_inputs
 from tests.tiny_models import BUILDERS, build_tiny
 from tests.training_rows import rows_of
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models import MODELS, load_model
+from verl_digen.models import MODELS, load_model, tiny
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.loaded import Decoded
 from verl_digen.models.locate import CONFIG_FILES
@@ -154,7 +155,8 @@ def test_embedded_guidance_is_the_pipelines(loaded: Loaded) -> None:
 def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: torch.dtype) -> None:
     """Seven steps, each with the same dtypes and bit-equal timestep and guidance scale."""
     geometry, num_steps = loaded.case.sizes[0], 7
-    model, pipeline = loaded.model, loaded.load_pipeline(dtype)
+    model, is_fp32 = loaded.model, dtype == torch.float32
+    pipeline = loaded.pipeline if is_fp32 else loaded.load_pipeline(dtype)
     experts = [getattr(pipeline, name) for name in model.experts]
     noted = [record_inputs(network) for network in experts]
     start = initial(model, geometry).to(dtype)
@@ -177,15 +179,17 @@ def test_the_network_is_given_what_the_pipeline_gives_it(loaded: Loaded, dtype: 
     theirs = [call for calls in by_expert for call in calls]
     assert len(theirs) == num_steps
 
-    transformer = model.load_transformer(dtype)
+    transformer = loaded.transformer if is_fp32 else model.load_transformer(dtype)
     networks = [transformer.get_submodule(name) for name in model.experts] if len(experts) > 1 else [transformer]
     noted = [record_inputs(network) for network in networks]
-    encoded = loaded.of_texts(model.load_encoder(dtype, CPU))(PROMPTS)
+    encoded = loaded.of_texts(loaded.encoder if is_fp32 else model.load_encoder(dtype, CPU))(PROMPTS)
     sigmas = model.sigmas(num_steps, geometry)
     with torch.no_grad():
         for sigma in sigmas[:-1]:
             model.velocity(transformer, start, sigma.expand(2), encoded, None, 1.0, geometry, embedded)
     ours = [call for calls, _ in noted for call in calls]
+    for _, stop in noted:
+        stop()
     assert len(ours) == num_steps
     for own, other in zip(ours, theirs, strict=True):
         for name, mine in own.items():
@@ -268,12 +272,12 @@ def test_the_tiny_network_notices_what_it_is_given(loaded: Loaded) -> None:
     assert (velocity(0.4, short, x) - base).abs().mean() > 0.01
     assert (velocity(0.5, long, x) - base).abs().mean() > 0.01
     assert (velocity(0.5, short, x.flip(1)).flip(1) - base).abs().mean() > 0.01
-    changed = model.load_transformer(torch.float32)
+    other = model.load_transformer(torch.float32)
     with torch.no_grad():
-        for name, parameter in changed.named_parameters():
+        for name, parameter in other.named_parameters():
             if parameter.dim() > 1 and ("blocks.0" in name or "layers.0" in name):
                 parameter.mul_(1.01)
-        assert (velocity(0.5, short, x, changed) - base).abs().max() > 1e-3  # a hundred times the tolerance
+        assert (velocity(0.5, short, x, other) - base).abs().max() > 1e-3  # a hundred times the tolerance
 
 
 # -- loading ----------------------------------------------------------------------------------------------
@@ -452,16 +456,14 @@ def test_every_word_counts(loaded: Loaded) -> None:
 @pytest.mark.parametrize("by_size", [False, True])
 def test_a_schedule_shifts_as_in_the_pipeline(loaded: Loaded, tmp_path: Path, by_size: bool) -> None:
     """Shift by a constant or by the size, as the checkpoint says; with numbers other than the published ones."""
-    changed = {"use_dynamic_shifting": by_size, "shift": 2.5, "base_shift": 0.4, "max_shift": 1.3}
-    configs = shutil.copytree(loaded.path, tmp_path / "m")
-    file = configs / "scheduler" / "scheduler_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-    other = Loaded(loaded.case, configs)
-    schedules = []
+    values = {"use_dynamic_shifting": by_size, "shift": 2.5, "base_shift": 0.4, "max_shift": 1.3}
+    configs = changed(loaded.path, tmp_path / "m", "scheduler/scheduler_config.json", values)
+    model, pipeline, schedules = load_model(configs), copy.copy(loaded.pipeline), []
+    pipeline.scheduler = type(pipeline.scheduler).from_pretrained(configs / "scheduler")
     for geometry in loaded.case.sizes:
-        other.run_pipeline(geometry, 1.0, initial(other.model, geometry))
-        schedules.append(other.model.sigmas(NUM_STEPS, geometry))
-        close(schedules[-1], other.pipeline.scheduler.sigmas, 0)
+        loaded.run_pipeline(geometry, 1.0, initial(model, geometry), pipeline=pipeline)
+        schedules.append(model.sigmas(NUM_STEPS, geometry))
+        close(schedules[-1], pipeline.scheduler.sigmas, 0)
     assert torch.equal(*schedules) != by_size
 
 
@@ -475,7 +477,7 @@ def test_every_pipeline_has_a_tiny_checkpoint(tmp_path: Path) -> None:
 
 def test_a_tiny_checkpoint_is_a_function_of_its_name_and_seed(tmp_path: Path) -> None:
     for folder, seed in (("a", 3), ("b", 3), ("c", 4)):
-        build_tiny("sd3", tmp_path / folder, seed)
+        tiny.build_tiny("sd3", tmp_path / folder, seed)
     first, again, other = (
         (tmp_path / folder / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes() for folder in "abc"
     )

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
 from typing import Annotated, Any
 
 from verl_digen.algorithms.forward import ForwardConfig
@@ -306,7 +306,7 @@ class DigenConfig:
         """Source of the ratio's denominator as configured: auto, recompute or rollout."""
         return self.loss["old_log_probs"]
 
-    @property
+    @cached_property
     def loss_settings(self) -> LossConfig:
         """Settings of the policy loss, of its own class.
 
@@ -314,6 +314,10 @@ class DigenConfig:
             ValueError: there is no such loss, or it has no such setting.
         """
         return loss_settings(self.loss)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields, without `loss_settings`, whose class another process may not have registered yet."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def denominator(self) -> Denominator:
