@@ -89,8 +89,7 @@ def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
         ValueError: the config cannot run, or not in this folder.
     """
     with prompts_read_once():
-        check(config)
-        found = notes(config)
+        found = notes(check(config))
     lock, of_folder = claim(config)
     return [*found, *of_folder], lock
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from verl_digen.config import SamplingConfig, digen_config
+from verl_digen.config import SamplingConfig
 from verl_digen.inputs.tables import SCHEME
+from verl_digen.preflight.run import Run
 from verl_digen.require import require
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ PICTURE = re.compile(r"\.(png|jpe?g|webp|bmp|gif|tiff?)\b", re.IGNORECASE)
 REMEDY = "or take the images out of the prompts, and set digen.sampling.planned_images=0"
 
 
-def check_image_settings(config: DictConfig, model: DiffusionModel) -> None:
+def check_image_settings(run: Run, model: DiffusionModel) -> None:
     """Require settings of images, that go with what the model's pipeline reads."""
-    sampling = digen_config(config).sampling
+    sampling = run.digen.sampling
     title, (least, most) = model.spec.title, model.spec.num_images
     require(
         not sampling.size_from_image or most > 0,
@@ -55,10 +56,10 @@ def check_image_settings(config: DictConfig, model: DiffusionModel) -> None:
         f"null plans {least}",
     )
     if least > 0 or sampling.planned_images:
-        _check_takers(config, model)
+        _check_takers(run.config, model)
 
 
-def check_prompt_images(config: DictConfig, model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
+def check_prompt_images(run: Run, model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
     """Require as many images of each prompt as the pipeline reads, and a run that can make pictures of them."""
     from verl_digen.sampling.requests import geometry_of
 
@@ -73,8 +74,8 @@ def check_prompt_images(config: DictConfig, model: DiffusionModel, prompts: Sequ
     _check_pictures(model, prompts)
     if not any(prompt.images for prompt in prompts):
         return
-    _check_takers(config, model)
-    sampling = digen_config(config).sampling
+    _check_takers(run.config, model)
+    sampling = run.digen.sampling
     model.latent_shape(geometry_of(sampling, [(sampling.width_px, sampling.height_px)] * max(1, least)))
 
 

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from verl_digen.preflight.pools import SIZES
+from verl_digen.preflight.run import Run
 from verl_digen.preflight.unknown import verls_default
 from verl_digen.require import as_typed, suggestion
 
@@ -342,19 +343,19 @@ def unused_keys() -> Iterator[tuple[str, Any, str]]:
                 yield key, OURS[key] if key in OURS else verls_default(key), remedy
 
 
-def unused_problems(config: DictConfig) -> list[str]:
+def unused_problems(run: Run) -> list[str]:
     """A paragraph for each of these keys that has another value."""
     problems = []
     for key, value, remedy in unused_keys():
         path, _, name = key.rpartition(".")
-        section = OmegaConf.select(config, path) or {}
+        section = OmegaConf.select(run.config, path) or {}
         if name in section and (given := section[name]) != value:
             problems.append(
                 f"{key} must be {as_typed(value)}, because it has no effect on a diffusion model, got {given!r}; "
                 f"{remedy}"
             )
     for key, remedy in REFUSED.items():
-        if given := OmegaConf.select(config, key):
+        if given := OmegaConf.select(run.config, key):
             problems.append(f"{key} must be false, got {given!r}; {remedy}")
     return problems
 
