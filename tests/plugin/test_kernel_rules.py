@@ -34,7 +34,7 @@ REPLICAS = "actor_rollout_ref.rollout.name=diffusers"
 
 def broken(check: Any, config: Any) -> str:
     with pytest.raises(ValueError) as raised:
-        check(config)
+        check(Run(config))
     return str(raised.value)
 
 
@@ -94,21 +94,21 @@ def test_prompts_that_are_padded_to_be_split_need_a_kernel_with_masks(start, tmp
 
 def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"needs flash-attn>=2.6.3, got 'flash'; install"):
-        check_machine(Run(A), "flash", "cuda")
+        check_machine(A, "flash", "cuda")
     monkeypatch.setattr(kernels, "find_spec", lambda name: object())
     monkeypatch.setattr(kernels, "version", lambda name: "2.5.9.post1+cu12")
     with pytest.raises(ValueError, match=r"needs flash-attn>=2.6.3"):
-        check_machine(Run(A), "flash", "cuda")
+        check_machine(A, "flash", "cuda")
     monkeypatch.setattr(kernels, "version", lambda name: "2.8.3+cu12torch2.13")
-    check_machine(Run(A), "flash", "cuda")
+    check_machine(A, "flash", "cuda")
 
 
 def test_a_device_without_the_kernel_is_refused():
     with pytest.raises(ValueError, match=r"must be a kernel for cpu, .*got 'flash'; it runs on cuda"):
-        check_machine(Run(A), "flash", "cpu")
+        check_machine(A, "flash", "cpu")
     with pytest.raises(ValueError, match=r"must be a kernel for npu, .*it runs on cuda or cpu"):
-        check_machine(Run(A), "_native_flash", "npu")
-    check_machine(Run(A), "_native_flash", "cpu")
+        check_machine(A, "_native_flash", "npu")
+    check_machine(A, "_native_flash", "cpu")
     check_use(A, "_native_flash", trains=True, dtype="float32", device="cpu")
 
 

@@ -107,7 +107,7 @@ def refused(check, config: DictConfig, **changes: object) -> str:
         for key, value in changes.items():
             OmegaConf.update(changed, key.replace("__", "."), value, merge=False, force_add=True)
     with pytest.raises(ValueError) as raised:
-        check(changed)
+        check(Run(changed))
     assert "\n" not in str(raised.value)
     return str(raised.value)
 

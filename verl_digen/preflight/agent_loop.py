@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import DigenConfig
@@ -134,7 +134,7 @@ def check_environment(run: Run) -> None:
         digen.deadlines.generate_s,
         "raise it, or lower digen.environment.step_timeout_s",
     )
-    _check_model(run.config, digen, edits=found.edits)
+    _check_model(run, edits=found.edits)
 
 
 def _check_training(digen: DigenConfig) -> None:
@@ -163,18 +163,15 @@ def _check_training(digen: DigenConfig) -> None:
     )
 
 
-def _check_model(config: DictConfig, digen: DigenConfig, *, edits: bool) -> None:
+def _check_model(run: Run, *, edits: bool) -> None:
     """Require a model that reads as many images as the instructions carry."""
     from verl_digen.models import load_model
 
-    key = digen.environment.key
-    require(
-        not edits or digen.sampling.num_frames == 1,
-        f"digen.sampling.num_frames must be 1 with {key}, which edits pictures",
-        digen.sampling.num_frames,
-        "set it to 1, or choose an environment whose `edits` is false",
-    )
-    folder = Path(config.actor_rollout_ref.model.path).expanduser()
+    key = run.digen.environment.key
+    if edits:
+        remedy = "set it to 1, or choose an environment whose `edits` is false"
+        run.require_values(f"with {key}", ("digen.sampling.num_frames", 1, ", which edits pictures", remedy))
+    folder = Path(run.config.actor_rollout_ref.model.path).expanduser()
     if not folder.is_dir():  # fetched once the run has started
         return
     least, most = load_model(folder).spec.num_images
@@ -182,6 +179,6 @@ def _check_model(config: DictConfig, digen: DigenConfig, *, edits: bool) -> None
         (most > 0) if edits else (least == 0),
         f"{key} must name an environment {'of text' if most == 0 else 'that edits'} with this model, which reads "
         f"{least} to {most} images",
-        digen.environment.target,
+        run.digen.environment.target,
         "choose a model or an environment that fits; `Environment.edits` says what one does",
     )

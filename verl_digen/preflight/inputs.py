@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,32 +104,16 @@ class PromptSet:
         return f"raise data.{self.part}_max_samples" if self.is_cut else "add prompts"
 
 
-_read: ContextVar[dict[str, PromptSet] | None] = ContextVar("_read", default=None)
-
-
-@contextmanager
-def prompts_read_once() -> Iterator[None]:
-    """Have `prompts_of` read each file once, for rules and notes of one config."""
-    token = _read.set({})
-    try:
-        yield
-    finally:
-        _read.reset(token)
-
-
 def prompts_of(run: Run, part: str) -> PromptSet:
     """The prompts of `data.PART_files`, PART being train or val. An empty set if a run does not validate and names
-    none.
+    none. Files are read once per run.
 
     Raises:
         ValueError: as `_read_prompts`.
     """
-    known = _read.get()
-    if known is None:
-        return _read_prompts(run, part)
-    if part not in known:
-        known[part] = _read_prompts(run, part)
-    return known[part]
+    if part not in run.prompts:
+        run.prompts[part] = _read_prompts(run, part)
+    return run.prompts[part]
 
 
 def num_steps(run: Run) -> int:

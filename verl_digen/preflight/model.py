@@ -14,7 +14,6 @@ from verl_digen.preflight.run import Run
 from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
-    from verl_digen.config import SamplingConfig
     from verl_digen.model_config import DiffusionModelConfig
     from verl_digen.models.base import DiffusionModel
 
@@ -50,7 +49,7 @@ def check_model(run: Run) -> None:
         )
     sampling = run.digen.sampling
     check_image_settings(run, model)
-    _check_guidance(model, sampling)
+    _check_guidance(run, model)
     geometry = planned_geometry(sampling, model.spec.num_images[0])
     model.latent_shape(geometry)
     size = run.config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
@@ -58,15 +57,14 @@ def check_model(run: Run) -> None:
     model.embedded_guidance(sampling.guidance_scale)
 
 
-def _check_guidance(model: DiffusionModel, sampling: SamplingConfig) -> None:
+def _check_guidance(run: Run, model: DiffusionModel) -> None:
     """Require no guidance of a checkpoint that its pipeline runs without."""
-    for key in ("true_cfg_scale", "val_true_cfg_scale"):
-        require(
-            model.takes_guidance or getattr(sampling, key) == 1,
-            f"digen.sampling.{key} must be 1 for this distilled {model.spec.title}, which its pipeline never guides",
-            getattr(sampling, key),
-            f"set it to 1, or choose a base checkpoint, such as {model.spec.example}",
-        )
+    if model.takes_guidance:
+        return
+    remedy = f"set it to 1, or choose a base checkpoint, such as {model.spec.example}"
+    for key in ("digen.sampling.true_cfg_scale", "digen.sampling.val_true_cfg_scale"):
+        row = key, 1, ", which its pipeline never guides", remedy
+        run.require_values(f"for this distilled {model.spec.title}", row)
 
 
 def check_model_section(run: Run) -> None:

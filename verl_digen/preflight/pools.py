@@ -111,13 +111,9 @@ def _require_one_device(run: Run, sizes: Sequence[str], why: str, remedy: str) -
 def check_generating_ranks(run: Run) -> None:
     """Require a trainer whose ranks may generate at any time between two batches, all with as many forwards."""
     if run.config.actor_rollout_ref.rollout.name != TRAINER:
-        require(
-            not run.config.actor_rollout_ref.model.int8_base,
-            "actor_rollout_ref.model.int8_base must be false where replicas generate: their base is not in int8",
-            True,
-            "set actor_rollout_ref.rollout.name=trainer",
-        )
-        return
+        remedy = "set actor_rollout_ref.rollout.name=trainer"
+        row = "actor_rollout_ref.model.int8_base", False, ": their base is not in int8", remedy
+        return run.require_values("where replicas generate", row)
     digen, name = run.digen, "actor_rollout_ref.rollout.name=trainer"
     replicas = "set actor_rollout_ref.rollout.name=diffusers"
     mode = run.config.trainer.v1.trainer_mode
@@ -167,14 +163,11 @@ def check_placement(run: Run) -> None:
 
 def check_mode(run: Run) -> None:
     """Require one of our trainers, and shared devices (verl's `hybrid_engine`) exactly if it is the colocated one."""
-    mode, is_shared = run.config.trainer.v1.trainer_mode, run.config.actor_rollout_ref.hybrid_engine
+    mode = run.config.trainer.v1.trainer_mode
     require_one_of("trainer.v1.trainer_mode", mode, MODES)
-    require(
-        is_shared == (mode == COLOCATED),
-        f"actor_rollout_ref.hybrid_engine must be {str(mode == COLOCATED).lower()} with trainer.v1.trainer_mode={mode}",
-        is_shared,
-        "leave both to the recipes: recipe=...+disaggregated has separate pools",
-    )
+    remedy = "leave both to the recipes: recipe=...+disaggregated has separate pools"
+    row = "actor_rollout_ref.hybrid_engine", mode == COLOCATED, "", remedy
+    run.require_values(f"with trainer.v1.trainer_mode={mode}", row)
 
 
 def check_weight_path(run: Run) -> None:

@@ -4,7 +4,7 @@ stop on hacking."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from verl_digen.preflight.pairs import trains_pairs
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.run import Run
 from verl_digen.processes.cluster import joins_cluster
+from verl_digen.report.start import leaves
 from verl_digen.require import refusing, require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.encoders import WEIGHTS
@@ -47,7 +48,9 @@ OLDER_KEYS = {
 def check_reward_keys(run: Run) -> None:
     """Refuse keys of verl's older configs."""
     for section, place in OLDER_KEYS.items():
-        given = dict(_leaves(OmegaConf.select(run.config, section), section))
+        node = OmegaConf.select(run.config, section)
+        plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        given = {key: value for key, value in leaves(section, plain) if value not in (None, {})}
         require(
             not given,
             f"{' and '.join(given)} must be left out: verl's main does not read its older section {section!r}",
@@ -142,12 +145,10 @@ def check_combination(run: Run) -> None:
     reward = run.digen.reward
     find_combination(reward)
     manager = run.config.reward.reward_manager.name
-    require(
-        reward.combine == "sum" or manager == OWN_MANAGER,
-        f"digen.reward.combine must be sum with reward.reward_manager.name={manager}, which returns one number",
-        reward.combine,
-        "leave reward.reward_manager alone, or digen.reward.combine out",
-    )
+    if manager != OWN_MANAGER:
+        remedy = "leave reward.reward_manager alone, or digen.reward.combine out"
+        row = "digen.reward.combine", "sum", ", which returns one number", remedy
+        run.require_values(f"with reward.reward_manager.name={manager}", row)
     names = [entry.name for entry in reward.entries]
     require(
         CUSTOM not in names or not has_custom(run.config),
@@ -247,15 +248,6 @@ def _extra(section: DictConfig) -> Mapping[str, Any]:
         f"set e.g. +{CUSTOM_KEY}.reward_kwargs.scale=2",
     )
     return extra or {}
-
-
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """(full key, value) of every value that is not null."""
-    if isinstance(node, DictConfig):
-        for name in node:
-            yield from _leaves(node[name], f"{key}.{name}")
-    elif node is not None:
-        yield key, node
 
 
 def check_latents(run: Run) -> None:

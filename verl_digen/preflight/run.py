@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import DigenConfig, digen_config
-from verl_digen.require import as_typed, require
+from verl_digen.require import require_value
+
+if TYPE_CHECKING:
+    from verl_digen.preflight.inputs import PromptSet
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,8 @@ class Run:
     """The config of a run that is about to start."""
 
     config: DictConfig
+    prompts: dict[str, PromptSet] = field(default_factory=dict)
+    """train or val -> the prompts of its files, once `inputs.prompts_of` has read them."""
 
     @property
     def digen(self) -> DigenConfig:
@@ -56,5 +61,4 @@ class Run:
             ValueError: the first key that has another value.
         """
         for key, wanted, why, remedy in rows:
-            given = self.value(key)
-            require(given == wanted, f"{key} must be {as_typed(wanted)} {condition}{why}", given, remedy)
+            require_value(key, self.value(key), wanted, f"{condition}{why}", remedy)
