@@ -36,8 +36,6 @@ NOT_SENT = ("bias", "lora_bias", "modules_to_save", "trainable_token_indices", "
 
 def check_adapter(run: Run) -> None:
     """Require layers that take an adapter, and files with the tensors of the one that trains."""
-    from verl_digen.engine.teacher import adapter_shapes
-
     section: Any = run.config.actor_rollout_ref.model
     given = {key: section[key] for key in ("target_modules", "exclude_modules", "lora_adapter_path")}
     if trains_all(run.config) or "://" in section.path or not any(given.values()):  # the model's own layers take one
@@ -51,7 +49,7 @@ def check_adapter(run: Run) -> None:
     adapted = build_on_meta(network, model_config)
     if model_config.lora_adapter_path is not None and model_config.lora_file is None:
         folder = Path(model_config.lora_adapter_path)
-        compare(FOLDER, folder, _shapes_in(folder), adapter_shapes(adapted))
+        compare(FOLDER, folder, _shapes_in(folder), saved_shapes(adapted))
 
 
 def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> PeftModel:
@@ -128,6 +126,16 @@ def compare(key: str, folder: Path, found: Mapping[str, Any], own: Mapping[str, 
         f"{len(found)} tensors {len(fit)} fit: it has {listed[0]}; the network takes {listed[1]}; rename them, or take "
         "an adapter of this network, with the rank and the layers in its adapter_config.json"
     )
+
+
+def saved_shapes(adapted: PeftModel) -> dict[str, tuple[int, ...]]:
+    """Tensors of an adapter as peft saves them: name -> shape."""
+    from peft import get_peft_model_state_dict
+
+    return {
+        name: tuple(value.shape)
+        for name, value in get_peft_model_state_dict(adapted, save_embedding_layers=False).items()
+    }
 
 
 def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:

@@ -39,13 +39,8 @@ from verl_digen.reward.named import check_packages, num_function_workers, pool_e
 logger = logging.getLogger(__name__)
 installed_version = cache(version)
 
-TRACKERS = {
-    **{name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio", "rl_insight")},
-    "vemlp_wandb": "volcengine_ml_platform",
-    "console": None,
-    "file": None,
-}
-"""Value of trainer.logger -> the package that verl imports for it."""
+PACKAGES_OF_TRACKERS = {"vemlp_wandb": "volcengine_ml_platform", "console": None, "file": None}
+"""Value of trainer.logger -> the package that verl imports for it, where it is not the one of that name."""
 
 OF_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "_system_config", "_node_name")
 """Arguments of `ray.init` that it refuses where it joins a cluster."""
@@ -141,7 +136,7 @@ def check_trackers(run: Run) -> None:
     """Require the packages of the trackers: verl imports them when all models are loaded."""
     names = _trackers(run.config)
     for name in names:
-        package = TRACKERS[name]
+        package = PACKAGES_OF_TRACKERS.get(name, name)
         require(
             package is None or find_spec(package) is not None,
             f"trainer.logger must name trackers that are installed, and {name} needs the package {package}",

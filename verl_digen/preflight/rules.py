@@ -168,6 +168,16 @@ OF_RUN: tuple[Rule, ...] = (
     pools.check_weight_package,
 )
 """Rules about the machine of the run."""
+OF_REWARDS: tuple[Rule, ...] = (
+    rewards.check_rewards,
+    rewards.check_combination,
+    rewards.check_group_rewards,
+    rewards.check_timeshared,
+    rewards.check_watching,
+    rewards.check_latents,
+    reward_model.check_reward_model,
+)
+"""Rules about the rewards that train."""
 
 
 def check_plannable(config: DictConfig) -> None:
@@ -180,14 +190,7 @@ def check_plannable(config: DictConfig) -> None:
     if OmegaConf.select(config, "data.train_files") is None:
         left_out.add(inputs.check_prompts)
     if not (digen_config(config).reward.entries or has_custom(config)):
-        left_out |= {
-            rewards.check_rewards,
-            rewards.check_combination,
-            rewards.check_group_rewards,
-            rewards.check_timeshared,
-            rewards.check_watching,
-        }
-        left_out |= {reward_model.check_reward_model, rewards.check_latents}
+        left_out |= {*OF_REWARDS}
     check(config, [rule for rule in RULES if rule not in left_out])
 
 

@@ -158,7 +158,7 @@ def keys_of(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _is_section(node: Any) -> TypeGuard[DictConfig]:
-    return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())
+    return isinstance(node, DictConfig) and isinstance(node._value(), dict)  # not null, missing or an interpolation
 
 
 def verls_default(key: str) -> Any:
