@@ -6,15 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.require import require_value
-
-if TYPE_CHECKING:
-    from verl_digen.preflight.inputs import PromptSet
 
 
 @dataclass(frozen=True)
@@ -22,8 +19,8 @@ class Run:
     """The config of a run that is about to start."""
 
     config: DictConfig
-    prompts: dict[str, PromptSet] = field(default_factory=dict)
-    """train or val -> the prompts of its files, once `inputs.prompts_of` has read them."""
+    prompts: dict[str, Any] = field(default_factory=dict)
+    """train or val -> the `PromptSet` of its files, once `inputs.prompts_of` has read them."""
 
     @property
     def digen(self) -> DigenConfig:
