@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule reads: verl's composed config, and its `digen:` section, parsed once."""
+"""Input of the rules: verl's composed config, and its `digen:` section, parsed once."""
 
 from __future__ import annotations
 
