@@ -106,6 +106,11 @@ def require(holds: bool, rule: str, value: object, remedy: str) -> None:
         raise ValueError(f"{rule}, got {value!r}; {remedy}")
 
 
+def require_value(key: str, given: object, wanted: object, why: str, remedy: str) -> None:
+    """Require a key to have the one value that goes with a setting; `why` names the setting, and may give a reason."""
+    require(given == wanted, f"{key} must be {as_typed(wanted)} {why}", given, remedy)
+
+
 @contextmanager
 def refusing(rule: str, value: object, remedy: str) -> Iterator[None]:
     """Context that reads or imports what the user gave, and may raise anything: ValueError in the form of `require`,

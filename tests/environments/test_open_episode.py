@@ -15,7 +15,7 @@ from tests.environments import worlds
 from tests.environments.local import connect
 from tests.environments.worlds import Mortal
 from tests.local_ray import local_ray
-from verl_digen.config import EnvironmentConfig
+from verl_digen.config import EnvironmentConfig, digen_config
 from verl_digen.environments.host import environment_pool, start_environments
 from verl_digen.environments.open_episode import EpisodeDiverged, OpenEpisode
 from verl_digen.environments.registry import environment_class, environment_settings
@@ -58,7 +58,8 @@ def ray_here() -> Iterator[None]:
 @pytest.mark.slow
 async def test_a_killed_worker_loses_no_episode(ray_here, tmp_path):
     config = EnvironmentConfig(path=f"{WORLDS}.{Mortal.__name__}", options={"folder": str(tmp_path)}, num_workers=2)
-    handles = start_environments(OmegaConf.create({"digen": {"environment": asdict(config)}}))
+    run = OmegaConf.create({"digen": {"environment": asdict(config)}})
+    handles = start_environments(run, digen_config(run))
     workers = environment_pool(handles, DeadlinesConfig())
     episodes = [opened(workers, f"e{number}") for number in range(8)]
     played = await asyncio.gather(*(play(episode, 10 * number) for number, episode in enumerate(episodes)))

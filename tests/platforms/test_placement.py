@@ -146,8 +146,9 @@ def test_a_replica_asks_for_its_type_before_its_devices_are_reserved(cluster):
 
 def test_reward_workers_divide_their_devices(cluster):
     config = make_config(reward_devices=1, reward_accelerator="L40S")
-    assert num_reward_devices(config) == 1
-    assert reward_options(config, digen_config(config)) == {"num_gpus": 0.5, "resources": {"L40S": 1e-4}}
+    digen = digen_config(config)
+    assert num_reward_devices(config, digen.reward) == 1
+    assert reward_options(config, digen) == {"num_gpus": 0.5, "resources": {"L40S": 1e-4}}
     assert reward_options(make_config(), digen_config(make_config())) == {"resources": {}}
 
 
@@ -171,7 +172,8 @@ def test_reward_workers_divide_their_devices(cluster):
 def test_devices_of_rewards_are_packed_into_whole_ones(entries, expected):
     config = make_config()
     config.digen.reward = {"functions": entries}
-    assert num_reward_devices(config) == num_pool_devices(config) == expected
+    reward = digen_config(config).reward
+    assert num_reward_devices(config, reward) == num_pool_devices(reward) == expected
 
 
 def test_rewards_with_devices_of_their_own_are_counted_with_the_other_pools(cluster):

@@ -5,10 +5,12 @@ import pytest
 from omegaconf import OmegaConf, open_dict
 
 from tests.reward.samples import LATENT
+from verl_digen.config import digen_config
 from verl_digen.config.pool_sizes import asked_devices, num_function_devices, num_reward_devices
 from verl_digen.preflight import reward_model
 from verl_digen.preflight.reward_model import check_reward_model
 from verl_digen.preflight.rewards import check_latents, check_reward_devices, check_rewards
+from verl_digen.preflight.run import Run
 
 SERVED = [
     "reward.reward_model.enable=true",
@@ -39,17 +41,18 @@ def changed(config, changes):
 
 def test_a_judge_without_url_and_a_served_model_go_together(served):
     for check in (check_reward_model, check_rewards, check_reward_devices):
-        check(served)
-    assert (num_function_devices(served), num_reward_devices(served)) == (0, 4)
-    assert asked_devices(served, has_own_replicas=False)["reward.reward_model"] == 4
+        check(Run(served))
+    digen = digen_config(served)
+    assert (num_function_devices(served), num_reward_devices(served, digen.reward)) == (0, 4)
+    assert asked_devices(served, digen, has_own_replicas=False)["reward.reward_model"] == 4
 
 
 def test_devices_of_a_pool_without_a_model_are_the_functions(served):
     config = changed(
         served, {"reward.reward_model.enable": False, "digen.reward.functions": {"jpeg_compressibility": 1.0}}
     )
-    check_reward_devices(config)
-    assert num_function_devices(config) == num_reward_devices(config) == 4
+    check_reward_devices(Run(config))
+    assert num_function_devices(config) == num_reward_devices(config, digen_config(config).reward) == 4
 
 
 M = "reward.reward_model."
@@ -76,13 +79,13 @@ M = "reward.reward_model."
 )
 def test_a_reward_model_that_cannot_serve_is_refused(served, changes, rule):
     with pytest.raises(ValueError, match=rule):
-        check_reward_model(changed(served, changes))
+        check_reward_model(Run(changed(served, changes)))
 
 
 def test_a_server_that_is_not_installed_is_named(served, monkeypatch):
     monkeypatch.setattr(reward_model, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"rollout.name=vllm needs the package vllm, .* start a server elsewhere"):
-        check_reward_model(served)
+        check_reward_model(Run(served))
 
 
 @pytest.mark.parametrize("functions", [{}, {"mine": {"weight": 1.0}}])
@@ -92,18 +95,20 @@ def test_a_function_that_takes_the_router_asks_the_model(served, functions, tmp_
     named = {name: {**entry, "reward": target} for name, entry in functions.items()}
     path = None if functions else str(tmp_path / "routed.py")
     config = changed(served, {"digen.reward.functions": named, "reward.custom_reward_function.path": path})
-    check_rewards(config)
-    check_reward_model(config)
+    check_rewards(Run(config))
+    check_reward_model(Run(config))
     without = changed(config, {M + "enable": False})
     with pytest.raises(ValueError, match="reward_router_address"):
-        check_rewards(without)
+        check_rewards(Run(without))
 
 
 def test_a_judge_without_a_server_is_refused_where_no_model_is_served(served):
     without = changed(served, {M + "enable": False})
     with pytest.raises(ValueError, match=r"functions.yes_no.url must name a server .*vllm serve MODEL.*enable=true"):
-        check_reward_model(without)
-    check_reward_model(changed(without, {"digen.reward.functions": {"yes_no": {"weight": 1.0, "url": "http://h:1"}}}))
+        check_reward_model(Run(without))
+    check_reward_model(
+        Run(changed(without, {"digen.reward.functions": {"yes_no": {"weight": 1.0, "url": "http://h:1"}}}))
+    )
 
 
 # -- rewards of latents: samples that carry none are refused before the start --------------------------------
@@ -112,7 +117,7 @@ SEES = "digen.reward.functions={jpeg_compressibility: 1.0}"
 
 
 def test_latents_need_replicas_that_make_every_sample(start):
-    check_latents(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=off"))
-    check_latents(start("recipe=digen_flowgrpo+disaggregated", SEES, "digen.tag.policy=always"))
+    check_latents(Run(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=off")))
+    check_latents(Run(start("recipe=digen_flowgrpo+disaggregated", SEES, "digen.tag.policy=always")))
     with pytest.raises(ValueError, match=r"digen.tag.policy must be off with digen.reward.functions.mine, .*got 'bts'"):
-        check_latents(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=bts"))
+        check_latents(Run(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=bts")))

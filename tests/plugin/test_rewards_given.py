@@ -21,6 +21,7 @@ from verl_digen.preflight.rewards import (
     check_timeshared,
     reward_formula,
 )
+from verl_digen.preflight.run import Run
 from verl_digen.reward.functions import require_reward_function
 from verl_digen.reward.named import find
 from verl_digen.reward.scorers import jpeg_compressibility
@@ -65,8 +66,8 @@ def test_the_documented_way_to_a_reward_of_ones_own_trains_on_it_alone(start, ru
     (tmp_path / "mine.py").write_text("def compute_score(**sample):\n    return 0.0\n")
     mine = ("digen.reward.functions={}", f"reward.custom_reward_function.path={tmp_path / 'mine.py'}")
     config = start(*runnable, *mine)
-    assert reward_formula(config) == "reward = 1 x custom"
-    check_rewards(config)
+    assert reward_formula(Run(config)) == "reward = 1 x custom"
+    check_rewards(Run(config))
 
 
 def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main, tmp_path):
@@ -75,8 +76,8 @@ def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main,
     (tmp_path / "brightness.py").write_text("def compute_score(**sample):\n    return 0.0\n")
     words = shlex.split(line.replace("brightness.py", str(tmp_path / "brightness.py")))
     config = compose_main("recipe=digen_quickstart", *words)
-    assert reward_formula(config) == "reward = 0.2 x jpeg_compressibility + 1 x custom"
-    check_rewards(config)
+    assert reward_formula(Run(config)) == "reward = 0.2 x jpeg_compressibility + 1 x custom"
+    check_rewards(Run(config))
 
 
 @pytest.mark.parametrize(("save_freq", "num_warnings"), [(5, 0), (-1, 1)])
@@ -106,7 +107,7 @@ def refused(check, config: DictConfig, **changes: object) -> str:
         for key, value in changes.items():
             OmegaConf.update(changed, key.replace("__", "."), value, merge=False, force_add=True)
     with pytest.raises(ValueError) as raised:
-        check(changed)
+        check(Run(changed))
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -188,7 +189,7 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
     config = composed.copy()
     with open_dict(config):
         config.reward.custom_reward_function = {"path": str(path), "name": "compute_score", "reward_kwargs": kwargs}
-    check_rewards(config)
+    check_rewards(Run(config))
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,10 @@ def test_what_the_folder_lacks_is_encoded_and_nothing_else(tiny_qwen_image, tmp_
     model = load_model(tiny_qwen_image)
     stored = StoredConditions(str(tmp_path), model, torch.float32)
     given = datasets(*texts, "a cat " * 2000)
-    prompts = prompts_of(digen_config(config), given[0].prompts)
+    digen = digen_config(config)
+    prompts = prompts_of(digen, given[0].prompts)
     assert len(prompts) == len(texts) + 2, "each prompt, and the negative one once"
-    encode_before(config, given)
+    encode_before(config, digen, given)
     encode = model.load_encoder(torch.float32, torch.device("cpu"))
     paths = {prompt: stored.path(prompt) for prompt in prompts if len(prompt.text) < 100}
     for prompt in paths:
@@ -52,7 +53,8 @@ def test_what_the_folder_lacks_is_encoded_and_nothing_else(tiny_qwen_image, tmp_
     before = {path: path.stat().st_ino for path in paths.values() if path not in lost}
     for path in lost:
         path.unlink()
-    encode_before(config, datasets(*texts))
+    encode_before(config, digen, datasets(*texts))
     assert all(path.is_file() for path in lost) and before == {path: path.stat().st_ino for path in before}
     with pytest.raises(ValueError, match=r"digen.rollout.conditions_gb must hold the conditions of all 40 prompts"):
-        encode_before(composed(tiny_qwen_image, tmp_path, conditions_gb=1e-5), datasets(*map(str, range(39))))
+        config = composed(tiny_qwen_image, tmp_path, conditions_gb=1e-5)
+        encode_before(config, digen_config(config), datasets(*map(str, range(39))))

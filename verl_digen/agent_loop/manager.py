@@ -382,8 +382,9 @@ class DiffusionAgentLoopManager(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(DiffusionAgentLoopWorker)
-        if digen_config(self.config).environment.is_on:
-            self.llm_client.environments = tuple(start_environments(self.config))  # type: ignore[attr-defined]
+        digen = digen_config(self.config)
+        if digen.environment.is_on:
+            self.llm_client.environments = tuple(start_environments(self.config, digen))  # type: ignore[attr-defined]
 
     async def _init_agent_loop_workers(self) -> None:
         """Connect the workers that have started already; start them if there are none."""

@@ -23,7 +23,7 @@
 
 from verl_digen.config.digen import DigenConfig, PlacementConfig, TspConfig
 from verl_digen.config.environment import EnvironmentConfig
-from verl_digen.config.load import digen_config, digen_schema, require_values, value_of
+from verl_digen.config.load import digen_config, digen_schema
 from verl_digen.config.reward import PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
@@ -49,6 +49,4 @@ __all__ = [
     "TspConfig",
     "digen_config",
     "digen_schema",
-    "require_values",
-    "value_of",
 ]

@@ -30,7 +30,7 @@ from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
 from verl_digen.processes.deadlines import DeadlinesConfig
-from verl_digen.require import In, OneOf, check_fields, number, require, require_one_of
+from verl_digen.require import In, OneOf, check_fields, number, require, require_one_of, require_value
 from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 REDUCE = ("auto", "tile", "fragment", "batch")
@@ -140,13 +140,10 @@ class DigenConfig:
         require_one_of("digen.attention_backend", self.attention_backend, sorted(ATTENTION_BACKENDS))
         object.__setattr__(self, "loss", LOSS_DEFAULTS | self.loss)
         check_loss_section(self.loss)
-        require(
-            self.staleness.max_versions == 0 or not self.ema.validate,
-            "digen.ema.validate must be false with digen.staleness.max_versions > 0, where replicas generate the next "
-            "batch during a validation",
-            self.ema.validate,
-            "set digen.ema.validate=false, or digen.staleness.max_versions=0",
-        )
+        if self.staleness.max_versions > 0:
+            why = "with digen.staleness.max_versions > 0, where replicas generate the next batch during a validation"
+            remedy = "set digen.ema.validate=false, or digen.staleness.max_versions=0"
+            require_value("digen.ema.validate", self.ema.validate, False, why, remedy)
         scoring_s = self.reward.timeout_s * (1 + self.reward.max_retries)
         require(
             self.deadlines.score_s >= scoring_s,
@@ -155,13 +152,10 @@ class DigenConfig:
             self.deadlines.score_s,
             "raise it, or lower digen.reward.timeout_s",
         )
-        require(
-            self.reward.combine != "gdpo" or not self.queue.drop_zero_spread,
-            "digen.queue.drop_zero_spread must be false with digen.reward.combine=gdpo, where a group with equal sums "
-            "of rewards trains if one of them differs",
-            self.queue.drop_zero_spread,
-            "leave it out",
-        )
+        if self.reward.combine == "gdpo":
+            why = ", where a group with equal sums of rewards trains if one of them differs"
+            key, given = "digen.queue.drop_zero_spread", self.queue.drop_zero_spread
+            require_value(key, given, False, f"with digen.reward.combine=gdpo{why}", "leave it out")
         if self.loss_name in objective_names():  # for others properties below raise
             self.check_points()
 
@@ -181,16 +175,14 @@ class DigenConfig:
         Raises:
             ValueError: a broken rule, or there is no such loss.
         """
-        require(
-            self.advantage.best_of is None or find_objective(self.loss_name).select is all_samples,
-            f"digen.advantage.best_of must be null with digen.loss.name={self.loss_name}, which chooses samples itself",
-            self.advantage.best_of,
-            "leave it out",
-        )
+        loss = f"with digen.loss.name={self.loss_name}"
+        if find_objective(self.loss_name).select is not all_samples:
+            why = f"{loss}, which chooses samples itself"
+            require_value("digen.advantage.best_of", self.advantage.best_of, None, why, "leave it out")
         require(
             not self.branches.splits
             or (not self.trains_forward_points and find_objective(self.loss_name).joint is None),
-            f"digen.branches.splits must be [] with digen.loss.name={self.loss_name}, whose rows "
+            f"digen.branches.splits must be [] {loss}, whose rows "
             f"{'are no steps of an SDE' if self.trains_forward_points else 'compare all steps of one sample'}",
             list(self.branches.splits),
             "leave it out, or choose a loss of single steps such as flow_grpo",
@@ -205,25 +197,17 @@ class DigenConfig:
             return
         require(
             self.sampling.outside == EXACT,
-            f"digen.sampling.outside must be left out with digen.loss.name={self.loss_name}, which trains finished "
-            "pictures and has no window: a cheap picture would be what it learns",
+            f"digen.sampling.outside must be left out {loss}, which trains finished pictures and has no window: a "
+            "cheap picture would be what it learns",
             self.sampling.outside,
             "sample with fewer steps of digen.sampling.solver=dpm2",
         )
-        require(
-            not self.sampling.shared_initial_noise,
-            f"digen.sampling.shared_initial_noise must be false with digen.loss.name={self.loss_name}, whose samples "
-            "differ by their initial noise",
-            self.sampling.shared_initial_noise,
-            "set it to false",
-        )
+        shared, why = self.sampling.shared_initial_noise, f"{loss}, whose samples differ by their initial noise"
+        require_value("digen.sampling.shared_initial_noise", shared, False, why, "set it to false")
         self.forward.count(self.sampling.num_steps)
-        require(
-            self.kl.coef == 0 or self.kl.kind == "velocity",
-            f"digen.kl.kind must be velocity with digen.loss.name={self.loss_name}, whose rows are no steps of an SDE",
-            self.kl.kind,
-            "set it, or digen.kl.coef=0",
-        )
+        if self.kl.coef != 0:
+            why = f"{loss}, whose rows are no steps of an SDE"
+            require_value("digen.kl.kind", self.kl.kind, "velocity", why, "set it, or digen.kl.coef=0")
 
     def _check_law(self) -> None:
         """Require a law of the stochastic steps that the loss and the KL term are defined for."""
@@ -256,13 +240,11 @@ class DigenConfig:
             "set digen.window.kind=consecutive, or leave it out; digen.sampling.val_solver is for validation",
         )
         check_outside(self.sampling.outside, self.window, self.sampling.num_steps)
-        require(
-            self.sampling.outside.cache == 0 or self.sampling.solver in FIRST_ORDER,
-            f"digen.sampling.outside.cache must be 0 with digen.sampling.solver={self.sampling.solver}, which "
-            "reads the predictions of steps that the cache skips",
-            self.sampling.outside.cache,
-            "set digen.sampling.solver=euler, or pass over steps with digen.sampling.outside.solver_after",
-        )
+        if self.sampling.solver not in FIRST_ORDER:
+            of_solver = f"with digen.sampling.solver={self.sampling.solver}"
+            why = f"{of_solver}, which reads the predictions of steps that the cache skips"
+            remedy = "set digen.sampling.solver=euler, or pass over steps with digen.sampling.outside.solver_after"
+            require_value("digen.sampling.outside.cache", self.sampling.outside.cache, 0, why, remedy)
 
     def most_group_refills(self, num_prompts: int) -> int:
         """`max_refills_per_step`, or `num_prompts` where it is null."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from verl_digen.config.reward import MAX_RETRIES, MAX_WORKERS
-from verl_digen.require import In, check_fields, require
+from verl_digen.require import In, check_fields, require, require_value
 
 MAX_TURNS = 1000
 """More turns than an episode of pictures has. Catches typos."""
@@ -41,12 +41,9 @@ class EnvironmentConfig:
     def __post_init__(self) -> None:
         key = "digen.environment"
         check_fields(self, f"{key}.")
-        require(
-            self.name is None or self.path is None,
-            f"{key}.name must be null with {key}.path, which names an environment too",
-            self.name,
-            "leave one of them out",
-        )
+        if self.path is not None:
+            why = f"with {key}.path, which names an environment too"
+            require_value(f"{key}.name", self.name, None, why, "leave one of them out")
         require(
             self.num_gpus >= 0 and (self.num_gpus <= 1 or self.num_gpus == int(self.num_gpus)),
             f"{key}.num_gpus must be 0, a share of one device, or a whole number of devices",

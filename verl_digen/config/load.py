@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import math
-import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache, lru_cache
-from operator import attrgetter
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from verl_digen.algorithms.objectives import objective_names
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.loss import check_loss_section
-from verl_digen.require import as_typed, require, suggestion
+from verl_digen.require import require, suggestion
 from verl_digen.user_modules import KEY, import_user_modules
 
 if TYPE_CHECKING:
@@ -23,10 +19,6 @@ if TYPE_CHECKING:
 
 MAY_BE_INFINITE = frozenset({"digen.loss.advantage_clip"})
 """Keys that may be infinite, which means: no bound."""
-
-
-_resolved: dict[int, bytes | None] = {}
-"""Identity of a config that does not change at present -> its section, once it was resolved."""
 
 
 @cache
@@ -60,22 +52,9 @@ def digen_config(config: DictConfig) -> DigenConfig:
         ValueError: an unknown key, a value of the wrong type, or a broken rule; or a module that cannot be imported.
     """
     from omegaconf import OmegaConf
-
-    import_user_modules(OmegaConf.select(config, KEY))
-    values = _resolved.get(id(config)) or _resolve(config)
-    if id(config) in _resolved:
-        _resolved[id(config)] = values
-    found = _validated(values, tuple(objective_names()))
-    if isinstance(found, ValueError):
-        raise found.with_traceback(None)
-    return found
-
-
-def _resolve(config: DictConfig) -> bytes:
-    """The section as pickled plain data."""
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    import_user_modules(OmegaConf.select(config, KEY))
     section: Any = OmegaConf.select(config, "digen")
     require(
         section is not None,
@@ -85,63 +64,10 @@ def _resolve(config: DictConfig) -> bytes:
     )
     try:
         # as plain data: a key added with `+` would pass in a section that is typed already
-        return pickle.dumps(OmegaConf.to_container(section, resolve=True))
-    except OmegaConfBaseException as error:
-        raise ValueError(_named(error)) from error
-
-
-@contextmanager
-def unchanging(config: DictConfig) -> Iterator[None]:
-    """Context in which `config` does not change: its section is resolved once, which takes 2 ms."""
-    _resolved[id(config)] = None
-    try:
-        yield
-    finally:
-        del _resolved[id(config)]
-
-
-def value_of(config: DictConfig, key: str) -> Any:
-    """The value of a key, or of a property of a section under `digen:`."""
-    from omegaconf import OmegaConf
-
-    section, _, name = key.partition(".")
-    if section == "digen":
-        return attrgetter(name)(digen_config(config))
-    return OmegaConf.select(config, key, throw_on_missing=True)
-
-
-def require_values(config: DictConfig, condition: str, *rows: tuple[str, Any, str, str]) -> None:
-    """Require keys to have the one value that goes with a setting.
-
-    Args:
-        condition: the setting, such as "with KEY=VALUE". rows: (key, value, reason, remedy); a reason is what the
-            message has after the condition.
-
-    Raises:
-        ValueError: the first key that has another value.
-    """
-    for key, wanted, why, remedy in rows:
-        given = value_of(config, key)
-        require(given == wanted, f"{key} must be {as_typed(wanted)} {condition}{why}", given, remedy)
-
-
-@lru_cache(maxsize=8)
-def _validated(values: bytes, losses: tuple[str, ...]) -> DigenConfig | ValueError:
-    """A pickled section, or the reason for refusing it. Cached: it takes 20 ms, and dozens of rules ask for it.
-
-    Args:
-        losses: those that are registered, which say what `digen.loss` may be.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        merged = OmegaConf.merge(_schema(), pickle.loads(values))
+        merged = OmegaConf.merge(_schema(), OmegaConf.to_container(section, resolve=True))
         return _built(merged, list(_not_finite("digen", OmegaConf.to_container(merged))))
     except OmegaConfBaseException as error:
-        return ValueError(_named(error))
-    except ValueError as error:
-        return error
+        raise ValueError(_named(error)) from error
 
 
 def _built(merged: Any, problems: list[str]) -> DigenConfig:

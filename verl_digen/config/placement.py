@@ -118,7 +118,7 @@ def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) 
     pools = (
         ("trainer", placement.trainer_accelerator, num_trainer_devices(config)),
         ("generator", placement.generator_accelerator, num_generator),
-        ("reward", placement.reward_accelerator, num_reward_devices(config)),
+        ("reward", placement.reward_accelerator, num_reward_devices(config, digen.reward)),
     )
     needed: Counter[str] = Counter()
     keys: dict[str, list[str]] = {}
@@ -135,13 +135,13 @@ def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) 
                 f"{' and '.join(keys[resource])} must find {count} devices on nodes with the Ray resource "
                 f"{resource!r}, got {found}; ask for fewer devices in these pools, add nodes, or set another type"
             )
-    _check_devices(config, is_disaggregated=is_disaggregated)
+    _check_devices(config, digen, is_disaggregated=is_disaggregated)
 
 
-def _check_devices(config: Any, *, is_disaggregated: bool) -> None:
+def _check_devices(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:
     device = get_platform().ray_resource_name()
     counts = [int(node["Resources"][device]) for node in ray.nodes() if node["Alive"] and device in node["Resources"]]
-    asked = asked_devices(config, has_own_replicas=is_disaggregated)
+    asked = asked_devices(config, digen, has_own_replicas=is_disaggregated)
     total = sum(asked.values())
     if sum(counts) < total:
         raise RunStopped(

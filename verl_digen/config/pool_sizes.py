@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl_digen.config import digen_config
+from verl_digen.config import DigenConfig, EnvironmentConfig, RewardConfig
 from verl_digen.config.reward import FUNCTIONS
 
 ENVIRONMENT_KEY = "digen.environment"
@@ -64,13 +64,10 @@ def _num_model_pool_devices(config: Any) -> int:
     return model.nnodes * model.n_gpus_per_node if model.enable_resource_pool else 0
 
 
-def num_pool_devices(config: Any) -> int:
+def num_pool_devices(reward: RewardConfig) -> int:
     """Devices of rewards with processes of their own; processes with shares are packed, the largest first."""
     workers = [
-        entry.pool.num_gpus
-        for entry in digen_config(config).reward.entries
-        if entry.pool is not None
-        for _ in range(entry.pool.num_workers)
+        entry.pool.num_gpus for entry in reward.entries if entry.pool is not None for _ in range(entry.pool.num_workers)
     ]
     free: list[float] = []
     for share in sorted((share for share in workers if 0 < share < 1), reverse=True):
@@ -82,9 +79,8 @@ def num_pool_devices(config: Any) -> int:
     return len(free) + sum(int(share) for share in workers if share >= 1)
 
 
-def num_environment_devices(config: Any) -> int:
+def num_environment_devices(environment: EnvironmentConfig) -> int:
     """Devices of the environment workers; those with shares are packed."""
-    environment = digen_config(config).environment
     if not environment.is_on or environment.num_gpus == 0:
         return 0
     if environment.num_gpus >= 1:
@@ -92,9 +88,9 @@ def num_environment_devices(config: Any) -> int:
     return -(-environment.num_workers // int(1 / environment.num_gpus + ROUNDING))
 
 
-def num_reward_devices(config: Any) -> int:
+def num_reward_devices(config: Any, reward: RewardConfig) -> int:
     """Devices of all reward processes."""
-    return _num_model_pool_devices(config) + num_pool_devices(config)
+    return _num_model_pool_devices(config) + num_pool_devices(reward)
 
 
 def asked_text(asked: Mapping[str, int]) -> str:
@@ -107,7 +103,7 @@ def asked_text(asked: Mapping[str, int]) -> str:
     )
 
 
-def asked_devices(config: Any, *, has_own_replicas: bool) -> dict[str, int]:
+def asked_devices(config: Any, digen: DigenConfig, *, has_own_replicas: bool) -> dict[str, int]:
     """Pool, as the prefix of its keys, -> devices that it asks for; pools without devices are left out.
 
     Args:
@@ -117,8 +113,8 @@ def asked_devices(config: Any, *, has_own_replicas: bool) -> dict[str, int]:
         "trainer": num_trainer_devices(config),
         ROLLOUT: num_generator_devices(config) if has_own_replicas else 0,
         "reward.reward_model": _num_model_pool_devices(config),
-        FUNCTIONS: num_pool_devices(config),
-        ENVIRONMENT_KEY: num_environment_devices(config),
+        FUNCTIONS: num_pool_devices(digen.reward),
+        ENVIRONMENT_KEY: num_environment_devices(digen.environment),
     }
     return {pool: number for pool, number in asked.items() if number}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from verl_digen.config.rollout import MAX_SAMPLES
-from verl_digen.require import In, check_fields, require
+from verl_digen.require import In, check_fields, require, require_value
 
 MAX_RETRIES = 1000
 MAX_WORKERS = 10_000
@@ -166,18 +166,12 @@ def reward_entry(name: str, value: Any, section: str = FUNCTIONS) -> RewardEntry
         ("data_sources", _are_names(sources), "be a list of different names", sources, "leave it out for all prompts"),
     ):
         require(holds, f"{key}.{word} must {rule}", found, remedy)
-    require(
-        not is_gold or weight == 0,
-        f"{key}.weight must be 0 with {key}.gold=true: a gold reward is not trained on",
-        weight,
-        f"set {key}.weight=0, or leave {key}.gold out",
-    )
-    require(
-        when == ALWAYS or weight == 0,
-        f"{key}.when must be {ALWAYS} where {key}.weight={weight:g} is not 0: what is trained on scores every sample",
-        when,
-        f"set {key}.weight=0, or leave {key}.when out",
-    )
+    if is_gold:
+        why, remedy = f"with {key}.gold=true: a gold reward is not trained on", f"leave {key}.gold out"
+        require_value(f"{key}.weight", weight, 0, why, f"set {key}.weight=0, or {remedy}")
+    if weight != 0:
+        why = f"where {key}.weight={weight:g} is not 0: what is trained on scores every sample"
+        require_value(f"{key}.when", when, ALWAYS, why, f"set {key}.weight=0, or leave {key}.when out")
     own = {known: given.pop(known) for known in PoolSettings.__dataclass_fields__ if known in given}
     pool = _pool(key, own) if own else None
     return RewardEntry(name, weight, target, given, pool, when, is_gold, sources and tuple(sources), section)

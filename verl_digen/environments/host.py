@@ -24,7 +24,7 @@ import torch
 from omegaconf import DictConfig
 from verl.plugin.platform import get_platform
 
-from verl_digen.config import EnvironmentConfig, PoolSettings, digen_config
+from verl_digen.config import DigenConfig, EnvironmentConfig, PoolSettings, digen_config
 from verl_digen.config.placement import pool_options
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.environments.registry import environment_class, environment_settings
@@ -127,13 +127,12 @@ def environment_pool(handles: Sequence[Any], deadlines: DeadlinesConfig) -> Work
     return WorkerPool(handles, deadlines, kind="environment", key="digen.environment.num_workers")
 
 
-def start_environments(config: DictConfig) -> list[Any]:
+def start_environments(config: DictConfig, digen: DigenConfig) -> list[Any]:
     """Start the environment workers of a run -> their handles.
 
     Args:
-        config: verl's, with an environment.
+        config: verl's, with an environment. digen: its `digen:` section.
     """
-    digen = digen_config(config)
     # Ray's own retry reaches the restarted process, which answers `UnknownEpisode`
     options = pool_options(PoolSettings(num_gpus=digen.environment.num_gpus), digen)
     worker = RestartingActor(EnvironmentWorker, 1, **options)

@@ -11,15 +11,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
-from verl_digen.config import digen_config, require_values
 from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
 from verl_digen.models.json_file import read_object
 from verl_digen.models.lora_file import check_lora_file
 from verl_digen.preflight.inputs import has_checkpoint
 from verl_digen.preflight.model import KEY, load_configs, model_section
 from verl_digen.preflight.precision import trains_all
+from verl_digen.preflight.run import Run
 from verl_digen.preflight.weights import shapes_of
 from verl_digen.require import require, suggestion
 
@@ -36,16 +34,16 @@ NOT_SENT = ("bias", "lora_bias", "modules_to_save", "trainable_token_indices", "
 """peft's settings that train something else than matrices beside layers, which no replica and no export takes."""
 
 
-def check_adapter(config: DictConfig) -> None:
+def check_adapter(run: Run) -> None:
     """Require layers that take an adapter, and files with the tensors of the one that trains."""
-    section: Any = config.actor_rollout_ref.model
+    section: Any = run.config.actor_rollout_ref.model
     given = {key: section[key] for key in ("target_modules", "exclude_modules", "lora_adapter_path")}
-    if trains_all(config) or "://" in section.path or not any(given.values()):  # the model's own layers take one
+    if trains_all(run.config) or "://" in section.path or not any(given.values()):  # the model's own layers take one
         return
     model, network = load_on_meta(section.path)
     for key in ("target_modules", "exclude_modules"):
         _check_names(model, network, f"{KEY}.{key}", given[key])
-    model_config = model_section(config)
+    model_config = model_section(run)
     if model_config.lora_file is not None:
         check_lora_file(model_config.lora_file, model, network)
     adapted = build_on_meta(network, model_config)
@@ -168,14 +166,14 @@ def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
     return shapes
 
 
-def adapter_notes(config: DictConfig) -> list[str]:
+def adapter_notes(run: Run) -> list[str]:
     """Notes where the adapter's file has settings that the run does not take, or takes in place of a recipe's."""
-    section = config.actor_rollout_ref.model
+    section = run.config.actor_rollout_ref.model
     if section.lora_adapter_path is None or "://" in section.path:
         return []
     from peft import LoraConfig
 
-    made = model_section(config)
+    made = model_section(run)
     given = {"lora_rank": made.lora_rank, "lora_alpha": made.lora_alpha}
     other = [f"{name}={value} in place of {section[name]}" for name, value in given.items() if value != section[name]]
     found = [f"{FOLDER}: its {' and '.join(other)} of the recipe"] if other and section.lora_rank else []
@@ -233,14 +231,14 @@ def _endings(names: Iterable[str]) -> set[str]:
     return {ending for ending in endings if not ending.isdecimal()}
 
 
-def check_teacher(config: DictConfig) -> None:
+def check_teacher(run: Run) -> None:
     """Require an adapter that can teach the one that trains, where the objective reads a teacher, and settings that go
     with it."""
     from verl_digen.algorithms.objectives import find_objective, objective_names
     from verl_digen.algorithms.objectives.objective import TEACHER
     from verl_digen.engine.teacher import KEY, adapter_shapes, check_teacher_files
 
-    digen = digen_config(config)
+    digen = run.digen
     if digen.loss_name not in objective_names():
         return  # reported by `check_loss`
     objective, settings = find_objective(digen.loss_name), digen.loss_settings
@@ -254,15 +252,15 @@ def check_teacher(config: DictConfig) -> None:
     )
     assert settings.taught_by is not None
     require(
-        not trains_all(config),
+        not trains_all(run.config),
         f"actor_rollout_ref.model.lora_rank must be that of the teacher's adapter with digen.loss.name="
         f"{digen.loss_name}, whose teacher and student are adapters of one base",
-        config.actor_rollout_ref.model.lora_rank,
+        run.config.actor_rollout_ref.model.lora_rank,
         "set actor_rollout_ref.model.lora_rank, and target_modules where the teacher has others",
     )
     if not objective.reads_advantages(settings):
         row = "digen.queue.drop_zero_spread", False, ", where a group trains whatever its rewards are", "leave it out"
-        require_values(config, f"with digen.loss.name={digen.loss_name}", row)
-    if has_checkpoint(config):
-        _, network = load_on_meta(config.actor_rollout_ref.model.path)
-        check_teacher_files(settings.taught_by, adapter_shapes(build_on_meta(network, model_section(config))))
+        run.require_values(f"with digen.loss.name={digen.loss_name}", row)
+    if has_checkpoint(run.config):
+        _, network = load_on_meta(run.config.actor_rollout_ref.model.path)
+        check_teacher_files(settings.taught_by, adapter_shapes(build_on_meta(network, model_section(run))))

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
-from verl_digen.config import DigenConfig, digen_config, require_values
+from verl_digen.config import DigenConfig
 from verl_digen.preflight.pools import COLOCATED
+from verl_digen.preflight.run import Run
 from verl_digen.require import refusing, require
 
 SECTION = "actor_rollout_ref.rollout.agent"
@@ -18,11 +19,11 @@ NO_LOOP = (
 )
 
 
-def check_agent_loop(config: DictConfig) -> None:
+def check_agent_loop(run: Run) -> None:
     """Require an agent loop that is known, can be imported, and makes every sample of the run."""
     from verl_digen.sampling.requests import SINGLE_TURN
 
-    agent = config.actor_rollout_ref.rollout.agent
+    agent = run.config.actor_rollout_ref.rollout.agent
     named = {} if agent.agent_loop_config_path is None else _named_loops(agent.agent_loop_config_path)
     name = agent.default_agent_loop
     require(
@@ -32,7 +33,7 @@ def check_agent_loop(config: DictConfig) -> None:
         f"leave it alone, or name a loop of your own in a file, {SECTION}.agent_loop_config_path=FILE",
     )
     if name != SINGLE_TURN:
-        require_values(config, f"with {SECTION}.default_agent_loop={name}", NO_LOOP)
+        run.require_values(f"with {SECTION}.default_agent_loop={name}", NO_LOOP)
     if name in named:
         _check_importable(name, named[name])
 
@@ -75,11 +76,11 @@ def _check_importable(name: str, target: str) -> None:
     )
 
 
-def check_branches(config: DictConfig) -> None:
+def check_branches(run: Run) -> None:
     """Require as many samples of a prompt as a tree has leaves, and prompts that no agent loop rewrites."""
     from verl_digen.sampling.requests import SINGLE_TURN
 
-    branches, num_samples = digen_config(config).branches, config.actor_rollout_ref.rollout.n
+    branches, num_samples = run.digen.branches, run.config.actor_rollout_ref.rollout.n
     if not branches.splits:
         return
     num_leaves = branches.factor ** len(branches.splits)
@@ -91,15 +92,15 @@ def check_branches(config: DictConfig) -> None:
         "set it, or split another number of times",
     )
     why, remedy = ": samples with prompts of their own share no steps", "leave it out, or set digen.branches.splits=[]"
-    require_values(config, "with digen.branches.splits", (f"{SECTION}.default_agent_loop", SINGLE_TURN, why, remedy))
+    run.require_values("with digen.branches.splits", (f"{SECTION}.default_agent_loop", SINGLE_TURN, why, remedy))
 
 
-def check_environment(config: DictConfig) -> None:
+def check_environment(run: Run) -> None:
     """Require an environment that can be made, and a run whose every part knows episodes."""
     from verl_digen.environments.registry import environment_class, environment_settings
     from verl_digen.sampling.requests import SINGLE_TURN
 
-    digen = digen_config(config)
+    digen = run.digen
     if not digen.environment.is_on:
         return
     require(
@@ -118,8 +119,8 @@ def check_environment(config: DictConfig) -> None:
         "raise it, or lower the turns in digen.environment.options",
     )
     no_share = ": episodes with instructions of their own share no steps"
-    require_values(
-        *(config, f"with {digen.environment.key}"),
+    run.require_values(
+        f"with {digen.environment.key}",
         (f"{SECTION}.default_agent_loop", SINGLE_TURN, ", which has an agent loop of its own", "leave it out"),
         NO_LOOP,
         ("digen.branches.splits", (), no_share, "leave it out"),
@@ -127,13 +128,13 @@ def check_environment(config: DictConfig) -> None:
     _check_training(digen)
     longest_s = digen.environment.longest_s
     require(
-        config.trainer.v1.trainer_mode == COLOCATED or digen.deadlines.generate_s >= longest_s,
+        run.config.trainer.v1.trainer_mode == COLOCATED or digen.deadlines.generate_s >= longest_s,
         "digen.deadlines.generate_s must be >= (1 + digen.environment.max_turns) x digen.environment.step_timeout_s, "
         f"which is {longest_s:g} s: a chunk's time on a replica includes its environments",
         digen.deadlines.generate_s,
         "raise it, or lower digen.environment.step_timeout_s",
     )
-    _check_model(config, digen, edits=found.edits)
+    _check_model(run, edits=found.edits)
 
 
 def _check_training(digen: DigenConfig) -> None:
@@ -162,18 +163,15 @@ def _check_training(digen: DigenConfig) -> None:
     )
 
 
-def _check_model(config: DictConfig, digen: DigenConfig, *, edits: bool) -> None:
+def _check_model(run: Run, *, edits: bool) -> None:
     """Require a model that reads as many images as the instructions carry."""
     from verl_digen.models import load_model
 
-    key = digen.environment.key
-    require(
-        not edits or digen.sampling.num_frames == 1,
-        f"digen.sampling.num_frames must be 1 with {key}, which edits pictures",
-        digen.sampling.num_frames,
-        "set it to 1, or choose an environment whose `edits` is false",
-    )
-    folder = Path(config.actor_rollout_ref.model.path).expanduser()
+    key = run.digen.environment.key
+    if edits:
+        remedy = "set it to 1, or choose an environment whose `edits` is false"
+        run.require_values(f"with {key}", ("digen.sampling.num_frames", 1, ", which edits pictures", remedy))
+    folder = Path(run.config.actor_rollout_ref.model.path).expanduser()
     if not folder.is_dir():  # fetched once the run has started
         return
     least, most = load_model(folder).spec.num_images
@@ -181,6 +179,6 @@ def _check_model(config: DictConfig, digen: DigenConfig, *, edits: bool) -> None
         (most > 0) if edits else (least == 0),
         f"{key} must name an environment {'of text' if most == 0 else 'that edits'} with this model, which reads "
         f"{least} to {most} images",
-        digen.environment.target,
+        run.digen.environment.target,
         "choose a model or an environment that fits; `Environment.edits` says what one does",
     )

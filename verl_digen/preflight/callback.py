@@ -25,7 +25,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.errors import RunStopped, describe, plain
 from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint, replace_text
-from verl_digen.preflight.inputs import prompts_read_once
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.rules import check
 from verl_digen.preflight.run_folder import claim
@@ -88,9 +87,7 @@ def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
     Raises:
         ValueError: the config cannot run, or not in this folder.
     """
-    with prompts_read_once():
-        check(config)
-        found = notes(config)
+    found = notes(check(config))
     lock, of_folder = claim(config)
     return [*found, *of_folder], lock
 

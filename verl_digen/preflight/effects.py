@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from omegaconf import DictConfig
-
-from verl_digen.config import DigenConfig, digen_config, value_of
+from verl_digen.config import DigenConfig
 from verl_digen.preflight.pools import COLOCATED, TURNS
 from verl_digen.preflight.recipes import typed_keys
+from verl_digen.preflight.run import Run
 from verl_digen.require import as_typed
 
 DEFAULTS = DigenConfig()
@@ -31,10 +30,10 @@ class Switch:
     own: str = ""
     """The section's own key that is the switch; where it is typed, keys of a recipe may stay."""
 
-    def is_on(self, config: DictConfig) -> bool:
+    def is_on(self, run: Run) -> bool:
         """True if the run reads the keys."""
         key, _, wanted = self.condition.replace("!=", "=").partition("=")
-        return (as_typed(value_of(config, key)) == wanted) != ("!=" in self.condition)
+        return (as_typed(run.value(key)) == wanted) != ("!=" in self.condition)
 
     @property
     def off(self) -> str:
@@ -73,15 +72,15 @@ SWITCHES = (
 )
 
 
-def effect_problems(config: DictConfig) -> list[str]:
+def effect_problems(run: Run) -> list[str]:
     """A paragraph for each key that has another value than its default, and that this run does not read."""
-    digen = digen_config(config)
-    return [problem for switch in SWITCHES if not switch.is_on(config) for problem in _changed(switch, config, digen)]
+    digen = run.digen
+    return [problem for switch in SWITCHES if not switch.is_on(run) for problem in _changed(switch, run, digen)]
 
 
-def _changed(switch: Switch, config: DictConfig, digen: DigenConfig) -> Iterator[str]:
+def _changed(switch: Switch, run: Run, digen: DigenConfig) -> Iterator[str]:
     name_of_section, _, start = switch.keys.partition(".")
-    typed = typed_keys(config, f"digen.{name_of_section}")
+    typed = typed_keys(run.config, f"digen.{name_of_section}")
     section, default = (getattr(each, name_of_section) for each in (digen, DEFAULTS))
     for name in (field.name for field in fields(section) if field.name.startswith(start)):
         given, expected = getattr(section, name), getattr(default, name)

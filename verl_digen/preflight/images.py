@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
-from verl_digen.config import SamplingConfig, digen_config
+from verl_digen.config import SamplingConfig
 from verl_digen.inputs.tables import SCHEME
+from verl_digen.preflight.run import Run
 from verl_digen.require import require
 
 if TYPE_CHECKING:
@@ -26,27 +25,21 @@ PICTURE = re.compile(r"\.(png|jpe?g|webp|bmp|gif|tiff?)\b", re.IGNORECASE)
 REMEDY = "or take the images out of the prompts, and set digen.sampling.planned_images=0"
 
 
-def check_image_settings(config: DictConfig, model: DiffusionModel) -> None:
+def check_image_settings(run: Run, model: DiffusionModel) -> None:
     """Require settings of images, that go with what the model's pipeline reads."""
-    sampling = digen_config(config).sampling
+    sampling = run.digen.sampling
     title, (least, most) = model.spec.title, model.spec.num_images
-    require(
-        not sampling.size_from_image or most > 0,
-        f"digen.sampling.size_from_image must be false for {title}, which reads no images",
-        sampling.size_from_image,
-        "leave it out",
-    )
+    if most == 0:
+        why = ", which reads no images"
+        run.require_values(f"for {title}", ("digen.sampling.size_from_image", False, why, "leave it out"))
+    else:
+        remedy = f"set it to {model.spec.image_sizes}, the rule of its pipeline"
+        run.require_values(f"for {title}", ("digen.sampling.image_sizes", model.spec.image_sizes, "", remedy))
     require(
         most > 0 or sampling.image_px == SamplingConfig().image_px,
         f"digen.sampling.image_px must be left out for {title}, which reads no images",
         sampling.image_px,
         "leave it out",
-    )
-    require(
-        most == 0 or sampling.image_sizes == model.spec.image_sizes,
-        f"digen.sampling.image_sizes must be {model.spec.image_sizes} for {title}",
-        sampling.image_sizes,
-        f"set it to {model.spec.image_sizes}, the rule of its pipeline",
     )
     require(
         sampling.planned_images is None or least <= sampling.planned_images <= most,
@@ -55,10 +48,10 @@ def check_image_settings(config: DictConfig, model: DiffusionModel) -> None:
         f"null plans {least}",
     )
     if least > 0 or sampling.planned_images:
-        _check_takers(config, model)
+        _check_takers(run, model)
 
 
-def check_prompt_images(config: DictConfig, model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
+def check_prompt_images(run: Run, model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
     """Require as many images of each prompt as the pipeline reads, and a run that can make pictures of them."""
     from verl_digen.sampling.requests import geometry_of
 
@@ -73,8 +66,8 @@ def check_prompt_images(config: DictConfig, model: DiffusionModel, prompts: Sequ
     _check_pictures(model, prompts)
     if not any(prompt.images for prompt in prompts):
         return
-    _check_takers(config, model)
-    sampling = digen_config(config).sampling
+    _check_takers(run, model)
+    sampling = run.digen.sampling
     model.latent_shape(geometry_of(sampling, [(sampling.width_px, sampling.height_px)] * max(1, least)))
 
 
@@ -106,18 +99,14 @@ def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None
             pass
 
 
-def _check_takers(config: DictConfig, model: DiffusionModel) -> None:
+def _check_takers(run: Run, model: DiffusionModel) -> None:
     """Require a network that takes prompts with images, if ranks share rows."""
     from verl_digen.models.sequence import TRAINER_KEY
 
     layout, title = model.spec.sequence, model.spec.title
-    size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    require(
-        size == 1 or layout is None or layout.takes_images,
-        f"{TRAINER_KEY} must be 1 for {title} and prompts with images, whose tokens are not split",
-        size,
-        f"set it to 1, {REMEDY}",
-    )
+    if layout is not None and not layout.takes_images:
+        row = TRAINER_KEY, 1, ", whose tokens are not split", f"set it to 1, {REMEDY}"
+        run.require_values(f"for {title} and prompts with images", row)
 
 
 def _missing(prompt: PromptRow) -> str:

@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.config import digen_config, require_values
 from verl_digen.preflight.images import check_prompt_images
 from verl_digen.preflight.model import load_configs
+from verl_digen.preflight.run import Run
 from verl_digen.require import require, suggestion
 from verl_digen.reward.named import check_rows, has_custom
 
@@ -23,31 +21,31 @@ if TYPE_CHECKING:
     from verl_digen.types import PromptRow
 
 
-def check_prompts(config: DictConfig) -> None:
+def check_prompts(run: Run) -> None:
     """Require readable prompt files, enough prompts for one step, and none that the model does not read whole."""
-    validating = validates(config)
-    if OmegaConf.select(config, "data.train_files") is None:
+    validating = validates(run.config)
+    if OmegaConf.select(run.config, "data.train_files") is None:
         raise ValueError("data.train_files must name a file of prompts, got nothing; set data.train_files=FILE")
-    if validating and OmegaConf.select(config, "data.val_files") is None:
+    if validating and OmegaConf.select(run.config, "data.val_files") is None:
         raise ValueError(
             f"data.val_files must name a file of prompts where a run validates ({', '.join(validating)}), got nothing; "
             "set data.val_files=FILE, or trainer.test_freq=-1 trainer.val_before_train=false"
         )
-    train, val = prompts_of(config, "train"), prompts_of(config, "val")
-    if has_checkpoint(config):
-        check_prompt_images(config, load_configs(config.actor_rollout_ref.model.path), [*train.prompts, *val.prompts])
-    check_sources(config, train.prompts, val.prompts)
+    train, val = prompts_of(run, "train"), prompts_of(run, "val")
+    if has_checkpoint(run.config):
+        check_prompt_images(run, load_configs(run.config.actor_rollout_ref.model.path), [*train.prompts, *val.prompts])
+    check_sources(run, train.prompts, val.prompts)
     generated = [row for row in train.prompts if not row.pair]
     for prompts, is_validation in ((generated, False), (val.prompts, True)):
-        check_rows(digen_config(config).reward, prompts, is_validation=is_validation)
+        check_rows(run.digen.reward, prompts, is_validation=is_validation)
     found = [*train.too_long, *val.too_long]
-    if found and not config.data.filter_overlong_prompts:
+    if found and not run.config.data.filter_overlong_prompts:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise ValueError(
             f"{found[0].prompt.place}{more}: {found[0].reason}, or set data.filter_overlong_prompts=true, which leaves "
             "such prompts out"
         )
-    num_prompts, batch = len(train.prompts) - len(train.too_long), config.data.train_batch_size
+    num_prompts, batch = len(train.prompts) - len(train.too_long), run.config.data.train_batch_size
     require(
         num_prompts >= batch,
         f"data.train_files must hold data.train_batch_size={batch} prompts or more{train.reduced}",
@@ -69,12 +67,12 @@ def validates(config: DictConfig) -> list[str]:
     return found + ([f"trainer.test_freq={trainer.test_freq}"] if trainer.test_freq > 0 else [])
 
 
-def check_validation(config: DictConfig) -> None:
+def check_validation(run: Run) -> None:
     """Require that a run with verl's `val_only` validates: it ends after the validation before training."""
-    if config.trainer.val_only:
+    if run.config.trainer.val_only:
         remedy = "leave trainer.val_before_train out, or set trainer.val_only=false"
         row = "trainer.val_before_train", True, ", which would train otherwise", remedy
-        require_values(config, "with trainer.val_only=true", row)
+        run.require_values("with trainer.val_only=true", row)
 
 
 @dataclass(frozen=True)
@@ -106,42 +104,26 @@ class PromptSet:
         return f"raise data.{self.part}_max_samples" if self.is_cut else "add prompts"
 
 
-_read: ContextVar[dict[str, PromptSet] | None] = ContextVar("_read", default=None)
-
-
-@contextmanager
-def prompts_read_once() -> Iterator[None]:
-    """Have `prompts_of` read each file once, for rules and notes of one config."""
-    token = _read.set({})
-    try:
-        yield
-    finally:
-        _read.reset(token)
-
-
-def prompts_of(config: DictConfig, part: str) -> PromptSet:
+def prompts_of(run: Run, part: str) -> PromptSet:
     """The prompts of `data.PART_files`, PART being train or val. An empty set if a run does not validate and names
-    none.
+    none. Files are read once per run.
 
     Raises:
         ValueError: as `_read_prompts`.
     """
-    known = _read.get()
-    if known is None:
-        return _read_prompts(config, part)
-    if part not in known:
-        known[part] = _read_prompts(config, part)
-    return known[part]
+    if part not in run.prompts:
+        run.prompts[part] = _read_prompts(run, part)
+    return run.prompts[part]
 
 
-def num_steps(config: DictConfig) -> int:
+def num_steps(run: Run) -> int:
     """Steps of the whole run."""
-    train = prompts_of(config, "train")
-    per_epoch = (len(train.prompts) - len(train.too_long)) // config.data.train_batch_size
-    return config.trainer.total_training_steps or config.trainer.total_epochs * per_epoch
+    train = prompts_of(run, "train")
+    per_epoch = (len(train.prompts) - len(train.too_long)) // run.config.data.train_batch_size
+    return run.config.trainer.total_training_steps or run.config.trainer.total_epochs * per_epoch
 
 
-def _read_prompts(config: DictConfig, part: str) -> PromptSet:
+def _read_prompts(run: Run, part: str) -> PromptSet:
     """Read them.
 
     Raises:
@@ -150,25 +132,25 @@ def _read_prompts(config: DictConfig, part: str) -> PromptSet:
     from verl_digen.data.lengths import find_too_long
     from verl_digen.data.prompts import Columns, read_prompts
 
-    given, most = OmegaConf.select(config, f"data.{part}_files"), config.data[f"{part}_max_samples"]
+    given, most = OmegaConf.select(run.config, f"data.{part}_files"), run.config.data[f"{part}_max_samples"]
     if given is None:
         return PromptSet(part, 0, (), ())
     files: Any = OmegaConf.to_container(given) if OmegaConf.is_list(given) or OmegaConf.is_dict(given) else given
-    read = read_prompts(files, f"data.{part}_files", Columns.of(config.data))
+    read = read_prompts(files, f"data.{part}_files", Columns.of(run.config.data))
     taken = read[:most] if most > 0 else read
-    if not has_checkpoint(config):
+    if not has_checkpoint(run.config):
         return PromptSet(part, len(read), taken, ())
-    _check_negative(config)
-    return PromptSet(part, len(read), taken, find_too_long(taken, lambda: _load_prompt_check(config)))
+    _check_negative(run)
+    return PromptSet(part, len(read), taken, find_too_long(taken, lambda: _load_prompt_check(run.config)))
 
 
-def _check_negative(config: DictConfig) -> None:
+def _check_negative(run: Run) -> None:
     from verl_digen.data.lengths import SURELY_SHORT_BYTES
 
-    negative = digen_config(config).sampling.negative_prompt
+    negative = run.digen.sampling.negative_prompt
     if len(negative.encode()) > SURELY_SHORT_BYTES:
         try:
-            _load_prompt_check(config)(negative)
+            _load_prompt_check(run.config)(negative)
         except ValueError as error:
             raise ValueError(f"digen.sampling.negative_prompt: {error}") from error
 
@@ -183,7 +165,7 @@ def _load_prompt_check(config: DictConfig) -> PromptCheck:
     return load_configs(config.actor_rollout_ref.model.path).load_prompt_check()
 
 
-def check_sources(config: DictConfig, train: Sequence[PromptRow], val: Sequence[PromptRow]) -> None:
+def check_sources(run: Run, train: Sequence[PromptRow], val: Sequence[PromptRow]) -> None:
     """Require a trained reward for every prompt, a prompt for every source that an entry names, and for every gold
     reward a validation prompt.
 
@@ -191,7 +173,7 @@ def check_sources(config: DictConfig, train: Sequence[PromptRow], val: Sequence[
         train: prompts of training.
         val: prompts of validation; empty if the run does not validate.
     """
-    reward = digen_config(config).reward
+    reward = run.digen.reward
     routed = [entry for entry in reward.entries if entry.data_sources is not None]
     if not routed:
         return
@@ -212,7 +194,7 @@ def check_sources(config: DictConfig, train: Sequence[PromptRow], val: Sequence[
             list(entry.data_sources or ()),
             "a gold reward is compared at validations; add one of them",
         )
-    if has_custom(config) and reward.custom_weight != 0:
+    if has_custom(run.config) and reward.custom_weight != 0:
         return
     trained = [entry for entry in reward.entries if entry.weight != 0]
     uncovered = [source for source in sources if not any(entry.covers(source) for entry in trained)]

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from verl_digen.config import digen_config, require_values
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE, Package
 from verl_digen.preflight.model import model_of
 from verl_digen.preflight.precision import VERL_DEFAULTS
+from verl_digen.preflight.run import Run
 from verl_digen.require import require
 from verl_digen.rollout.vllm_omni.settings import ATTENTION_KEY, check_attention
 
@@ -40,50 +40,50 @@ class Side:
     """Devices that share a row's tokens."""
 
 
-def sides(config: DictConfig) -> Iterator[Side]:
+def sides(run: Run) -> Iterator[Side]:
     """The trainer, and the replicas unless they are vLLM-Omni's."""
-    digen = digen_config(config)
-    precision = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.mixed_precision") or {}
+    digen = run.digen
+    precision = OmegaConf.select(run.config, "actor_rollout_ref.actor.fsdp_config.mixed_precision") or {}
     dtype = (VERL_DEFAULTS | dict(precision))["param_dtype"]
-    size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    size = run.config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     yield Side(KEY, digen.attention_backend, digen.compile, "digen.compile", dtype, True, size)
-    if config.actor_rollout_ref.rollout.name == "diffusers":
+    if run.config.actor_rollout_ref.rollout.name == "diffusers":
         own, compiles = digen.rollout.attention_backend, digen.rollout.compile
         yield Side(
             KEY if own is None else ROLLOUT_KEY,
             digen.rollout_attention_backend,
             digen.rollout_compiles,
             "digen.compile" if compiles is None else "digen.rollout.compile",
-            config.actor_rollout_ref.rollout.dtype,
+            run.config.actor_rollout_ref.rollout.dtype,
             False,
             1,
         )
 
 
-def check_kernels(config: DictConfig) -> None:
+def check_kernels(run: Run) -> None:
     """Require kernels that can do what each side asks of them, and settings that reach vLLM-Omni."""
     from verl.plugin.platform import get_platform
 
     device = get_platform().device_name
-    for side in sides(config):
+    for side in sides(run):
         check_use(side.key, side.attention, trains=side.trains, dtype=side.dtype, device=device)
         if side.size > 1:
             check_split(side.key, side.attention, SIZE_KEY, needs_masks=False)
-    if config.actor_rollout_ref.rollout.name != "vllm_omni":
+    if run.config.actor_rollout_ref.rollout.name != "vllm_omni":
         return
     why = ", which compiles by actor_rollout_ref.rollout.enforce_eager"
     remedy = "leave it out, and set actor_rollout_ref.rollout.enforce_eager=false to compile"
     condition = "with actor_rollout_ref.rollout.name=vllm_omni"
-    require_values(config, condition, ("digen.rollout.compile", None, why, remedy))
-    check_attention(digen_config(config), OmegaConf.select(config, ATTENTION_KEY))
+    run.require_values(condition, ("digen.rollout.compile", None, why, remedy))
+    check_attention(run.digen, OmegaConf.select(run.config, ATTENTION_KEY))
 
 
-def check_kernel_machine(config: DictConfig) -> None:
+def check_kernel_machine(run: Run) -> None:
     """Require kernels that are installed and run on the platform's devices, and the tools of a compiler."""
     from verl.plugin.platform import get_platform
 
     device = get_platform().device_name
-    for side in sides(config):
+    for side in sides(run):
         check_machine(side.key, side.attention, device)
         has_tools = shutil.which(os.environ.get("CXX", "g++")) if device == "cpu" else find_spec("triton")
         require(
@@ -95,7 +95,7 @@ def check_kernel_machine(config: DictConfig) -> None:
         )
     named = os.environ.get(OMNI_VARIABLE)
     require(
-        config.actor_rollout_ref.rollout.name != "vllm_omni" or named is None,
+        run.config.actor_rollout_ref.rollout.name != "vllm_omni" or named is None,
         f"the environment variable {OMNI_VARIABLE} must not be set with actor_rollout_ref.rollout.name=vllm_omni, "
         f"because {ROLLOUT_KEY} decides",
         named,
@@ -103,11 +103,11 @@ def check_kernel_machine(config: DictConfig) -> None:
     )
 
 
-def check_kernel_model(config: DictConfig) -> None:
+def check_kernel_model(run: Run) -> None:
     """Require a network in which attention can be chosen, if it is chosen, and a kernel with masks where devices share
     the tokens of prompts of any length: they are padded to a length that divides."""
-    chosen = [side for side in sides(config) if side.attention != NATIVE]
-    model = model_of(config) if chosen else None
+    chosen = [side for side in sides(run) if side.attention != NATIVE]
+    model = model_of(run.config) if chosen else None
     if model is None:
         return
     spec = model.spec
@@ -122,17 +122,17 @@ def check_kernel_model(config: DictConfig) -> None:
             check_split(side.key, side.attention, SIZE_KEY, needs_masks=True)
 
 
-def kernel_notes(config: DictConfig) -> list[str]:
+def kernel_notes(run: Run) -> list[str]:
     """Notes on sides that compute with different kernels."""
-    digen = digen_config(config)
-    with_omni = config.actor_rollout_ref.rollout.name == "vllm_omni"
+    digen = run.digen
+    with_omni = run.config.actor_rollout_ref.rollout.name == "vllm_omni"
     differing = []
     if digen.rollout_attention_backend != digen.attention_backend:
         differing.append(f"{ROLLOUT_KEY}={digen.rollout_attention_backend}, {KEY}={digen.attention_backend}")
-    elif with_omni and (given := OmegaConf.select(config, ATTENTION_KEY)) is not None:
+    elif with_omni and (given := OmegaConf.select(run.config, ATTENTION_KEY)) is not None:
         differing.append(f"{ATTENTION_KEY}={given}, {KEY}={digen.attention_backend}")
-    if with_omni and digen.compile == bool(config.actor_rollout_ref.rollout.enforce_eager):
-        eager = str(bool(config.actor_rollout_ref.rollout.enforce_eager)).lower()
+    if with_omni and digen.compile == bool(run.config.actor_rollout_ref.rollout.enforce_eager):
+        eager = str(bool(run.config.actor_rollout_ref.rollout.enforce_eager)).lower()
         differing.append(f"actor_rollout_ref.rollout.enforce_eager={eager}, digen.compile={str(digen.compile).lower()}")
     elif not with_omni and digen.rollout_compiles != digen.compile:
         differing.append(f"digen.rollout.compile={digen.rollout_compiles}, digen.compile={digen.compile}".lower())

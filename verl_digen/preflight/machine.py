@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.config import digen_config
 from verl_digen.config.pool_sizes import (
     ENVIRONMENT_KEY,
     ROLLOUT,
@@ -32,6 +31,7 @@ from verl_digen.config.pool_sizes import (
 from verl_digen.config.reward import FUNCTIONS
 from verl_digen.hardware.versions import SUPPORTED, outside
 from verl_digen.preflight.pools import COLOCATED
+from verl_digen.preflight.run import Run
 from verl_digen.processes.cluster import joins_cluster, num_machine_cpus
 from verl_digen.require import require
 from verl_digen.reward.named import check_packages, num_function_workers, pool_entries
@@ -39,13 +39,8 @@ from verl_digen.reward.named import check_packages, num_function_workers, pool_e
 logger = logging.getLogger(__name__)
 installed_version = cache(version)
 
-TRACKERS = {
-    **{name: name for name in ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio", "rl_insight")},
-    "vemlp_wandb": "volcengine_ml_platform",
-    "console": None,
-    "file": None,
-}
-"""Value of trainer.logger -> the package that verl imports for it."""
+PACKAGES_OF_TRACKERS = {"vemlp_wandb": "volcengine_ml_platform", "console": None, "file": None}
+"""Value of trainer.logger -> the package that verl imports for it, where it is not the one of that name."""
 
 OF_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "_system_config", "_node_name")
 """Arguments of `ray.init` that it refuses where it joins a cluster."""
@@ -58,23 +53,23 @@ CPUS_PER_REPLICA_DEVICE = 2
 """CPUs that it reserves beside each device of replicas and reward models on devices of their own (`RolloutReplica`)."""
 
 
-def check_machine(config: DictConfig) -> None:
+def check_machine(run: Run) -> None:
     """Require the rewards' packages, and as many devices as the pools ask for, unless the run joins a Ray cluster."""
     from verl.plugin.platform import get_platform
 
     platform = get_platform()
-    if joins_cluster(OmegaConf.select(config, "ray_kwargs.ray_init.address")):
+    if joins_cluster(OmegaConf.select(run.config, "ray_kwargs.ray_init.address")):
         return
-    check_packages(digen_config(config).reward)
+    check_packages(run.digen.reward)
     if platform.device_name == "cpu":
         return
-    declared = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus")
-    require_devices(config, platform.device_count() if declared is None else declared)
+    declared = OmegaConf.select(run.config, "ray_kwargs.ray_init.num_gpus")
+    require_devices(run, platform.device_count() if declared is None else declared)
 
 
-def require_devices(config: DictConfig, found: int) -> None:
+def require_devices(run: Run, found: int) -> None:
     """Raise ValueError if the pools ask for more than the `found` devices of this machine."""
-    asked = asked_devices(config, has_own_replicas=config.trainer.v1.trainer_mode != COLOCATED)
+    asked = asked_devices(run.config, run.digen, has_own_replicas=run.config.trainer.v1.trainer_mode != COLOCATED)
     total = sum(asked.values())
     require(
         total <= found,
@@ -85,12 +80,12 @@ def require_devices(config: DictConfig, found: int) -> None:
     )
 
 
-def check_cpus(config: DictConfig) -> None:
+def check_cpus(run: Run) -> None:
     """Require as many CPUs as the run's processes reserve, unless it joins a Ray cluster. Ray would wait forever."""
-    declared = OmegaConf.select(config, CPUS_KEY, throw_on_missing=True)
-    if declared is None and joins_cluster(OmegaConf.select(config, "ray_kwargs.ray_init.address")):
+    declared = OmegaConf.select(run.config, CPUS_KEY, throw_on_missing=True)
+    if declared is None and joins_cluster(OmegaConf.select(run.config, "ray_kwargs.ray_init.address")):
         return
-    reserved = reserved_cpus(config)
+    reserved = reserved_cpus(run)
     least, found = sum(reserved.values()), num_machine_cpus() if declared is None else declared
     remedy = f"set {CPUS_KEY}={least}, because Ray only counts these CPUs"
     is_number = isinstance(found, int)
@@ -106,26 +101,26 @@ def check_cpus(config: DictConfig) -> None:
     )
 
 
-def reserved_cpus(config: DictConfig) -> dict[str, int]:
+def reserved_cpus(run: Run) -> dict[str, int]:
     """CPUs that Ray reserves as long as the run lasts: the key as typed -> number.
 
     Agent loop workers, reward functions without devices and the servers of replicas reserve none.
     """
-    digen = digen_config(config)
-    mode, pools = config.trainer.v1.trainer_mode, pool_entries(digen.reward)
-    storage = config.transfer_queue.backend
+    digen = run.digen
+    mode, pools = run.config.trainer.v1.trainer_mode, pool_entries(digen.reward)
+    storage = run.config.transfer_queue.backend
     has_units = storage.storage_backend == "SimpleStorage"
-    has_device_functions = num_function_devices(config) > 0 or digen.placement.reward_accelerator is not None
+    has_device_functions = num_function_devices(run.config) > 0 or digen.placement.reward_accelerator is not None
     reserved = {
-        "trainer.nnodes x trainer.n_gpus_per_node": CPUS_PER_RANK * num_trainer_devices(config),
+        "trainer.nnodes x trainer.n_gpus_per_node": CPUS_PER_RANK * num_trainer_devices(run.config),
         f"{ROLLOUT}.nnodes x {ROLLOUT}.n_gpus_per_node": 0
         if mode == COLOCATED
-        else CPUS_PER_REPLICA_DEVICE * num_generator_devices(config),
+        else CPUS_PER_REPLICA_DEVICE * num_generator_devices(run.config),
         "reward.reward_model.nnodes x reward.reward_model.n_gpus_per_node": CPUS_PER_REPLICA_DEVICE
-        * num_reward_model_devices(config),
+        * num_reward_model_devices(run.config),
         "TransferQueue's controller": 1,
         UNITS_KEY: storage.SimpleStorage.num_data_storage_units if has_units else 0,
-        "reward.num_workers": num_function_workers(config, digen.reward) if has_device_functions else 0,
+        "reward.num_workers": num_function_workers(run.config, digen.reward) if has_device_functions else 0,
         f"{FUNCTIONS}.NAME.num_workers": sum(one.pool_settings.num_workers for one in pools if not one.is_timeshared),
         f"{ENVIRONMENT_KEY}.num_workers": digen.environment.num_workers if digen.environment.is_on else 0,
     }
@@ -137,11 +132,11 @@ def _trackers(config: DictConfig) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def check_trackers(config: DictConfig) -> None:
+def check_trackers(run: Run) -> None:
     """Require the packages of the trackers: verl imports them when all models are loaded."""
-    names = _trackers(config)
+    names = _trackers(run.config)
     for name in names:
-        package = TRACKERS[name]
+        package = PACKAGES_OF_TRACKERS.get(name, name)
         require(
             package is None or find_spec(package) is not None,
             f"trainer.logger must name trackers that are installed, and {name} needs the package {package}",
@@ -164,11 +159,11 @@ def tracker_notes(config: DictConfig) -> list[str]:
     ]
 
 
-def check_address(config: DictConfig) -> None:
+def check_address(run: Run) -> None:
     """Require a cluster that can be reached where verl's main joins one, and no settings for a new one."""
     import ray
 
-    settings = config.ray_kwargs.ray_init
+    settings = run.config.ray_kwargs.ray_init
     if ray.is_initialized():  # a program's own
         return
     address = os.environ.get("RAY_ADDRESS") or settings.get("address")
@@ -201,7 +196,7 @@ def _require_reachable(address: str) -> None:
     )
 
 
-def check_versions(config: DictConfig, found: Callable[[str], str] = installed_version) -> None:
+def check_versions(run: Run, found: Callable[[str], str] = installed_version) -> None:
     """Require installed packages that can work; warn where they are not those that were tested."""
     installed = {name: found(name) for name in SUPPORTED}
     refused = list(outside(installed, tested=False))

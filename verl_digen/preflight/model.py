@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.config import digen_config
 from verl_digen.preflight.images import check_image_settings
 from verl_digen.preflight.recipes import typed_keys
+from verl_digen.preflight.run import Run
 from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
-    from verl_digen.config import SamplingConfig
     from verl_digen.model_config import DiffusionModelConfig
     from verl_digen.models.base import DiffusionModel
 
@@ -24,9 +23,9 @@ OF_VERL = frozenset({"_target_", "digen", "model_type", "hf_config", "tokenizer"
 """Fields of `DiffusionModelConfig` that a user has no reason to set."""
 
 
-def check_model(config: DictConfig) -> None:
+def check_model(run: Run) -> None:
     """Require a complete checkpoint that makes what is asked for, is served, and has the layers to train."""
-    section, model = config.actor_rollout_ref.model, model_of(config)
+    section, model = run.config.actor_rollout_ref.model, model_of(run.config)
     require(
         model is not None or section.path.startswith(FETCHED),
         f"{KEY}.path must be a folder, OWNER/NAME on the hub, or {FETCHED}..., which verl fetches",
@@ -39,7 +38,7 @@ def check_model(config: DictConfig) -> None:
     from verl_digen.rollout.vllm_omni.served import require_bound, require_served
     from verl_digen.sampling.requests import planned_geometry
 
-    if config.actor_rollout_ref.rollout.name == "vllm_omni":
+    if run.config.actor_rollout_ref.rollout.name == "vllm_omni":
         serving = require_served(model.pipeline)
         lora = {"rank": section.lora_rank, "merge": False} | OmegaConf.to_container(section.lora, throw_on_missing=True)  # type: ignore[operator]
         require_bound(
@@ -48,32 +47,31 @@ def check_model(config: DictConfig) -> None:
             targets=section.target_modules,
             excluded=section.exclude_modules,
         )
-    sampling = digen_config(config).sampling
-    check_image_settings(config, model)
-    _check_guidance(model, sampling)
+    sampling = run.digen.sampling
+    check_image_settings(run, model)
+    _check_guidance(run, model)
     geometry = planned_geometry(sampling, model.spec.num_images[0])
     model.latent_shape(geometry)
-    size = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    size = run.config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     check_sequence(model, size, geometry)
     model.embedded_guidance(sampling.guidance_scale)
 
 
-def _check_guidance(model: DiffusionModel, sampling: SamplingConfig) -> None:
+def _check_guidance(run: Run, model: DiffusionModel) -> None:
     """Require no guidance of a checkpoint that its pipeline runs without."""
-    for key in ("true_cfg_scale", "val_true_cfg_scale"):
-        require(
-            model.takes_guidance or getattr(sampling, key) == 1,
-            f"digen.sampling.{key} must be 1 for this distilled {model.spec.title}, which its pipeline never guides",
-            getattr(sampling, key),
-            f"set it to 1, or choose a base checkpoint, such as {model.spec.example}",
-        )
+    if model.takes_guidance:
+        return
+    remedy = f"set it to 1, or choose a base checkpoint, such as {model.spec.example}"
+    for key in ("digen.sampling.true_cfg_scale", "digen.sampling.val_true_cfg_scale"):
+        row = key, 1, ", which its pipeline never guides", remedy
+        run.require_values(f"for this distilled {model.spec.title}", row)
 
 
-def check_model_section(config: DictConfig) -> None:
+def check_model_section(run: Run) -> None:
     """Require known keys in `actor_rollout_ref.model`, and a readable adapter if training starts from one."""
     from verl_digen.model_config import DiffusionModelConfig
 
-    section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
+    section: Any = OmegaConf.to_container(run.config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
     names = {field.name for field in fields(DiffusionModelConfig)}
     known = sorted(names - OF_VERL)
     for name in sorted(section.keys() - {*names, "_target_"}):
@@ -83,16 +81,16 @@ def check_model_section(config: DictConfig) -> None:
         )
     if not isinstance(section["path"], str) or "://" in section["path"]:
         return
-    made = model_section(config)
+    made = model_section(run)
     require(
-        made.lora_rank > 0 or "lora_alpha" not in typed_keys(config, KEY),  # recipes hold one, too
+        made.lora_rank > 0 or "lora_alpha" not in typed_keys(run.config, KEY),  # recipes hold one, too
         f"{KEY}.lora_alpha must be left out with lora_rank=0, which trains all weights and no adapter",
         made.lora_alpha,
         f"set {KEY}.lora_rank, e.g. 32",
     )
     adopted = {"rank": made.lora_rank, "alpha": made.lora_alpha} if made.lora_adapter_path else {}
-    for name in typed_keys(config, KEY):  # a recipe's give way
-        value, given = adopted.get(name.removeprefix("lora")[1:]), OmegaConf.select(config, f"{KEY}.{name}")
+    for name in typed_keys(run.config, KEY):  # a recipe's give way
+        value, given = adopted.get(name.removeprefix("lora")[1:]), OmegaConf.select(run.config, f"{KEY}.{name}")
         require(
             value is None or given in (value, 0),
             f"{KEY}.{name} must be that of lora_adapter_path, {value}",
@@ -101,37 +99,36 @@ def check_model_section(config: DictConfig) -> None:
         )
 
 
-def model_section(config: DictConfig) -> DiffusionModelConfig:
+def model_section(run: Run) -> DiffusionModelConfig:
     """The section `actor_rollout_ref.model` as the ranks get it, of the checkpoint's configs alone."""
     from verl_digen.model_config import DiffusionModelConfig
     from verl_digen.models.locate import locate_configs
 
-    section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
+    section: Any = OmegaConf.to_container(run.config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
     section.pop("_target_", None)
     located = str(locate_configs(section["path"]))
-    return DiffusionModelConfig(**section | {"digen": digen_config(config), "path": located})
+    return DiffusionModelConfig(**section | {"digen": run.digen, "path": located})
 
 
-def check_loss(config: DictConfig) -> None:
+def check_loss(run: Run) -> None:
     """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
     from verl_digen.algorithms.objectives import find_objective, objective_names
     from verl_digen.config.loss import unused_settings
 
-    digen = digen_config(config)
+    digen = run.digen
     require_one_of("digen.loss.name", digen.loss_name, objective_names())
-    _ = digen.loss_settings, digen.denominator  # they raise
-    for name in unused_settings(digen.loss).keys() & typed_keys(config, "digen.loss"):
+    _ = digen.denominator  # it raises
+    for name in unused_settings(digen.loss).keys() & typed_keys(run.config, "digen.loss"):
         raise ValueError(
             f"digen.loss.{name} must be a setting of digen.loss.name={digen.loss_name}, got {digen.loss[name]!r}, a "
             "setting of another loss; leave it out, or choose that loss"
         )
-    digen.check_points()
     for section in ("window", "sde") if digen.trains_forward_points else ("forward",):
-        if typed := sorted(typed_keys(config, f"digen.{section}")):
+        if typed := sorted(typed_keys(run.config, f"digen.{section}")):
             trained = "digen.forward" if digen.trains_forward_points else "digen.window"
             raise ValueError(
                 f"digen.{section}.{typed[0]} must be left out, because it has no effect with digen.loss.name="
-                f"{digen.loss_name}, got {config.digen[section][typed[0]]!r}; {trained} says what is trained"
+                f"{digen.loss_name}, got {run.config.digen[section][typed[0]]!r}; {trained} says what is trained"
             )
     find_objective(digen.loss_name).check_inputs(digen.loss_settings)
 

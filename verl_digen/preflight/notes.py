@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig
 
 from verl_digen.algorithms.solvers import FIRST_ORDER, SCHEDULERS
-from verl_digen.config import DigenConfig, SamplingConfig, digen_config
+from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.config.loss import unused_settings
 from verl_digen.data.lengths import describe_dropped
 from verl_digen.preflight.adapter import adapter_notes
@@ -19,6 +19,7 @@ from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.model import model_of
 from verl_digen.preflight.precision import precision_notes
 from verl_digen.preflight.rewards import reward_formula
+from verl_digen.preflight.run import Run
 from verl_digen.preflight.run_folder import continue_notes
 from verl_digen.types import PromptRow
 
@@ -38,31 +39,19 @@ def _looks_like_setting(column: str) -> bool:
     return not WORDS_OF_SETTINGS.isdisjoint(words)
 
 
-def notes(config: DictConfig) -> list[str]:
+def notes(run: Run) -> list[str]:
     """One sentence per note on a config that passed all checks."""
-    found = [*continue_notes(config), reward_formula(config)]
-    digen = digen_config(config)
+    found = [*continue_notes(run), reward_formula(run)]
+    config, digen = run.config, run.digen
     if unused := unused_settings(digen.loss):
         listed = ", ".join(f"digen.loss.{name}={value}" for name, value in sorted(unused.items()))
         found.append(f"{listed}, of a recipe, is not used: digen.loss.name={digen.loss_name} has no such setting")
-    if digen.branches.splits and config.actor_rollout_ref.rollout.name == "vllm_omni":
-        found.append(
-            f"digen.branches.splits={list(digen.branches.splits)}: vLLM-Omni runs the steps of a tree from the window "
-            "on for every sample; with actor_rollout_ref.rollout.name=diffusers they run once for those that share them"
-        )
     found += solver_notes(config, digen)
-    found += kernel_notes(config)
+    found += kernel_notes(run)
     found += precision_notes(config, digen)
-    found += adapter_notes(config)
+    found += adapter_notes(run)
     found += tracker_notes(config)
-    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
-    if config.trainer.n_gpus_per_node % sharing:
-        found.append(
-            f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sharing} does not divide "
-            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: ranks that share a row lie on two nodes and "
-            "exchange every attention's tokens over the network"
-        )
-    sets = [prompts_of(config, part) for part in ("train", "val")]
+    sets = [prompts_of(run, part) for part in ("train", "val")]
     for of_part in sets if config.data.filter_overlong_prompts else ():
         if of_part.too_long:
             found.append(describe_dropped(f"data.{of_part.part}_files", of_part.too_long, len(of_part.prompts)))

@@ -10,7 +10,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.config import digen_config, require_values
 from verl_digen.config.pool_sizes import (
     REPLICA_KEY,
     num_data_parallel_ranks,
@@ -23,6 +22,7 @@ from verl_digen.config.pool_sizes import (
 )
 from verl_digen.preflight.model import model_of
 from verl_digen.preflight.recipes import typed_keys
+from verl_digen.preflight.run import Run
 from verl_digen.processes.cluster import joins_cluster
 from verl_digen.require import refusing, require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS, TRAINER
@@ -41,7 +41,7 @@ VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl"
 """verl's own engines for weights between pools; each is registered only where its packages are installed."""
 
 
-def check_device(config: DictConfig) -> None:
+def check_device(run: Run) -> None:
     """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs.
 
     Ray would wait forever for devices that no node has.
@@ -49,24 +49,24 @@ def check_device(config: DictConfig) -> None:
     from verl.plugin.platform import get_platform
 
     platform = get_platform().device_name
-    require_one_of("trainer.device", config.trainer.device, sorted({platform, "cpu", "cuda", "npu"}))
+    require_one_of("trainer.device", run.config.trainer.device, sorted({platform, "cpu", "cuda", "npu"}))
     require(
-        config.trainer.device != "cpu" or platform == "cpu",
+        run.config.trainer.device != "cpu" or platform == "cpu",
         f"trainer.device must be {platform}, the platform verl found",
-        config.trainer.device,
+        run.config.trainer.device,
         "to train on the CPU, set VERL_PLATFORM=cpu in the environment",
     )
-    alone = not joins_cluster(OmegaConf.select(config, "ray_kwargs.ray_init.address"))
+    alone = not joins_cluster(OmegaConf.select(run.config, "ray_kwargs.ray_init.address"))
     require(
-        not alone or config.trainer.device == platform or "device" not in typed_keys(config, "trainer"),
+        not alone or run.config.trainer.device == platform or "device" not in typed_keys(run.config, "trainer"),
         f"trainer.device must be {platform}, the platform that verl found on this machine",
-        config.trainer.device,
+        run.config.trainer.device,
         "leave it out",
     )
     if platform == "cpu" and alone:
-        num_gpus = OmegaConf.select(config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
-        needed = num_trainer_devices(config) + num_generator_devices(config) + num_reward_devices(config)
-        needed += num_environment_devices(config)
+        num_gpus = OmegaConf.select(run.config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
+        needed = num_trainer_devices(run.config) + num_generator_devices(run.config)
+        needed += num_reward_devices(run.config, run.digen.reward) + num_environment_devices(run.digen.environment)
         require(
             isinstance(num_gpus, int) and num_gpus >= needed,
             f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",
@@ -75,15 +75,15 @@ def check_device(config: DictConfig) -> None:
         )
 
 
-def check_rollout(config: DictConfig) -> None:
+def check_rollout(run: Run) -> None:
     """Require a replica type that exists, and replicas that fit the devices."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = run.config.actor_rollout_ref.rollout
     require_one_of("actor_rollout_ref.rollout.name", rollout.name, REPLICAS)
-    size, is_colocated = num_replica_devices(config), config.trainer.v1.trainer_mode == COLOCATED
+    size, is_colocated = num_replica_devices(run.config), run.config.trainer.v1.trainer_mode == COLOCATED
     if rollout.name != "vllm_omni":
         why = ", whose ranks generate together" if rollout.name == TRAINER else ", whose replicas have one device"
         remedy = f"{ONE}; actor_rollout_ref.rollout.name=vllm_omni has replicas of {REPLICA_KEY} devices"
-        _require_one_device(config, SIZES, why, remedy)
+        _require_one_device(run, SIZES, why, remedy)
     require(
         is_colocated or rollout.nnodes >= 1,
         "actor_rollout_ref.rollout.nnodes must be >= 1 with replicas on devices of their own",
@@ -91,9 +91,9 @@ def check_rollout(config: DictConfig) -> None:
         "give the nodes that generate",
     )
     pool, num_devices = (
-        ("trainer", num_trainer_devices(config))
+        ("trainer", num_trainer_devices(run.config))
         if is_colocated
-        else ("actor_rollout_ref.rollout", num_generator_devices(config))
+        else ("actor_rollout_ref.rollout", num_generator_devices(run.config))
     )
     require(
         num_devices % size == 0,
@@ -103,24 +103,20 @@ def check_rollout(config: DictConfig) -> None:
     )
 
 
-def _require_one_device(config: DictConfig, sizes: Sequence[str], why: str, remedy: str) -> None:
-    condition = f"with actor_rollout_ref.rollout.name={config.actor_rollout_ref.rollout.name}"
-    require_values(config, condition, *((f"actor_rollout_ref.rollout.{size}", 1, why, remedy) for size in sizes))
+def _require_one_device(run: Run, sizes: Sequence[str], why: str, remedy: str) -> None:
+    condition = f"with actor_rollout_ref.rollout.name={run.config.actor_rollout_ref.rollout.name}"
+    run.require_values(condition, *((f"actor_rollout_ref.rollout.{size}", 1, why, remedy) for size in sizes))
 
 
-def check_generating_ranks(config: DictConfig) -> None:
+def check_generating_ranks(run: Run) -> None:
     """Require a trainer whose ranks may generate at any time between two batches, all with as many forwards."""
-    if config.actor_rollout_ref.rollout.name != TRAINER:
-        require(
-            not config.actor_rollout_ref.model.int8_base,
-            "actor_rollout_ref.model.int8_base must be false where replicas generate: their base is not in int8",
-            True,
-            "set actor_rollout_ref.rollout.name=trainer",
-        )
-        return
-    digen, name = digen_config(config), "actor_rollout_ref.rollout.name=trainer"
+    if run.config.actor_rollout_ref.rollout.name != TRAINER:
+        remedy = "set actor_rollout_ref.rollout.name=trainer"
+        row = "actor_rollout_ref.model.int8_base", False, ": their base is not in int8", remedy
+        return run.require_values("where replicas generate", row)
+    digen, name = run.digen, "actor_rollout_ref.rollout.name=trainer"
     replicas = "set actor_rollout_ref.rollout.name=diffusers"
-    mode = config.trainer.v1.trainer_mode
+    mode = run.config.trainer.v1.trainer_mode
     require(
         mode == COLOCATED,
         f"actor_rollout_ref.rollout.name must not be trainer with trainer.v1.trainer_mode={mode}, where replicas have "
@@ -129,9 +125,9 @@ def check_generating_ranks(config: DictConfig) -> None:
         f"{replicas}, or leave out recipe disaggregated",
     )
     offload, why = "actor_rollout_ref.actor.fsdp_config.param_offload", ", which generates with the weights in place"
-    require_values(config, f"with {name}", (offload, False, why, f"leave it out, or {replicas}"))
+    run.require_values(f"with {name}", (offload, False, why, f"leave it out, or {replicas}"))
     require(
-        groups_are_alike(digen) or num_data_parallel_ranks(config) == 1,
+        groups_are_alike(digen) or num_data_parallel_ranks(run.config) == 1,
         f"digen.sampling.shared_initial_noise and digen.sampling.outside must be left out with {name} and several "
         "ranks, whose samples would take different numbers of forwards",
         digen.sampling,
@@ -139,23 +135,23 @@ def check_generating_ranks(config: DictConfig) -> None:
     )
 
 
-def check_rollout_package(config: DictConfig) -> None:
+def check_rollout_package(run: Run) -> None:
     """Require the package of the replica type."""
     require(
-        config.actor_rollout_ref.rollout.name != "vllm_omni" or find_spec("vllm_omni") is not None,
+        run.config.actor_rollout_ref.rollout.name != "vllm_omni" or find_spec("vllm_omni") is not None,
         "actor_rollout_ref.rollout.name=vllm_omni needs the package vllm-omni",
         "not installed",
         "pip install 'verl-digen[vllm-omni]', or set actor_rollout_ref.rollout.name=diffusers",
     )
 
 
-def check_placement(config: DictConfig) -> None:
+def check_placement(run: Run) -> None:
     """Require that a device type is set only for a pool that exists, and that reward workers can divide their devices.
     Whether the cluster has such devices is checked once Ray has started (`verl_digen.config.placement`)."""
-    if config.trainer.v1.trainer_mode == COLOCATED:
+    if run.config.trainer.v1.trainer_mode == COLOCATED:
         remedy = "use recipe=...+disaggregated, or set digen.placement.trainer_accelerator"
-        require_values(config, TURNS, ("digen.placement.generator_accelerator", None, "", remedy))
-    num_devices, num_workers = num_function_devices(config), config.reward.num_workers
+        run.require_values(TURNS, ("digen.placement.generator_accelerator", None, "", remedy))
+    num_devices, num_workers = num_function_devices(run.config), run.config.reward.num_workers
     require(
         num_devices == 0 or num_devices % num_workers == 0 or num_workers % num_devices == 0,
         f"reward.num_workers must divide the {num_devices} devices of reward.reward_model.nnodes x n_gpus_per_node, "
@@ -165,21 +161,18 @@ def check_placement(config: DictConfig) -> None:
     )
 
 
-def check_mode(config: DictConfig) -> None:
+def check_mode(run: Run) -> None:
     """Require one of our trainers, and shared devices (verl's `hybrid_engine`) exactly if it is the colocated one."""
-    mode, is_shared = config.trainer.v1.trainer_mode, config.actor_rollout_ref.hybrid_engine
+    mode = run.config.trainer.v1.trainer_mode
     require_one_of("trainer.v1.trainer_mode", mode, MODES)
-    require(
-        is_shared == (mode == COLOCATED),
-        f"actor_rollout_ref.hybrid_engine must be {str(mode == COLOCATED).lower()} with trainer.v1.trainer_mode={mode}",
-        is_shared,
-        "leave both to the recipes: recipe=...+disaggregated has separate pools",
-    )
+    remedy = "leave both to the recipes: recipe=...+disaggregated has separate pools"
+    row = "actor_rollout_ref.hybrid_engine", mode == COLOCATED, "", remedy
+    run.require_values(f"with trainer.v1.trainer_mode={mode}", row)
 
 
-def check_weight_path(config: DictConfig) -> None:
+def check_weight_path(run: Run) -> None:
     """Require a known engine to send weights from the trainer to the replicas."""
-    section, mode = config.actor_rollout_ref.rollout.checkpoint_engine, config.trainer.v1.trainer_mode
+    section, mode = run.config.actor_rollout_ref.rollout.checkpoint_engine, run.config.trainer.v1.trainer_mode
     if mode == COLOCATED:
         require_one_of(BACKEND, section.backend, ("naive",))
         return
@@ -192,9 +185,9 @@ def check_weight_path(config: DictConfig) -> None:
     )
 
 
-def check_weight_package(config: DictConfig) -> None:
+def check_weight_package(run: Run) -> None:
     """Require the packages that verl's own engines for weights between pools need."""
-    section, mode = config.actor_rollout_ref.rollout.checkpoint_engine, config.trainer.v1.trainer_mode
+    section, mode = run.config.actor_rollout_ref.rollout.checkpoint_engine, run.config.trainer.v1.trainer_mode
     if mode == COLOCATED or section.backend not in VERLS_ENGINES:
         return
     registered = _registered_engines(section)
@@ -220,16 +213,16 @@ def _registered_engines(section: DictConfig) -> set[str]:
     return set(CheckpointEngineRegistry._registry) - {"naive"}
 
 
-def check_pools(config: DictConfig) -> None:
+def check_pools(run: Run) -> None:
     """Require separate pools for the techniques that need them, and one optimizer step per batch on separate pools."""
-    is_separate = config.trainer.v1.trainer_mode != COLOCATED
+    is_separate = run.config.trainer.v1.trainer_mode != COLOCATED
     if not is_separate:
-        require_values(
-            *(config, TURNS),
+        run.require_values(
+            TURNS,
             ("digen.tag.policy", "off", "", "use recipe=...+disaggregated"),
             ("digen.staleness.max_versions", 0, "", "use recipe=...+disaggregated"),
         )
-    actor, num_prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
+    actor, num_prompts = run.config.actor_rollout_ref.actor, run.config.data.train_batch_size
     require(
         not is_separate or (actor.ppo_mini_batch_size == num_prompts and actor.ppo_epochs == 1),
         f"actor_rollout_ref.actor.ppo_mini_batch_size must be data.train_batch_size={num_prompts} and "
@@ -239,16 +232,16 @@ def check_pools(config: DictConfig) -> None:
     )
 
 
-def check_vllm_omni(config: DictConfig) -> None:
+def check_vllm_omni(run: Run) -> None:
     """Require the tested versions, a replica that is tensor parallel within one node, and settings that leave the
     numbers of a step alone."""
-    rollout = config.actor_rollout_ref.rollout
+    rollout = run.config.actor_rollout_ref.rollout
     if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` reports that it is missing
         return
-    check_versions(allow_untested=digen_config(config).rollout.allow_untested_versions)
-    _require_one_device(config, SIZES[1:], ", whose replicas are tensor parallel", ONE)
-    is_colocated = config.trainer.v1.trainer_mode == COLOCATED
-    num_devices = (config.trainer if is_colocated else rollout).n_gpus_per_node
+    check_versions(allow_untested=run.digen.rollout.allow_untested_versions)
+    _require_one_device(run, SIZES[1:], ", whose replicas are tensor parallel", ONE)
+    is_colocated = run.config.trainer.v1.trainer_mode == COLOCATED
+    num_devices = (run.config.trainer if is_colocated else rollout).n_gpus_per_node
     require(
         rollout.tensor_model_parallel_size <= num_devices,
         f"actor_rollout_ref.rollout.tensor_model_parallel_size must be <= {num_devices}, the devices of a node, with "
@@ -258,7 +251,7 @@ def check_vllm_omni(config: DictConfig) -> None:
     )
     settings: Any = OmegaConf.select(rollout, "engine_kwargs.vllm_omni")
     if settings is not None:
-        model = model_of(config)
+        model = model_of(run.config)
         serving = None if model is None else model.spec.vllm_omni
         check_settings(
             OmegaConf.to_container(settings, resolve=True),  # type: ignore[arg-type] - its keys are names
@@ -266,10 +259,10 @@ def check_vllm_omni(config: DictConfig) -> None:
         )
 
 
-def check_outside(config: DictConfig) -> None:
+def check_outside(run: Run) -> None:
     """Require replicas that can make steps cheaper, and forwards that no other process waits for."""
-    digen = digen_config(config)
-    outside, rollout = digen.sampling.outside, config.actor_rollout_ref.rollout.name
+    digen = run.digen
+    outside, rollout = digen.sampling.outside, run.config.actor_rollout_ref.rollout.name
     if not outside.is_on:
         return
     require(
@@ -291,12 +284,12 @@ def check_outside(config: DictConfig) -> None:
         gathers = ": every forward of a trainer gathers weights from all its ranks, whose samples skip other steps"
         sharded = ": a trainer has sharded weights, without copies in fp8"
         like = f"{remedy}, or pass over steps with digen.sampling.outside.solver_after, the same on all ranks"
-        require_values(
-            *(config, f"with digen.tag.policy={digen.tag.policy}"),
+        run.require_values(
+            f"with digen.tag.policy={digen.tag.policy}",
             ("digen.sampling.outside.cache", 0, gathers, like),
             ("digen.sampling.outside.fp8", False, sharded, f"set it to false, or {remedy}"),
         )
     if digen.rollout_compiles:
         why = ", whose blocks have the layers' code in them"
         remedy = "set it to false, or set digen.rollout.compile=false"
-        require_values(config, "with compiled replicas", ("digen.sampling.outside.fp8", False, why, remedy))
+        run.require_values("with compiled replicas", ("digen.sampling.outside.fp8", False, why, remedy))

@@ -10,6 +10,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
 from verl_digen.preflight.model import model_of
+from verl_digen.preflight.run import Run
 from verl_digen.require import require
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
@@ -37,20 +38,20 @@ def trains_all(config: DictConfig) -> bool:
     return not (model.lora_rank or (model.lora or {}).get("rank") or model.lora_adapter_path)
 
 
-def check_precision(config: DictConfig) -> None:
+def check_precision(run: Run) -> None:
     """Require fp32 sums and fp32 trained weights of training in fp16."""
-    if compute_dtype(config) != torch.float16:
+    if compute_dtype(run.config) != torch.float16:
         return
     require(
-        _precision(config)["reduce_dtype"] == torch.float32,
+        _precision(run.config)["reduce_dtype"] == torch.float32,
         f"{FSDP}.mixed_precision.reduce_dtype must be fp32 with {FSDP}.mixed_precision.param_dtype=fp16: sums of "
         "scaled gradients overflow",
-        NAMES[_precision(config)["reduce_dtype"]],
+        NAMES[_precision(run.config)["reduce_dtype"]],
         "set it to fp32",
     )
-    stored = PrecisionType.to_dtype(config.actor_rollout_ref.actor.fsdp_config.model_dtype)
+    stored = PrecisionType.to_dtype(run.config.actor_rollout_ref.actor.fsdp_config.model_dtype)
     require(
-        not trains_all(config) or stored == torch.float32,
+        not trains_all(run.config) or stored == torch.float32,
         f"{FSDP}.model_dtype must be fp32 where all weights are trained and {FSDP}.mixed_precision.param_dtype=fp16: "
         "updates are lost on weights in fewer bits",
         NAMES[stored],

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.config import digen_config, require_values
 from verl_digen.config.pool_sizes import has_reward_model, num_reward_model_devices
 from verl_digen.preflight.rewards import CUSTOM_KEY
+from verl_digen.preflight.run import Run
 from verl_digen.require import require
 from verl_digen.reward.judges.chat import REWARD_MODEL
 from verl_digen.reward.named import has_custom
@@ -22,11 +22,11 @@ PICTURE_MAKERS = ("diffusers", "vllm_omni")
 """Replicas of this project, which serve no language model."""
 
 
-def check_reward_model(config: DictConfig) -> None:
+def check_reward_model(run: Run) -> None:
     """Require that a served model is asked and that its servers can start; that no reward asks one that is not
     served."""
-    asking = [entry.key for entry in digen_config(config).reward.entries if asks_reward_model(entry)]
-    if not has_reward_model(config):
+    asking = [entry.key for entry in run.digen.reward.entries if asks_reward_model(entry)]
+    if not has_reward_model(run.config):
         require(
             not asking,
             f"{asking[0] if asking else ''}.url must name a server where {KEY}.enable is false",
@@ -34,7 +34,7 @@ def check_reward_model(config: DictConfig) -> None:
             f"start one (vllm serve MODEL) and set url=http://HOST:8000, or have verl start one with {KEY}.enable=true",
         )
         return
-    if has_custom(config) and _custom_takes_router(config):
+    if has_custom(run.config) and _custom_takes_router(run.config):
         asking.append(f"{CUSTOM_KEY}.path")
     require(
         bool(asking),
@@ -42,11 +42,11 @@ def check_reward_model(config: DictConfig) -> None:
         True,
         f"name a judge without url, e.g. digen.reward.functions={{yes_no: 1.0}}, or take {ROUTER} in a reward function",
     )
-    _check_servers(config)
+    _check_servers(run)
 
 
-def _check_servers(config: DictConfig) -> None:
-    model = config.reward.reward_model
+def _check_servers(run: Run) -> None:
+    model = run.config.reward.reward_model
     require(
         model.enable_resource_pool is True,
         f"{KEY}.enable_resource_pool must be true: its servers need devices that no trainer or replica uses",
@@ -75,7 +75,7 @@ def _check_servers(config: DictConfig) -> None:
         "install it, or start a server elsewhere (vllm serve MODEL) and name it in a judge's url",
     )
     sizes = [model.rollout[f"{kind}_parallel_size"] for kind in ("tensor_model", "data", "pipeline_model")]
-    size, num_devices = sizes[0] * sizes[1] * sizes[2], num_reward_model_devices(config)
+    size, num_devices = sizes[0] * sizes[1] * sizes[2], num_reward_model_devices(run.config)
     require(
         size >= 1 and num_devices % size == 0,
         f"{KEY}.rollout.tensor_model_parallel_size (times data and pipeline sizes) must divide the {num_devices} "
@@ -85,7 +85,7 @@ def _check_servers(config: DictConfig) -> None:
     )
     remedy = "leave it out, or start a server yourself and name it in a judge's url"
     row = "digen.placement.reward_accelerator", None, ": verl places these servers on any devices", remedy
-    require_values(config, f"with {KEY}.enable", row)
+    run.require_values(f"with {KEY}.enable", row)
 
 
 def _custom_takes_router(config: DictConfig) -> bool:

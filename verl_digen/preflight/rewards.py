@@ -4,19 +4,21 @@ stop on hacking."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.config import RewardEntry, digen_config, require_values
+from verl_digen.config import RewardEntry
 from verl_digen.config.pool_sizes import has_reward_model
 from verl_digen.config.reward import ALWAYS, VALIDATION
 from verl_digen.preflight.inputs import validates
 from verl_digen.preflight.pairs import trains_pairs
 from verl_digen.preflight.pools import COLOCATED
+from verl_digen.preflight.run import Run
 from verl_digen.processes.cluster import joins_cluster
+from verl_digen.report.start import leaves
 from verl_digen.require import refusing, require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.encoders import WEIGHTS
@@ -43,10 +45,12 @@ OLDER_KEYS = {
 """Sections of verl's older configs, which its main entry does not read, and where their keys are now."""
 
 
-def check_reward_keys(config: DictConfig) -> None:
+def check_reward_keys(run: Run) -> None:
     """Refuse keys of verl's older configs."""
     for section, place in OLDER_KEYS.items():
-        given = dict(_leaves(OmegaConf.select(config, section), section))
+        node = OmegaConf.select(run.config, section)
+        plain = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        given = {key: value for key, value in leaves(section, plain) if value not in (None, {})}
         require(
             not given,
             f"{' and '.join(given)} must be left out: verl's main does not read its older section {section!r}",
@@ -55,12 +59,12 @@ def check_reward_keys(config: DictConfig) -> None:
         )
 
 
-def check_rewards(config: DictConfig) -> None:
+def check_rewards(run: Run) -> None:
     """Require a reward, and that every named function can be loaded and called. An environment is one."""
-    weights = reward_weights(config)
-    is_trained = not trains_pairs(config) and not digen_config(config).environment.is_on
+    weights = reward_weights(run)
+    is_trained = not trains_pairs(run) and not run.digen.environment.is_on
     require(
-        bool(weights) or not (is_trained or (trains_pairs(config) and validates(config))),
+        bool(weights) or not (is_trained or (trains_pairs(run) and validates(run.config))),
         "digen.reward.functions must name a reward function and its weight",
         weights,
         f"set e.g. digen.reward.functions={{jpeg_compressibility: 1.0}}, or {CUSTOM_KEY}.path",
@@ -71,13 +75,13 @@ def check_rewards(config: DictConfig) -> None:
         weights,
         "nothing would be learnt; give the function to train on a weight of 1",
     )
-    served = UNKNOWN if has_reward_model(config) else None
-    for entry in digen_config(config).reward.entries:
+    served = UNKNOWN if has_reward_model(run.config) else None
+    for entry in run.digen.reward.entries:
         check(connected(entry, served))
-        _check_weights(config, entry)
-    if has_custom(config):
-        return _check_custom(config)
-    section = config.reward.custom_reward_function
+        _check_weights(run.config, entry)
+    if has_custom(run.config):
+        return _check_custom(run.config)
+    section = run.config.reward.custom_reward_function
     custom = section.get("name") or "compute_score", section.get("reward_kwargs") or {}
     require(
         custom == ("compute_score", {}),
@@ -91,9 +95,9 @@ OURS = ("importlib", "DiffusionRewardManager", "pkg://verl_digen.reward.manager"
 """`source`, `name` and `module.path` of the project's own reward manager."""
 
 
-def check_reward_manager(config: DictConfig) -> None:
+def check_reward_manager(run: Run) -> None:
     """Require the reward manager to be ours or the user's, not verl's for text."""
-    section = config.reward.reward_manager
+    section = run.config.reward.reward_manager
     if (section.source, section.name, section.module.path) == OURS:
         return
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
@@ -103,27 +107,27 @@ def check_reward_manager(config: DictConfig) -> None:
         f"{section.name} of {section.module.path}",
         "leave reward.reward_manager alone, a reward of your own is a function",
     ):
-        resolve_reward_manager_cls(config)
+        resolve_reward_manager_cls(run.config)
 
 
-def check_reward_devices(config: DictConfig) -> None:
+def check_reward_devices(run: Run) -> None:
     """Require devices for a pool of reward devices, and processes that use them."""
-    model = config.reward.reward_model
+    model = run.config.reward.reward_model
     require(
-        model.enable or not model.enable_resource_pool or num_function_workers(config, digen_config(config).reward) > 0,
+        model.enable or not model.enable_resource_pool or num_function_workers(run.config, run.digen.reward) > 0,
         "reward.reward_model.enable_resource_pool must be false where every reward has processes of its own",
         model.enable_resource_pool,
         "give devices with digen.reward.functions.NAME.num_gpus, or serve a model with reward.reward_model.enable=true",
     )
 
 
-def check_timeshared(config: DictConfig) -> None:
+def check_timeshared(run: Run) -> None:
     """Require, for rewards that take turns with the replicas, replicas that sleep and rewards with weights."""
     own, rollout = "give it devices of its own with num_gpus in place of timeshare", "actor_rollout_ref.rollout"
-    for entry in digen_config(config).reward.timeshared:
+    for entry in run.digen.reward.timeshared:
         key = f"{entry.key}.timeshare"
-        require_values(
-            *(config, f"with {key}=true"),
+        run.require_values(
+            f"with {key}=true",
             ("trainer.v1.trainer_mode", COLOCATED, ", for replicas that sleep while samples are scored", own),
             (f"{rollout}.name", "diffusers", ", as it has not been tried with another", own),
             (f"{rollout}.free_cache_engine", True, ", so that replicas leave their memory", own),
@@ -136,30 +140,28 @@ def check_timeshared(config: DictConfig) -> None:
         )
 
 
-def check_combination(config: DictConfig) -> None:
+def check_combination(run: Run) -> None:
     """Require `digen.reward.combine` to be known, and what it reads to be there."""
-    reward = digen_config(config).reward
+    reward = run.digen.reward
     find_combination(reward)
-    manager = config.reward.reward_manager.name
-    require(
-        reward.combine == "sum" or manager == OWN_MANAGER,
-        f"digen.reward.combine must be sum with reward.reward_manager.name={manager}, which returns one number",
-        reward.combine,
-        "leave reward.reward_manager alone, or digen.reward.combine out",
-    )
+    manager = run.config.reward.reward_manager.name
+    if manager != OWN_MANAGER:
+        remedy = "leave reward.reward_manager alone, or digen.reward.combine out"
+        row = "digen.reward.combine", "sum", ", which returns one number", remedy
+        run.require_values(f"with reward.reward_manager.name={manager}", row)
     names = [entry.name for entry in reward.entries]
     require(
-        CUSTOM not in names or not has_custom(config),
+        CUSTOM not in names or not has_custom(run.config),
         f"digen.reward.functions must not name a reward {CUSTOM!r} beside {CUSTOM_KEY}.path, which has that name",
         names,
         "give it another name",
     )
 
 
-def check_group_rewards(config: DictConfig) -> None:
+def check_group_rewards(run: Run) -> None:
     """Require groups of at least two samples for rewards that compare them, in training and where the run validates."""
-    compare = [entry for entry in digen_config(config).reward.entries if find(entry).scope == "group"]
-    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    compare = [entry for entry in run.digen.reward.entries if find(entry).scope == "group"]
+    rollout, trainer = run.config.actor_rollout_ref.rollout, run.config.trainer
     validates = trainer.val_before_train or trainer.test_freq > 0 or trainer.val_only
     for key, count in (("n", rollout.n), ("val_kwargs.n", rollout.val_kwargs.n if validates else 2)):
         named = [entry.name for entry in compare if entry.when == ALWAYS or "val" in key]
@@ -174,23 +176,23 @@ def check_group_rewards(config: DictConfig) -> None:
         )
 
 
-def reward_weights(config: DictConfig) -> dict[str, float]:
+def reward_weights(run: Run) -> dict[str, float]:
     """Name -> weight of every function of the run."""
-    return digen_config(config).reward.weights(has_custom=has_custom(config))
+    return run.digen.reward.weights(has_custom=has_custom(run.config))
 
 
-def reward_formula(config: DictConfig) -> str:
+def reward_formula(run: Run) -> str:
     """The reward that the run trains on, for people."""
-    digen, weights = digen_config(config), reward_weights(config)
+    digen, weights = run.digen, reward_weights(run)
     reward, environment = digen.reward, digen.environment
     if environment.is_on and not weights:
         return f"reward = sum of the turns' rewards of {environment.target}"
     found = formula(weights, reward.combine, reward.entries)
     if environment.is_on:
         return f"{found}, of the last picture + sum of the turns' rewards of {environment.target}"
-    if not trains_pairs(config):
+    if not trains_pairs(run):
         return found
-    scored = f"; validation: {found}" if validates(config) else ""
+    scored = f"; validation: {found}" if validates(run.config) else ""
     return f"reward = 1 for the chosen picture of a pair, 0 for the rejected one{scored}"
 
 
@@ -248,49 +250,40 @@ def _extra(section: DictConfig) -> Mapping[str, Any]:
     return extra or {}
 
 
-def _leaves(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """(full key, value) of every value that is not null."""
-    if isinstance(node, DictConfig):
-        for name in node:
-            yield from _leaves(node[name], f"{key}.{name}")
-    elif node is not None:
-        yield key, node
-
-
-def check_latents(config: DictConfig) -> None:
+def check_latents(run: Run) -> None:
     """Require replicas that have latents to make all samples, if a reward reads them."""
     why = ", which reads latents: the trainer's samples carry none"
     row = "digen.tag.policy", "off", why, "set digen.tag.policy=off, or use a reward of pixels"
-    for entry in filter(reads_latents, digen_config(config).reward.entries):
-        require_values(config, f"with {entry.key}", row)
+    for entry in filter(reads_latents, run.digen.reward.entries):
+        run.require_values(f"with {entry.key}", row)
 
 
 STOP = "digen.reward.stop_on_hacking"
 
 
-def check_watching(config: DictConfig) -> None:
+def check_watching(run: Run) -> None:
     """Require what rewards of some samples, gold rewards and the stop on hacking need."""
-    reward = digen_config(config).reward
-    _check_manager(config, reward.entries)
+    reward = run.digen.reward
+    _check_manager(run.config, reward.entries)
     late = [entry for entry in reward.entries if entry.when == VALIDATION]
     for entry in late:
         require(
-            bool(validates(config)),
+            bool(validates(run.config)),
             f"trainer.test_freq must be > 0, or trainer.val_before_train true, with {entry.key}.when={VALIDATION}",
-            config.trainer.test_freq,
+            run.config.trainer.test_freq,
             f"set trainer.test_freq, or {entry.key}.when={ALWAYS}",
         )
     if reward.stop_on_hacking:
-        _check_stop(config, reward.golds)
+        _check_stop(run, reward.golds)
 
 
-def _check_stop(config: DictConfig, golds: Sequence[str]) -> None:
+def _check_stop(run: Run, golds: Sequence[str]) -> None:
     """Require gold rewards, validations, and a checkpoint of each validated step."""
-    trainer = config.trainer
+    trainer = run.config.trainer
     require(
         bool(golds),
         f"digen.reward.functions must have an entry with gold=true with {STOP}=true",
-        [entry.name for entry in digen_config(config).reward.entries],
+        [entry.name for entry in run.digen.reward.entries],
         f"add e.g. NAME: {{weight: 0, gold: true}}, or {STOP}=false",
     )
     require(
@@ -306,7 +299,7 @@ def _check_stop(config: DictConfig, golds: Sequence[str]) -> None:
         trainer.save_freq,
         f"set trainer.save_freq={trainer.test_freq}; trainer.max_actor_ckpt_to_keep limits the others",
     )
-    contents = list(config.actor_rollout_ref.actor.checkpoint.save_contents)
+    contents = list(run.config.actor_rollout_ref.actor.checkpoint.save_contents)
     require(
         "model" in contents,
         f"actor_rollout_ref.actor.checkpoint.save_contents must have model with {STOP}=true",

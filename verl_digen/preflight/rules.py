@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from verl_digen.config import digen_config
-from verl_digen.config.load import unchanging
 from verl_digen.preflight import (
     adapter,
     agent_loop,
@@ -38,9 +37,10 @@ from verl_digen.preflight import (
     verl_keys,
     weights,
 )
+from verl_digen.preflight.run import Run
 from verl_digen.reward.named import has_custom
 
-Rule = Callable[[DictConfig], list[str] | None]
+Rule = Callable[[Run], list[str] | None]
 """Raises ValueError for a problem, or returns several."""
 
 
@@ -104,8 +104,8 @@ RULES: tuple[Rule, ...] = (
 """All rules, in the order in which their messages are shown, after the messages of `values`."""
 
 
-def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> None:
-    """Run `rules`, all by default.
+def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> Run:
+    """Apply `rules`, all by default -> the run, which may start.
 
     - Recipes that do not go together are reported alone: everything else follows from them.
     - A rule that reads a value of the wrong type or range is left out: the value's own message says what is wrong.
@@ -116,11 +116,11 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> None:
     recipes.check_recipes(config)
     wrong = values.value_problems(config)
     problems = [problem for problem in wrong.values() if problem is not None]
-    usable = _without(config, list(wrong)) if wrong else config
-    with flag_override(usable, "readonly", True), unchanging(usable):
+    run = Run(_without(config, list(wrong)) if wrong else config)
+    with flag_override(run.config, "readonly", True):
         for rule in rules:
             try:
-                problems += rule(usable) or []
+                problems += rule(run) or []
             except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
                 if not any(key in str(error) or error.full_key == key for key in wrong):
                     problems.append(_told(error))
@@ -130,6 +130,7 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> None:
                 problems.append(str(error))
     if problems:
         raise ValueError("\n".join(dict.fromkeys("\n".join(problems).splitlines())))
+    return run
 
 
 def _told(error: OmegaConfBaseException) -> str:
@@ -167,6 +168,16 @@ OF_RUN: tuple[Rule, ...] = (
     pools.check_weight_package,
 )
 """Rules about the machine of the run."""
+OF_REWARDS: tuple[Rule, ...] = (
+    rewards.check_rewards,
+    rewards.check_combination,
+    rewards.check_group_rewards,
+    rewards.check_timeshared,
+    rewards.check_watching,
+    rewards.check_latents,
+    reward_model.check_reward_model,
+)
+"""Rules about the rewards that train."""
 
 
 def check_plannable(config: DictConfig) -> None:
@@ -179,14 +190,7 @@ def check_plannable(config: DictConfig) -> None:
     if OmegaConf.select(config, "data.train_files") is None:
         left_out.add(inputs.check_prompts)
     if not (digen_config(config).reward.entries or has_custom(config)):
-        left_out |= {
-            rewards.check_rewards,
-            rewards.check_combination,
-            rewards.check_group_rewards,
-            rewards.check_timeshared,
-            rewards.check_watching,
-        }
-        left_out |= {reward_model.check_reward_model, rewards.check_latents}
+        left_out |= {*OF_REWARDS}
     check(config, [rule for rule in RULES if rule not in left_out])
 
 

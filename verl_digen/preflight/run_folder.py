@@ -51,6 +51,7 @@ from verl_digen.observe.run_files import (
 )
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
+from verl_digen.preflight.run import Run
 from verl_digen.preflight.start import MISSING
 from verl_digen.report.start import leaves
 from verl_digen.require import first_of, require
@@ -77,11 +78,11 @@ WRITTEN = (f"{CHECKPOINT}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, 
 """Files of a run, in the order in which they are moved: a move that was cut short goes on at the next start."""
 
 
-def check_run_dir(config: DictConfig) -> None:
+def check_run_dir(run: Run) -> None:
     """Require that the run's folder is a folder, or can be made."""
     for key, given in (
-        ("trainer.default_local_dir", config.trainer.default_local_dir),
-        ("trainer.rollout_data_dir", config.trainer.rollout_data_dir),
+        ("trainer.default_local_dir", run.config.trainer.default_local_dir),
+        ("trainer.rollout_data_dir", run.config.trainer.rollout_data_dir),
     ):
         if given is None:
             continue
@@ -104,10 +105,10 @@ def check_run_dir(config: DictConfig) -> None:
             ) from error
 
 
-def check_resume(config: DictConfig) -> None:
+def check_resume(run: Run) -> None:
     """Require the folder of a checkpoint with `trainer.resume_mode=resume_path`."""
-    given = config.trainer.resume_from_path
-    if config.trainer.resume_mode != "resume_path":
+    given = run.config.trainer.resume_from_path
+    if run.config.trainer.resume_mode != "resume_path":
         require(
             given is None,
             "trainer.resume_from_path needs trainer.resume_mode=resume_path",
@@ -133,21 +134,21 @@ def checkpoint_to_continue(config: DictConfig) -> Path | None:
     return newest_checkpoint(Path(trainer.default_local_dir)) if trainer.resume_mode == "auto" else None
 
 
-def check_continued(config: DictConfig) -> None:
+def check_continued(run: Run) -> None:
     """Require with `trainer.resume_mode=auto` that the folder's run learnt the same, or that there is none."""
-    checkpoint = checkpoint_to_continue(config)
+    checkpoint = checkpoint_to_continue(run.config)
     if checkpoint is None:
         return
     load_driver_state(checkpoint)
-    if config.trainer.resume_mode != "auto":
+    if run.config.trainer.resume_mode != "auto":
         return
-    found = [*_differences(checkpoint, LEARNT, config), *_other_prompts(checkpoint, config)]
-    steps, is_other = num_steps(config), "must hold no run of another model, reward, objective or data"
+    found = [*_differences(checkpoint, LEARNT, run.config), *_other_prompts(checkpoint, run)]
+    steps, is_other = num_steps(run), "must hold no run of another model, reward, objective or data"
     if not found and steps <= _step_of(checkpoint):
-        found = list(_differences(checkpoint, PACE, config))
+        found = list(_differences(checkpoint, PACE, run.config))
         is_other = f"must hold no run that has taken its {steps} steps with other settings"
     if found:
-        folder = config.trainer.default_local_dir
+        folder = run.config.trainer.default_local_dir
         raise ValueError(
             f"trainer.default_local_dir {is_other}, which trainer.resume_mode=auto would continue after step "
             f"{_step_of(checkpoint)}, got {folder!r} with {_shown(found)}; name a folder for this run with "
@@ -157,17 +158,17 @@ def check_continued(config: DictConfig) -> None:
         )
 
 
-def continue_notes(config: DictConfig) -> list[str]:
+def continue_notes(run: Run) -> list[str]:
     """A sentence that says what a start continues, and with what other values."""
-    checkpoint = checkpoint_to_continue(config)
+    checkpoint = checkpoint_to_continue(run.config)
     if checkpoint is None:
         return []
-    step, steps = _step_of(checkpoint), num_steps(config)
+    step, steps = _step_of(checkpoint), num_steps(run)
     when = datetime.fromtimestamp((checkpoint / "digen.json").stat().st_mtime)
     note = f"continues {checkpoint.parent} after step {step} of {steps}, saved on {when:%Y-%m-%d at %H:%M}"
     if steps <= step:
         note += "; nothing is left to train, unless trainer.total_training_steps is raised"
-    found = [*_differences(checkpoint, LEARNT + PACE, config), *_other_prompts(checkpoint, config)]
+    found = [*_differences(checkpoint, LEARNT + PACE, run.config), *_other_prompts(checkpoint, run)]
     return [f"{note}; other than before: {_shown(found)}" if found else note]
 
 
@@ -283,13 +284,13 @@ def _counts(entry: Any) -> bool:
     return weight is not None and weight != 0
 
 
-def _other_prompts(checkpoint: Path, config: DictConfig) -> Iterator[tuple[str, Any, Any]]:
+def _other_prompts(checkpoint: Path, run: Run) -> Iterator[tuple[str, Any, Any]]:
     """The difference of the prompts' files, if they hold others than those that the checkpoint was drawn from."""
-    if config.data.filter_overlong_prompts and not has_checkpoint(config):
+    if run.config.data.filter_overlong_prompts and not has_checkpoint(run.config):
         return  # which prompts are too long is not known here
-    train, drawn_from = prompts_of(config, "train"), load_driver_state(checkpoint).drawn_from
+    train, drawn_from = prompts_of(run, "train"), load_driver_state(checkpoint).drawn_from
     if drawn_from != digest(without(train.prompts, train.too_long)):
-        yield "prompts of data.train_files", "others", config.data.train_files
+        yield "prompts of data.train_files", "others", run.config.data.train_files
 
 
 def _shown(found: list[tuple[str, Any, Any]]) -> str:

@@ -25,6 +25,8 @@ import yaml
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from verl_digen.preflight.run import Run
+
 VERLS_YAML = "_generated_ppo_trainer.yaml"
 """verl's composed config, which it ships in addition to the parts."""
 OPEN = frozenset(
@@ -52,15 +54,15 @@ NEVER_MEANT = frozenset({"hydra", "critic", "distillation"})
 """Sections that a diffusion run does not read."""
 
 
-def unknown_problems(config: DictConfig) -> list[str]:
+def unknown_problems(run: Run) -> list[str]:
     """A paragraph for each key that nothing reads."""
-    found = list(_unknown(config, "", _verls_keys()))
-    more = _loss_keys(config) if found else []
+    found = list(_unknown(run.config, "", _verls_keys()))
+    more = _loss_keys(run.config) if found else []
     problems = []
     for key, value, beside in found:
         section, _, name = key.rpartition(".")
         close = [f"{section}.{one}".lstrip(".") for one in get_close_matches(name, beside - {"_target_"}, n=1)]
-        close = close or closest_keys(key, config, [one for one, _, _ in found], more)
+        close = close or closest_keys(key, run.config, [one for one, _, _ in found], more)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         shown = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
         problems.append(
@@ -156,7 +158,7 @@ def keys_of(node: DictConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _is_section(node: Any) -> TypeGuard[DictConfig]:
-    return isinstance(node, DictConfig) and not (node._is_none() or node._is_missing() or node._is_interpolation())
+    return isinstance(node, DictConfig) and isinstance(node._value(), dict)  # not null, missing or an interpolation
 
 
 def verls_default(key: str) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from verl_digen.preflight.pools import SIZES
+from verl_digen.preflight.run import Run
 from verl_digen.preflight.unknown import verls_default
 from verl_digen.require import as_typed, suggestion
 
@@ -342,19 +343,20 @@ def unused_keys() -> Iterator[tuple[str, Any, str]]:
                 yield key, OURS[key] if key in OURS else verls_default(key), remedy
 
 
-def unused_problems(config: DictConfig) -> list[str]:
+def unused_problems(run: Run) -> list[str]:
     """A paragraph for each of these keys that has another value."""
     problems = []
+    section_of = cache(partial(OmegaConf.select, run.config))
     for key, value, remedy in unused_keys():
         path, _, name = key.rpartition(".")
-        section = OmegaConf.select(config, path) or {}
-        if name in section and (given := section[name]) != value:
+        section = section_of(path)
+        if section is not None and name in section and (given := section[name]) != value:
             problems.append(
                 f"{key} must be {as_typed(value)}, because it has no effect on a diffusion model, got {given!r}; "
                 f"{remedy}"
             )
     for key, remedy in REFUSED.items():
-        if given := OmegaConf.select(config, key):
+        if given := OmegaConf.select(run.config, key):
             problems.append(f"{key} must be false, got {given!r}; {remedy}")
     return problems
 
@@ -364,36 +366,32 @@ def value_problems(config: DictConfig) -> dict[str, str | None]:
     the key's value is an interpolation of that one. A section that is no mapping is an entry in place of its keys."""
     problems: dict[str, str | None] = {}
     parents = dict.fromkeys(name for key in VALUES for name in _parents(key))
-    broken = [name for name in parents if not _is_section(config, name)]
+    sections = {name: OmegaConf.select(config, name) for name in parents}
+    broken = [name for name, section in sections.items() if not OmegaConf.is_dict(section)]
     for key, value in VALUES.items():
         section = next((name for name in broken if key.startswith(f"{name}.")), None)
         if section is not None:
             given = _select(config, section)
             problems[section] = f"{section} must be a section with keys of its own, got {given!r}; leave it out"
         elif value.where is None or _holds(config, value.where):
-            _check(config, key, value, problems)
+            _check(sections[key.rpartition(".")[0]], key, value, problems)
     return problems
 
 
-def _check(config: DictConfig, key: str, value: Value, problems: dict[str, str | None]) -> None:
-    node: Any = OmegaConf.select(config, key.rpartition(".")[0])._get_node(
-        key.rpartition(".")[2], validate_access=False
-    )
+def _check(section: DictConfig, key: str, value: Value, problems: dict[str, str | None]) -> None:
+    name = key.rpartition(".")[2]
+    node: Any = section._get_node(name, validate_access=False)
     source = str(node._value()) if node is not None and node._is_interpolation() else ""
     if any(f"{other}}}" in source or f"{other}," in source for other in problems):
         problems[key] = None
         return
     try:
-        given = _select(config, key)
+        given = _select(section, name)
         value.adapter.validate_python(given)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere
         problems[key] = f"{key} must have a value, but {source}: {str(error).splitlines()[0]}; {value.remedy}"
     except ValidationError as error:
         problems[key] = _paragraph(key, given, error.errors(include_url=False), value.remedy)
-
-
-def _is_section(config: DictConfig, name: str) -> bool:
-    return OmegaConf.is_dict(OmegaConf.select(config, name))
 
 
 def _paragraph(key: str, given: Any, errors: list[Any], remedy: str) -> str:

@@ -8,15 +8,15 @@ import importlib
 import importlib.util
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_digen import plugin
-from verl_digen.config import digen_config
 from verl_digen.config.pool_sizes import num_trainer_devices
+from verl_digen.preflight.run import Run
 from verl_digen.require import refusing, require, suggestion
 
 
-def check_plugin(config: DictConfig) -> None:
+def check_plugin(run: Run) -> None:
     """Require everything we add to verl to be registered in this process."""
     if plugin.FAILURES:
         raise ValueError(
@@ -25,22 +25,22 @@ def check_plugin(config: DictConfig) -> None:
         )
 
 
-def check_digen(config: DictConfig) -> None:
+def check_digen(run: Run) -> None:
     """Validate the `digen:` section by itself."""
-    digen_config(config)
+    _ = run.digen  # it raises
 
 
-def check_shards(config: DictConfig) -> None:
+def check_shards(run: Run) -> None:
     """Require that ranks divide into groups that shard the weights, each of which holds all of them, and into groups
     that share rows."""
-    size, ranks = config.actor_rollout_ref.actor.fsdp_config.fsdp_size, num_trainer_devices(config)
+    size, ranks = run.config.actor_rollout_ref.actor.fsdp_config.fsdp_size, num_trainer_devices(run.config)
     require(
         size == -1 or size >= ranks or ranks % size == 0,
         f"actor_rollout_ref.actor.fsdp_config.fsdp_size must divide the trainer's ranks ({ranks})",
         size,
         "-1 shards over all ranks",
     )
-    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    sharing = run.config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
     require(
         ranks % sharing == 0,
         "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size must divide the trainer's ranks "
@@ -50,9 +50,9 @@ def check_shards(config: DictConfig) -> None:
     )
 
 
-def check_optimizer(config: DictConfig) -> None:
+def check_optimizer(run: Run) -> None:
     """Require the optimizer's class to exist, and a schedule that reads its settings."""
-    key, optim = "actor_rollout_ref.actor.optim", config.actor_rollout_ref.actor.optim
+    key, optim = "actor_rollout_ref.actor.optim", run.config.actor_rollout_ref.actor.optim
     for name, default in (("min_lr_ratio", 0.0), ("num_cycles", 0.5)):
         require(
             optim.lr_scheduler_type == "cosine" or optim[name] in (default, None),
@@ -73,21 +73,21 @@ def check_optimizer(config: DictConfig) -> None:
     )
 
 
-def check_callback(config: DictConfig) -> None:
+def check_callback(run: Run) -> None:
     """Require that the class that is called after a checkpoint can be imported."""
     from verl.utils.import_utils import load_class_from_fqn
 
-    key, name = "trainer.checkpoint_callback_class", config.trainer.checkpoint_callback_class
+    key, name = "trainer.checkpoint_callback_class", run.config.trainer.checkpoint_callback_class
     with refusing(f"{key} must be a class that can be imported", name, "give package.module.Class, or null"):
         if name:
             load_class_from_fqn(name, "CheckpointCallback")
 
 
-def check_batches(config: DictConfig) -> None:
+def check_batches(run: Run) -> None:
     """Require prompts to divide into mini-batches as verl divides them, and groups as large as what trains of them."""
-    num_prompts, group_size = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    best_of = digen_config(config).advantage.best_of
+    num_prompts, group_size = run.config.data.train_batch_size, run.config.actor_rollout_ref.rollout.n
+    mini_batch = run.config.actor_rollout_ref.actor.ppo_mini_batch_size
+    best_of = run.digen.advantage.best_of
     require(
         best_of is None or best_of <= group_size,
         f"digen.advantage.best_of must be <= actor_rollout_ref.rollout.n={group_size}",
@@ -111,13 +111,15 @@ MANAGER_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER = "verl_digen.agent_loop.manager.DiffusionAgentLoopManager"
 
 
-def check_classes(config: DictConfig) -> None:
+def check_classes(run: Run) -> None:
     """Require every class to be ours, or a subclass of ours that can be loaded."""
     for section, (module, ours) in CLASSES.items():
-        path, name = (OmegaConf.select(config, f"{section}.{key}", throw_on_missing=True) for key in ("path", "name"))
+        path, name = (
+            OmegaConf.select(run.config, f"{section}.{key}", throw_on_missing=True) for key in ("path", "name")
+        )
         if (path, name) != (f"pkg://{module}", ours):
             _check_class(section, module, ours, path, name)
-    given = OmegaConf.select(config, MANAGER_KEY)
+    given = OmegaConf.select(run.config, MANAGER_KEY)
     require(
         isinstance(given, str) and (given == MANAGER or _is_subclass(given)),
         f"{MANAGER_KEY} must be {MANAGER}, or a subclass of it that can be imported",

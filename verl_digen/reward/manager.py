@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.plugin.platform import get_platform
 from verl.trainer.ppo.reward import get_custom_reward_fn, resolve_reward_manager_cls
 
-from verl_digen.config import digen_config
+from verl_digen.config import DigenConfig, digen_config
 from verl_digen.config.placement import pool_options, reward_options, timeshared_options
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
 from verl_digen.processes.bundles import outcomes
@@ -213,10 +213,14 @@ class DiffusionRewardLoopManager(RewardLoopManager):
     With `reward.reward_model.enable=true` it starts that model's servers first, and waits for them.
     """
 
+    @cached_property
+    def _digen(self) -> DigenConfig:
+        return digen_config(self.config)
+
     def _init_reward_loop_workers(self) -> None:
         manager = self.reward_model_manager
         served = None if manager is None else ServedModel.of_manager(manager)
-        digen = digen_config(self.config)
+        digen = self._digen
         self.reward_loop_workers: list[Any] = []
         self._pools: dict[str, list[Any]] = {}
         """Reward -> the workers of its own pool."""
@@ -244,7 +248,7 @@ class DiffusionRewardLoopManager(RewardLoopManager):
         Raises:
             ValueError: a reward reads latents, which are not in `data`, or takes turns with the replicas.
         """
-        digen = digen_config(self.config)
+        digen = self._digen
         unfit = [entry.name for entry in digen.reward.entries if entry.is_timeshared or reads_latents(entry)]
         if unfit:
             raise ValueError(
@@ -266,15 +270,14 @@ class DiffusionRewardLoopManager(RewardLoopManager):
         Args:
             pool: the trainer's devices, reserved.
         """
-        names = [entry.name for entry in digen_config(self.config).reward.timeshared]
+        names = [entry.name for entry in self._digen.reward.timeshared]
         for name in names:
             self._start(name, timeshared_options(pool))
         return {name: self._pools[name] for name in names}
 
     def _start(self, name: str, options: Sequence[Mapping[str, Any]], *arguments: Any) -> None:
         """Start a reward's own pool, a worker per options."""
-        retries = digen_config(self.config).reward.max_retries
-        worker = RestartingActor(RewardPoolWorker, retries)
+        worker = RestartingActor(RewardPoolWorker, self._digen.reward.max_retries)
         self._pools[name] = [
             worker.options(name=f"reward_{name}_{number}", **own).remote(self.config, name, *arguments)
             for number, own in enumerate(options)

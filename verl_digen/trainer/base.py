@@ -134,7 +134,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         keep_for_good(self.actor_rollout_wg.workers)
 
     def _init_resource_pool_mgr(self) -> None:
-        encode_before(self.config, (self.train_dataset, self.val_dataset))
+        encode_before(self.config, self.digen, (self.train_dataset, self.val_dataset))
         super()._init_resource_pool_mgr()
         self.role_worker_mapping = dict.fromkeys(self.role_worker_mapping, ray.remote(DiffusionWorker))
         spec = self.resource_pool_manager.resource_pool_spec

@@ -91,7 +91,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
 
     def _device_counts(self) -> dict[str, int]:
         """Pool -> number of devices; pools without devices are left out."""
-        rollout, num_reward = self.config.actor_rollout_ref.rollout, num_reward_devices(self.config)
+        rollout, num_reward = self.config.actor_rollout_ref.rollout, num_reward_devices(self.config, self.digen.reward)
         return {
             "trainer": self.config.trainer.nnodes * self.config.trainer.n_gpus_per_node,
             "generator": rollout.nnodes * rollout.n_gpus_per_node,
@@ -149,7 +149,12 @@ class DisaggregatedTrainer(DiffusionTrainer):
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
+<<<<<<< HEAD
                 reward=Lane("reward", 0, self._driver.host, num_reward_devices(self.config)),
+=======
+                reward=Lane("reward", 0, self._driver.host, num_reward_devices(self.config, self.digen.reward)),
+                slots=lanes,
+>>>>>>> a4609a5bae2946585e327bc3f85a00de984ee351
             ),
         )
 

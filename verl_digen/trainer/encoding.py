@@ -20,7 +20,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_digen.config import DigenConfig, digen_config
+from verl_digen.config import DigenConfig
 from verl_digen.config.placement import share_options
 from verl_digen.config.pool_sizes import num_trainer_devices
 from verl_digen.inputs.images import PromptInputs
@@ -36,7 +36,7 @@ CHUNK = 16
 """Prompts that are lost at most per device with a run that is killed."""
 
 
-def encode_before(config: Any, datasets: Sequence[Any]) -> None:
+def encode_before(config: Any, digen: DigenConfig, datasets: Sequence[Any]) -> None:
     """Encode the run's prompts that the folder of conditions lacks, with `digen.rollout.encoders=before`. Called while
     the trainer's devices are free; shows progress on stderr.
 
@@ -46,7 +46,6 @@ def encode_before(config: Any, datasets: Sequence[Any]) -> None:
     Raises:
         ValueError: they do not fit into `digen.rollout.conditions_gb`, or an image of a prompt cannot be read.
     """
-    digen = digen_config(config)
     if digen.rollout.encoders != "before":
         return
     rows = [row for dataset in datasets for row in dataset.prompts]
