@@ -17,7 +17,7 @@ from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 from verl_digen.preflight.agent_loop import check_agent_loop
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.types import PromptRow, SampleRequest
 
 ROW = PromptRow("a cat", "test", None, uid="g0")
@@ -72,7 +72,7 @@ def checked(config: DictConfig, **changes: Any) -> str:
     for key, value in changes.items():
         OmegaConf.update(changed, "digen.tag.policy" if key == "tag" else f"{AGENT}.{key}", value)
     try:
-        check_agent_loop(Run(changed))
+        check_agent_loop(StartConfig(changed))
     except ValueError as error:
         return str(error)
     return ""

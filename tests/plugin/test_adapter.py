@@ -19,7 +19,7 @@ from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.rules import check
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def test_adapters_of_the_network_are_accepted_and_loaded_whole(start, runnable, 
     folder = adapter(**ACCEPTED[name])
     config = start(*runnable, f"{MODEL}.lora_adapter_path={folder}")
     check(config)
-    assert any("lora_dropout=0.5 is 0 here" in note for note in notes(Run(config))) == (name == "dropout")
+    assert any("lora_dropout=0.5 is 0 here" in note for note in notes(StartConfig(config))) == (name == "dropout")
     model = DiffusionModelConfig(path=str(tiny_qwen_image), digen=digen_section(), lora_adapter_path=str(folder))  # type: ignore[arg-type]
     module = add_adapter(load_model(tiny_qwen_image).load_transformer(torch.float32), model, 0)
     assert all(value.count_nonzero() for key, value in module.named_parameters() if "lora_B" in key)
@@ -144,7 +144,7 @@ def test_a_lora_file_of_each_form_starts_an_engine(start, runnable, tiny_qwen_im
     words = [f"{MODEL}.lora_adapter_path={tmp_path}/sft", *runnable]
     config = start(*("recipe=digen_qwen_image" if "recipe=" in word else word for word in words))
     check(config)
-    said = notes(Run(config))
+    said = notes(StartConfig(config))
     assert any("lora_rank=2 in place of 32 and lora_alpha=2 in place of 64 of the recipe" in note for note in said)
     with process_group(0, 1, f"{tmp_path}/store"):
         engine = make_engine(tiny_qwen_image, model={"lora_adapter_path": f"{tmp_path}/sft"})
@@ -199,7 +199,7 @@ def test_settings_of_no_adapter_are_refused(start, runnable, words: list[str], m
 
 def test_settings_beside_a_file_that_has_them_are_refused_or_noted(start, runnable, adapter):
     folder = adapter(settings(use_of_tomorrow=True))
-    found = " ".join(notes(Run(start(*runnable, f"{MODEL}.lora_adapter_path={folder}"))))
+    found = " ".join(notes(StartConfig(start(*runnable, f"{MODEL}.lora_adapter_path={folder}"))))
     assert "{'use_of_tomorrow': True} of its" in found
     with pytest.raises(ValueError, match="lora_alpha must be that of lora_adapter_path, 8, got 99"):
         check(start(*runnable, f"{MODEL}.lora_adapter_path={folder}", f"{MODEL}.lora_alpha=99"))

@@ -8,7 +8,7 @@ from tests.tiny_models import build_tiny
 from verl_digen import preflight
 from verl_digen.preflight.agent_loop import check_environment
 from verl_digen.preflight.notes import notes
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 
 WORLD = "digen.environment.path=tests.environments.worlds.Brighter"
 KEY = "with digen.environment.path"
@@ -23,12 +23,14 @@ def separate(words: list[str]) -> list[str]:
 def test_a_good_run_passes_and_says_what_it_trains_on(start, runnable):
     preflight.check(start(*runnable, WORLD, NO_FUNCTION))
     told = "sum of the turns' rewards of tests.environments.worlds.Brighter"
-    assert notes(Run(start(*runnable, WORLD, NO_FUNCTION)))[0] == f"reward = {told}"
-    both = notes(Run(start(*runnable, WORLD)))[0]
+    assert notes(StartConfig(start(*runnable, WORLD, NO_FUNCTION)))[0] == f"reward = {told}"
+    both = notes(StartConfig(start(*runnable, WORLD)))[0]
     assert both.endswith(f"jpeg_compressibility, of the last picture + {told}")
     for back_end in ("diffusers", "vllm_omni"):
         rollout = f"actor_rollout_ref.rollout.name={back_end}"
-        check_environment(Run(start(*separate(runnable), WORLD, "digen.environment.step_timeout_s=20", rollout)))
+        check_environment(
+            StartConfig(start(*separate(runnable), WORLD, "digen.environment.step_timeout_s=20", rollout))
+        )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,7 @@ def test_a_good_run_passes_and_says_what_it_trains_on(start, runnable):
 )
 def test_what_an_environment_does_not_go_with_is_refused(start, runnable, overrides, message):
     with pytest.raises(ValueError) as told:
-        check_environment(Run(start(*runnable, WORLD, *overrides)))
+        check_environment(StartConfig(start(*runnable, WORLD, *overrides)))
     assert message in str(told.value)
 
 
@@ -75,13 +77,13 @@ def test_more_turns_than_an_episode_may_have_are_refused(start, runnable, tmp_pa
     words = (*runnable, *words, NO_FUNCTION, f"actor_rollout_ref.model.path={path}")
     message = rf"digen\.environment\.max_turns must be >= {turns}, the turns .*, got 4; raise it, or lower the turns in"
     with pytest.raises(ValueError, match=message):
-        check_environment(Run(start(*words)))
-    check_environment(Run(start(*words, f"digen.environment.max_turns={turns}")))
+        check_environment(StartConfig(start(*words)))
+    check_environment(StartConfig(start(*words, f"digen.environment.max_turns={turns}")))
 
 
 def test_what_an_environment_needs_on_separate_pools(start, runnable):
     with pytest.raises(ValueError, match=r"digen.deadlines.generate_s must be >= \(1 \+ digen.environment\."):
-        check_environment(Run(start(*separate(runnable), WORLD, "digen.environment.step_timeout_s=100")))
+        check_environment(StartConfig(start(*separate(runnable), WORLD, "digen.environment.step_timeout_s=100")))
 
 
 def test_keys_of_an_environment_have_no_effect_without_one(start, runnable):

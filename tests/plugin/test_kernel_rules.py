@@ -21,7 +21,7 @@ from verl_digen.preflight.kernels import (
     check_use,
     kernel_notes,
 )
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 
 A = "digen.attention_backend"
 R = "digen.rollout.attention_backend"
@@ -34,7 +34,7 @@ REPLICAS = "actor_rollout_ref.rollout.name=diffusers"
 
 def broken(check: Any, config: Any) -> str:
     with pytest.raises(ValueError) as raised:
-        check(Run(config))
+        check(StartConfig(config))
     return str(raised.value)
 
 
@@ -74,7 +74,7 @@ def test_kernels_of_both_back_ends_and_for_split_tokens_pass(start, on_cuda: Non
     dtype = "actor_rollout_ref.rollout.dtype=bfloat16"
     splits = [SHARED] if name in ("native", "flash", "_flash_3_varlen_hub") else [ON_OMNI]
     for more in ([], [ON_OMNI], splits):
-        check_kernels(Run(start("recipe=digen_flowgrpo", BF16, dtype, f"{A}={name}", *more)))
+        check_kernels(StartConfig(start("recipe=digen_flowgrpo", BF16, dtype, f"{A}={name}", *more)))
 
 
 def test_prompts_that_are_padded_to_be_split_need_a_kernel_with_masks(start, tmp_path: Path):
@@ -87,9 +87,9 @@ def test_prompts_that_are_padded_to_be_split_need_a_kernel_with_masks(start, tmp
     text = broken(check_kernel_model, settings("hunyuan_video", f"{A}=_native_flash", SHARED))
     assert re.search(f"{A} must .*under the mask of prompts.*got '_native_flash'; choose one of native,", text)
     assert "cudnn" not in text
-    check_kernel_model(Run(settings("hunyuan_video", f"{A}=flash_varlen_hub", SHARED)))
-    check_kernel_model(Run(settings("wan2.1", f"{A}=_native_flash", SHARED)))
-    check_kernel_model(Run(settings("hunyuan_video", f"{A}=_native_flash")))
+    check_kernel_model(StartConfig(settings("hunyuan_video", f"{A}=flash_varlen_hub", SHARED)))
+    check_kernel_model(StartConfig(settings("wan2.1", f"{A}=_native_flash", SHARED)))
+    check_kernel_model(StartConfig(settings("hunyuan_video", f"{A}=_native_flash")))
 
 
 def test_a_package_that_is_missing_or_old_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -127,7 +127,7 @@ def test_a_network_without_a_choice_is_named(start, tmp_path: Path):
     path = f"actor_rollout_ref.model.path={build_tiny('sd3', tmp_path / 'm')}"
     text = broken(check_kernel_model, start("recipe=digen_flowgrpo", REPLICAS, path, f"{R}=_native_math"))
     assert f"{R} must be native for Stable Diffusion 3" in text
-    check_kernel_model(Run(start("recipe=digen_flowgrpo", path)))
+    check_kernel_model(StartConfig(start("recipe=digen_flowgrpo", path)))
 
 
 @pytest.mark.parametrize(
@@ -144,5 +144,5 @@ def test_a_network_without_a_choice_is_named(start, tmp_path: Path):
     ],
 )
 def test_other_kernels_on_the_two_sides_are_noted(start, overrides: list[str], noted: str | None):
-    found = kernel_notes(Run(start("recipe=digen_flowgrpo", *overrides)))
+    found = kernel_notes(StartConfig(start("recipe=digen_flowgrpo", *overrides)))
     assert (noted in found[0]) if noted else not found

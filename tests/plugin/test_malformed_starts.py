@@ -31,7 +31,7 @@ from verl_digen import preflight
 from verl_digen.config import digen_config
 from verl_digen.preflight import run
 from verl_digen.preflight.machine import tracker_notes
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.unknown import READERS, _verls_keys, keys_of, unknown_problems
 from verl_digen.preflight.values import OURS, REFUSED, unused_keys
 from verl_digen.preflight.weights import check_weights
@@ -176,9 +176,9 @@ def test_verls_yaml_has_the_keys_of_its_composed_config(start):
 def test_a_section_that_a_class_of_ones_own_reads_may_have_any_key(start, runnable, reader):
     key, ours = READERS[reader]
     config = start(*runnable, f"+{reader}.mine=1")
-    assert [problem.split()[0] for problem in unknown_problems(Run(config))] == [f"{reader}.mine"]
+    assert [problem.split()[0] for problem in unknown_problems(StartConfig(config))] == [f"{reader}.mine"]
     OmegaConf.update(config, key, f"My{ours}")
-    assert unknown_problems(Run(config)) == []
+    assert unknown_problems(StartConfig(config)) == []
 
 
 def test_all_problems_of_a_start_are_told_at_once(start, runnable):
@@ -338,7 +338,7 @@ def test_a_checkpoint_that_is_not_whole_is_told_before_it_is_loaded(start, runna
 @pytest.mark.parametrize("name", BUILDERS)
 def test_the_parts_of_every_architecture_are_accepted(tmp_path, name):
     path = build_tiny(name, tmp_path / "checkpoint")
-    check_weights(Run(OmegaConf.create({"actor_rollout_ref": {"model": {"path": str(path)}}})))
+    check_weights(StartConfig(OmegaConf.create({"actor_rollout_ref": {"model": {"path": str(path)}}})))
 
 
 def _half(network):

@@ -7,7 +7,7 @@ import pytest
 
 from verl_digen import preflight
 from verl_digen.preflight.pools import check_outside
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 
 KEY = "digen.sampling.outside"
 WINDOW = "digen.window={kind: consecutive, size: 2, range: [0, 3]}"
@@ -49,12 +49,12 @@ def test_every_step_in_the_window_is_refused_with_key_rule_value_and_remedy(star
 )
 def test_other_back_ends_and_trainers_that_assist_are_refused(start, words, message):
     with pytest.raises(ValueError, match=message):
-        check_outside(Run(start(*words, WINDOW, STEPS)))
+        check_outside(StartConfig(start(*words, WINDOW, STEPS)))
 
 
 def test_trainers_that_assist_may_pass_over_steps_and_stale_samples_may_be_cheap(start):
-    check_outside(Run(start(SEPARATE, PASSED, WINDOW, STEPS, "digen.tag.policy=always")))
-    check_outside(Run(start(SEPARATE, CACHE, WINDOW, STEPS, "digen.staleness.max_versions=1")))
-    check_outside(Run(start(TOGETHER, FP8, WINDOW, STEPS, "digen.compile=true", "digen.rollout.compile=false")))
+    check_outside(StartConfig(start(SEPARATE, PASSED, WINDOW, STEPS, "digen.tag.policy=always")))
+    check_outside(StartConfig(start(SEPARATE, CACHE, WINDOW, STEPS, "digen.staleness.max_versions=1")))
+    check_outside(StartConfig(start(TOGETHER, FP8, WINDOW, STEPS, "digen.compile=true", "digen.rollout.compile=false")))
     omni = "actor_rollout_ref.rollout.name=vllm_omni"
-    check_outside(Run(start(SEPARATE, WINDOW, STEPS, omni, "digen.tag.policy=bts")))
+    check_outside(StartConfig(start(SEPARATE, WINDOW, STEPS, omni, "digen.tag.policy=bts")))

@@ -12,7 +12,7 @@ from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.pairs import check_pairs
 from verl_digen.preflight.rewards import check_rewards
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 
 LOSS = "with digen.loss.name=offline_dpo"
 RECIPE = "recipe=digen_flowgrpo+offline_dpo"
@@ -47,11 +47,11 @@ def pairs(runnable, tmp_path) -> list[str]:
 def test_a_good_run_passes_and_says_what_it_trains_on(start, pairs):
     preflight.check(start(*pairs))
     told = "reward = 1 for the chosen picture of a pair, 0 for the rejected one"
-    assert notes(Run(start(*pairs, *NO_VALIDATION)))[0] == told
+    assert notes(StartConfig(start(*pairs, *NO_VALIDATION)))[0] == told
     scored = f"{told}; validation: reward = 1 x jpeg_compressibility"
-    assert notes(Run(start(*pairs, "trainer.test_freq=2")))[0] == scored
+    assert notes(StartConfig(start(*pairs, "trainer.test_freq=2")))[0] == scored
     preflight.check(start(*pairs, *NO_VALIDATION, "digen.reward.functions={}"))
-    check_pairs(Run(start(*pairs, "trainer.test_freq=2")))
+    check_pairs(StartConfig(start(*pairs, "trainer.test_freq=2")))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_file_that_lacks_pictures_is_refused_by_its_row(start, pairs, tmp_path
 
 def test_other_objectives_leave_pairs_alone_and_need_a_reward(start, pairs, tmp_path):
     online = ["recipe=digen_flowgrpo", *pairs[1:], "actor_rollout_ref.rollout.n=4"]
-    check_pairs(Run(start(*online)))
-    check_prompts(Run(start(*online)))
+    check_pairs(StartConfig(start(*online)))
+    check_prompts(StartConfig(start(*online)))
     with pytest.raises(ValueError, match=r"digen.reward.functions must name a reward function"):
-        check_rewards(Run(start(*online, *NO_VALIDATION, "digen.reward.functions={}")))
+        check_rewards(StartConfig(start(*online, *NO_VALIDATION, "digen.reward.functions={}")))

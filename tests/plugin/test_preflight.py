@@ -26,7 +26,7 @@ from verl_digen.preflight.model import check_model
 from verl_digen.preflight.notes import notes
 from verl_digen.preflight.precision import check_precision
 from verl_digen.preflight.rules import check_plannable
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.verl_keys import check_digen
 from verl_digen.processes.cluster import joins_cluster
 from verl_digen.tools.checkup.quickstart import override
@@ -161,30 +161,32 @@ FP16 = (f"{PRECISION}.param_dtype=fp16", "actor_rollout_ref.rollout.dtype=float1
 )
 def test_a_clip_range_that_rounding_fills_is_noted(start, runnable, overrides, noted):
     recorded = ("actor_rollout_ref.rollout.dtype=bfloat16", "digen.loss.old_log_probs=rollout")
-    found = [note for note in notes(Run(start(*runnable, *recorded, *overrides))) if "rounding" in note]
+    found = [note for note in notes(StartConfig(start(*runnable, *recorded, *overrides))) if "rounding" in note]
     assert ([noted in note for note in found] == [True]) if noted else not found
 
 
 def test_a_solver_other_than_the_checkpoints_is_noted(start, runnable, tmp_path):
-    assert not any("the checkpoint names" in note for note in notes(Run(start(*runnable))))
+    assert not any("the checkpoint names" in note for note in notes(StartConfig(start(*runnable))))
     wan = build_tiny("wan2.1", tmp_path / "wan")
     changes = [*runnable, f"actor_rollout_ref.model.path={wan}"]
-    (note,) = [note for note in notes(Run(start(*changes))) if "the checkpoint names" in note]
+    (note,) = [note for note in notes(StartConfig(start(*changes))) if "the checkpoint names" in note]
     assert "names UniPCMultistepScheduler: its sigmas are used, in training with digen.sampling.solver=euler" in note
     assert note.endswith("; digen.sampling.val_solver=unipc is its solver")
-    assert not any("names UniPC" in note for note in notes(Run(start(*changes, "digen.sampling.val_solver=unipc"))))
+    assert not any(
+        "names UniPC" in note for note in notes(StartConfig(start(*changes, "digen.sampling.val_solver=unipc")))
+    )
 
 
 @pytest.mark.parametrize(("checkpoint", "noted"), [("sd3", False), ("qwen_image", True)])
 def test_fp16_is_noted_where_a_network_may_overflow(start, runnable, tmp_path, checkpoint, noted):
     path = build_tiny(checkpoint, tmp_path / "checkpoint")
-    found = notes(Run(start(*runnable, f"actor_rollout_ref.model.path={path}", *FP16)))
+    found = notes(StartConfig(start(*runnable, f"actor_rollout_ref.model.path={path}", *FP16)))
     assert any("its activations may overflow fp16" in note for note in found) == noted
     assert not any("replicas compute in" in note for note in found)
 
 
 def test_dtypes_of_trainer_and_replicas_that_differ_are_noted(start, runnable):
-    found = notes(Run(start(*runnable, f"{PRECISION}.param_dtype=fp16")))
+    found = notes(StartConfig(start(*runnable, f"{PRECISION}.param_dtype=fp16")))
     assert any("replicas compute in fp32 (actor_rollout_ref.rollout.dtype) and the trainer in fp16" in n for n in found)
 
 
@@ -200,10 +202,10 @@ def test_dtypes_of_trainer_and_replicas_that_differ_are_noted(start, runnable):
 def test_training_in_fp16_has_fp32_sums_and_weights(start, runnable, overrides, message):
     config = start(*runnable, *FP16, *overrides)
     if message is None:
-        check_precision(Run(config))
+        check_precision(StartConfig(config))
     else:
         with pytest.raises(ValueError, match=re.escape(message)):
-            check_precision(Run(config))
+            check_precision(StartConfig(config))
 
 
 SHARING = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
@@ -353,14 +355,14 @@ def test_a_checkpoint_that_vllm_omni_does_not_serve_is_refused_before_anything_s
 def test_an_adapter_that_vllm_omni_cannot_bind_is_refused_before_anything_starts(start, runnable, tmp_path):
     path = build_tiny("hunyuan_video15", tmp_path / "hunyuan15")
     served = [f"actor_rollout_ref.model.path={path}", "actor_rollout_ref.rollout.name=vllm_omni"]
-    check_model(Run(start(*runnable, *served)))
+    check_model(StartConfig(start(*runnable, *served)))
     for rank in ("actor_rollout_ref.model.lora_rank=4", "+actor_rollout_ref.model.lora.rank=4"):
         served_adapter = [*served, rank]
         found = problem(start, *runnable, *served_adapter)
         assert "actor_rollout_ref.model.exclude_modules must leave out refiner_blocks for an adapter" in found
         assert "got None; set it to '.*refiner_blocks.*', or actor_rollout_ref.model.lora.merge=true" in found
         for remedy in ("exclude_modules='.*refiner_blocks.*'", "lora.merge=true", "target_modules=[attn.add_q_proj]"):
-            check_model(Run(start(*runnable, *served_adapter, f"actor_rollout_ref.model.{remedy}")))
+            check_model(StartConfig(start(*runnable, *served_adapter, f"actor_rollout_ref.model.{remedy}")))
 
 
 @pytest.mark.parametrize(
@@ -385,13 +387,13 @@ def test_a_first_frame_is_refused_where_nothing_reads_it(start, runnable, tmp_pa
     of_texts, of_both = (
         start(*given, *(f"data.{part}_files={file}" for part in ("train", "val"))) for file in (texts, both)
     )
-    check_prompts(Run(of_texts))
-    check_model(Run(of_texts))
+    check_prompts(StartConfig(of_texts))
+    check_model(StartConfig(of_texts))
     with nullcontext() if message is None else pytest.raises(ValueError, match=re.escape(message)):
-        check_prompts(Run(of_both))
+        check_prompts(StartConfig(of_both))
     if message is not None and "num_frames" not in message:
         with pytest.raises(ValueError, match=re.escape(message)):
-            check_model(Run(start(*given, "digen.sampling.planned_images=1")))
+            check_model(StartConfig(start(*given, "digen.sampling.planned_images=1")))
 
 
 def test_guidance_of_a_distilled_checkpoint_is_refused(start, runnable, tmp_path):
@@ -399,14 +401,14 @@ def test_guidance_of_a_distilled_checkpoint_is_refused(start, runnable, tmp_path
     path = build_tiny("flux2_klein", tmp_path / "klein")
     given = [*runnable, f"actor_rollout_ref.model.path={path}", "digen.sampling.image_sizes=flux2"]
     guided = [*given, "digen.sampling.true_cfg_scale=4.0"]
-    check_model(Run(start(*guided)))
+    check_model(StartConfig(start(*guided)))
     index = json.loads((path / "model_index.json").read_text())
     (path / "model_index.json").write_text(json.dumps(index | {"is_distilled": True}))
-    check_model(Run(start(*given)))
+    check_model(StartConfig(start(*given)))
     for key in ("true_cfg_scale", "val_true_cfg_scale"):
         message = rf"digen\.sampling\.{key} must be 1 for this distilled FLUX\.2 \[klein\], .* got 4\.0; set it to 1"
         with pytest.raises(ValueError, match=message):
-            check_model(Run(start(*given, f"digen.sampling.{key}=4.0")))
+            check_model(StartConfig(start(*given, f"digen.sampling.{key}=4.0")))
 
 
 def test_an_image_that_a_pipeline_does_not_take_is_refused_before_anything_starts(start, runnable, tmp_path):
@@ -421,14 +423,14 @@ def test_an_image_that_a_pipeline_does_not_take_is_refused_before_anything_start
     given = [*runnable, f"actor_rollout_ref.model.path={path}", "digen.sampling.image_sizes=flux2"]
     for rollout in ("diffusers", "vllm_omni"):
         served = [*given, f"actor_rollout_ref.rollout.name={rollout}", f"data.train_files={tmp_path}/good.jsonl"]
-        check_prompts(Run(start(*served)))
-        check_model(Run(start(*served, "digen.sampling.planned_images=4")))
+        check_prompts(StartConfig(start(*served)))
+        check_model(StartConfig(start(*served, "digen.sampling.planned_images=4")))
     for name, message in (
         ("small", r"sides of 64 px or more, got 80 x 63 px in '.*small\.png'; enlarge it"),
         ("broken", r"be a picture file, but '.*broken\.png' cannot be read"),
     ):
         with pytest.raises(ValueError, match=rf"line 4 of '.*{name}\.jsonl': an image of a prompt must .*{message}"):
-            check_prompts(Run(start(*given, f"data.train_files={tmp_path}/{name}.jsonl")))
+            check_prompts(StartConfig(start(*given, f"data.train_files={tmp_path}/{name}.jsonl")))
 
 
 @pytest.mark.long
@@ -438,8 +440,8 @@ def test_the_published_checkpoint_of_a_recipe_makes_what_the_recipe_asks_for(sta
     config = start(f"recipe={recipe}")
     with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
         config.actor_rollout_ref.model.path = str(folder)
-        check_model(Run(config))
-        check_digen(Run(config))
+        check_model(StartConfig(config))
+        check_digen(StartConfig(config))
 
 
 def test_verls_loaders_are_made_where_a_run_does_not_validate_and_names_no_prompts_for_it(start, runnable):
@@ -485,22 +487,22 @@ def test_the_quickstart_fits_any_machine_with_a_gpu(compose_main, monkeypatch):
     monkeypatch.setattr("verl.plugin.platform.get_platform", lambda: cuda)
     config = compose_main("recipe=digen_quickstart")
     assert config.trainer.device == "cuda"
-    require_devices(Run(config), 1)
+    require_devices(StartConfig(config), 1)
     for found in range(1, 17):
         config.trainer.n_gpus_per_node = int(override(found, 64).removeprefix("trainer.n_gpus_per_node=") or 1)
-        require_devices(Run(config), found)
+        require_devices(StartConfig(config), found)
         assert config.data.train_batch_size % config.trainer.n_gpus_per_node == 0
 
 
 def test_a_run_asks_for_no_more_devices_than_the_machine_has(start):
     config = start("recipe=digen_flowgrpo", "trainer.n_gpus_per_node=8")
-    require_devices(Run(config), 8)
+    require_devices(StartConfig(config), 8)
     rule = r"^trainer\.nnodes x trainer\.n_gpus_per_node \(8\) must be <= 1, the devices of this machine, got 8; set"
     with pytest.raises(ValueError, match=rule):
-        require_devices(Run(config), 1)
+        require_devices(StartConfig(config), 1)
     split = start("recipe=digen_flowgrpo+disaggregated", "trainer.n_gpus_per_node=8")
     with pytest.raises(ValueError, match=r"\(8\) \+ actor_rollout_ref\.rollout\.nnodes x .* shared by the pools"):
-        require_devices(Run(split), 8)
+        require_devices(StartConfig(split), 8)
 
 
 @pytest.fixture
@@ -542,21 +544,21 @@ def test_a_run_reserves_no_more_cpus_than_the_machine_has(compose_main, machine)
     machine(6)
     flow = "recipe=digen_flowgrpo", "trainer.n_gpus_per_node=1"
     config = compose_main(*flow)
-    check_cpus(Run(config))
+    check_cpus(StartConfig(config))
     machine(5)
     with pytest.raises(ValueError) as refused:
-        check_cpus(Run(config))
+        check_cpus(StartConfig(config))
     assert str(refused.value) == (
         "ray_kwargs.ray_init.num_cpus must be >= 6, what Ray reserves for trainer.nnodes x trainer.n_gpus_per_node "
         f"(3), TransferQueue's controller (1), {UNITS} (2), and null counts the 5 of this machine, got None; set "
         f"ray_kwargs.ray_init.num_cpus=6, because Ray only counts these CPUs, or {UNITS}=1"
     )
-    check_cpus(Run(compose_main(*flow, f"{UNITS}=1")))
-    check_cpus(Run(compose_main(*flow, "ray_kwargs.ray_init.num_cpus=6")))
+    check_cpus(StartConfig(compose_main(*flow, f"{UNITS}=1")))
+    check_cpus(StartConfig(compose_main(*flow, "ray_kwargs.ray_init.num_cpus=6")))
     with pytest.raises(ValueError, match=r"num_cpus must be >= 12, .*num_data_storage_units \(8\), got 11; set"):
-        check_cpus(Run(compose_main(*flow, f"{UNITS}=8", "ray_kwargs.ray_init.num_cpus=11")))
+        check_cpus(StartConfig(compose_main(*flow, f"{UNITS}=8", "ray_kwargs.ray_init.num_cpus=11")))
     with pytest.raises(ValueError, match=r"num_cpus=6, because Ray only counts these CPUs$"):  # one unit: 5
-        check_cpus(Run(compose_main(*flow, "ray_kwargs.ray_init.num_cpus=4")))
+        check_cpus(StartConfig(compose_main(*flow, "ray_kwargs.ray_init.num_cpus=4")))
     check_plannable(compose_main(*flow, "actor_rollout_ref.model.path=a/checkpoint"))  # a plan is of another machine
 
 
@@ -576,13 +578,13 @@ def test_what_reserves_cpus_is_counted(compose_main, machine, changes, reserved)
     machine(8)
     recipe = [] if changes and changes[0].startswith("recipe=") else ["recipe=digen_flowgrpo"]
     config = compose_main(*recipe, "trainer.n_gpus_per_node=1", *changes)
-    assert sum(reserved_cpus(Run(config)).values()) == reserved
+    assert sum(reserved_cpus(StartConfig(config)).values()) == reserved
 
 
 def test_cpus_of_a_cluster_that_runs_are_not_those_of_this_machine(compose_main, machine, monkeypatch):
     machine(2)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    check_cpus(Run(compose_main("recipe=digen_flowgrpo")))
+    check_cpus(StartConfig(compose_main("recipe=digen_flowgrpo")))
 
 
 def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatch):
@@ -617,7 +619,7 @@ def test_devices_of_a_cluster_that_runs_are_not_those_of_this_machine(monkeypatc
     ],
 )
 def test_keys_that_a_switch_leaves_unread_are_refused(start, runnable, typed, message):
-    found = effect_problems(Run(start(*runnable, *typed)))
+    found = effect_problems(StartConfig(start(*runnable, *typed)))
     assert [message in problem for problem in found] == ([True] if message else [])
 
 
@@ -627,7 +629,7 @@ def test_keys_that_a_switch_leaves_unread_are_refused(start, runnable, typed, me
 )
 def test_a_switch_that_is_typed_leaves_a_recipes_keys_alone(start, runnable, recipe, off):
     others = [one for one in runnable if not one.startswith("recipe=")]
-    assert effect_problems(Run(start(f"recipe={recipe}", *others, *off.split()))) == []
+    assert effect_problems(StartConfig(start(f"recipe={recipe}", *others, *off.split()))) == []
 
 
 def test_what_looks_like_a_setting_in_a_prompt_file_is_noted(start, runnable, tmp_path):
@@ -643,22 +645,22 @@ def test_what_looks_like_a_setting_in_a_prompt_file_is_noted(start, runnable, tm
         for mark in ("<image>", "<|image_pad|>", "<IMG_0>", "[IMG]")
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    said = "\n".join(notes(Run(start(*runnable, f"data.train_files={tmp_path / 'rows.jsonl'}"))))
+    said = "\n".join(notes(StartConfig(start(*runnable, f"data.train_files={tmp_path / 'rows.jsonl'}"))))
     assert "columns Image_Height, guidanceScale, seed of the prompts go to the rewards alone" in said
     assert (
         "negative_prompt of 4 prompts is not read: digen.sampling.true_cfg_scale and val_true_cfg_scale are 1" in said
     )
     assert "rows.jsonl' and 3 more have marks such as <image>" in said and "column 'images'" in said
     guided = start(*runnable, f"data.train_files={tmp_path / 'rows.jsonl'}", "digen.sampling.true_cfg_scale=3")
-    assert not any("is not read" in note for note in notes(Run(guided)))
-    assert not any("columns" in note or "marks" in note for note in notes(Run(start(*runnable))))
+    assert not any("is not read" in note for note in notes(StartConfig(guided)))
+    assert not any("columns" in note or "marks" in note for note in notes(StartConfig(start(*runnable))))
 
 
 @pytest.mark.parametrize(("steps", "is_noted"), [("60", True), ("8", False), ("null", False)])
 def test_the_steps_that_were_asked_for_are_taken(start, runnable, steps, is_noted):
     config = start(*runnable, f"trainer.total_training_steps={steps}", "trainer.total_epochs=4")
     said = "trainer.total_training_steps=60 are 30 passes over data.train_files: the run takes them all"
-    assert any(said in note for note in notes(Run(config))) == is_noted
+    assert any(said in note for note in notes(StartConfig(config))) == is_noted
     take_all_steps(config)
     assert config.trainer.total_epochs == {"60": 60, "8": 8, "null": 4}[steps]
 
@@ -667,8 +669,8 @@ def test_a_warm_up_that_is_longer_than_the_run_is_noted(start, runnable):
     warmup = "actor_rollout_ref.actor.optim.lr_warmup_steps"
     said = f"{warmup}=100 is more than the 5 steps of the run: the learning rate reaches 4% of"
     five = [*runnable, "trainer.total_training_steps=5"]
-    assert any(note.startswith(said) for note in notes(Run(start(*five, f"{warmup}=100"))))
-    assert not any("warmup" in note for note in notes(Run(start(*five, f"{warmup}=4"))))
+    assert any(note.startswith(said) for note in notes(StartConfig(start(*five, f"{warmup}=100"))))
+    assert not any("warmup" in note for note in notes(StartConfig(start(*five, f"{warmup}=4"))))
 
 
 def test_columns_that_hold_an_edits_images_are_named(start, runnable, tmp_path):

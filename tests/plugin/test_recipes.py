@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from tests.local_ray import shared_server
 from tests.plugin.conftest import start_main
 from verl_digen.config import DigenConfig, digen_config
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.unknown import unknown_problems
 from verl_digen.recipe_source import OBJECTIVES, PRIMARY
 
@@ -75,7 +75,7 @@ def test_every_recipe_composes_at_the_root(compose_main, name):
     assert "recipe" not in config
     if "digen" in config:
         assert digen_config(config)
-        assert unknown_problems(Run(config)) == []
+        assert unknown_problems(StartConfig(config)) == []
 
 
 def test_a_recipe_without_the_base_leaves_our_section_out(compose_main):
@@ -139,7 +139,7 @@ def test_a_users_recipe_on_the_search_path_builds_on_ours_and_a_slip_is_told(com
     )
     config = compose_main(f"hydra.searchpath=[file://{tmp_path}]", "recipe=mine")
     assert (config.digen.seed, config.trainer.experiment_name) == (7, "flowgrpo")
-    (problem,) = unknown_problems(Run(config))
+    (problem,) = unknown_problems(StartConfig(config))
     assert problem.startswith("trainer.save_frq must be a key that is read, got 7; did you mean trainer.save_freq?")
 
 

@@ -10,7 +10,7 @@ from verl_digen.config.pool_sizes import asked_devices, num_function_devices, nu
 from verl_digen.preflight import reward_model
 from verl_digen.preflight.reward_model import check_reward_model
 from verl_digen.preflight.rewards import check_latents, check_reward_devices, check_rewards
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 
 SERVED = [
     "reward.reward_model.enable=true",
@@ -41,7 +41,7 @@ def changed(config, changes):
 
 def test_a_judge_without_url_and_a_served_model_go_together(served):
     for check in (check_reward_model, check_rewards, check_reward_devices):
-        check(Run(served))
+        check(StartConfig(served))
     digen = digen_config(served)
     assert (num_function_devices(served), num_reward_devices(served, digen.reward)) == (0, 4)
     assert asked_devices(served, digen, has_own_replicas=False)["reward.reward_model"] == 4
@@ -51,7 +51,7 @@ def test_devices_of_a_pool_without_a_model_are_the_functions(served):
     config = changed(
         served, {"reward.reward_model.enable": False, "digen.reward.functions": {"jpeg_compressibility": 1.0}}
     )
-    check_reward_devices(Run(config))
+    check_reward_devices(StartConfig(config))
     assert num_function_devices(config) == num_reward_devices(config, digen_config(config).reward) == 4
 
 
@@ -79,13 +79,13 @@ M = "reward.reward_model."
 )
 def test_a_reward_model_that_cannot_serve_is_refused(served, changes, rule):
     with pytest.raises(ValueError, match=rule):
-        check_reward_model(Run(changed(served, changes)))
+        check_reward_model(StartConfig(changed(served, changes)))
 
 
 def test_a_server_that_is_not_installed_is_named(served, monkeypatch):
     monkeypatch.setattr(reward_model, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"rollout.name=vllm needs the package vllm, .* start a server elsewhere"):
-        check_reward_model(Run(served))
+        check_reward_model(StartConfig(served))
 
 
 @pytest.mark.parametrize("functions", [{}, {"mine": {"weight": 1.0}}])
@@ -95,19 +95,19 @@ def test_a_function_that_takes_the_router_asks_the_model(served, functions, tmp_
     named = {name: {**entry, "reward": target} for name, entry in functions.items()}
     path = None if functions else str(tmp_path / "routed.py")
     config = changed(served, {"digen.reward.functions": named, "reward.custom_reward_function.path": path})
-    check_rewards(Run(config))
-    check_reward_model(Run(config))
+    check_rewards(StartConfig(config))
+    check_reward_model(StartConfig(config))
     without = changed(config, {M + "enable": False})
     with pytest.raises(ValueError, match="reward_router_address"):
-        check_rewards(Run(without))
+        check_rewards(StartConfig(without))
 
 
 def test_a_judge_without_a_server_is_refused_where_no_model_is_served(served):
     without = changed(served, {M + "enable": False})
     with pytest.raises(ValueError, match=r"functions.yes_no.url must name a server .*vllm serve MODEL.*enable=true"):
-        check_reward_model(Run(without))
+        check_reward_model(StartConfig(without))
     check_reward_model(
-        Run(changed(without, {"digen.reward.functions": {"yes_no": {"weight": 1.0, "url": "http://h:1"}}}))
+        StartConfig(changed(without, {"digen.reward.functions": {"yes_no": {"weight": 1.0, "url": "http://h:1"}}}))
     )
 
 
@@ -117,7 +117,7 @@ SEES = "digen.reward.functions={jpeg_compressibility: 1.0}"
 
 
 def test_latents_need_replicas_that_make_every_sample(start):
-    check_latents(Run(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=off")))
-    check_latents(Run(start("recipe=digen_flowgrpo+disaggregated", SEES, "digen.tag.policy=always")))
+    check_latents(StartConfig(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=off")))
+    check_latents(StartConfig(start("recipe=digen_flowgrpo+disaggregated", SEES, "digen.tag.policy=always")))
     with pytest.raises(ValueError, match=r"digen.tag.policy must be off with digen.reward.functions.mine, .*got 'bts'"):
-        check_latents(Run(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=bts")))
+        check_latents(StartConfig(start("recipe=digen_flowgrpo+disaggregated", READS, "digen.tag.policy=bts")))

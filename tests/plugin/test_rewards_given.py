@@ -21,7 +21,7 @@ from verl_digen.preflight.rewards import (
     check_timeshared,
     reward_formula,
 )
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.reward.functions import require_reward_function
 from verl_digen.reward.named import find
 from verl_digen.reward.scorers import jpeg_compressibility
@@ -66,8 +66,8 @@ def test_the_documented_way_to_a_reward_of_ones_own_trains_on_it_alone(start, ru
     (tmp_path / "mine.py").write_text("def compute_score(**sample):\n    return 0.0\n")
     mine = ("digen.reward.functions={}", f"reward.custom_reward_function.path={tmp_path / 'mine.py'}")
     config = start(*runnable, *mine)
-    assert reward_formula(Run(config)) == "reward = 1 x custom"
-    check_rewards(Run(config))
+    assert reward_formula(StartConfig(config)) == "reward = 1 x custom"
+    check_rewards(StartConfig(config))
 
 
 def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main, tmp_path):
@@ -76,8 +76,8 @@ def test_the_cookbooks_line_for_a_reward_weighs_just_what_it_names(compose_main,
     (tmp_path / "brightness.py").write_text("def compute_score(**sample):\n    return 0.0\n")
     words = shlex.split(line.replace("brightness.py", str(tmp_path / "brightness.py")))
     config = compose_main("recipe=digen_quickstart", *words)
-    assert reward_formula(Run(config)) == "reward = 0.2 x jpeg_compressibility + 1 x custom"
-    check_rewards(Run(config))
+    assert reward_formula(StartConfig(config)) == "reward = 0.2 x jpeg_compressibility + 1 x custom"
+    check_rewards(StartConfig(config))
 
 
 @pytest.mark.parametrize(("save_freq", "num_warnings"), [(5, 0), (-1, 1)])
@@ -107,7 +107,7 @@ def refused(check, config: DictConfig, **changes: object) -> str:
         for key, value in changes.items():
             OmegaConf.update(changed, key.replace("__", "."), value, merge=False, force_add=True)
     with pytest.raises(ValueError) as raised:
-        check(Run(changed))
+        check(StartConfig(changed))
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -189,7 +189,7 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
     config = composed.copy()
     with open_dict(config):
         config.reward.custom_reward_function = {"path": str(path), "name": "compute_score", "reward_kwargs": kwargs}
-    check_rewards(Run(config))
+    check_rewards(StartConfig(config))
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ from verl_digen.observe.run_files import END, LOCK, METRICS, REPORT
 from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.rules import check
-from verl_digen.preflight.run import Run
 from verl_digen.preflight.run_folder import claim
+from verl_digen.preflight.start_config import StartConfig
 
 pytestmark = pytest.mark.slow
 PATH = "trainer.resume_mode=resume_path"
@@ -49,7 +49,7 @@ def plain(config):
 def saved(begin, tmp_path):
     """The folder of a run of 9 steps with a checkpoint of step 6."""
     config, run_dir = begin("trainer.total_training_steps=9"), tmp_path / "run"
-    rows = prompts_of(Run(config), "train").prompts
+    rows = prompts_of(StartConfig(config), "train").prompts
     save_driver_state(run_dir / "global_step_6", DriverState(24, digest(rows)), {}, [])
     (run_dir / "global_step_6" / "actor").mkdir()
     save_run_description(run_dir / "global_step_6", plain(config))

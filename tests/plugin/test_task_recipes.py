@@ -12,7 +12,7 @@ from tests.tiny_models import build_tiny
 from verl_digen import preflight
 from verl_digen.config import digen_config
 from verl_digen.preflight.inputs import prompts_of
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.reward.named import BUILT_IN
 from verl_digen.trainer.colocated import ColocatedTrainer
 from verl_digen.trainer.dataset import DiffusionPromptDataset
@@ -69,7 +69,7 @@ def test_flow_grpos_files_pass_all_checks_and_reach_the_tasks_reward_with_what_i
     config = start(*run_of(task, dataset(task), tiny_sd3))
     assert REWARDS[task] in BUILT_IN
     preflight.check(config)
-    train, val = prompts_of(Run(config), "train").prompts, prompts_of(Run(config), "val").prompts
+    train, val = prompts_of(StartConfig(config), "train").prompts, prompts_of(StartConfig(config), "val").prompts
     assert (len(train), len(val)) == (24, 3)
     assert {prompt.data_source for prompt in [*train, *val]} == {task}
     assert train[0].ground_truth == {"ocr": "Go", "geneval": "a photo of two cups"}.get(task, PROMPTS[task])

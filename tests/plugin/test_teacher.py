@@ -7,7 +7,7 @@ from tests.engine.harness import LORA
 from tests.engine.teacher import teacher_folder
 from verl_digen.preflight.adapter import check_teacher
 from verl_digen.preflight.rules import check
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 
 pytestmark = pytest.mark.slow
 
@@ -47,5 +47,5 @@ def test_an_adapter_like_the_one_that_trains_is_accepted(start, lesson):
 )
 def test_teachers_that_cannot_teach_are_refused(start, lesson, given, message):
     with pytest.raises(ValueError) as refused:
-        check_teacher(Run(start(*lesson, *given)))
+        check_teacher(StartConfig(start(*lesson, *given)))
     assert message in str(refused.value)

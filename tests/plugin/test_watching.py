@@ -7,7 +7,7 @@ import pytest
 
 from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.rewards import check_group_rewards, check_watching, reward_formula
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 
 GOLD = "digen.reward.recipe_functions.gold={weight: 0, gold: true, reward: jpeg_incompressibility}"
 STOPS = (GOLD, "digen.reward.stop_on_hacking=true", "trainer.test_freq=20", "trainer.save_freq=10")
@@ -37,17 +37,17 @@ STOPS = (GOLD, "digen.reward.stop_on_hacking=true", "trainer.test_freq=20", "tra
 )
 def test_what_watching_needs_is_asked_for_before_the_start(start, runnable, given, message):
     with pytest.raises(ValueError) as refused:
-        check_watching(Run(start(*runnable, *given)))
+        check_watching(StartConfig(start(*runnable, *given)))
     assert message in str(refused.value)
 
 
 @pytest.mark.parametrize("given", [(), (GOLD,), STOPS, (*STOPS, "trainer.save_freq=20")])
 def test_a_start_that_has_it_is_not_refused(start, runnable, given):
-    check_watching(Run(start(*runnable, *given)))
+    check_watching(StartConfig(start(*runnable, *given)))
 
 
 def test_the_start_line_says_what_is_computed_at_validation_alone(start, runnable):
-    assert reward_formula(Run(start(*runnable, GOLD))) == (
+    assert reward_formula(StartConfig(start(*runnable, GOLD))) == (
         "reward = 1 x jpeg_compressibility (only at validation: gold (gold))"
     )
 
@@ -55,9 +55,9 @@ def test_the_start_line_says_what_is_computed_at_validation_alone(start, runnabl
 def test_a_gold_reward_of_groups_needs_groups_at_validation_alone(start, runnable):
     gold = "digen.reward.recipe_functions.gold={weight: 0, gold: true, reward: diversity}"
     with pytest.raises(ValueError, match=r"val_kwargs\.n must be >= 2 with gold, which compares"):
-        check_group_rewards(Run(start(*runnable, gold)))
+        check_group_rewards(StartConfig(start(*runnable, gold)))
     check_group_rewards(
-        Run(start(*runnable, gold, "actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.val_kwargs.n=2"))
+        StartConfig(start(*runnable, gold, "actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.val_kwargs.n=2"))
     )
 
 
@@ -103,7 +103,7 @@ def routed(**sources: str) -> str:
 )
 def test_prompts_without_a_reward_and_rewards_without_prompts_are_refused(start, sourced, given, message):
     with pytest.raises(ValueError) as refused:
-        check_prompts(Run(start(*sourced, *given)))
+        check_prompts(StartConfig(start(*sourced, *given)))
     assert message in str(refused.value)
 
 
@@ -116,4 +116,4 @@ def test_prompts_without_a_reward_and_rewards_without_prompts_are_refused(start,
     ],
 )
 def test_prompts_that_rewards_cover_are_accepted(start, sourced, given):
-    check_prompts(Run(start(*sourced, *given)))
+    check_prompts(StartConfig(start(*sourced, *given)))

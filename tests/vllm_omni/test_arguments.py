@@ -12,7 +12,7 @@ from tests.tiny_models import build_tiny
 from tests.vllm_omni.conftest import compose_actor_rollout, compose_config
 from verl_digen.models import load_model
 from verl_digen.preflight.pools import check_vllm_omni
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.rollout.vllm_omni.served import require_served, served_pipelines
 from verl_digen.sampling.requests import inputs_of
 from verl_digen.types import Geometry
@@ -110,9 +110,9 @@ def test_several_devices_on_a_cpu_are_refused_where_their_workers_would_not_answ
 )
 def test_what_a_replica_cannot_do_is_refused_before_ray_starts(tmp_path, override, message):
     path = build_tiny("sd3", tmp_path)
-    check_vllm_omni(Run(compose_config(path)))
+    check_vllm_omni(StartConfig(compose_config(path)))
     with pytest.raises(ValueError, match=message):
-        check_vllm_omni(Run(compose_config(path, override)))
+        check_vllm_omni(StartConfig(compose_config(path, override)))
 
 
 # -- images of video pipelines in a network's dtype; in fp32, `test_request_mode.py` compares whole samples --

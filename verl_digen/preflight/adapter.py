@@ -17,7 +17,7 @@ from verl_digen.models.lora_file import check_lora_file
 from verl_digen.preflight.inputs import has_checkpoint
 from verl_digen.preflight.model import KEY, load_configs, model_section
 from verl_digen.preflight.precision import trains_all
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.weights import shapes_of
 from verl_digen.require import require, suggestion
 
@@ -34,7 +34,7 @@ NOT_SENT = ("bias", "lora_bias", "modules_to_save", "trainable_token_indices", "
 """peft's settings that train something else than matrices beside layers, which no replica and no export takes."""
 
 
-def check_adapter(run: Run) -> None:
+def check_adapter(run: StartConfig) -> None:
     """Require layers that take an adapter, and files with the tensors of the one that trains."""
     section: Any = run.config.actor_rollout_ref.model
     given = {key: section[key] for key in ("target_modules", "exclude_modules", "lora_adapter_path")}
@@ -166,7 +166,7 @@ def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
     return shapes
 
 
-def adapter_notes(run: Run) -> list[str]:
+def adapter_notes(run: StartConfig) -> list[str]:
     """Notes where the adapter's file has settings that the run does not take, or takes in place of a recipe's."""
     section = run.config.actor_rollout_ref.model
     if section.lora_adapter_path is None or "://" in section.path:
@@ -231,7 +231,7 @@ def _endings(names: Iterable[str]) -> set[str]:
     return {ending for ending in endings if not ending.isdecimal()}
 
 
-def check_teacher(run: Run) -> None:
+def check_teacher(run: StartConfig) -> None:
     """Require an adapter that can teach the one that trains, where the objective reads a teacher, and settings that go
     with it."""
     from verl_digen.algorithms.objectives import find_objective, objective_names

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import DigenConfig
 from verl_digen.preflight.pools import COLOCATED
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import refusing, require
 
 SECTION = "actor_rollout_ref.rollout.agent"
@@ -19,7 +19,7 @@ NO_LOOP = (
 )
 
 
-def check_agent_loop(run: Run) -> None:
+def check_agent_loop(run: StartConfig) -> None:
     """Require an agent loop that is known, can be imported, and makes every sample of the run."""
     from verl_digen.sampling.requests import SINGLE_TURN
 
@@ -76,7 +76,7 @@ def _check_importable(name: str, target: str) -> None:
     )
 
 
-def check_branches(run: Run) -> None:
+def check_branches(run: StartConfig) -> None:
     """Require as many samples of a prompt as a tree has leaves, and prompts that no agent loop rewrites."""
     from verl_digen.sampling.requests import SINGLE_TURN
 
@@ -95,7 +95,7 @@ def check_branches(run: Run) -> None:
     run.require_values("with digen.branches.splits", (f"{SECTION}.default_agent_loop", SINGLE_TURN, why, remedy))
 
 
-def check_environment(run: Run) -> None:
+def check_environment(run: StartConfig) -> None:
     """Require an environment that can be made, and a run whose every part knows episodes."""
     from verl_digen.environments.registry import environment_class, environment_settings
     from verl_digen.sampling.requests import SINGLE_TURN
@@ -163,7 +163,7 @@ def _check_training(digen: DigenConfig) -> None:
     )
 
 
-def _check_model(run: Run, *, edits: bool) -> None:
+def _check_model(run: StartConfig, *, edits: bool) -> None:
     """Require a model that reads as many images as the instructions carry."""
     from verl_digen.models import load_model
 

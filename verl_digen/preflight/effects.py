@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from verl_digen.config import DigenConfig
 from verl_digen.preflight.pools import COLOCATED, TURNS
 from verl_digen.preflight.recipes import typed_keys
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import as_typed
 
 DEFAULTS = DigenConfig()
@@ -30,7 +30,7 @@ class Switch:
     own: str = ""
     """The section's own key that is the switch; where it is typed, keys of a recipe may stay."""
 
-    def is_on(self, run: Run) -> bool:
+    def is_on(self, run: StartConfig) -> bool:
         """True if the run reads the keys."""
         key, _, wanted = self.condition.replace("!=", "=").partition("=")
         return (as_typed(run.value(key)) == wanted) != ("!=" in self.condition)
@@ -72,13 +72,13 @@ SWITCHES = (
 )
 
 
-def effect_problems(run: Run) -> list[str]:
+def effect_problems(run: StartConfig) -> list[str]:
     """A paragraph for each key that has another value than its default, and that this run does not read."""
     digen = run.digen
     return [problem for switch in SWITCHES if not switch.is_on(run) for problem in _changed(switch, run, digen)]
 
 
-def _changed(switch: Switch, run: Run, digen: DigenConfig) -> Iterator[str]:
+def _changed(switch: Switch, run: StartConfig, digen: DigenConfig) -> Iterator[str]:
     name_of_section, _, start = switch.keys.partition(".")
     typed = typed_keys(run.config, f"digen.{name_of_section}")
     section, default = (getattr(each, name_of_section) for each in (digen, DEFAULTS))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from verl_digen.config import SamplingConfig
 from verl_digen.inputs.tables import SCHEME
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ PICTURE = re.compile(r"\.(png|jpe?g|webp|bmp|gif|tiff?)\b", re.IGNORECASE)
 REMEDY = "or take the images out of the prompts, and set digen.sampling.planned_images=0"
 
 
-def check_image_settings(run: Run, model: DiffusionModel) -> None:
+def check_image_settings(run: StartConfig, model: DiffusionModel) -> None:
     """Require settings of images, that go with what the model's pipeline reads."""
     sampling = run.digen.sampling
     title, (least, most) = model.spec.title, model.spec.num_images
@@ -51,7 +51,7 @@ def check_image_settings(run: Run, model: DiffusionModel) -> None:
         _check_takers(run, model)
 
 
-def check_prompt_images(run: Run, model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
+def check_prompt_images(run: StartConfig, model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
     """Require as many images of each prompt as the pipeline reads, and a run that can make pictures of them."""
     from verl_digen.sampling.requests import geometry_of
 
@@ -99,7 +99,7 @@ def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None
             pass
 
 
-def _check_takers(run: Run, model: DiffusionModel) -> None:
+def _check_takers(run: StartConfig, model: DiffusionModel) -> None:
     """Require a network that takes prompts with images, if ranks share rows."""
     from verl_digen.models.sequence import TRAINER_KEY
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.preflight.images import check_prompt_images
 from verl_digen.preflight.model import load_configs
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require, suggestion
 from verl_digen.reward.named import check_rows, has_custom
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from verl_digen.types import PromptRow
 
 
-def check_prompts(run: Run) -> None:
+def check_prompts(run: StartConfig) -> None:
     """Require readable prompt files, enough prompts for one step, and none that the model does not read whole."""
     validating = validates(run.config)
     if OmegaConf.select(run.config, "data.train_files") is None:
@@ -67,7 +67,7 @@ def validates(config: DictConfig) -> list[str]:
     return found + ([f"trainer.test_freq={trainer.test_freq}"] if trainer.test_freq > 0 else [])
 
 
-def check_validation(run: Run) -> None:
+def check_validation(run: StartConfig) -> None:
     """Require that a run with verl's `val_only` validates: it ends after the validation before training."""
     if run.config.trainer.val_only:
         remedy = "leave trainer.val_before_train out, or set trainer.val_only=false"
@@ -104,7 +104,7 @@ class PromptSet:
         return f"raise data.{self.part}_max_samples" if self.is_cut else "add prompts"
 
 
-def prompts_of(run: Run, part: str) -> PromptSet:
+def prompts_of(run: StartConfig, part: str) -> PromptSet:
     """The prompts of `data.PART_files`, PART being train or val. An empty set if a run does not validate and names
     none. Files are read once per run.
 
@@ -116,14 +116,14 @@ def prompts_of(run: Run, part: str) -> PromptSet:
     return run.prompts[part]
 
 
-def num_steps(run: Run) -> int:
+def num_steps(run: StartConfig) -> int:
     """Steps of the whole run."""
     train = prompts_of(run, "train")
     per_epoch = (len(train.prompts) - len(train.too_long)) // run.config.data.train_batch_size
     return run.config.trainer.total_training_steps or run.config.trainer.total_epochs * per_epoch
 
 
-def _read_prompts(run: Run, part: str) -> PromptSet:
+def _read_prompts(run: StartConfig, part: str) -> PromptSet:
     """Read them.
 
     Raises:
@@ -144,7 +144,7 @@ def _read_prompts(run: Run, part: str) -> PromptSet:
     return PromptSet(part, len(read), taken, find_too_long(taken, lambda: _load_prompt_check(run.config)))
 
 
-def _check_negative(run: Run) -> None:
+def _check_negative(run: StartConfig) -> None:
     from verl_digen.data.lengths import SURELY_SHORT_BYTES
 
     negative = run.digen.sampling.negative_prompt
@@ -165,7 +165,7 @@ def _load_prompt_check(config: DictConfig) -> PromptCheck:
     return load_configs(config.actor_rollout_ref.model.path).load_prompt_check()
 
 
-def check_sources(run: Run, train: Sequence[PromptRow], val: Sequence[PromptRow]) -> None:
+def check_sources(run: StartConfig, train: Sequence[PromptRow], val: Sequence[PromptRow]) -> None:
     """Require a trained reward for every prompt, a prompt for every source that an entry names, and for every gold
     reward a validation prompt.
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE, Package
 from verl_digen.preflight.model import model_of
 from verl_digen.preflight.precision import VERL_DEFAULTS
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require
 from verl_digen.rollout.vllm_omni.settings import ATTENTION_KEY, check_attention
 
@@ -40,7 +40,7 @@ class Side:
     """Devices that share a row's tokens."""
 
 
-def sides(run: Run) -> Iterator[Side]:
+def sides(run: StartConfig) -> Iterator[Side]:
     """The trainer, and the replicas unless they are vLLM-Omni's."""
     digen = run.digen
     precision = OmegaConf.select(run.config, "actor_rollout_ref.actor.fsdp_config.mixed_precision") or {}
@@ -60,7 +60,7 @@ def sides(run: Run) -> Iterator[Side]:
         )
 
 
-def check_kernels(run: Run) -> None:
+def check_kernels(run: StartConfig) -> None:
     """Require kernels that can do what each side asks of them, and settings that reach vLLM-Omni."""
     from verl.plugin.platform import get_platform
 
@@ -78,7 +78,7 @@ def check_kernels(run: Run) -> None:
     check_attention(run.digen, OmegaConf.select(run.config, ATTENTION_KEY))
 
 
-def check_kernel_machine(run: Run) -> None:
+def check_kernel_machine(run: StartConfig) -> None:
     """Require kernels that are installed and run on the platform's devices, and the tools of a compiler."""
     from verl.plugin.platform import get_platform
 
@@ -103,7 +103,7 @@ def check_kernel_machine(run: Run) -> None:
     )
 
 
-def check_kernel_model(run: Run) -> None:
+def check_kernel_model(run: StartConfig) -> None:
     """Require a network in which attention can be chosen, if it is chosen, and a kernel with masks where devices share
     the tokens of prompts of any length: they are padded to a length that divides."""
     chosen = [side for side in sides(run) if side.attention != NATIVE]
@@ -122,7 +122,7 @@ def check_kernel_model(run: Run) -> None:
             check_split(side.key, side.attention, SIZE_KEY, needs_masks=True)
 
 
-def kernel_notes(run: Run) -> list[str]:
+def kernel_notes(run: StartConfig) -> list[str]:
     """Notes on sides that compute with different kernels."""
     digen = run.digen
     with_omni = run.config.actor_rollout_ref.rollout.name == "vllm_omni"

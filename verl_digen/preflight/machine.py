@@ -31,7 +31,7 @@ from verl_digen.config.pool_sizes import (
 from verl_digen.config.reward import FUNCTIONS
 from verl_digen.hardware.versions import SUPPORTED, outside
 from verl_digen.preflight.pools import COLOCATED
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.processes.cluster import joins_cluster, num_machine_cpus
 from verl_digen.require import require
 from verl_digen.reward.named import check_packages, num_function_workers, pool_entries
@@ -53,7 +53,7 @@ CPUS_PER_REPLICA_DEVICE = 2
 """CPUs that it reserves beside each device of replicas and reward models on devices of their own (`RolloutReplica`)."""
 
 
-def check_machine(run: Run) -> None:
+def check_machine(run: StartConfig) -> None:
     """Require the rewards' packages, and as many devices as the pools ask for, unless the run joins a Ray cluster."""
     from verl.plugin.platform import get_platform
 
@@ -67,7 +67,7 @@ def check_machine(run: Run) -> None:
     require_devices(run, platform.device_count() if declared is None else declared)
 
 
-def require_devices(run: Run, found: int) -> None:
+def require_devices(run: StartConfig, found: int) -> None:
     """Raise ValueError if the pools ask for more than the `found` devices of this machine."""
     asked = asked_devices(run.config, run.digen, has_own_replicas=run.config.trainer.v1.trainer_mode != COLOCATED)
     total = sum(asked.values())
@@ -80,7 +80,7 @@ def require_devices(run: Run, found: int) -> None:
     )
 
 
-def check_cpus(run: Run) -> None:
+def check_cpus(run: StartConfig) -> None:
     """Require as many CPUs as the run's processes reserve, unless it joins a Ray cluster. Ray would wait forever."""
     declared = OmegaConf.select(run.config, CPUS_KEY, throw_on_missing=True)
     if declared is None and joins_cluster(OmegaConf.select(run.config, "ray_kwargs.ray_init.address")):
@@ -101,7 +101,7 @@ def check_cpus(run: Run) -> None:
     )
 
 
-def reserved_cpus(run: Run) -> dict[str, int]:
+def reserved_cpus(run: StartConfig) -> dict[str, int]:
     """CPUs that Ray reserves as long as the run lasts: the key as typed -> number.
 
     Agent loop workers, reward functions without devices and the servers of replicas reserve none.
@@ -132,7 +132,7 @@ def _trackers(config: DictConfig) -> list[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
-def check_trackers(run: Run) -> None:
+def check_trackers(run: StartConfig) -> None:
     """Require the packages of the trackers: verl imports them when all models are loaded."""
     names = _trackers(run.config)
     for name in names:
@@ -159,7 +159,7 @@ def tracker_notes(config: DictConfig) -> list[str]:
     ]
 
 
-def check_address(run: Run) -> None:
+def check_address(run: StartConfig) -> None:
     """Require a cluster that can be reached where verl's main joins one, and no settings for a new one."""
     import ray
 
@@ -196,7 +196,7 @@ def _require_reachable(address: str) -> None:
     )
 
 
-def check_versions(run: Run, found: Callable[[str], str] = installed_version) -> None:
+def check_versions(run: StartConfig, found: Callable[[str], str] = installed_version) -> None:
     """Require installed packages that can work; warn where they are not those that were tested."""
     installed = {name: found(name) for name in SUPPORTED}
     refused = list(outside(installed, tested=False))

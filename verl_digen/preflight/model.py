@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.preflight.images import check_image_settings
 from verl_digen.preflight.recipes import typed_keys
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ OF_VERL = frozenset({"_target_", "digen", "model_type", "hf_config", "tokenizer"
 """Fields of `DiffusionModelConfig` that a user has no reason to set."""
 
 
-def check_model(run: Run) -> None:
+def check_model(run: StartConfig) -> None:
     """Require a complete checkpoint that makes what is asked for, is served, and has the layers to train."""
     section, model = run.config.actor_rollout_ref.model, model_of(run.config)
     require(
@@ -57,7 +57,7 @@ def check_model(run: Run) -> None:
     model.embedded_guidance(sampling.guidance_scale)
 
 
-def _check_guidance(run: Run, model: DiffusionModel) -> None:
+def _check_guidance(run: StartConfig, model: DiffusionModel) -> None:
     """Require no guidance of a checkpoint that its pipeline runs without."""
     if model.takes_guidance:
         return
@@ -67,7 +67,7 @@ def _check_guidance(run: Run, model: DiffusionModel) -> None:
         run.require_values(f"for this distilled {model.spec.title}", row)
 
 
-def check_model_section(run: Run) -> None:
+def check_model_section(run: StartConfig) -> None:
     """Require known keys in `actor_rollout_ref.model`, and a readable adapter if training starts from one."""
     from verl_digen.model_config import DiffusionModelConfig
 
@@ -99,7 +99,7 @@ def check_model_section(run: Run) -> None:
         )
 
 
-def model_section(run: Run) -> DiffusionModelConfig:
+def model_section(run: StartConfig) -> DiffusionModelConfig:
     """The section `actor_rollout_ref.model` as the ranks get it, of the checkpoint's configs alone."""
     from verl_digen.model_config import DiffusionModelConfig
     from verl_digen.models.locate import locate_configs
@@ -110,7 +110,7 @@ def model_section(run: Run) -> DiffusionModelConfig:
     return DiffusionModelConfig(**section | {"digen": run.digen, "path": located})
 
 
-def check_loss(run: Run) -> None:
+def check_loss(run: StartConfig) -> None:
     """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
     from verl_digen.algorithms.objectives import find_objective, objective_names
     from verl_digen.config.loss import unused_settings

@@ -19,8 +19,8 @@ from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.model import model_of
 from verl_digen.preflight.precision import precision_notes
 from verl_digen.preflight.rewards import reward_formula
-from verl_digen.preflight.run import Run
 from verl_digen.preflight.run_folder import continue_notes
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.types import PromptRow
 
 WORDS_OF_SETTINGS = frozenset(
@@ -39,7 +39,7 @@ def _looks_like_setting(column: str) -> bool:
     return not WORDS_OF_SETTINGS.isdisjoint(words)
 
 
-def notes(run: Run) -> list[str]:
+def notes(run: StartConfig) -> list[str]:
     """One sentence per note on a config that passed all checks."""
     found = [*continue_notes(run), reward_formula(run)]
     config, digen = run.config, run.digen

@@ -8,18 +8,18 @@ from omegaconf import OmegaConf
 from verl_digen.algorithms.objectives import objective_names
 from verl_digen.preflight.inputs import prompts_of, validates
 from verl_digen.preflight.model import model_of
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require
 from verl_digen.reward.named import has_custom
 
 
-def trains_pairs(run: Run) -> bool:
+def trains_pairs(run: StartConfig) -> bool:
     """True if the run trains on pairs of pictures. False for an unknown loss, which `check_loss` reports."""
     digen = run.digen
     return digen.loss_name in objective_names() and digen.trains_pairs
 
 
-def check_pairs(run: Run) -> None:
+def check_pairs(run: StartConfig) -> None:
     """Require replicas that encode pictures, groups of a pair, a pair in every row, and rewards that have a use."""
     if not trains_pairs(run):
         return
@@ -50,7 +50,7 @@ def check_pairs(run: Run) -> None:
     _check_rewards(run, loss)
 
 
-def _check_rows(run: Run, loss: str) -> None:
+def _check_rows(run: StartConfig, loss: str) -> None:
     """Require a pair in every row of `data.train_files`; `check_prompts` reports files that cannot be read."""
     if OmegaConf.select(run.config, "data.train_files") is None:
         return
@@ -64,7 +64,7 @@ def _check_rows(run: Run, loss: str) -> None:
         )
 
 
-def _check_rewards(run: Run, loss: str) -> None:
+def _check_rewards(run: StartConfig, loss: str) -> None:
     reward = run.digen.reward
     given = [entry.name for entry in reward.entries]
     given += ["reward.custom_reward_function.path"] if has_custom(run.config) else []

@@ -22,7 +22,7 @@ from verl_digen.config.pool_sizes import (
 )
 from verl_digen.preflight.model import model_of
 from verl_digen.preflight.recipes import typed_keys
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.processes.cluster import joins_cluster
 from verl_digen.require import refusing, require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS, TRAINER
@@ -41,7 +41,7 @@ VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl"
 """verl's own engines for weights between pools; each is registered only where its packages are installed."""
 
 
-def check_device(run: Run) -> None:
+def check_device(run: StartConfig) -> None:
     """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs.
 
     Ray would wait forever for devices that no node has.
@@ -75,7 +75,7 @@ def check_device(run: Run) -> None:
         )
 
 
-def check_rollout(run: Run) -> None:
+def check_rollout(run: StartConfig) -> None:
     """Require a replica type that exists, and replicas that fit the devices."""
     rollout = run.config.actor_rollout_ref.rollout
     require_one_of("actor_rollout_ref.rollout.name", rollout.name, REPLICAS)
@@ -103,12 +103,12 @@ def check_rollout(run: Run) -> None:
     )
 
 
-def _require_one_device(run: Run, sizes: Sequence[str], why: str, remedy: str) -> None:
+def _require_one_device(run: StartConfig, sizes: Sequence[str], why: str, remedy: str) -> None:
     condition = f"with actor_rollout_ref.rollout.name={run.config.actor_rollout_ref.rollout.name}"
     run.require_values(condition, *((f"actor_rollout_ref.rollout.{size}", 1, why, remedy) for size in sizes))
 
 
-def check_generating_ranks(run: Run) -> None:
+def check_generating_ranks(run: StartConfig) -> None:
     """Require a trainer whose ranks may generate at any time between two batches, all with as many forwards."""
     if run.config.actor_rollout_ref.rollout.name != TRAINER:
         remedy = "set actor_rollout_ref.rollout.name=trainer"
@@ -135,7 +135,7 @@ def check_generating_ranks(run: Run) -> None:
     )
 
 
-def check_rollout_package(run: Run) -> None:
+def check_rollout_package(run: StartConfig) -> None:
     """Require the package of the replica type."""
     require(
         run.config.actor_rollout_ref.rollout.name != "vllm_omni" or find_spec("vllm_omni") is not None,
@@ -145,7 +145,7 @@ def check_rollout_package(run: Run) -> None:
     )
 
 
-def check_placement(run: Run) -> None:
+def check_placement(run: StartConfig) -> None:
     """Require that a device type is set only for a pool that exists, and that reward workers can divide their devices.
     Whether the cluster has such devices is checked once Ray has started (`verl_digen.config.placement`)."""
     if run.config.trainer.v1.trainer_mode == COLOCATED:
@@ -161,7 +161,7 @@ def check_placement(run: Run) -> None:
     )
 
 
-def check_mode(run: Run) -> None:
+def check_mode(run: StartConfig) -> None:
     """Require one of our trainers, and shared devices (verl's `hybrid_engine`) exactly if it is the colocated one."""
     mode = run.config.trainer.v1.trainer_mode
     require_one_of("trainer.v1.trainer_mode", mode, MODES)
@@ -170,7 +170,7 @@ def check_mode(run: Run) -> None:
     run.require_values(f"with trainer.v1.trainer_mode={mode}", row)
 
 
-def check_weight_path(run: Run) -> None:
+def check_weight_path(run: StartConfig) -> None:
     """Require a known engine to send weights from the trainer to the replicas."""
     section, mode = run.config.actor_rollout_ref.rollout.checkpoint_engine, run.config.trainer.v1.trainer_mode
     if mode == COLOCATED:
@@ -185,7 +185,7 @@ def check_weight_path(run: Run) -> None:
     )
 
 
-def check_weight_package(run: Run) -> None:
+def check_weight_package(run: StartConfig) -> None:
     """Require the packages that verl's own engines for weights between pools need."""
     section, mode = run.config.actor_rollout_ref.rollout.checkpoint_engine, run.config.trainer.v1.trainer_mode
     if mode == COLOCATED or section.backend not in VERLS_ENGINES:
@@ -213,7 +213,7 @@ def _registered_engines(section: DictConfig) -> set[str]:
     return set(CheckpointEngineRegistry._registry) - {"naive"}
 
 
-def check_pools(run: Run) -> None:
+def check_pools(run: StartConfig) -> None:
     """Require separate pools for the techniques that need them, and one optimizer step per batch on separate pools."""
     is_separate = run.config.trainer.v1.trainer_mode != COLOCATED
     if not is_separate:
@@ -232,7 +232,7 @@ def check_pools(run: Run) -> None:
     )
 
 
-def check_vllm_omni(run: Run) -> None:
+def check_vllm_omni(run: StartConfig) -> None:
     """Require the tested versions, a replica that is tensor parallel within one node, and settings that leave the
     numbers of a step alone."""
     rollout = run.config.actor_rollout_ref.rollout
@@ -259,7 +259,7 @@ def check_vllm_omni(run: Run) -> None:
         )
 
 
-def check_outside(run: Run) -> None:
+def check_outside(run: StartConfig) -> None:
     """Require replicas that can make steps cheaper, and forwards that no other process waits for."""
     digen = run.digen
     outside, rollout = digen.sampling.outside, run.config.actor_rollout_ref.rollout.name

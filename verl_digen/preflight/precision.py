@@ -10,7 +10,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
 from verl_digen.preflight.model import model_of
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
@@ -38,7 +38,7 @@ def trains_all(config: DictConfig) -> bool:
     return not (model.lora_rank or (model.lora or {}).get("rank") or model.lora_adapter_path)
 
 
-def check_precision(run: Run) -> None:
+def check_precision(run: StartConfig) -> None:
     """Require fp32 sums and fp32 trained weights of training in fp16."""
     if compute_dtype(run.config) != torch.float16:
         return

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.pool_sizes import has_reward_model, num_reward_model_devices
 from verl_digen.preflight.rewards import CUSTOM_KEY
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require
 from verl_digen.reward.judges.chat import REWARD_MODEL
 from verl_digen.reward.named import has_custom
@@ -22,7 +22,7 @@ PICTURE_MAKERS = ("diffusers", "vllm_omni")
 """Replicas of this project, which serve no language model."""
 
 
-def check_reward_model(run: Run) -> None:
+def check_reward_model(run: StartConfig) -> None:
     """Require that a served model is asked and that its servers can start; that no reward asks one that is not
     served."""
     asking = [entry.key for entry in run.digen.reward.entries if asks_reward_model(entry)]
@@ -45,7 +45,7 @@ def check_reward_model(run: Run) -> None:
     _check_servers(run)
 
 
-def _check_servers(run: Run) -> None:
+def _check_servers(run: StartConfig) -> None:
     model = run.config.reward.reward_model
     require(
         model.enable_resource_pool is True,

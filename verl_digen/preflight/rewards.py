@@ -16,7 +16,7 @@ from verl_digen.config.reward import ALWAYS, VALIDATION
 from verl_digen.preflight.inputs import validates
 from verl_digen.preflight.pairs import trains_pairs
 from verl_digen.preflight.pools import COLOCATED
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.processes.cluster import joins_cluster
 from verl_digen.report.start import leaves
 from verl_digen.require import refusing, require
@@ -45,7 +45,7 @@ OLDER_KEYS = {
 """Sections of verl's older configs, which its main entry does not read, and where their keys are now."""
 
 
-def check_reward_keys(run: Run) -> None:
+def check_reward_keys(run: StartConfig) -> None:
     """Refuse keys of verl's older configs."""
     for section, place in OLDER_KEYS.items():
         node = OmegaConf.select(run.config, section)
@@ -59,7 +59,7 @@ def check_reward_keys(run: Run) -> None:
         )
 
 
-def check_rewards(run: Run) -> None:
+def check_rewards(run: StartConfig) -> None:
     """Require a reward, and that every named function can be loaded and called. An environment is one."""
     weights = reward_weights(run)
     is_trained = not trains_pairs(run) and not run.digen.environment.is_on
@@ -95,7 +95,7 @@ OURS = ("importlib", "DiffusionRewardManager", "pkg://verl_digen.reward.manager"
 """`source`, `name` and `module.path` of the project's own reward manager."""
 
 
-def check_reward_manager(run: Run) -> None:
+def check_reward_manager(run: StartConfig) -> None:
     """Require the reward manager to be ours or the user's, not verl's for text."""
     section = run.config.reward.reward_manager
     if (section.source, section.name, section.module.path) == OURS:
@@ -110,7 +110,7 @@ def check_reward_manager(run: Run) -> None:
         resolve_reward_manager_cls(run.config)
 
 
-def check_reward_devices(run: Run) -> None:
+def check_reward_devices(run: StartConfig) -> None:
     """Require devices for a pool of reward devices, and processes that use them."""
     model = run.config.reward.reward_model
     require(
@@ -121,7 +121,7 @@ def check_reward_devices(run: Run) -> None:
     )
 
 
-def check_timeshared(run: Run) -> None:
+def check_timeshared(run: StartConfig) -> None:
     """Require, for rewards that take turns with the replicas, replicas that sleep and rewards with weights."""
     own, rollout = "give it devices of its own with num_gpus in place of timeshare", "actor_rollout_ref.rollout"
     for entry in run.digen.reward.timeshared:
@@ -140,7 +140,7 @@ def check_timeshared(run: Run) -> None:
         )
 
 
-def check_combination(run: Run) -> None:
+def check_combination(run: StartConfig) -> None:
     """Require `digen.reward.combine` to be known, and what it reads to be there."""
     reward = run.digen.reward
     find_combination(reward)
@@ -158,7 +158,7 @@ def check_combination(run: Run) -> None:
     )
 
 
-def check_group_rewards(run: Run) -> None:
+def check_group_rewards(run: StartConfig) -> None:
     """Require groups of at least two samples for rewards that compare them, in training and where the run validates."""
     compare = [entry for entry in run.digen.reward.entries if find(entry).scope == "group"]
     rollout, trainer = run.config.actor_rollout_ref.rollout, run.config.trainer
@@ -176,12 +176,12 @@ def check_group_rewards(run: Run) -> None:
         )
 
 
-def reward_weights(run: Run) -> dict[str, float]:
+def reward_weights(run: StartConfig) -> dict[str, float]:
     """Name -> weight of every function of the run."""
     return run.digen.reward.weights(has_custom=has_custom(run.config))
 
 
-def reward_formula(run: Run) -> str:
+def reward_formula(run: StartConfig) -> str:
     """The reward that the run trains on, for people."""
     digen, weights = run.digen, reward_weights(run)
     reward, environment = digen.reward, digen.environment
@@ -250,7 +250,7 @@ def _extra(section: DictConfig) -> Mapping[str, Any]:
     return extra or {}
 
 
-def check_latents(run: Run) -> None:
+def check_latents(run: StartConfig) -> None:
     """Require replicas that have latents to make all samples, if a reward reads them."""
     why = ", which reads latents: the trainer's samples carry none"
     row = "digen.tag.policy", "off", why, "set digen.tag.policy=off, or use a reward of pixels"
@@ -261,7 +261,7 @@ def check_latents(run: Run) -> None:
 STOP = "digen.reward.stop_on_hacking"
 
 
-def check_watching(run: Run) -> None:
+def check_watching(run: StartConfig) -> None:
     """Require what rewards of some samples, gold rewards and the stop on hacking need."""
     reward = run.digen.reward
     _check_manager(run.config, reward.entries)
@@ -277,7 +277,7 @@ def check_watching(run: Run) -> None:
         _check_stop(run, reward.golds)
 
 
-def _check_stop(run: Run, golds: Sequence[str]) -> None:
+def _check_stop(run: StartConfig, golds: Sequence[str]) -> None:
     """Require gold rewards, validations, and a checkpoint of each validated step."""
     trainer = run.config.trainer
     require(

@@ -37,10 +37,10 @@ from verl_digen.preflight import (
     verl_keys,
     weights,
 )
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.reward.named import has_custom
 
-Rule = Callable[[Run], list[str] | None]
+Rule = Callable[[StartConfig], list[str] | None]
 """Raises ValueError for a problem, or returns several."""
 
 
@@ -104,7 +104,7 @@ RULES: tuple[Rule, ...] = (
 """All rules, in the order in which their messages are shown, after the messages of `values`."""
 
 
-def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> Run:
+def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> StartConfig:
     """Apply `rules`, all by default -> the run, which may start.
 
     - Recipes that do not go together are reported alone: everything else follows from them.
@@ -116,7 +116,7 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> Run:
     recipes.check_recipes(config)
     wrong = values.value_problems(config)
     problems = [problem for problem in wrong.values() if problem is not None]
-    run = Run(_without(config, list(wrong)) if wrong else config)
+    run = StartConfig(_without(config, list(wrong)) if wrong else config)
     with flag_override(run.config, "readonly", True):
         for rule in rules:
             try:

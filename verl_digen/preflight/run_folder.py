@@ -51,8 +51,8 @@ from verl_digen.observe.run_files import (
 )
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
-from verl_digen.preflight.run import Run
 from verl_digen.preflight.start import MISSING
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.report.start import leaves
 from verl_digen.require import first_of, require
 
@@ -78,7 +78,7 @@ WRITTEN = (f"{CHECKPOINT}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, 
 """Files of a run, in the order in which they are moved: a move that was cut short goes on at the next start."""
 
 
-def check_run_dir(run: Run) -> None:
+def check_run_dir(run: StartConfig) -> None:
     """Require that the run's folder is a folder, or can be made."""
     for key, given in (
         ("trainer.default_local_dir", run.config.trainer.default_local_dir),
@@ -105,7 +105,7 @@ def check_run_dir(run: Run) -> None:
             ) from error
 
 
-def check_resume(run: Run) -> None:
+def check_resume(run: StartConfig) -> None:
     """Require the folder of a checkpoint with `trainer.resume_mode=resume_path`."""
     given = run.config.trainer.resume_from_path
     if run.config.trainer.resume_mode != "resume_path":
@@ -134,7 +134,7 @@ def checkpoint_to_continue(config: DictConfig) -> Path | None:
     return newest_checkpoint(Path(trainer.default_local_dir)) if trainer.resume_mode == "auto" else None
 
 
-def check_continued(run: Run) -> None:
+def check_continued(run: StartConfig) -> None:
     """Require with `trainer.resume_mode=auto` that the folder's run learnt the same, or that there is none."""
     checkpoint = checkpoint_to_continue(run.config)
     if checkpoint is None:
@@ -158,7 +158,7 @@ def check_continued(run: Run) -> None:
         )
 
 
-def continue_notes(run: Run) -> list[str]:
+def continue_notes(run: StartConfig) -> list[str]:
     """A sentence that says what a start continues, and with what other values."""
     checkpoint = checkpoint_to_continue(run.config)
     if checkpoint is None:
@@ -284,7 +284,7 @@ def _counts(entry: Any) -> bool:
     return weight is not None and weight != 0
 
 
-def _other_prompts(checkpoint: Path, run: Run) -> Iterator[tuple[str, Any, Any]]:
+def _other_prompts(checkpoint: Path, run: StartConfig) -> Iterator[tuple[str, Any, Any]]:
     """The difference of the prompts' files, if they hold others than those that the checkpoint was drawn from."""
     if run.config.data.filter_overlong_prompts and not has_checkpoint(run.config):
         return  # which prompts are too long is not known here

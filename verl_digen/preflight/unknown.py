@@ -25,7 +25,7 @@ import yaml
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 
 VERLS_YAML = "_generated_ppo_trainer.yaml"
 """verl's composed config, which it ships in addition to the parts."""
@@ -54,7 +54,7 @@ NEVER_MEANT = frozenset({"hydra", "critic", "distillation"})
 """Sections that a diffusion run does not read."""
 
 
-def unknown_problems(run: Run) -> list[str]:
+def unknown_problems(run: StartConfig) -> list[str]:
     """A paragraph for each key that nothing reads."""
     found = list(_unknown(run.config, "", _verls_keys()))
     more = _loss_keys(run.config) if found else []

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from verl_digen.preflight.pools import SIZES
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.unknown import verls_default
 from verl_digen.require import as_typed, suggestion
 
@@ -343,7 +343,7 @@ def unused_keys() -> Iterator[tuple[str, Any, str]]:
                 yield key, OURS[key] if key in OURS else verls_default(key), remedy
 
 
-def unused_problems(run: Run) -> list[str]:
+def unused_problems(run: StartConfig) -> list[str]:
     """A paragraph for each of these keys that has another value."""
     problems = []
     section_of = cache(partial(OmegaConf.select, run.config))

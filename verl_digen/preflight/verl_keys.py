@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 
 from verl_digen import plugin
 from verl_digen.config.pool_sizes import num_trainer_devices
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import refusing, require, suggestion
 
 
-def check_plugin(run: Run) -> None:
+def check_plugin(run: StartConfig) -> None:
     """Require everything we add to verl to be registered in this process."""
     if plugin.FAILURES:
         raise ValueError(
@@ -25,12 +25,12 @@ def check_plugin(run: Run) -> None:
         )
 
 
-def check_digen(run: Run) -> None:
+def check_digen(run: StartConfig) -> None:
     """Validate the `digen:` section by itself."""
     _ = run.digen  # it raises
 
 
-def check_shards(run: Run) -> None:
+def check_shards(run: StartConfig) -> None:
     """Require that ranks divide into groups that shard the weights, each of which holds all of them, and into groups
     that share rows."""
     size, ranks = run.config.actor_rollout_ref.actor.fsdp_config.fsdp_size, num_trainer_devices(run.config)
@@ -50,7 +50,7 @@ def check_shards(run: Run) -> None:
     )
 
 
-def check_optimizer(run: Run) -> None:
+def check_optimizer(run: StartConfig) -> None:
     """Require the optimizer's class to exist, and a schedule that reads its settings."""
     key, optim = "actor_rollout_ref.actor.optim", run.config.actor_rollout_ref.actor.optim
     for name, default in (("min_lr_ratio", 0.0), ("num_cycles", 0.5)):
@@ -73,7 +73,7 @@ def check_optimizer(run: Run) -> None:
     )
 
 
-def check_callback(run: Run) -> None:
+def check_callback(run: StartConfig) -> None:
     """Require that the class that is called after a checkpoint can be imported."""
     from verl.utils.import_utils import load_class_from_fqn
 
@@ -83,7 +83,7 @@ def check_callback(run: Run) -> None:
             load_class_from_fqn(name, "CheckpointCallback")
 
 
-def check_batches(run: Run) -> None:
+def check_batches(run: StartConfig) -> None:
     """Require prompts to divide into mini-batches as verl divides them, and groups as large as what trains of them."""
     num_prompts, group_size = run.config.data.train_batch_size, run.config.actor_rollout_ref.rollout.n
     mini_batch = run.config.actor_rollout_ref.actor.ppo_mini_batch_size
@@ -111,7 +111,7 @@ MANAGER_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 MANAGER = "verl_digen.agent_loop.manager.DiffusionAgentLoopManager"
 
 
-def check_classes(run: Run) -> None:
+def check_classes(run: StartConfig) -> None:
     """Require every class to be ours, or a subclass of ours that can be loaded."""
     for section, (module, ours) in CLASSES.items():
         path, name = (

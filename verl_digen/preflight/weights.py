@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from verl_digen.models.json_file import read_object
 from verl_digen.models.locate import INDEX
 from verl_digen.models.random_weights import MARKER
-from verl_digen.preflight.run import Run
+from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import first_of, require
 
 KEY = "actor_rollout_ref.model.path"
@@ -34,7 +34,7 @@ POINTER, MAX_POINTER_BYTES = b"version https://git-lfs", 1024
 ONE_CHECKPOINT = "take both from the same checkpoint"
 
 
-def check_weights(run: Run) -> None:
+def check_weights(run: StartConfig) -> None:
     """Require every part of a local checkpoint to have its files, whole, and networks their own tensors."""
     path = run.config.actor_rollout_ref.model.path
     folder = Path(path).expanduser()

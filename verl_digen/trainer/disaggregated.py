@@ -149,12 +149,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             recorder=self._recorder,
             lanes=Lanes(
                 trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
-<<<<<<< HEAD
-                reward=Lane("reward", 0, self._driver.host, num_reward_devices(self.config)),
-=======
                 reward=Lane("reward", 0, self._driver.host, num_reward_devices(self.config, self.digen.reward)),
-                slots=lanes,
->>>>>>> a4609a5bae2946585e327bc3f85a00de984ee351
             ),
         )
 

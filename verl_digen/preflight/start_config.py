@@ -15,8 +15,8 @@ from verl_digen.require import require_value
 
 
 @dataclass(frozen=True)
-class Run:
-    """The config of a run that is about to start."""
+class StartConfig:
+    """The config of a run that is about to start; rules call it `run`."""
 
     config: DictConfig
     prompts: dict[str, Any] = field(default_factory=dict)
