@@ -29,7 +29,7 @@ from tests.plugin.malformed import (
 from tests.tiny_models import BUILDERS, build_tiny
 from verl_digen import preflight
 from verl_digen.config import digen_config
-from verl_digen.preflight import run
+from verl_digen.preflight import start_config
 from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.unknown import READERS, _verls_keys, keys_of, unknown_problems
@@ -450,7 +450,7 @@ def test_the_fast_composition_is_the_real_one(start, compose_main, runnable):
 @pytest.mark.parametrize("word", ["digen.seed=3", "digen.sde.law=flo"])
 def test_the_section_is_parsed_once_for_all_rules(start, runnable, monkeypatch, word):
     calls = []
-    monkeypatch.setattr(run, "digen_config", lambda config: calls.append(config) or digen_config(config))
+    monkeypatch.setattr(start_config, "digen_config", lambda config: calls.append(config) or digen_config(config))
     said_of(start, *runnable, word)
     assert len(calls) == 1
 
