@@ -23,7 +23,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -31,8 +31,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import ray
+from omegaconf import OmegaConf
 
-from verl_digen.agent_loop.batch import first_complete
 from verl_digen.agent_loop.environment import EnvironmentAgentLoop
 from verl_digen.config import DigenConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
@@ -125,9 +125,13 @@ async def play(client: Client, environments: WorkerPool, sizes: Sizes, num_group
 
     began_s = time.perf_counter()
     tasks = [asyncio.create_task(group(number)) for number in range(num_groups)]
-    complete, errors = await first_complete(tasks, sizes.groups)
-    if len(complete) < sizes.groups:
-        raise errors[0]
+    for number, ended in enumerate(asyncio.as_completed(tasks), 1):
+        await ended
+        if number == sizes.groups:
+            break
+    for task in tasks:
+        task.cancel()  # no effect on one that has ended
+    await asyncio.gather(*tasks, return_exceptions=True)
     return time.perf_counter() - began_s
 
 
@@ -147,7 +151,8 @@ async def generation_s(server: DiffusersServer, digen: DigenConfig) -> float:
 
 async def of_latency(server: DiffusersServer, digen: DigenConfig, sizes: Sizes, repeats: int) -> dict[str, float]:
     """Mode -> median seconds of a batch, with the environment of `digen`."""
-    handles = start_environments(digen)
+    config = OmegaConf.create({"digen": {"environment": asdict(digen.environment)}})
+    handles = start_environments(config, digen)
     workers = environment_pool(handles, DeadlinesConfig())
     num_locked, num_redundant = sizes.groups * sizes.group_size, sizes.groups + sizes.extra
     modes: dict[str, Callable[[str], Awaitable[float]]] = {
