@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
+from torch import nn
 
 from tests.engine.harness import (
     LORA,
@@ -99,6 +100,13 @@ def without(folder: str, target: Path, name: str) -> str:
 def of_config(path: Path, target: Path, **changes: Any) -> str:
     """Another adapter of the checkpoint."""
     return save_adapter(path, target, replace(ADAPTER, **changes))
+
+
+def test_a_dora_adapter_can_teach(tmp_path: Path):
+    settings = LoraConfig(r=2, target_modules=["0"], use_dora=True)
+    student = get_peft_model(nn.Sequential(nn.Linear(4, 4)), settings)  # type: ignore[arg-type]
+    student.save_pretrained(str(tmp_path))
+    check_teacher_files(str(tmp_path), adapter_shapes(student))
 
 
 def test_folders_that_cannot_teach_are_refused(tiny_qwen_image: Path, tmp_path: Path):

@@ -110,8 +110,8 @@ def _read_config(folder: Path) -> LoraConfig:
 
 
 def _saved_name(name: str) -> str:
-    """Name of a parameter of the adapter in peft's files."""
-    return name.replace(f".{ADAPTER}", "")
+    """Name of a parameter of the adapter in peft's files, which leave out `.weight` of DoRA's magnitudes."""
+    return name.replace(f".{ADAPTER}", "").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 def _scale_ratio(config: LoraConfig, name: str, layer: nn.Module) -> float:
