@@ -66,10 +66,10 @@ async def drawn(server: TrainerServer, requests: Any, version: int = 3) -> list[
 
 @pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])
 def test_samples_are_bitwise_those_of_a_replica(one_rank, tiny_qwen_image, sampling):
-    # a batch of one multiplies vectors, whose rounding depends on where the memory of the weights begins
+    # whole batches: a batch of one multiplies vectors, whose rounding depends on where the memory of the weights begins
     rank, requests = Rank(engine_of(tiny_qwen_image)), make_requests(sampling)[:8]
     found = asyncio.run(drawn(server_of(rank), requests))
-    expected = generate(make_server(tiny_qwen_image, seed=SEED), requests)
+    expected = generate(make_server(tiny_qwen_image, seed=SEED, batch_wait_s=60.0), requests)
     assert len(found) == len(requests) == 8 and [size for size, _ in rank.drawn] == [4, 4]
     for own, theirs in zip(found, expected, strict=True):
         assert_bitwise(own.trajectory, changed(theirs.trajectory, version=3, last_version=3))

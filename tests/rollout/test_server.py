@@ -32,7 +32,8 @@ GUIDED = Sampling(Geometry(64, 64), num_steps=4, true_cfg_scale=3.0, law="flow",
 def make_server(
     path, max_batch_size=4, embed_cache_size=16, dtype="float32", adapter=None, compiles=False, seed=7, **rollout
 ):
-    rollout |= {"max_batch_size": max_batch_size, "batch_wait_s": 0.01, "embed_cache_size": embed_cache_size}
+    rollout = {"batch_wait_s": 0.01} | rollout
+    rollout |= {"max_batch_size": max_batch_size, "embed_cache_size": embed_cache_size}
     digen = DigenConfig(seed=seed, compile=compiles, rollout=RolloutConfig(**rollout))
     rank = adapter.r if adapter else 0
     model = SimpleNamespace(
