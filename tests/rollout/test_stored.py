@@ -16,13 +16,13 @@ from verl_digen.rollout.stored import StoredConditions
 
 def test_a_replica_without_encoders_makes_the_same_samples(tiny_qwen_image, tmp_path):
     requests = make_requests(GUIDED)[:4]
-    with_encoders = make_server(tiny_qwen_image)
+    with_encoders = make_server(tiny_qwen_image, batch_wait_s=60.0)  # whole batches
     expected = generate(with_encoders, requests)
     stored = StoredConditions(str(tmp_path), load_model(tiny_qwen_image), torch.float32)
     for prompt in {inputs for request in requests for inputs in request.branches}:
         (condition,) = with_encoders._encoders.encode([prompt])
         assert stored.write(prompt, condition) == stored.path(prompt).stat().st_size
-    server = make_server(tiny_qwen_image, encoders="before", conditions_dir=str(tmp_path))
+    server = make_server(tiny_qwen_image, batch_wait_s=60.0, encoders="before", conditions_dir=str(tmp_path))
     assert server._encoders.encode.modules == ()
     for got, own in zip(generate(server, requests), expected, strict=True):
         assert torch.equal(got.trajectory.record.latents, own.trajectory.record.latents)
