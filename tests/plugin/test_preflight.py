@@ -211,6 +211,22 @@ def test_training_in_fp16_has_fp32_sums_and_weights(start, runnable, overrides, 
 SHARING = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
 
 
+@pytest.mark.parametrize(
+    ("num_nodes", "num_devices", "size", "is_noted"), [(1, 4, 2, False), (2, 2, 4, True), (2, 3, 2, True)]
+)
+def test_ranks_of_two_nodes_that_share_rows_are_noted(start, runnable, num_nodes, num_devices, size, is_noted):
+    pool = (f"trainer.nnodes={num_nodes}", f"trainer.n_gpus_per_node={num_devices}", f"{SHARING}={size}")
+    found = [note for note in notes(StartConfig(start(*runnable, *pool))) if "lie on two nodes" in note]
+    assert len(found) == is_noted
+
+
+@pytest.mark.parametrize(("rollout", "is_told"), [("vllm_omni", True), ("diffusers", False)])
+def test_a_run_is_told_where_steps_of_a_tree_are_not_shared(start, runnable, rollout, is_told):
+    config = start(*runnable, *TREES, f"actor_rollout_ref.rollout.name={rollout}")
+    found = [note for note in notes(StartConfig(config)) if "runs the steps of a tree" in note]
+    assert len(found) == is_told
+
+
 TREES = ("digen.branches.splits=[0,2]", "digen.sampling.shared_initial_noise=true", "actor_rollout_ref.rollout.n=4")
 
 

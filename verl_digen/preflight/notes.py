@@ -47,10 +47,22 @@ def notes(run: StartConfig) -> list[str]:
         listed = ", ".join(f"digen.loss.{name}={value}" for name, value in sorted(unused.items()))
         found.append(f"{listed}, of a recipe, is not used: digen.loss.name={digen.loss_name} has no such setting")
     found += solver_notes(config, digen)
+    if digen.branches.splits and config.actor_rollout_ref.rollout.name == "vllm_omni":
+        found.append(
+            f"digen.branches.splits={list(digen.branches.splits)}: vLLM-Omni runs the steps of a tree from the window "
+            "on for every sample; with actor_rollout_ref.rollout.name=diffusers they run once for those that share them"
+        )
     found += kernel_notes(run)
     found += precision_notes(config, digen)
     found += adapter_notes(run)
     found += tracker_notes(config)
+    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    if config.trainer.n_gpus_per_node % sharing:
+        found.append(
+            f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sharing} does not divide "
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: ranks that share a row lie on two nodes and "
+            "exchange every attention's tokens over the network"
+        )
     sets = [prompts_of(run, part) for part in ("train", "val")]
     for of_part in sets if config.data.filter_overlong_prompts else ():
         if of_part.too_long:
