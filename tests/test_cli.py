@@ -3,6 +3,8 @@
 
 import atexit
 import gc
+import inspect
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from transformers.utils import import_utils
 
 from verl_digen import cli
 from verl_digen.tools.plan.memory import Memory, Phase
@@ -113,3 +116,14 @@ def test_the_console_collects_garbage_rarely_and_not_at_exit_and_a_caller_keeps_
         with pytest.raises(SystemExit):
             cli.main(argv)
         assert done == expected
+
+
+def test_what_transformers_says_of_torchvision_is_left_out_and_the_rest_is_not():
+    logger, note = logging.getLogger(import_utils.__name__), "requires torchvision (not installed)"
+    assert note in inspect.getsource(import_utils)
+    cli._without_torchvision_notes()
+    try:
+        kept = [logger.filter(logging.makeLogRecord({"msg": f"`Processor` {text}"})) for text in (note, "is slow")]
+        assert [bool(one) for one in kept] == [False, True]
+    finally:
+        logger.filters.clear()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import logging
 import os
 import signal
 import sys
@@ -100,10 +101,17 @@ def _collect_rarely() -> None:
     atexit.register(gc.freeze)
 
 
+def _without_torchvision_notes() -> None:
+    """Leave out transformers' notes that it prepares images without torchvision, which nothing here needs."""
+    notes = logging.getLogger("transformers.utils.import_utils")
+    notes.addFilter(lambda record: "requires torchvision (not installed)" not in record.getMessage())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse the command line (`sys.argv` unless given) and run the subcommand."""
     if argv is None:
         _collect_rarely()
+        _without_torchvision_notes()
     args = make_parser().parse_args(argv)
     try:
         import_user_modules()
