@@ -85,7 +85,7 @@ def pictured_steps(run_dir: Path, prefix: str) -> list[int]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file atomically: a reader sees the old or the new content, also after a crash or on a full disk."""
+    """Write a file atomically: a reader sees the old or the new content, also after a crash or on a full disk."""
     temporary = path.with_name(path.name + ".tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
