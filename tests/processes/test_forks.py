@@ -95,6 +95,16 @@ def test_rays_workers_are_followed_where_their_interpreter_and_what_it_read_are_
     assert not is_fork(PYTHONHASHSEED="1"), "the run's own"
 
 
+def test_a_library_path_that_an_import_set_in_the_driver_keeps_the_forks_and_an_actors_own_does_not(folder):
+    """OpenCV, which vLLM imports, sets one."""
+    server = start({}, (), ("reads",), with_modules=True)
+    words = str(folder / "setup_worker.py"), str(folder / "default_worker.py")
+    assert run(server, *words, cwd=folder, LD_LIBRARY_PATH="/of/cv2")[1][0]
+    own = '{"LD_LIBRARY_PATH": "/of/the/actor"}'
+    assert not run(server, *words, cwd=folder, LD_LIBRARY_PATH="/of/cv2", OF_ACTOR=own)[1][0]
+    server.end()
+
+
 def test_modules_read_the_first_workers_environment_and_the_runs(folder):
     (folder / "answer.py").write_text("import json, reads\nprint(json.dumps(reads.GIVEN))")
     server = start({"OF_RUN": "given"}, (), ("reads",), with_modules=True)

@@ -83,10 +83,11 @@ MODULES = (
     *("verl_digen.rollout.server", "verl_digen.reward.manager"),
 )
 """Imported with the environment of the first worker. Ray and TransferQueue read it on import."""
-READ_AT_START = ("PYTHONHASHSEED", "LD_PRELOAD", "LD_LIBRARY_PATH", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+READ_AT_START = ("PYTHONHASHSEED", "LD_PRELOAD", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """Variables that a process reads when it starts."""
-READ_ON_IMPORT = ("RAY_JOB_ID", "RAY_RAYLET_PID")
-"""Variables that Ray reads on import; equal for all workers of a cluster's job."""
+OF_FIRST_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", "LD_LIBRARY_PATH")
+"""Variables that the server takes from the first worker. Ray reads the first two on import. OpenCV, which vLLM imports,
+sets the last in the driver, too late for the driver's own loader and for the server's."""
 RAY_IS_EARLY = (
     "verl-digen: workers start without a fork server, because Ray, which reads a worker's variables on import, was "
     "imported before them, by a sitecustomize or a .pth file\n"
@@ -184,7 +185,7 @@ def serve(
                     _import_quietly(("ray.actor",))
                     _leave_generator_alone()
                     _import_quietly(modules)
-                    modules, fixed = (), fixed | {name: os.environ.get(name) for name in READ_ON_IMPORT}
+                    modules, fixed = (), fixed | {name: environment.get(name) for name in OF_FIRST_WORKER}
                 sys.path = own_path
                 if os.fork() == 0:
                     asking.close()
