@@ -67,6 +67,7 @@ MEASURED = Measured(
     tensors=(Tensors(GB // 10, True, 320),),
     decoding_bytes=GB,
     tiled_bytes=GB // 4,
+    decodes_together=True,
     num_experts=1,
     training=ACTIVATIONS,
     sampling=ACTIVATIONS,

@@ -10,7 +10,6 @@ from verl_digen.config import (
     KlConfig,
     RewardConfig,
     RolloutConfig,
-    SamplingConfig,
     TagConfig,
     TspConfig,
 )
@@ -201,9 +200,9 @@ def test_decoding_is_a_phase_of_its_own_of_a_few_pictures_or_one_video():
     assert memory.decoding.items == memory.generating.items
     assert (memory.decoding.num_rows, memory.decoding.row_bytes) == (4, GB)
     one = {"rollout": RolloutConfig(max_batch_size=1)}
-    video = {"sampling": SamplingConfig(num_frames=5)}
-    assert [plan_memory(make_run(digen=digen), DEVICE).decoding.num_rows for digen in (one, video)] == [1, 1]
-    assert plan_memory(make_run(rollout_name="vllm_omni"), DEVICE).decoding.num_rows == 1
+    assert plan_memory(make_run(digen=one), DEVICE).decoding.num_rows == 1
+    alone = replace(make_run(), measured=replace(MEASURED, decodes_together=False))
+    assert plan_memory(alone, DEVICE).decoding.num_rows == 1
     large = replace(make_run(), measured=replace(MEASURED, decoding_bytes=20 * GB, tiled_bytes=20 * GB))
     decoding = plan_memory(large, DEVICE)
     assert decoding.generating.total < decoding.limit_bytes < decoding.decoding.total

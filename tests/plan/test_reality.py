@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.engine.harness import NUM_STEPS, SIZE_PX, gradients, make_batch, make_engine, process_group, train
+from tests.tiny_models import build_tiny
 from verl_digen.tools.plan.compose import Words, compose_run
 from verl_digen.tools.plan.memory import plan_memory
 from verl_digen.tools.plan.run import Run, read_run
@@ -101,3 +102,12 @@ def test_a_weight_update_is_what_the_engine_exports(reality, tiny_wan, tmp_path)
         exported = sum(value.nbytes for _, value in engine.get_per_tensor_param()[0])
     step = plan_memory(planned, 10**9).step
     assert step["weights to all replicas"] == pytest.approx(exported * planned.settings.num_replicas, rel=WITHIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "rollout", "decodes_together"),
+    [("qwen_image", "vllm_omni", True), ("sd3", "vllm_omni", False), ("sd3", "diffusers", True)],
+)
+def test_pictures_that_a_replica_decodes_one_by_one_are_planned_so(tmp_path, name, rollout, decodes_together):
+    planned = plan(build_tiny(name, tmp_path), f"actor_rollout_ref.rollout.name={rollout}")
+    assert planned.measured.decodes_together is decodes_together

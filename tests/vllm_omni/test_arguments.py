@@ -41,12 +41,15 @@ def test_a_pipeline_runs_step_by_step_where_it_can_and_in_batches_where_it_can(
     assert (made["step_execution"], made["max_num_seqs"]) == (is_stepwise, max_num_seqs)
 
 
-def test_the_vae_decodes_one_by_one_and_in_tiles_where_a_diffusers_replica_does_unless_asked(tmp_path):
+def test_the_vae_decodes_one_by_one_or_as_asked_and_in_tiles_where_a_diffusers_replica_does(tmp_path):
     def vae(path, *overrides):
         made = arguments(path, *overrides)
         return made["vae_use_slicing"], made["vae_use_tiling"]
 
     assert vae(build_tiny("sd3", tmp_path / "sd3")) == (True, False)
+    stepwise = build_tiny("qwen_image", tmp_path / "qwen_image")
+    assert vae(stepwise) == (False, False)
+    assert arguments(stepwise, "digen.rollout.decode_batch_size=3")["custom_pipeline_args"]["decode_batch_size"] == 3
     path = build_tiny("hunyuan_video15", tmp_path / "hunyuan")
     assert vae(path) == (True, True)
     assert vae(path, "+actor_rollout_ref.rollout.engine_kwargs.vllm_omni.vae_use_tiling=false") == (True, False)

@@ -395,6 +395,7 @@ def test_the_vae_of_a_qwen_image_pipeline_decodes_without_3d_convolutions(tiny_q
     monkeypatch.setattr(edit_pipelines, "load_model", lambda path: model)
     monkeypatch.setattr(DistributedAutoencoderKLQwenImage, "init_distributed", lambda vae: None)
     monkeypatch.setattr(vllm_omni_picture_processor, "made_of_pictures", lambda *given: nullcontext())
-    vae = type("Recording", (mixin, Pipeline), {})(od_config=SimpleNamespace(model="")).vae
+    config = SimpleNamespace(model="", custom_pipeline_args={"decode_batch_size": 1})
+    vae = type("Recording", (mixin, Pipeline), {})(od_config=config).vae
     monkeypatch.setattr(nn.Conv3d, "_conv_forward", None)
     assert vae.decode(torch.zeros(1, vae.config.z_dim, 1, 4, 4), return_dict=False)[0].isfinite().all()

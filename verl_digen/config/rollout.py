@@ -50,9 +50,9 @@ class RolloutConfig:
     """Compile the repeated blocks of `diffusers` replicas. null: `digen.compile`. For `vllm_omni` replicas see
     `actor_rollout_ref.rollout.enforce_eager`."""
     decode_batch_size: Annotated[int, In(f"[1, {MAX_SAMPLES}]"), "memory decides"] = 4
-    """Maximum pictures that a VAE decodes together; videos and `vllm_omni` replicas decode one by one. If memory runs
-    out, pictures are decoded one by one, then in tiles. A picture of 1024 px takes about 1.6 GB (calculated for FLUX's
-    VAE in bf16)."""
+    """Maximum pictures that a VAE decodes together; 1 for videos and for `vllm_omni` replicas of models other than
+    Qwen-Image. If memory runs out: one by one, then in tiles. A picture of 1024 px takes about 1.6 GB (calculated for
+    FLUX's VAE in bf16)."""
     batch_wait_s: Annotated[float, In("[0, 600]")] = 0.05
     """Seconds that a `diffusers` replica waits after each request until its batch is full; a `vllm_omni` replica whose
     pipeline runs in one call waits at most five times as long in total. Chunks of separate pools do not wait."""

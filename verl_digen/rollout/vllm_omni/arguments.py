@@ -70,13 +70,14 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         "step_execution": is_stepwise,
         "max_num_seqs": digen.batch_size if is_stepwise or recording.supports_request_batch else 1,
         "request_batch_max_wait_ms": WAIT_PER_WINDOW * digen.batch_wait_s * 1000,
-        "vae_use_slicing": True,  # pictures are decoded one by one
+        "vae_use_slicing": not is_stepwise,  # a batch that runs in one call is decoded one by one
         "vae_use_tiling": recording.tiles_vae,
         "enable_prompt_embed_cache": True,
         "prompt_embed_cache_size": digen.embed_cache_size,
         "custom_pipeline_args": {
             "pipeline_class": f"{PACKAGE}.pipeline.{PREFIX}{pipeline}",
             "external_lib": model.external_lib,  # for workers in processes of their own, which have no other config
+            "decode_batch_size": digen.decode_batch_size,
         },
         "worker_extension_cls": f"{PACKAGE}.worker.vLLMOmniColocateWorkerExtension",
         "engine_backend": f"{PACKAGE}.engine.VersionedEngine",

@@ -4,7 +4,7 @@
     prepare_encode   the pipeline's own, then: initial noise from the sample's seed, schedule, copies of the conditions
     denoise_step     the pipeline's own velocity for all requests in the batch, then ONE `sde_step` for all of them
     step_scheduler   uses the latents of that `sde_step`
-    post_decode      the pipeline's own pixels, plus the trajectory
+    post_decode      the pipeline's own pixels, of several requests that end at once together, plus the trajectory
 
 - Before its first step in a batch a request is brought to its window, if its group shares the steps there
   (`prefixes.py`): by one that ran them, or by running them in a batch of its own.
@@ -18,6 +18,7 @@ Invariant (tests/vllm_omni): the same request, weights and run seed give `Sample
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -36,8 +37,14 @@ from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, take_step
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
 from verl_digen.types import Condition, move_condition
 
+logger = logging.getLogger(__name__)
+
 ALONE = "digen_alone"
 """Key of a state's copy for a batch of its own, until its first step: vLLM-Omni pads the prompts of a batch."""
+TOGETHER = "digen_together"
+"""Key of the states, this one among them, that are decoded together."""
+DECODED = "digen_decoded"
+"""Key of a state's pixels [1, 3, H, W] in [-1, 1], until they are in its record."""
 
 
 class StepRecordingMixin(PrefixSharing):
@@ -45,6 +52,7 @@ class StepRecordingMixin(PrefixSharing):
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):
         super().__init__(od_config=od_config, prefix=prefix)
+        self._decode_batch_size: int = od_config.custom_pipeline_args["decode_batch_size"]
         take_one_frame(self.vae)  # type: ignore[attr-defined]
 
     def prepare_encode(self, state: StepRequestState, **kwargs: Any) -> StepRequestState:
@@ -100,7 +108,21 @@ class StepRecordingMixin(PrefixSharing):
         velocity = super().denoise_step(input_batch, states=states, **kwargs)  # type: ignore[misc]
         if velocity is not None and states is not None:
             take_steps(_recorded_rows(states, velocity))
+            self._choose_together(states)
         return velocity
+
+    def _choose_together(self, states: Sequence[StepRequestState]) -> None:
+        """Choose which of the states that have taken their last step are decoded together: those of one size."""
+        ending: dict[torch.Size, list[StepRequestState]] = {}
+        for state in states:
+            recording: Recording | None = state.extra.get(RECORDED)
+            if recording is not None and recording.num_taken == recording.request.sampling.num_steps:
+                ending.setdefault(recording.latents.shape, []).append(state)
+        for alike in ending.values():
+            for start in range(0, len(alike), self._decode_batch_size):
+                together = alike[start : start + self._decode_batch_size]
+                for state in together:
+                    state.extra[TOGETHER] = together
 
     def _to_window(self, state: StepRequestState, alone: StepRequestState) -> None:
         """Bring a request to its window, if samples of its group share the steps before it."""
@@ -124,11 +146,34 @@ class StepRecordingMixin(PrefixSharing):
         state.latents = state.extra[RECORDED].latents.to(state.latents.dtype)
         state.step_index += 1
 
-    def post_decode(self, state: StepRequestState, **kwargs: Any) -> DiffusionOutput | None:
-        output = super().post_decode(state, **kwargs)  # type: ignore[misc]
-        if output is not None and RECORDED in state.extra:
-            self.finish_recording(state.extra[RECORDED], output)
+    def post_decode(self, state: StepRequestState, **kwargs: Any) -> DiffusionOutput:
+        if RECORDED not in state.extra:
+            return super().post_decode(state, **kwargs)  # type: ignore[misc]
+        if DECODED not in state.extra:
+            self._decode(state, state.extra[TOGETHER])
+        output = DiffusionOutput(output=state.extra.pop(DECODED))
+        self.finish_recording(state.extra[RECORDED], output)
         return output
+
+    def _decode(self, first: StepRequestState, states: Sequence[StepRequestState]) -> None:
+        """Decode the states in one batch. If memory runs out, decode `first` alone, and later requests one by one."""
+        assert first.latents is not None
+        batch = copy.copy(first)
+        batch.latents = torch.cat([state.extra[RECORDED].latents for state in states]).to(first.latents.dtype)
+        try:
+            decoded = super().post_decode(batch).output  # type: ignore[misc]
+        except torch.OutOfMemoryError:
+            if len(states) == 1:
+                raise
+            decoded = None
+        if decoded is None:  # here, where the error holds no tensors any more
+            logger.warning("%d pictures ran out of memory while they were decoded: from now on one by one", len(states))
+            self._decode_batch_size = 1
+            self._choose_together(states)
+            self._decode(first, [first])
+            return
+        for state, pixels in zip(states, decoded.split(1), strict=True):
+            state.extra[DECODED] = pixels
 
 
 def _recorded_rows(states: Sequence[StepRequestState], velocity: Tensor) -> list[tuple[Recording, int, Tensor]]:

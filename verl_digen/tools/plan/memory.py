@@ -211,10 +211,8 @@ def _assistant(run: Run) -> Items:
 
 
 def _num_decoded(run: Run) -> int:
-    digen = run.settings.digen
-    if digen.sampling.num_frames > 1 or not run.settings.is_ours:
-        return 1
-    return min(digen.rollout.decode_batch_size, digen.rollout.batch_size)
+    rollout = run.settings.digen.rollout
+    return min(rollout.decode_batch_size, rollout.batch_size) if run.measured.decodes_together else 1
 
 
 # -- a trainer's device ---------------------------------------------------------------------------------------

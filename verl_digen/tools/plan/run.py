@@ -183,6 +183,8 @@ class Measured:
     """Peak of decoding one sample, without the VAE's weights."""
     tiled_bytes: int
     """Peak of decoding one sample in tiles, as replicas do where a whole one does not fit."""
+    decodes_together: bool
+    """False if the samples of a batch are decoded one by one."""
     num_experts: int
     training: Activations
     """Activations of one training row."""
@@ -299,14 +301,13 @@ def _dtypes(fsdp: Any, rollout: Any, digen: DigenConfig) -> Dtypes:
 
 
 def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig, prompt_tokens: int) -> Measured:
-    digen, dtypes = settings.digen, settings.dtypes
-    sampling = digen.sampling
+    digen, dtypes, sampling = settings.digen, settings.dtypes, settings.digen.sampling
     model = load_model(folder)
     geometry = turn_geometry(digen, model)
     shape = model.latent_shape(geometry)
     model.embedded_guidance(sampling.guidance_scale)
     base = model.load_structure(dtypes.model)
-    is_ours = settings.is_ours
+    is_ours, serving = settings.is_ours, model.spec.vllm_omni
     # where all weights train, a replica gets them in one dtype
     in_one_dtype = not is_ours or not settings.is_lora
     of_replica = transformer_bytes(model, base, dtypes.rollout, in_one_dtype=in_one_dtype)
@@ -343,6 +344,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
         tensors=tensors,
         decoding_bytes=decoding_bytes(model, geometry, dtypes.rollout),
         tiled_bytes=decoding_bytes(model, geometry, dtypes.rollout, TILED),
+        decodes_together=geometry.num_frames == 1 and (is_ours or (serving is not None and serving.is_stepwise)),
         num_experts=num_experts,
         training=training,
         sampling=of_sampling,
