@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 GB = 10**9
 
 MFU = 0.4
-"""Assumed share of the peak: 6.1 steps/s of FLUX.1 at 1024 px on an H100 are 0.46 (huggingface.co/fireworks-ai/
-FLUX.1-dev-fp8-flumina), and training also communicates."""
+"""Assumed share of the peak in bf16: what verl-omni's generation of Qwen-Image on 4 H800 reaches, 0.41 (derived from its
+published 107.9 s); its updates reach 0.19 to 0.24."""
 MEASURED_MFU = {"Stable Diffusion 3, SD3Transformer2DModel": (3e9, 0.21)}
 """Title of a network -> (its most parameters, share of an H100's peak that a run of it reached in generation and in
 training, docs/gpu_results.md), in place of the assumed one."""
