@@ -27,7 +27,7 @@ from verl.plugin.platform import get_platform
 from verl_digen.config import DigenConfig, EnvironmentConfig, PoolSettings, digen_config
 from verl_digen.config.placement import pool_options
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
-from verl_digen.environments.registry import environment_class, environment_settings
+from verl_digen.environments.built_in import environment_class, environment_settings
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import RestartingActor, WorkerPool
 from verl_digen.types import PromptRow

@@ -97,7 +97,7 @@ def check_branches(run: StartConfig) -> None:
 
 def check_environment(run: StartConfig) -> None:
     """Require an environment that can be made, and a run whose every part knows episodes."""
-    from verl_digen.environments.registry import environment_class, environment_settings
+    from verl_digen.environments.built_in import environment_class, environment_settings
     from verl_digen.sampling.requests import SINGLE_TURN
 
     digen = run.digen

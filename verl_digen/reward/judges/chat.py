@@ -26,13 +26,11 @@ import torch
 from PIL import Image
 
 from verl_digen.require import In, require
-from verl_digen.reward.base import Result, Reward
+from verl_digen.reward.base import Result, Reward, images_of
 from verl_digen.reward.judges.content import Part, fields_of, filled, fitted, picture_parts
 from verl_digen.reward.judges.reading import Reply, read_reply
-from verl_digen.reward.pictures import images_of
 from verl_digen.reward.servers.answers import Request, UnusableAnswer
-from verl_digen.reward.servers.client import ServerClient
-from verl_digen.reward.servers.settings import ServerSettings
+from verl_digen.reward.servers.client import ServerClient, ServerSettings
 from verl_digen.types import PromptRow, RewardInput
 
 REWARD_MODEL = "reward_model"

@@ -13,7 +13,7 @@ from typing import Any
 from PIL import Image
 
 from verl_digen.require import require
-from verl_digen.reward.pictures import base64_of
+from verl_digen.reward.base import base64_of
 from verl_digen.types import PromptRow
 
 Part = dict[str, Any]

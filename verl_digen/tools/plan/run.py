@@ -23,7 +23,7 @@ from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_shards, num_trainer_devices
 from verl_digen.engine.build import add_adapter
-from verl_digen.environments.registry import environment_class
+from verl_digen.environments.built_in import environment_class
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
