@@ -15,8 +15,7 @@ from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
 from verl_digen.models.json_file import read_object
 from verl_digen.models.lora_file import check_lora_file
 from verl_digen.preflight.inputs import has_checkpoint
-from verl_digen.preflight.model import KEY, load_configs, model_section
-from verl_digen.preflight.precision import trains_all
+from verl_digen.preflight.model import KEY, load_configs, model_section, trains_all
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.weights import shapes_of
 from verl_digen.require import require, suggestion
