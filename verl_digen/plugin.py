@@ -111,7 +111,8 @@ def _register_resolver() -> None:
 
 
 def _register_trainers() -> None:
-    importlib.import_module("verl_digen.trainer.register")
+    for mode in ("colocated", "disaggregated"):  # importing them registers them
+        importlib.import_module(f"verl_digen.trainer.{mode}")
 
 
 def _register_engine() -> None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import verl  # noqa: F401 - first: it loads the plugin
+import verl
+import verl.trainer.ppo.v1  # noqa: F401 - the order in which verl imports us
 
 import verl_digen
-import verl_digen.trainer.register
 
 FOREIGN = ("verl", "peft", "ray", "transfer_queue", "torch", "hydra")
 SKIPPED = ("vllm_omni", "verl_digen.recipes", "verl_digen.patches", "verl_digen.platforms.cpu")

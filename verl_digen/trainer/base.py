@@ -8,7 +8,7 @@
 | `verl_digen.trainer.colocated` | generate all groups, then train them, on the same devices |
 | `verl_digen.trainer.disaggregated` | generation and training at the same time, on separate pools |
 
-Both train through the same calls of the ranks: `verl_digen.trainer.ranks`.
+Both train through the same calls of the ranks: `verl_digen.trainer.updates`.
 
 Invariant: weight version = committed optimizer steps of verl's count, `global_steps`.
 """
@@ -64,7 +64,6 @@ from verl_digen.store.keys import TRAIN, group_uid
 from verl_digen.store.samples import to_batch
 from verl_digen.trainer.encoding import encode_before
 from verl_digen.trainer.nodes import fetch_on_all_nodes, keep_for_good
-from verl_digen.trainer.ranks import TrainerRanks
 from verl_digen.trainer.replicas import Replicas
 from verl_digen.trainer.run_output import RunOutput
 from verl_digen.trainer.start import EarlyWorkersTrainer, required_processes
@@ -75,6 +74,7 @@ from verl_digen.trainer.step_result import (
     result_metrics,
     utilisation,
 )
+from verl_digen.trainer.updates import TrainerRanks
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 from verl_digen.trainer.validation_run import Validation
 from verl_digen.trainer.watch import RewardWatch
