@@ -99,7 +99,7 @@ def _register_recipes() -> None:
 
 
 def _start_fork_server() -> None:
-    importlib.import_module("verl_digen.processes.forked_run").start_early()
+    importlib.import_module("verl_digen.processes.cluster").start_early()
 
 
 def _register_resolver() -> None:

@@ -33,7 +33,7 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 
-from verl_digen.agent_loop.environment import EnvironmentAgentLoop
+from verl_digen.agent_loop.episode import EnvironmentAgentLoop
 from verl_digen.config import DigenConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult

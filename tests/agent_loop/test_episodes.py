@@ -14,8 +14,7 @@ from tests.agent_loop.worker import make_worker
 from tests.environments.local import Replica, connect
 from tests.environments.worlds import Brighter, Editor
 from tests.tags import changed
-from verl_digen.agent_loop.environment import EnvironmentAgentLoop
-from verl_digen.agent_loop.episode import Episode, joined
+from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode, joined
 from verl_digen.agent_loop.manager import ScoredSample, noting
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, EnvironmentConfig, SamplingConfig

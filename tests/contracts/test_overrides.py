@@ -22,7 +22,7 @@ FOREIGN = ("verl", "peft", "ray", "transfer_queue", "torch", "hydra")
 SKIPPED = ("vllm_omni", "verl_digen.recipes", "verl_digen.patches", "verl_digen.platforms.cpu")
 
 OVERRIDDEN = {
-    "agent_loop.environment:EnvironmentAgentLoop": "run",
+    "agent_loop.episode:EnvironmentAgentLoop": "run",
     "agent_loop.manager:DiffusionAgentLoopWorker": "generate_sequences _run_agent_loop _run_prompt "
     "_agent_loop_postprocess",
     "agent_loop.manager:DiffusionAgentLoopManager": "_init_agent_loop_workers",

@@ -27,8 +27,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from verl_digen.agent_loop.batch import GroupsBeingGenerated, WithConditions, all_ended, generate_batch
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
-from verl_digen.agent_loop.environment import EnvironmentAgentLoop
-from verl_digen.agent_loop.episode import Episode
+from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import digen_config

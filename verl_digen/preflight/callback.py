@@ -27,7 +27,7 @@ from verl_digen.errors import RunStopped, describe, plain
 from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint, replace_text
 from verl_digen.preflight.rules import check, notes
 from verl_digen.preflight.run_folder import claim, save_start
-from verl_digen.processes.forked_run import fork_workers
+from verl_digen.processes.cluster import fork_workers
 from verl_digen.report.page import refresh_report
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

@@ -118,7 +118,7 @@ def model_section(run: StartConfig) -> DiffusionModelConfig:
 def check_loss(run: StartConfig) -> None:
     """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
     from verl_digen.algorithms.objectives import find_objective, objective_names
-    from verl_digen.config.loss import unused_settings
+    from verl_digen.config.sampling import unused_settings
 
     digen = run.digen
     require_one_of("digen.loss.name", digen.loss_name, objective_names())
