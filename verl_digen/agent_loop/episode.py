@@ -31,7 +31,7 @@ from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerCl
 from verl_digen.algorithms.seeds import keyed_seed
 from verl_digen.data.rows import loop_row
 from verl_digen.environments.base import PREVIOUS, Instruction, TurnResult
-from verl_digen.environments.open_episode import EpisodeDiverged, EpisodeFailed, OpenEpisode
+from verl_digen.environments.episodes import EpisodeDiverged, EpisodeFailed, OpenEpisode
 from verl_digen.inputs.images import SourceImage, generated_image, source_image
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.sampling.requests import turn_request

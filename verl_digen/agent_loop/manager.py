@@ -33,7 +33,7 @@ from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, loop_columns, loop_row
 from verl_digen.environments.built_in import environment_class
-from verl_digen.environments.host import environment_pool, start_environments
+from verl_digen.environments.episodes import environment_pool, start_environments
 from verl_digen.errors import describe
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
 from verl_digen.observe.images import save_pixels

@@ -13,8 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import SamplingConfig
 from verl_digen.inputs.tables import SCHEME
-from verl_digen.preflight.recipes import typed_keys
-from verl_digen.preflight.start_config import StartConfig
+from verl_digen.preflight.start_config import StartConfig, typed_keys
 from verl_digen.require import require, require_one_of, suggestion
 
 if TYPE_CHECKING:

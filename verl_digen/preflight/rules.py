@@ -29,7 +29,6 @@ from verl_digen.preflight import (
     machine,
     model,
     pools,
-    recipes,
     rewards,
     run_folder,
     unread,
@@ -37,7 +36,7 @@ from verl_digen.preflight import (
     verl_keys,
     weights,
 )
-from verl_digen.preflight.start_config import StartConfig
+from verl_digen.preflight.start_config import StartConfig, check_recipes
 from verl_digen.reward.named import has_custom
 from verl_digen.types import PromptRow
 
@@ -114,7 +113,7 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> StartConfig:
     Raises:
         ValueError: the messages of all rules that are broken, one line each.
     """
-    recipes.check_recipes(config)
+    check_recipes(config)
     wrong = values.value_problems(config)
     problems = [problem for problem in wrong.values() if problem is not None]
     run = StartConfig(_without(config, list(wrong)) if wrong else config)

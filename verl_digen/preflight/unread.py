@@ -28,8 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import DigenConfig
 from verl_digen.preflight.pools import COLOCATED, TURNS
-from verl_digen.preflight.recipes import typed_keys
-from verl_digen.preflight.start_config import StartConfig
+from verl_digen.preflight.start_config import StartConfig, typed_keys
 from verl_digen.require import as_typed
 
 VERLS_YAML = "_generated_ppo_trainer.yaml"

@@ -179,6 +179,6 @@ def encoded(image: Image.Image, format: Literal["PNG", "JPEG"] = "PNG", *, quali
     return buffer.getvalue()
 
 
-def base64_of(image: Image.Image, format: Literal["PNG", "JPEG"] = "PNG", *, quality: int = 95) -> str:
-    """`encoded` as text, for JSON."""
-    return b64encode(encoded(image, format, quality=quality)).decode("ascii")
+def base64_of(image: Image.Image) -> str:
+    """A picture as a PNG in text, for JSON."""
+    return b64encode(encoded(image)).decode("ascii")

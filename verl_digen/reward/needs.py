@@ -13,15 +13,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-EXTRA = "verl-digen[rewards]"
 
-
-def imported(module: str, needed_by: str, install: str = EXTRA) -> ModuleType:
+def imported(module: str, needed_by: str) -> ModuleType:
     """Import an optional package.
 
     Args:
         needed_by: name of the reward, for the message.
-        install: what to hand to pip where the package is not installed.
 
     Raises:
         ValueError: it is not installed, or cannot be imported.
@@ -31,18 +28,19 @@ def imported(module: str, needed_by: str, install: str = EXTRA) -> ModuleType:
     except ImportError as error:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
         state = "is not installed" if is_missing else f"cannot be imported ({error})"
-        raise ValueError(_told(module, needed_by, state, install)) from error
+        raise ValueError(_told(module, needed_by, state)) from error
 
 
 def require_installed(modules: Iterable[str], needed_by: str) -> None:
     """Raise ValueError unless the packages are installed; imports none of them."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            raise ValueError(_told(module, needed_by, "is not installed", EXTRA))
+            raise ValueError(_told(module, needed_by, "is not installed"))
 
 
-def _told(module: str, needed_by: str, state: str, install: str) -> str:
-    return f"reward {needed_by} needs the package {module.partition('.')[0]}, which {state}; pip install '{install}'"
+def _told(module: str, needed_by: str, state: str) -> str:
+    package = module.partition(".")[0]
+    return f"reward {needed_by} needs the package {package}, which {state}; pip install 'verl-digen[rewards]'"
 
 
 def checkpoint_folder(name: str, key: str, files: Sequence[str] | None = None) -> Path:
