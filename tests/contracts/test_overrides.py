@@ -62,9 +62,8 @@ OVERRIDDEN = {
     "facade:RayFlowGRPOTrainer": "init_workers fit",
     "trainer.staged:StagedCheckpointManager": "update_weights",
     "trainer.replay_buffer:GroupReplayBuffer": "_evict_terminal_groups",
-    "trainer.base:DiffusionTrainer": "init _init_resource_pool_mgr _setup fit step _compute_metrics on_validate_begin "
-    "on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
-    "trainer.start:EarlyWorkersTrainer": "_init_resource_pool_mgr get_llm_client",
+    "trainer.base:DiffusionTrainer": "init _init_resource_pool_mgr _setup get_llm_client fit step _compute_metrics "
+    "on_validate_begin on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
     "trainer.generating:TrainerReplica": "init_hybrid launch_servers",
     "trainer.colocated:ColocatedTrainer": "fit _fetch_one_gen_batch _add_prompts_to_generate on_sample_end on_step_end "
     "_setup _compute_metrics _validate _save_checkpoint",
