@@ -7,19 +7,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.algorithms.objectives import objective_names
+from verl_digen.data.lengths import SURELY_SHORT_BYTES, PromptCheck, TooLong, find_too_long
 from verl_digen.preflight.model import check_prompt_images, load_configs, model_of
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require, suggestion
 from verl_digen.reward.named import check_rows, has_custom
-
-if TYPE_CHECKING:
-    from verl_digen.data.lengths import PromptCheck, TooLong
-    from verl_digen.types import PromptRow
+from verl_digen.types import PromptRow
 
 
 def check_prompts(run: StartConfig) -> None:
@@ -130,7 +128,6 @@ def _read_prompts(run: StartConfig, part: str) -> PromptSet:
     Raises:
         ValueError: a file is missing or malformed, or the run's negative prompt is wrong.
     """
-    from verl_digen.data.lengths import find_too_long
     from verl_digen.data.prompts import Columns, read_prompts
 
     given, most = OmegaConf.select(run.config, f"data.{part}_files"), run.config.data[f"{part}_max_samples"]
@@ -146,8 +143,6 @@ def _read_prompts(run: StartConfig, part: str) -> PromptSet:
 
 
 def _check_negative(run: StartConfig) -> None:
-    from verl_digen.data.lengths import SURELY_SHORT_BYTES
-
     negative = run.digen.sampling.negative_prompt
     if len(negative.encode()) > SURELY_SHORT_BYTES:
         try:

@@ -11,15 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import SamplingConfig
-from verl_digen.inputs.tables import SCHEME
+from verl_digen.config.sampling import unused_settings
+from verl_digen.inputs.images import file_size_px, source_image
+from verl_digen.inputs.sizes import IMAGE_SIZES
+from verl_digen.inputs.tables import SCHEME, TableImage
+from verl_digen.model_config import DiffusionModelConfig
+from verl_digen.models import load_model
+from verl_digen.models.locate import locate_configs
 from verl_digen.preflight.start_config import StartConfig, typed_keys
 from verl_digen.require import require, require_one_of, suggestion
+from verl_digen.sampling.requests import geometry_of, planned_geometry
+from verl_digen.types import PromptRow
 
 if TYPE_CHECKING:
-    from verl_digen.model_config import DiffusionModelConfig
     from verl_digen.models.base import DiffusionModel
-    from verl_digen.types import PromptRow
 
 KEY = "actor_rollout_ref.model"
 FETCHED = "hdfs://"
@@ -40,7 +47,6 @@ def check_model(run: StartConfig) -> None:
         return
     from verl_digen.models.sequence import check_sequence
     from verl_digen.rollout.vllm_omni.served import require_bound, require_served
-    from verl_digen.sampling.requests import planned_geometry
 
     if run.config.actor_rollout_ref.rollout.name == "vllm_omni":
         serving = require_served(model.pipeline)
@@ -73,8 +79,6 @@ def _check_guidance(run: StartConfig, model: DiffusionModel) -> None:
 
 def check_model_section(run: StartConfig) -> None:
     """Require known keys in `actor_rollout_ref.model`, and a readable adapter if training starts from one."""
-    from verl_digen.model_config import DiffusionModelConfig
-
     section: Any = OmegaConf.to_container(run.config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
     names = {field.name for field in fields(DiffusionModelConfig)}
     known = sorted(names - OF_VERL)
@@ -105,9 +109,6 @@ def check_model_section(run: StartConfig) -> None:
 
 def model_section(run: StartConfig) -> DiffusionModelConfig:
     """The section `actor_rollout_ref.model` as the ranks get it, of the checkpoint's configs alone."""
-    from verl_digen.model_config import DiffusionModelConfig
-    from verl_digen.models.locate import locate_configs
-
     section: Any = OmegaConf.to_container(run.config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
     section.pop("_target_", None)
     located = str(locate_configs(section["path"]))
@@ -116,9 +117,6 @@ def model_section(run: StartConfig) -> DiffusionModelConfig:
 
 def check_loss(run: StartConfig) -> None:
     """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
-    from verl_digen.algorithms.objectives import find_objective, objective_names
-    from verl_digen.config.sampling import unused_settings
-
     digen = run.digen
     require_one_of("digen.loss.name", digen.loss_name, objective_names())
     _ = digen.denominator  # it raises
@@ -155,8 +153,6 @@ def load_configs(path: str) -> DiffusionModel:
     Raises:
         ValueError: they do not belong to a supported pipeline, or are damaged.
     """
-    from verl_digen.models import load_model
-    from verl_digen.models.locate import locate_configs
 
     folder = locate_configs(path)
     try:
@@ -204,8 +200,6 @@ def check_image_settings(run: StartConfig, model: DiffusionModel) -> None:
 
 def check_prompt_images(run: StartConfig, model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
     """Require as many images of each prompt as the pipeline reads, and a run that can make pictures of them."""
-    from verl_digen.sampling.requests import geometry_of
-
     least, most = model.spec.num_images
     for prompt in prompts:
         require(
@@ -225,10 +219,6 @@ def check_prompt_images(run: StartConfig, model: DiffusionModel, prompts: Sequen
 def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
     """Require pictures, of sizes that the model's pipeline takes, by the heads of their files; of pipelines without
     limits at most `MAX_OPENED`, and of a column of a table the first one. Others are checked when they are drawn."""
-    from verl_digen.inputs.images import file_size_px, source_image
-    from verl_digen.inputs.sizes import IMAGE_SIZES
-    from verl_digen.inputs.tables import TableImage
-
     limits = IMAGE_SIZES[model.spec.image_sizes].limits if model.spec.num_images[1] else None
     places = {path: prompt for prompt in prompts for path in (*prompt.images, *prompt.pair)}
     files = [path for path in places if not path.startswith(SCHEME)]

@@ -26,6 +26,7 @@ import yaml
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
+from verl_digen.algorithms.objectives import default_config, objective_names
 from verl_digen.config import DigenConfig
 from verl_digen.preflight.pools import COLOCATED, TURNS
 from verl_digen.preflight.start_config import StartConfig, typed_keys
@@ -78,8 +79,6 @@ def unknown_problems(run: StartConfig) -> list[str]:
 
 def _loss_keys(config: DictConfig) -> list[str]:
     """Keys of the chosen loss, which the config holds only where they are not the defaults."""
-    from verl_digen.algorithms.objectives import default_config, objective_names
-
     name = OmegaConf.select(config, "digen.loss.name")
     return [f"digen.loss.{key}" for key in asdict(default_config(name))] if name in objective_names() else []
 
