@@ -99,7 +99,7 @@ def _register_recipes() -> None:
 
 
 def _start_fork_server() -> None:
-    importlib.import_module("verl_digen.processes.forked_run").start_early()
+    importlib.import_module("verl_digen.processes.cluster").start_early()
 
 
 def _register_resolver() -> None:
@@ -111,7 +111,8 @@ def _register_resolver() -> None:
 
 
 def _register_trainers() -> None:
-    importlib.import_module("verl_digen.trainer.register")
+    for mode in ("colocated", "disaggregated"):  # importing them registers them
+        importlib.import_module(f"verl_digen.trainer.{mode}")
 
 
 def _register_engine() -> None:

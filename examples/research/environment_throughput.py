@@ -33,11 +33,11 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf
 
-from verl_digen.agent_loop.environment import EnvironmentAgentLoop
+from verl_digen.agent_loop.episode import EnvironmentAgentLoop
 from verl_digen.config import DigenConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
-from verl_digen.environments.host import environment_pool, start_environments
+from verl_digen.environments.episodes import environment_pool, start_environments
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import WorkerPool

@@ -28,8 +28,7 @@ from snapshot import Snapshot
 from text import build_text_encoder, build_tokenizer
 from words import ALPHABET, HEIGHT_PX, WIDTH_PX, WORDS, caption
 
-from verl_digen.reward.scorers.ocr import Ocr, OcrConfig
-from verl_digen.reward.text_match import text_reward
+from verl_digen.reward.scorers.ocr import Ocr, OcrConfig, text_reward
 
 logger = logging.getLogger(__name__)
 

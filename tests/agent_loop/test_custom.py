@@ -13,9 +13,8 @@ from verl.experimental.agent_loop import agent_loop as verls
 
 from tests.agent_loop.worker import make_worker
 from verl_digen.agent_loop.chunks import ChunkOrder
-from verl_digen.agent_loop.custom import make_agent_loop
 from verl_digen.agent_loop.server_manager import ServerClient
-from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
+from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop, make_agent_loop
 from verl_digen.preflight.agent_loop import check_agent_loop
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.types import PromptRow, SampleRequest

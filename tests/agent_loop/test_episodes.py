@@ -14,15 +14,14 @@ from tests.agent_loop.worker import make_worker
 from tests.environments.local import Replica, connect
 from tests.environments.worlds import Brighter, Editor
 from tests.tags import changed
-from verl_digen.agent_loop.environment import EnvironmentAgentLoop
-from verl_digen.agent_loop.episode import Episode, joined
+from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode, joined
 from verl_digen.agent_loop.manager import ScoredSample, noting
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, EnvironmentConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.engine.fragment import FragmentSample, fragment_rows
 from verl_digen.engine.points import ForwardPoints, PathPoints
-from verl_digen.environments.open_episode import EpisodeFailed
+from verl_digen.environments.episodes import EpisodeFailed
 from verl_digen.store.tags import from_entry, to_entry
 from verl_digen.trainer.updates import fragment_samples
 from verl_digen.types import CleanRecord, PathRecord, PromptRow, Score

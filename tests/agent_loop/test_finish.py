@@ -15,7 +15,7 @@ from tests.agent_loop.worker import make_worker
 from tests.tags import make_facts
 from verl_digen.agent_loop.batch import GroupsBeingGenerated
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
-from verl_digen.agent_loop.custom import make_agent_loop
+from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import DigenConfig
 from verl_digen.inputs.audio import Audio
 from verl_digen.observe.group_pictures import GroupPictures

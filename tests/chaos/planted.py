@@ -31,7 +31,7 @@ class Bug:
 
 BUGS = {
     "a replica lost while it loads is told that it has loaded": Bug(
-        "verl_digen.trainer.slots",
+        "verl_digen.trainer.pools",
         "if self._planner.has_slot(loaded):  # else reported lost while it loaded",
         "if True:",
         World(

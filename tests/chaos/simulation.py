@@ -48,8 +48,8 @@ from verl_digen.store.keys import VAL, SampleName
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
-from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.start import required_processes
+from verl_digen.trainer.replicas import required_processes
+from verl_digen.trainer.updates import TrainerRanks
 from verl_digen.trainer.validation_run import Validation
 from verl_digen.types import PromptRow
 

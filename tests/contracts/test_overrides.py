@@ -13,16 +13,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import verl  # noqa: F401 - first: it loads the plugin
+import verl
+import verl.trainer.ppo.v1  # noqa: F401 - the order in which verl imports us
 
 import verl_digen
-import verl_digen.trainer.register
 
 FOREIGN = ("verl", "peft", "ray", "transfer_queue", "torch", "hydra")
 SKIPPED = ("vllm_omni", "verl_digen.recipes", "verl_digen.patches", "verl_digen.platforms.cpu")
 
 OVERRIDDEN = {
-    "agent_loop.environment:EnvironmentAgentLoop": "run",
+    "agent_loop.episode:EnvironmentAgentLoop": "run",
     "agent_loop.manager:DiffusionAgentLoopWorker": "generate_sequences _run_agent_loop _run_prompt "
     "_agent_loop_postprocess",
     "agent_loop.manager:DiffusionAgentLoopManager": "_init_agent_loop_workers",
@@ -62,9 +62,8 @@ OVERRIDDEN = {
     "facade:RayFlowGRPOTrainer": "init_workers fit",
     "trainer.staged:StagedCheckpointManager": "update_weights",
     "trainer.replay_buffer:GroupReplayBuffer": "_evict_terminal_groups",
-    "trainer.base:DiffusionTrainer": "init _init_resource_pool_mgr _setup fit step _compute_metrics on_validate_begin "
-    "on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
-    "trainer.start:EarlyWorkersTrainer": "_init_resource_pool_mgr get_llm_client",
+    "trainer.base:DiffusionTrainer": "init _init_resource_pool_mgr _setup get_llm_client fit step _compute_metrics "
+    "on_validate_begin on_validate_end _validate _log_rollout_data _save_checkpoint _load_checkpoint",
     "trainer.generating:TrainerReplica": "init_hybrid launch_servers",
     "trainer.colocated:ColocatedTrainer": "fit _fetch_one_gen_batch _add_prompts_to_generate on_sample_end on_step_end "
     "_setup _compute_metrics _validate _save_checkpoint",

@@ -27,7 +27,7 @@
 | Ray `_private.services.find_bootstrap_address`, `_private.utils.get_num_cpus` | processes/cluster.py | two functions |
 | Ray `setup_worker.py`, and its `os.execvp` | processes/forks.py | run by `sys.executable` (tests/e2e) |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
-| Ray `ActorHandle.__ray_call__` | trainer/lanes.py | runs a function in any actor (tests/trainer/test_replicas.py) |
+| Ray `ActorHandle.__ray_call__` | trainer/timelines.py | runs a function in an actor (tests/trainer/test_replicas.py) |
 | TransferQueue client `_loop` | store/client.py | runs its blocking calls (tests/e2e/test_hangs.py) |
 | Hydra `JobReturn._return_value` | preflight/callback.py | the exception, unraised |
 | omegaconf `_get_node`, `_is_none` | config/load.py, preflight/ | a child as a node (tests/plugin) |

@@ -67,7 +67,7 @@ def test_registries_take_what_the_plugin_files():
 
 
 def test_importing_verl_imports_the_module_of_a_plugin_and_nothing_more_is_needed():
-    called = "verl_digen.processes.forked_run"  # by the plugin; a program may import it before verl
+    called = "verl_digen.processes.cluster"  # by the plugin; a program may import it before verl
     code = f"import hydra, sys, {called}; print('verl_digen.plugin' in sys.modules)"
     code += "; import verl; print(sys.modules['verl_digen.plugin'].FAILURES)"
     made = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)

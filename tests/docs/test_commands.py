@@ -27,9 +27,8 @@ from tests.docs.blocks import BLOCKS, LANGUAGES, PAGES, ROOT, Block, indented_li
 from verl_digen.cli import make_parser
 from verl_digen.config import digen_config
 from verl_digen.preflight.adapter import check_teacher
-from verl_digen.preflight.inputs import check_prompts
-from verl_digen.preflight.pairs import check_pairs
-from verl_digen.preflight.reward_model import check_reward_model
+from verl_digen.preflight.inputs import check_pairs, check_prompts
+from verl_digen.preflight.rewards import check_reward_model
 from verl_digen.preflight.rules import OF_MODEL, OF_REWARDS, OF_RUN, RULES, check
 from verl_digen.reward.named import has_custom
 from verl_digen.tools.plan.compose import Words, compose_run, platform_of, split_words

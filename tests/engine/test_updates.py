@@ -33,8 +33,14 @@ from verl_digen.algorithms.objectives import all_samples
 from verl_digen.config import AdvantageConfig, DigenConfig, RewardConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.updates import batch_scale, fragment_samples, group_rewards, mini_batches, train_batch
+from verl_digen.trainer.updates import (
+    TrainerRanks,
+    batch_scale,
+    fragment_samples,
+    group_rewards,
+    mini_batches,
+    train_batch,
+)
 
 pytestmark = pytest.mark.slow
 

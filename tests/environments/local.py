@@ -9,7 +9,7 @@ import torch
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
 from verl_digen.config import DigenConfig, EnvironmentConfig
-from verl_digen.environments.host import EpisodeHost, environment_pool
+from verl_digen.environments.episodes import EpisodeHost, environment_pool
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.sampling.recording import initial_seed, noise_seed

@@ -16,9 +16,8 @@ from tests.environments.local import connect
 from tests.environments.worlds import Mortal
 from tests.local_ray import local_ray
 from verl_digen.config import EnvironmentConfig, digen_config
-from verl_digen.environments.host import environment_pool, start_environments
-from verl_digen.environments.open_episode import EpisodeDiverged, OpenEpisode
-from verl_digen.environments.registry import environment_class, environment_settings
+from verl_digen.environments.built_in import environment_class, environment_settings
+from verl_digen.environments.episodes import EpisodeDiverged, OpenEpisode, environment_pool, start_environments
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.types import PromptRow

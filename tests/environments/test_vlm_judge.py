@@ -14,7 +14,7 @@ from PIL import Image
 from tests.reward.judges.chat_server import QUICK, ChatServer, message, pictures_in, question_in
 from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.base import TurnResult
-from verl_digen.environments.registry import environment_class, environment_settings
+from verl_digen.environments.built_in import environment_class, environment_settings
 from verl_digen.reward.servers.answers import ServerError, UnusableAnswer
 from verl_digen.types import PromptRow
 

@@ -15,7 +15,7 @@ from shapes_reward import compute_score
 
 from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.base import Instruction, TurnResult
-from verl_digen.environments.registry import environment_class, environment_settings
+from verl_digen.environments.built_in import environment_class, environment_settings
 from verl_digen.types import PromptRow
 
 SHAPE_EDITS = str(Path(__file__).resolve().parents[2] / "examples" / "drawn_world" / "shape_edits.py:ShapeEdits")

@@ -17,8 +17,7 @@ from tests.environments.local import connect
 from tests.examples.test_drawn_world import SCENE, SHAPE_EDITS
 from tests.plan.runs import make_run
 from tests.tiny_models import build_tiny
-from verl_digen.agent_loop.environment import EnvironmentAgentLoop
-from verl_digen.agent_loop.episode import Episode
+from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode
 from verl_digen.config import EnvironmentConfig, QueueConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.models import load_model

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import ray
+import verl.trainer.ppo.v1  # noqa: F401 - the order in which verl imports us
 from omegaconf import OmegaConf
 from verl.single_controller.ray.base import RayResourcePool
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
-import verl_digen.trainer.register  # noqa: F401 - the order in which verl imports us
 from tests.local_ray import local_ray
 from tests.platforms.driver import Server
 from verl_digen.config import DigenConfig, digen_config

@@ -17,8 +17,7 @@ from tests.engine.harness import digen_section, full, make_engine, process_group
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
-from verl_digen.preflight.notes import notes
-from verl_digen.preflight.rules import check
+from verl_digen.preflight.rules import check, notes
 from verl_digen.preflight.start_config import StartConfig
 
 pytestmark = pytest.mark.slow

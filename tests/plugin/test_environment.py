@@ -7,7 +7,7 @@ from tests.examples.test_drawn_world import SHAPE_EDITS
 from tests.tiny_models import build_tiny
 from verl_digen import preflight
 from verl_digen.preflight.agent_loop import check_environment
-from verl_digen.preflight.notes import notes
+from verl_digen.preflight.rules import notes
 from verl_digen.preflight.start_config import StartConfig
 
 WORLD = "digen.environment.path=tests.environments.worlds.Brighter"

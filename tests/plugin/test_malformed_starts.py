@@ -32,7 +32,7 @@ from verl_digen.config import digen_config
 from verl_digen.preflight import start_config
 from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.preflight.unknown import READERS, _verls_keys, keys_of, unknown_problems
+from verl_digen.preflight.unread import READERS, _verls_keys, keys_of, unknown_problems
 from verl_digen.preflight.values import OURS, REFUSED, unused_keys
 from verl_digen.preflight.weights import check_weights
 

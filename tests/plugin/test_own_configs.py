@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.local_ray import shared_server
 from tests.plugin.conftest import start_main
-from verl_digen.preflight.recipes import check_recipes, named_recipes
+from verl_digen.preflight.start_config import check_recipes, named_recipes
 
 pytestmark = pytest.mark.slow
 

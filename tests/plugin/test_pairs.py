@@ -8,10 +8,9 @@ import pytest
 from PIL import Image
 
 from verl_digen import preflight
-from verl_digen.preflight.inputs import check_prompts
-from verl_digen.preflight.notes import notes
-from verl_digen.preflight.pairs import check_pairs
+from verl_digen.preflight.inputs import check_pairs, check_prompts
 from verl_digen.preflight.rewards import check_rewards
+from verl_digen.preflight.rules import notes
 from verl_digen.preflight.start_config import StartConfig
 
 LOSS = "with digen.loss.name=offline_dpo"

@@ -19,14 +19,13 @@ from tests.tiny_models import build_tiny
 from verl_digen import plugin, preflight
 from verl_digen.config import digen_config
 from verl_digen.models.published import checkpoint_folder
-from verl_digen.preflight.effects import effect_problems
 from verl_digen.preflight.inputs import check_prompts
+from verl_digen.preflight.kernels import check_precision
 from verl_digen.preflight.machine import check_cpus, require_devices, reserved_cpus
 from verl_digen.preflight.model import check_model
-from verl_digen.preflight.notes import notes
-from verl_digen.preflight.precision import check_precision
-from verl_digen.preflight.rules import check_plannable
+from verl_digen.preflight.rules import check_plannable, notes
 from verl_digen.preflight.start_config import StartConfig
+from verl_digen.preflight.unread import effect_problems
 from verl_digen.preflight.verl_keys import check_digen
 from verl_digen.processes.cluster import joins_cluster
 from verl_digen.tools.checkup.quickstart import override

@@ -12,7 +12,7 @@ from tests.local_ray import shared_server
 from tests.plugin.conftest import start_main
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.preflight.unknown import unknown_problems
+from verl_digen.preflight.unread import unknown_problems
 from verl_digen.recipe_source import OBJECTIVES, PRIMARY
 
 pytestmark = pytest.mark.slow

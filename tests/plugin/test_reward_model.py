@@ -7,9 +7,8 @@ from omegaconf import OmegaConf, open_dict
 from tests.reward.samples import LATENT
 from verl_digen.config import digen_config
 from verl_digen.config.pool_sizes import asked_devices, num_function_devices, num_reward_devices
-from verl_digen.preflight import reward_model
-from verl_digen.preflight.reward_model import check_reward_model
-from verl_digen.preflight.rewards import check_latents, check_reward_devices, check_rewards
+from verl_digen.preflight import rewards
+from verl_digen.preflight.rewards import check_latents, check_reward_devices, check_reward_model, check_rewards
 from verl_digen.preflight.start_config import StartConfig
 
 SERVED = [
@@ -27,7 +26,7 @@ ROUTED = "def compute_score(data_source, solution_image, ground_truth, extra_inf
 @pytest.fixture
 def served(start, monkeypatch):
     """A run that serves a model on four devices, for a judge."""
-    monkeypatch.setattr(reward_model, "find_spec", lambda name: object())
+    monkeypatch.setattr(rewards, "find_spec", lambda name: object())
     return start("recipe=digen_flowgrpo", *SERVED)
 
 
@@ -83,7 +82,7 @@ def test_a_reward_model_that_cannot_serve_is_refused(served, changes, rule):
 
 
 def test_a_server_that_is_not_installed_is_named(served, monkeypatch):
-    monkeypatch.setattr(reward_model, "find_spec", lambda name: None)
+    monkeypatch.setattr(rewards, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"rollout.name=vllm needs the package vllm, .* start a server elsewhere"):
         check_reward_model(StartConfig(served))
 

@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from verl_digen.preflight.start import MISSING, changes, save_start
+from verl_digen.preflight.run_folder import MISSING, changes, save_start
 from verl_digen.report.start import read_start
 
 

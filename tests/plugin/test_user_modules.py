@@ -19,7 +19,7 @@ from tests import own_parts
 from tests.local_ray import shared_server
 from verl_digen import cli, user_modules
 from verl_digen.config import digen_config
-from verl_digen.environments.host import EnvironmentWorker
+from verl_digen.environments.episodes import EnvironmentWorker
 from verl_digen.preflight import check
 from verl_digen.reward.manager import DiffusionRewardManager, RewardPoolWorker
 from verl_digen.tools.plan.command import make_plan

@@ -12,7 +12,7 @@ import pytest
 import verl  # noqa: F401 - loads the plugin
 from hydra import compose, initialize_config_module
 
-from verl_digen.processes import forked_run
+from verl_digen.processes import cluster
 from verl_digen.processes.forks import start
 
 ANSWER = """
@@ -184,19 +184,19 @@ def started(monkeypatch):
     """The servers that were started, of a process that is no fork, on a machine without accelerator."""
     servers = []
     monkeypatch.setattr(sys, "executable", "python")
-    monkeypatch.setattr(forked_run, "_servers", [])
-    monkeypatch.setattr(forked_run, "is_fork", lambda: False)
-    monkeypatch.setattr(forked_run, "joins_cluster", lambda address: address is not None)
-    monkeypatch.setattr(forked_run, "start", lambda variables: servers.append(Server(variables)) or servers[-1])
+    monkeypatch.setattr(cluster, "_servers", [])
+    monkeypatch.setattr(cluster, "is_fork", lambda: False)
+    monkeypatch.setattr(cluster, "joins_cluster", lambda address: address is not None)
+    monkeypatch.setattr(cluster, "start", lambda variables: servers.append(Server(variables)) or servers[-1])
     return servers
 
 
 def test_verls_main_with_a_recipe_starts_the_server_that_the_run_takes(started, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "verl.trainer.main_ppo", "recipe=digen_quickstart"])
-    forked_run.start_early()
+    cluster.start_early()
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=["recipe=digen_quickstart"])
-    forked_run.fork_workers(config.ray_kwargs.ray_init)
+    cluster.fork_workers(config.ray_kwargs.ray_init)
     assert len(started) == 1 and sys.executable == "/fork/python"
 
 
@@ -211,26 +211,26 @@ def test_verls_main_with_a_recipe_starts_the_server_that_the_run_takes(started, 
 )
 def test_other_programs_start_no_server_early(started, monkeypatch, words):
     monkeypatch.setattr(sys, "orig_argv", ["python", *words])
-    forked_run.start_early()
+    cluster.start_early()
     assert started == []
 
 
 def test_a_run_that_is_a_fork_starts_no_server_of_its_own(started, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "verl.trainer.main_ppo", "recipe=digen_quickstart"])
-    monkeypatch.setattr(forked_run, "is_fork", lambda: True)
-    forked_run.start_early()
-    forked_run.fork_workers({})
+    monkeypatch.setattr(cluster, "is_fork", lambda: True)
+    cluster.start_early()
+    cluster.fork_workers({})
     assert started == []
 
 
 def test_a_run_with_other_variables_has_a_server_of_its_own(started):
-    forked_run._servers.append(forked_run.start({"OMP_NUM_THREADS": "1"}))
-    forked_run.fork_workers({"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "2"}}})
+    cluster._servers.append(cluster.start({"OMP_NUM_THREADS": "1"}))
+    cluster.fork_workers({"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "2"}}})
     assert [(server.variables["OMP_NUM_THREADS"], server.is_ended) for server in started] == [("1", True), ("2", False)]
 
 
 @pytest.mark.parametrize("ray_init", [{"address": "10.0.0.1:6379"}, {"runtime_env": {"py_executable": "python"}}])
 def test_a_run_on_a_cluster_or_with_an_interpreter_of_its_own_has_no_forks(started, ray_init):
-    forked_run._servers.append(forked_run.start({}))
-    forked_run.fork_workers(ray_init)
+    cluster._servers.append(cluster.start({}))
+    cluster.fork_workers(ray_init)
     assert started[0].is_ended and sys.executable == "python"

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from verl_digen.reward.text_match import text_reward, text_target
+from verl_digen.reward.scorers.ocr import text_reward, text_target
 
 ALPHABET = 'abAB 1.,\n\t\u3000éÉİßＡａ好你"-'
 """Cases, spaces of several kinds, full-width letters, letters whose lower case is longer."""

@@ -12,7 +12,7 @@ from verl_digen.processes.deadlines import Deadlines, DeadlinesConfig
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.trainer.conductor import Conductor
-from verl_digen.trainer.lanes import Joining, Lanes
+from verl_digen.trainer.timelines import Joining, Lanes
 
 GROUP_SIZE = 4
 

@@ -2,9 +2,9 @@
 """Rules of a run from its config: groups of an assist, and of a fragment."""
 
 import pytest
+import verl.trainer.ppo.v1  # noqa: F401 - the order in which verl imports us
 from omegaconf import OmegaConf
 
-import verl_digen.trainer.register  # noqa: F401 - the order in which verl imports us
 from verl_digen.config import digen_config
 from verl_digen.sampling.batch_rules import batch_rules
 from verl_digen.schedulers.durations import KnownDurations

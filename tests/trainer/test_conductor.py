@@ -15,8 +15,8 @@ from verl_digen.observe.timeline import Lane
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.schedulers.types import Assist, Commit, Train, Wait
 from verl_digen.store.keys import SampleName
-from verl_digen.trainer.lanes import Joining
 from verl_digen.trainer.published import PublishedSamples
+from verl_digen.trainer.timelines import Joining
 
 
 def test_the_first_group_trains_while_later_ones_are_generated():

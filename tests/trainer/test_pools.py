@@ -11,7 +11,7 @@ from tests.trainer.direct import Direct, as_it_is
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk
 from verl_digen.schedulers.types import Chunk
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle
-from verl_digen.trainer.ranks import TrainerRanks
+from verl_digen.trainer.updates import TrainerRanks
 from verl_digen.types import PromptRow
 
 REFUSED = "p2"

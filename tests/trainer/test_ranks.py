@@ -6,7 +6,7 @@ import logging
 
 from tests.trainer.direct import Direct
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.trainer.ranks import TrainerRanks
+from verl_digen.trainer.updates import TrainerRanks
 
 
 class Ranks:

@@ -19,8 +19,8 @@ from tests.trainer.mortal import Balancer, Process
 from verl_digen.errors import RunStopped
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.relays import FAN_OUT, Route
-from verl_digen.trainer.lanes import host_names, hosts_of
 from verl_digen.trainer.replicas import Replicas
+from verl_digen.trainer.timelines import host_names, hosts_of
 
 pytestmark = pytest.mark.slow
 

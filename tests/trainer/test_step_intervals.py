@@ -10,7 +10,7 @@ from tests.tags import make_tag
 from verl_digen.observe.timeline import Lane, Recorder, TimelineFile, read_timeline
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
-from verl_digen.trainer.lanes import IdleLanes
+from verl_digen.trainer.timelines import IdleLanes
 from verl_digen.types import RewardCall
 
 TRAINER = Lane("trainer", 0, "here", 2)

@@ -14,7 +14,7 @@ from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
 from verl_digen.store.keys import SampleName, group_uid
-from verl_digen.trainer.training_pictures import TrainingPictures, distributions, draw
+from verl_digen.trainer.run_output import TrainingPictures, distributions, draw
 from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_uid
 
 DIGEN = DigenConfig(num_logged_groups=2, logged_groups_every=5)

@@ -19,8 +19,8 @@ from verl_digen.observe.timeline import read_timeline, step_metrics
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.reward.scoring import Turn
 from verl_digen.store.prompts import PromptStatus, to_listing
-from verl_digen.trainer import colocated_timeline
-from verl_digen.trainer.colocated_timeline import ColocatedTimeline
+from verl_digen.trainer import timelines
+from verl_digen.trainer.timelines import ColocatedTimeline
 from verl_digen.trainer.turns import RewardProcesses, RewardTurn, Turns, next_turn, num_events, turn_metrics
 from verl_digen.types import RewardCall, SampleTag
 
@@ -158,7 +158,7 @@ def test_the_timeline_has_the_turns_of_a_step_in_order_and_can_be_analysed(tmp_p
     timeline = ColocatedTimeline(tmp_path, ["other", "r"], num_devices=2, after=0, host="node-1")
     samples = {f"{uid}_{index}_0": tag_of(uid) for uid in ("g", "h") for index in range(2)}
     turns = [RewardTurn("r", 0, "wake", Turn(3.0, 4.0, 9)), RewardTurn("r", 0, "sleep", Turn(5.0, 6.0, 1))]
-    monkeypatch.setattr(colocated_timeline, "time", Clock([6.0, 9.0, 9.0, 9.5]))
+    monkeypatch.setattr(timelines, "time", Clock([6.0, 9.0, 9.0, 9.5]))
     with timeline.working("train"):
         pass
     with timeline.working("publish"):

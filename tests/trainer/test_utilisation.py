@@ -6,8 +6,8 @@ import pytest
 from tests.tags import make_tag
 from verl_digen.config import RolloutConfig
 from verl_digen.errors import RunStopped
-from verl_digen.trainer.lanes import call_intervals, host_of, joined_name
 from verl_digen.trainer.step_result import GAP, PoolDevices, StepResult, check_log_prob_gap, utilisation
+from verl_digen.trainer.timelines import call_intervals, host_of, joined_name
 from verl_digen.trainer.validation import validation_metrics
 from verl_digen.types import RewardCall
 

@@ -20,8 +20,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.models.serving import ModelCard, ModelList
 
-from verl_digen.reward.judges.chat import JudgeConfig, chat_request, only_model
-from verl_digen.reward.judges.content import picture_part
+from verl_digen.reward.judges.chat import JudgeConfig, chat_request, only_model, picture_part
 from verl_digen.reward.judges.reading import read_reply, weighed
 
 

@@ -27,14 +27,13 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from verl_digen.agent_loop.batch import GroupsBeingGenerated, WithConditions, all_ended, generate_batch
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
-from verl_digen.agent_loop.custom import make_agent_loop
-from verl_digen.agent_loop.environment import EnvironmentAgentLoop
-from verl_digen.agent_loop.episode import Episode
+from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode
 from verl_digen.agent_loop.server_manager import ServerClient
+from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, loop_columns, loop_row
-from verl_digen.environments.host import environment_pool, start_environments
-from verl_digen.environments.registry import environment_class
+from verl_digen.environments.built_in import environment_class
+from verl_digen.environments.episodes import environment_pool, start_environments
 from verl_digen.errors import describe
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
 from verl_digen.observe.images import save_pixels

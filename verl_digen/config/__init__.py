@@ -12,17 +12,15 @@
 | `sampling`, `sde`, `advantage`, `kl`, `ema` | `sampling.py` |
 | `window` | `verl_digen/algorithms/window.py` |
 | `branches` | `verl_digen/algorithms/tree.py` |
-| `loss` | `loss.py`; the losses' own settings in `verl_digen/algorithms/objectives/` |
+| `loss` | `sampling.py`; the losses' own settings in `verl_digen/algorithms/objectives/` |
 | `rollout` | `rollout.py` |
 | `reward` | `reward.py` |
 | `gap`, `queue`, `tag`, `staleness` | `verl_digen/schedulers/rules.py` |
-| `tsp`, `placement` | `digen.py` |
+| `tsp`, `placement`, `environment` | `digen.py` |
 | `deadlines` | `verl_digen/processes/deadlines.py` |
-| `environment` | `environment.py` |
 """
 
-from verl_digen.config.digen import DigenConfig, PlacementConfig, TspConfig
-from verl_digen.config.environment import EnvironmentConfig
+from verl_digen.config.digen import DigenConfig, EnvironmentConfig, PlacementConfig, TspConfig
 from verl_digen.config.load import digen_config, digen_schema
 from verl_digen.config.reward import PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig

@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from verl_digen.config.digen import DigenConfig
-from verl_digen.config.loss import check_loss_section
+from verl_digen.config.sampling import check_loss_section
 from verl_digen.require import require, suggestion
 from verl_digen.user_modules import KEY, import_user_modules
 

@@ -11,12 +11,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
 from verl_digen.models.json_file import read_object
 from verl_digen.models.lora_file import check_lora_file
 from verl_digen.preflight.inputs import has_checkpoint
-from verl_digen.preflight.model import KEY, load_configs, model_section
-from verl_digen.preflight.precision import trains_all
+from verl_digen.preflight.model import KEY, load_configs, model_section, trains_all
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.weights import shapes_of
 from verl_digen.require import require, suggestion
@@ -234,8 +235,6 @@ def _endings(names: Iterable[str]) -> set[str]:
 def check_teacher(run: StartConfig) -> None:
     """Require an adapter that can teach the one that trains, where the objective reads a teacher, and settings that go
     with it."""
-    from verl_digen.algorithms.objectives import find_objective, objective_names
-    from verl_digen.algorithms.objectives.objective import TEACHER
     from verl_digen.engine.teacher import KEY, adapter_shapes, check_teacher_files
 
     digen = run.digen

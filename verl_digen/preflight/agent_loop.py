@@ -9,20 +9,23 @@ from omegaconf import OmegaConf
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import DigenConfig
+from verl_digen.models import load_model
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import refusing, require
+from verl_digen.sampling.requests import SINGLE_TURN
 
 SECTION = "actor_rollout_ref.rollout.agent"
 NO_LOOP = (
-    *("digen.tag.policy", "off", ", because trainer ranks generate without an agent loop", "set digen.tag.policy=off"),
+    "digen.tag.policy",
+    "off",
+    ", because trainer ranks generate without an agent loop",
+    "set digen.tag.policy=off",
 )
 
 
 def check_agent_loop(run: StartConfig) -> None:
     """Require an agent loop that is known, can be imported, and makes every sample of the run."""
-    from verl_digen.sampling.requests import SINGLE_TURN
-
     agent = run.config.actor_rollout_ref.rollout.agent
     named = {} if agent.agent_loop_config_path is None else _named_loops(agent.agent_loop_config_path)
     name = agent.default_agent_loop
@@ -78,8 +81,6 @@ def _check_importable(name: str, target: str) -> None:
 
 def check_branches(run: StartConfig) -> None:
     """Require as many samples of a prompt as a tree has leaves, and prompts that no agent loop rewrites."""
-    from verl_digen.sampling.requests import SINGLE_TURN
-
     branches, num_samples = run.digen.branches, run.config.actor_rollout_ref.rollout.n
     if not branches.splits:
         return
@@ -97,8 +98,7 @@ def check_branches(run: StartConfig) -> None:
 
 def check_environment(run: StartConfig) -> None:
     """Require an environment that can be made, and a run whose every part knows episodes."""
-    from verl_digen.environments.registry import environment_class, environment_settings
-    from verl_digen.sampling.requests import SINGLE_TURN
+    from verl_digen.environments.built_in import environment_class, environment_settings
 
     digen = run.digen
     if not digen.environment.is_on:
@@ -165,8 +165,6 @@ def _check_training(digen: DigenConfig) -> None:
 
 def _check_model(run: StartConfig, *, edits: bool) -> None:
     """Require a model that reads as many images as the instructions carry."""
-    from verl_digen.models import load_model
-
     key = run.digen.environment.key
     if edits:
         remedy = "set it to 1, or choose an environment whose `edits` is false"

@@ -2,7 +2,7 @@
 """Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke, 130 for
 Ctrl-C.
 
-A run leaves in its folder what it was given (`verl_digen.preflight.start`), and how it ended.
+A run leaves in its folder what it was given (`save_start`), and how it ended.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.errors import RunStopped, describe, plain
 from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint, replace_text
-from verl_digen.preflight.notes import notes
-from verl_digen.preflight.rules import check
-from verl_digen.preflight.run_folder import claim
-from verl_digen.preflight.start import save_start
-from verl_digen.processes.forked_run import fork_workers
+from verl_digen.preflight.rules import check, notes
+from verl_digen.preflight.run_folder import claim, save_start
+from verl_digen.processes.cluster import fork_workers
 from verl_digen.report.page import refresh_report
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]

@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for the checkpoint, the layers that are trained, and the loss."""
+"""Rules for the checkpoint, the layers that are trained, the loss, and the images of prompts."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.preflight.images import check_image_settings
-from verl_digen.preflight.recipes import typed_keys
-from verl_digen.preflight.start_config import StartConfig
+from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.config import SamplingConfig
+from verl_digen.config.sampling import unused_settings
+from verl_digen.inputs.images import file_size_px, source_image
+from verl_digen.inputs.sizes import IMAGE_SIZES
+from verl_digen.inputs.tables import SCHEME, TableImage
+from verl_digen.model_config import DiffusionModelConfig
+from verl_digen.models import load_model
+from verl_digen.models.locate import locate_configs
+from verl_digen.preflight.start_config import StartConfig, typed_keys
 from verl_digen.require import require, require_one_of, suggestion
+from verl_digen.sampling.requests import geometry_of, planned_geometry
+from verl_digen.types import PromptRow
 
 if TYPE_CHECKING:
-    from verl_digen.model_config import DiffusionModelConfig
     from verl_digen.models.base import DiffusionModel
 
 KEY = "actor_rollout_ref.model"
@@ -36,7 +47,6 @@ def check_model(run: StartConfig) -> None:
         return
     from verl_digen.models.sequence import check_sequence
     from verl_digen.rollout.vllm_omni.served import require_bound, require_served
-    from verl_digen.sampling.requests import planned_geometry
 
     if run.config.actor_rollout_ref.rollout.name == "vllm_omni":
         serving = require_served(model.pipeline)
@@ -69,8 +79,6 @@ def _check_guidance(run: StartConfig, model: DiffusionModel) -> None:
 
 def check_model_section(run: StartConfig) -> None:
     """Require known keys in `actor_rollout_ref.model`, and a readable adapter if training starts from one."""
-    from verl_digen.model_config import DiffusionModelConfig
-
     section: Any = OmegaConf.to_container(run.config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
     names = {field.name for field in fields(DiffusionModelConfig)}
     known = sorted(names - OF_VERL)
@@ -101,9 +109,6 @@ def check_model_section(run: StartConfig) -> None:
 
 def model_section(run: StartConfig) -> DiffusionModelConfig:
     """The section `actor_rollout_ref.model` as the ranks get it, of the checkpoint's configs alone."""
-    from verl_digen.model_config import DiffusionModelConfig
-    from verl_digen.models.locate import locate_configs
-
     section: Any = OmegaConf.to_container(run.config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
     section.pop("_target_", None)
     located = str(locate_configs(section["path"]))
@@ -112,9 +117,6 @@ def model_section(run: StartConfig) -> DiffusionModelConfig:
 
 def check_loss(run: StartConfig) -> None:
     """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
-    from verl_digen.algorithms.objectives import find_objective, objective_names
-    from verl_digen.config.loss import unused_settings
-
     digen = run.digen
     require_one_of("digen.loss.name", digen.loss_name, objective_names())
     _ = digen.denominator  # it raises
@@ -133,6 +135,12 @@ def check_loss(run: StartConfig) -> None:
     find_objective(digen.loss_name).check_inputs(digen.loss_settings)
 
 
+def trains_all(config: DictConfig) -> bool:
+    """True if all weights train, not an adapter."""
+    model = config.actor_rollout_ref.model
+    return not (model.lora_rank or (model.lora or {}).get("rank") or model.lora_adapter_path)
+
+
 def model_of(config: DictConfig) -> DiffusionModel | None:
     """The run's model, from its checkpoint's configs alone; None where verl fetches them once the run has started."""
     path = config.actor_rollout_ref.model.path
@@ -145,8 +153,6 @@ def load_configs(path: str) -> DiffusionModel:
     Raises:
         ValueError: they do not belong to a supported pipeline, or are damaged.
     """
-    from verl_digen.models import load_model
-    from verl_digen.models.locate import locate_configs
 
     folder = locate_configs(path)
     try:
@@ -156,3 +162,103 @@ def load_configs(path: str) -> DiffusionModel:
             f"{KEY}.path must hold the configs of a diffusers pipeline, got {str(folder)!r}, in which they are damaged "
             f"({type(error).__name__}: {error}); complete the download"
         ) from error
+
+
+NUM_READERS = 16
+"""Files that are opened at the same time: on a network's storage, opening one is waiting."""
+MAX_OPENED = 2000
+PICTURE_PATH = re.compile(r"\.(png|jpe?g|webp|bmp|gif|tiff?)\b", re.IGNORECASE)
+"""A picture's path in a value of a prompt's row."""
+IMAGES_REMEDY = "or take the images out of the prompts, and set digen.sampling.planned_images=0"
+
+
+def check_image_settings(run: StartConfig, model: DiffusionModel) -> None:
+    """Require settings of images, that go with what the model's pipeline reads."""
+    sampling = run.digen.sampling
+    title, (least, most) = model.spec.title, model.spec.num_images
+    if most == 0:
+        why = ", which reads no images"
+        run.require_values(f"for {title}", ("digen.sampling.size_from_image", False, why, "leave it out"))
+    else:
+        remedy = f"set it to {model.spec.image_sizes}, the rule of its pipeline"
+        run.require_values(f"for {title}", ("digen.sampling.image_sizes", model.spec.image_sizes, "", remedy))
+    require(
+        most > 0 or sampling.image_px == SamplingConfig().image_px,
+        f"digen.sampling.image_px must be left out for {title}, which reads no images",
+        sampling.image_px,
+        "leave it out",
+    )
+    require(
+        sampling.planned_images is None or least <= sampling.planned_images <= most,
+        f"digen.sampling.planned_images must be null or lie in [{least}, {most}] for {title}",
+        sampling.planned_images,
+        f"null plans {least}",
+    )
+    if least > 0 or sampling.planned_images:
+        _check_takers(run, model)
+
+
+def check_prompt_images(run: StartConfig, model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
+    """Require as many images of each prompt as the pipeline reads, and a run that can make pictures of them."""
+    least, most = model.spec.num_images
+    for prompt in prompts:
+        require(
+            least <= len(prompt.images) <= most,
+            f"{prompt.place} must have {_number_of_images(least, most)} for {model.spec.title}",
+            len(prompt.images),
+            "choose a checkpoint that reads them, or rename the column 'images'" if prompt.images else _missing(prompt),
+        )
+    _check_pictures(model, prompts)
+    if not any(prompt.images for prompt in prompts):
+        return
+    _check_takers(run, model)
+    sampling = run.digen.sampling
+    model.latent_shape(geometry_of(sampling, [(sampling.width_px, sampling.height_px)] * max(1, least)))
+
+
+def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None:
+    """Require pictures, of sizes that the model's pipeline takes, by the heads of their files; of pipelines without
+    limits at most `MAX_OPENED`, and of a column of a table the first one. Others are checked when they are drawn."""
+    limits = IMAGE_SIZES[model.spec.image_sizes].limits if model.spec.num_images[1] else None
+    places = {path: prompt for prompt in prompts for path in (*prompt.images, *prompt.pair)}
+    files = [path for path in places if not path.startswith(SCHEME)]
+    parsed = {path: TableImage.parse(path) for path in reversed(places) if path.startswith(SCHEME)}
+    tables = {(table.source, table.column): path for path, table in parsed.items()}
+    if limits is None:
+        files = files[:: -(-len(files) // MAX_OPENED) or 1]
+
+    def check(path: str) -> None:
+        try:
+            size = source_image(path) if path.startswith(SCHEME) else file_size_px(path)
+            if limits is not None and isinstance(size, tuple) and path in places[path].images:
+                limits.check(*size, path)
+        except ValueError as error:
+            raise ValueError(f"{places[path].place}: {error}") from error
+
+    with ThreadPoolExecutor(NUM_READERS) as readers:
+        for _ in readers.map(check, [*files, *tables.values()]):
+            pass
+
+
+def _check_takers(run: StartConfig, model: DiffusionModel) -> None:
+    """Require a network that takes prompts with images, if ranks share rows."""
+    from verl_digen.models.sequence import TRAINER_KEY
+
+    layout, title = model.spec.sequence, model.spec.title
+    if layout is not None and not layout.takes_images:
+        row = TRAINER_KEY, 1, ", whose tokens are not split", f"set it to 1, {IMAGES_REMEDY}"
+        run.require_values(f"for {title} and prompts with images", row)
+
+
+def _missing(prompt: PromptRow) -> str:
+    """The remedy for a prompt without images: the columns that hold paths of pictures, if there are any."""
+    columns = [name for name, value in prompt.extra.items() if PICTURE_PATH.search(str(value))]
+    if not columns:
+        return "add them, or set data.image_key to the name of their column"
+    return f"set data.image_key={' or '.join(columns)}, the column that has paths"
+
+
+def _number_of_images(least: int, most: int) -> str:
+    if most == 0:
+        return "no images"
+    return f"{least} images" if least == most else f"{least} to {most} images"

@@ -21,8 +21,7 @@ from verl_digen.config.pool_sizes import (
     num_trainer_devices,
 )
 from verl_digen.preflight.model import model_of
-from verl_digen.preflight.recipes import typed_keys
-from verl_digen.preflight.start_config import StartConfig
+from verl_digen.preflight.start_config import StartConfig, typed_keys
 from verl_digen.processes.cluster import joins_cluster
 from verl_digen.require import refusing, require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS, TRAINER

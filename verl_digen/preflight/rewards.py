@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for rewards: the functions that are named, verl's keys around them, their devices, rewards that watch, and the
-stop on hacking."""
+"""Rules for rewards: the functions that are named, verl's keys around them, their devices, rewards that watch, the stop
+on hacking, and verl's reward model: that a reward asks it, and that its servers can start."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import RewardEntry
-from verl_digen.config.pool_sizes import has_reward_model
+from verl_digen.config.pool_sizes import has_reward_model, num_reward_model_devices
 from verl_digen.config.reward import ALWAYS, VALIDATION
-from verl_digen.preflight.inputs import validates
-from verl_digen.preflight.pairs import trains_pairs
+from verl_digen.preflight.inputs import trains_pairs, validates
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.processes.cluster import joins_cluster
@@ -23,6 +23,7 @@ from verl_digen.require import refusing, require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.encoders import WEIGHTS
 from verl_digen.reward.functions import CUSTOM, require_reward_function
+from verl_digen.reward.judges.chat import REWARD_MODEL
 from verl_digen.reward.named import (
     BUILT_IN,
     OWN_MANAGER,
@@ -33,7 +34,7 @@ from verl_digen.reward.named import (
     num_function_workers,
     reads_latents,
 )
-from verl_digen.reward.reward_model import UNKNOWN, connected, router_argument
+from verl_digen.reward.reward_model import ROUTER, UNKNOWN, asks_reward_model, connected, router_argument, takes_router
 
 CUSTOM_KEY = "reward.custom_reward_function"
 MODULE_PREFIX = "pkg://"
@@ -322,3 +323,88 @@ def _check_manager(config: DictConfig, entries: Sequence[RewardEntry]) -> None:
         manager,
         "leave reward.reward_manager alone, or when and data_sources out",
     )
+
+
+MODEL_KEY = "reward.reward_model"
+"""verl's reward model."""
+SERVER_PACKAGES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
+"""Value of `rollout.name` -> package of the server. Others are classes that a plugin has registered with verl."""
+PICTURE_MAKERS = ("diffusers", "vllm_omni")
+"""Replicas of this project, which serve no language model."""
+
+
+def check_reward_model(run: StartConfig) -> None:
+    """Require that a served model is asked and that its servers can start; that no reward asks one that is not
+    served."""
+    asking = [entry.key for entry in run.digen.reward.entries if asks_reward_model(entry)]
+    if not has_reward_model(run.config):
+        require(
+            not asking,
+            f"{asking[0] if asking else ''}.url must name a server where {MODEL_KEY}.enable is false",
+            REWARD_MODEL,
+            "start one (vllm serve MODEL) and set url=http://HOST:8000, or have verl start one with "
+            f"{MODEL_KEY}.enable=true",
+        )
+        return
+    if has_custom(run.config) and _custom_takes_router(run.config):
+        asking.append(f"{CUSTOM_KEY}.path")
+    require(
+        bool(asking),
+        f"{MODEL_KEY}.enable must be false where no reward asks its servers",
+        True,
+        f"name a judge without url, e.g. digen.reward.functions={{yes_no: 1.0}}, or take {ROUTER} in a reward function",
+    )
+    _check_servers(run)
+
+
+def _check_servers(run: StartConfig) -> None:
+    model = run.config.reward.reward_model
+    require(
+        model.enable_resource_pool is True,
+        f"{MODEL_KEY}.enable_resource_pool must be true: its servers need devices that no trainer or replica uses",
+        model.enable_resource_pool,
+        f"set it with {MODEL_KEY}.nnodes and {MODEL_KEY}.n_gpus_per_node, or start a server yourself (vllm serve "
+        "MODEL) and name it in a judge's url",
+    )
+    require(
+        isinstance(model.model_path, str) and bool(model.model_path),
+        f"{MODEL_KEY}.model_path must name the model to serve",
+        model.model_path,
+        "e.g. Qwen/Qwen2.5-VL-7B-Instruct",
+    )
+    name = None if OmegaConf.is_missing(model.rollout, "name") else model.rollout.name
+    require(
+        isinstance(name, str) and name not in PICTURE_MAKERS,
+        f"{MODEL_KEY}.rollout.name must be a server of language models",
+        name,
+        "vllm or sglang",
+    )
+    package = SERVER_PACKAGES.get(str(name))
+    require(
+        package is None or find_spec(package) is not None,
+        f"{MODEL_KEY}.rollout.name={name} needs the package {package}",
+        "not installed",
+        "install it, or start a server elsewhere (vllm serve MODEL) and name it in a judge's url",
+    )
+    sizes = [model.rollout[f"{kind}_parallel_size"] for kind in ("tensor_model", "data", "pipeline_model")]
+    size, num_devices = sizes[0] * sizes[1] * sizes[2], num_reward_model_devices(run.config)
+    require(
+        size >= 1 and num_devices % size == 0,
+        f"{MODEL_KEY}.rollout.tensor_model_parallel_size (times data and pipeline sizes) must divide the {num_devices} "
+        f"devices of {MODEL_KEY}.nnodes x n_gpus_per_node",
+        size,
+        "verl's default is 2; lower it, or change the devices",
+    )
+    remedy = "leave it out, or start a server yourself and name it in a judge's url"
+    row = "digen.placement.reward_accelerator", None, ": verl places these servers on any devices", remedy
+    run.require_values(f"with {MODEL_KEY}.enable", row)
+
+
+def _custom_takes_router(config: DictConfig) -> bool:
+    from verl.utils.import_utils import load_extern_object
+
+    section = config.reward.custom_reward_function
+    try:
+        return takes_router(load_extern_object(section.path, section.name))
+    except (Exception, SystemExit):  # any exception of the user's module; `check_rewards` says what is wrong
+        return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All rules, how they are run, and which of them a plan runs.
+"""All rules, how they are run, which of them a plan runs; and the notes that a run prints once, before it starts.
 
 A plan is made before prompts, rewards and weights are there, and on another machine than the run. So it checks prompts
 and rewards only where they are named, and neither the weights, nor the run's folders, nor the packages of a replica or
@@ -10,35 +10,35 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
-from verl_digen.config import digen_config
+from verl_digen.algorithms.solvers import FIRST_ORDER, SCHEDULERS
+from verl_digen.config import DigenConfig, SamplingConfig, digen_config
+from verl_digen.config.sampling import unused_settings
+from verl_digen.data.lengths import describe_dropped
 from verl_digen.preflight import (
     adapter,
     agent_loop,
-    effects,
     inputs,
     kernels,
     machine,
     model,
-    pairs,
     pools,
-    precision,
-    recipes,
-    reward_model,
     rewards,
     run_folder,
-    unknown,
+    unread,
     values,
     verl_keys,
     weights,
 )
-from verl_digen.preflight.start_config import StartConfig
+from verl_digen.preflight.start_config import StartConfig, check_recipes
 from verl_digen.reward.named import has_custom
+from verl_digen.types import PromptRow
 
 Rule = Callable[[StartConfig], list[str] | None]
 """Raises ValueError for a problem, or returns several."""
@@ -53,11 +53,11 @@ RULES: tuple[Rule, ...] = (
     machine.check_address,
     machine.check_cpus,
     machine.check_trackers,
-    unknown.unknown_problems,
+    unread.unknown_problems,
     values.unused_problems,
     verl_keys.check_batches,
     verl_keys.check_shards,
-    precision.check_precision,
+    kernels.check_precision,
     verl_keys.check_optimizer,
     verl_keys.check_callback,
     pools.check_mode,
@@ -69,7 +69,7 @@ RULES: tuple[Rule, ...] = (
     kernels.check_kernels,
     kernels.check_kernel_machine,
     pools.check_pools,
-    effects.effect_problems,
+    unread.effect_problems,
     pools.check_placement,
     verl_keys.check_classes,
     run_folder.check_run_dir,
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
     inputs.check_validation,
     model.check_loss,
     adapter.check_teacher,
-    pairs.check_pairs,
+    inputs.check_pairs,
     agent_loop.check_agent_loop,
     agent_loop.check_branches,
     pools.check_outside,
@@ -91,7 +91,7 @@ RULES: tuple[Rule, ...] = (
     agent_loop.check_environment,
     rewards.check_reward_keys,
     rewards.check_rewards,
-    reward_model.check_reward_model,
+    rewards.check_reward_model,
     rewards.check_latents,
     rewards.check_combination,
     rewards.check_group_rewards,
@@ -113,7 +113,7 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> StartConfig:
     Raises:
         ValueError: the messages of all rules that are broken, one line each.
     """
-    recipes.check_recipes(config)
+    check_recipes(config)
     wrong = values.value_problems(config)
     problems = [problem for problem in wrong.values() if problem is not None]
     run = StartConfig(_without(config, list(wrong)) if wrong else config)
@@ -175,7 +175,7 @@ OF_REWARDS: tuple[Rule, ...] = (
     rewards.check_timeshared,
     rewards.check_watching,
     rewards.check_latents,
-    reward_model.check_reward_model,
+    rewards.check_reward_model,
 )
 """Rules about the rewards that train."""
 
@@ -207,3 +207,115 @@ def check_plannable_model(config: DictConfig, folder: Path) -> None:
     with flag_override(local, ["struct", "readonly"], False):
         local.actor_rollout_ref.model.path = str(folder)
     check(local, OF_MODEL)
+
+
+WORDS_OF_SETTINGS = frozenset(
+    {
+        *("height", "width", "size", "resolution", "aspect", "ratio", "seed", "generator", "steps", "frames", "fps"),
+        *("duration", "length", "guidance", "cfg", "scheduler", "sampler", "strength", "negative", "neg"),
+    }
+)
+"""Words in names of columns that look like settings of a sample."""
+MEDIA_MARK = re.compile(r"<\|?(image|img|video|audio|vision)\w*\|?>|\[img\]", re.IGNORECASE)
+"""Places of images in a text, as language models' data sets have them."""
+
+
+def _looks_like_setting(column: str) -> bool:
+    words = re.sub(r"([a-z])([A-Z])", r"\1_\2", column).lower().split("_")
+    return not WORDS_OF_SETTINGS.isdisjoint(words)
+
+
+def notes(run: StartConfig) -> list[str]:
+    """One sentence per note on a config that passed all checks."""
+    found = [*run_folder.continue_notes(run), rewards.reward_formula(run)]
+    config, digen = run.config, run.digen
+    if unused := unused_settings(digen.loss):
+        listed = ", ".join(f"digen.loss.{name}={value}" for name, value in sorted(unused.items()))
+        found.append(f"{listed}, of a recipe, is not used: digen.loss.name={digen.loss_name} has no such setting")
+    found += solver_notes(config, digen)
+    if digen.branches.splits and config.actor_rollout_ref.rollout.name == "vllm_omni":
+        found.append(
+            f"digen.branches.splits={list(digen.branches.splits)}: vLLM-Omni runs the steps of a tree from the window "
+            "on for every sample; with actor_rollout_ref.rollout.name=diffusers they run once for those that share them"
+        )
+    found += kernels.kernel_notes(run)
+    found += kernels.precision_notes(config, digen)
+    found += adapter.adapter_notes(run)
+    found += machine.tracker_notes(config)
+    sharing = config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    if config.trainer.n_gpus_per_node % sharing:
+        found.append(
+            f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sharing} does not divide "
+            f"trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}: ranks that share a row lie on two nodes and "
+            "exchange every attention's tokens over the network"
+        )
+    sets = [inputs.prompts_of(run, part) for part in ("train", "val")]
+    for of_part in sets if config.data.filter_overlong_prompts else ():
+        if of_part.too_long:
+            found.append(describe_dropped(f"data.{of_part.part}_files", of_part.too_long, len(of_part.prompts)))
+    found += prompt_notes(digen, [row for of_part in sets for row in of_part.prompts], config.data.image_key)
+    found += step_notes(config, len(sets[0].prompts) - len(sets[0].too_long))
+    if config.trainer.save_freq <= 0:
+        found.append(
+            f"trainer.save_freq={config.trainer.save_freq}: no checkpoint will be saved, and what is learnt ends with "
+            "the process; set trainer.save_freq=30 to keep it"
+        )
+    return found
+
+
+def prompt_notes(digen: DigenConfig, rows: Sequence[PromptRow], image_key: str) -> list[str]:
+    """A sentence for each part of prompts that looks like a setting, and that nothing reads."""
+    found, sampling = [], digen.sampling
+    if columns := sorted(filter(_looks_like_setting, {str(name) for row in rows for name in row.extra})):
+        found.append(
+            f"columns {', '.join(columns)} of the prompts go to the rewards alone: every sample has the sizes, steps "
+            "and guidance of digen.sampling, noise from digen.seed, and what it avoids from the column negative_prompt"
+        )
+    negatives = sum(row.negative is not None for row in rows)
+    is_given = sampling.negative_prompt != SamplingConfig().negative_prompt
+    if (negatives or is_given) and sampling.true_cfg_scale == sampling.val_true_cfg_scale == 1:
+        found.append(
+            f"{f'negative_prompt of {negatives} prompts' if negatives else 'digen.sampling.negative_prompt'} is not "
+            "read: digen.sampling.true_cfg_scale and val_true_cfg_scale are 1, without guidance"
+        )
+    if marked := [row for row in rows if MEDIA_MARK.search(row.text)]:
+        found.append(
+            f"{marked[0].place} and {len(marked) - 1} more have marks such as <image> in their text, which the model "
+            f"reads as words; images belong into the column {image_key!r}"
+        )
+    return found
+
+
+def step_notes(config: DictConfig, num_prompts: int) -> list[str]:
+    """A sentence where the steps are more passes over the prompts than the config says, or fewer than the warm-up."""
+    given, epochs = config.trainer.total_training_steps, config.trainer.total_epochs
+    per_epoch = num_prompts // config.data.train_batch_size
+    steps, optim = given or epochs * per_epoch, config.actor_rollout_ref.actor.optim
+    found = []
+    if steps > epochs * per_epoch:
+        found.append(
+            f"trainer.total_training_steps={steps} are {-(-steps // per_epoch)} passes over data.train_files: the run "
+            f"takes them all, beyond trainer.total_epochs={epochs}"
+        )
+    if (optim.lr_warmup_steps or 0) > steps:
+        found.append(
+            f"actor_rollout_ref.actor.optim.lr_warmup_steps={optim.lr_warmup_steps} is more than the {steps} steps of "
+            f"the run: the learning rate reaches {(steps - 1) / optim.lr_warmup_steps:.0%} of {optim.lr}"
+        )
+    return found
+
+
+def solver_notes(config: DictConfig, digen: DigenConfig) -> list[str]:
+    """A sentence that names both solvers, or none."""
+    found = model.model_of(config)
+    if found is None:
+        return []
+    scheduler = found.scheduler
+    named, chosen = SCHEDULERS.get(scheduler), digen.sampling.val_solver
+    if named == chosen or (named in FIRST_ORDER and chosen in FIRST_ORDER):
+        return []
+    remedy = f"; digen.sampling.val_solver={named} is its solver" if named else ""
+    return [
+        f"the checkpoint names {scheduler}: its sigmas are used, in training with digen.sampling.solver="
+        f"{digen.sampling.solver} and in validation with digen.sampling.val_solver={chosen}{remedy}"
+    ]

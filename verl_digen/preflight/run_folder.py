@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for the folders that a run writes, and for a run that `trainer.default_local_dir` holds already: continued, set
-aside, or in the hands of a live process.
+aside, or in the hands of a live process; and the file that says what a start was given.
 
 | the folder holds | `trainer.resume_mode` | a start |
 | --- | --- | --- |
@@ -21,19 +21,23 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import platform
 import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
+from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
 from verl_digen.data.lengths import without
 from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS, digest, load_driver_state
+from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import (
     CHECKPOINT,
@@ -48,11 +52,11 @@ from verl_digen.observe.run_files import (
     STOP,
     WARNINGS,
     newest_checkpoint,
+    replace_text,
 )
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
-from verl_digen.preflight.start import MISSING
-from verl_digen.preflight.start_config import StartConfig
+from verl_digen.preflight.start_config import GROUP_WORD, StartConfig, command_line, named_recipes
 from verl_digen.report.start import leaves
 from verl_digen.require import first_of, require
 
@@ -73,6 +77,8 @@ PACE = (
 """Keys that people change when they continue a run: a change is reported."""
 NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"total_training_steps"}
 """Last names of keys that say where and how long: a reward's processes, and the steps that verl writes into `optim`."""
+MISSING = "(not there)"
+"""Stands for the value of a key that one of two configs does not have."""
 MAX_SHOWN = 6
 WRITTEN = (f"{CHECKPOINT}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, LOG, END, POINTER, METRICS, START)
 """Files of a run, in the order in which they are moved: a move that was cut short goes on at the next start."""
@@ -295,3 +301,53 @@ def _other_prompts(checkpoint: Path, run: StartConfig) -> Iterator[tuple[str, An
 
 def _shown(found: list[tuple[str, Any, Any]]) -> str:
     return first_of([f"{key}={after} (before: {before})" for key, before, after in found], MAX_SHOWN)
+
+
+def save_start(config: DictConfig, notes: Sequence[str]) -> None:
+    """Write `RUN_DIR/start.json`, what the newest start of a run was given, while Hydra runs the job; read by the run's
+    report.
+
+    | key | content |
+    | --- | --- |
+    | `words` | the command line after `python -m verl.trainer.main_ppo` |
+    | `at_s` | unix time |
+    | `recipes` | names of the recipes |
+    | `changes` | [key, value of the recipes alone, value of the run] for each value that the other words changed |
+    | `config` | the whole config, with interpolations resolved |
+    | `notes` | what was said before the run started |
+    | `versions` | package -> version |
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    words = command_line(config)
+    of_recipes = compose(config.hydra.job.config_name, overrides=[word for word in words if GROUP_WORD.match(word)])
+    run_dir = Path(config.trainer.default_local_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    found = {
+        "words": words,
+        "at_s": time.time(),
+        "recipes": named_recipes(config),
+        "changes": list(changes(of_recipes, config)),
+        "config": _plain(config, resolve=True),
+        "notes": list(notes),
+        "versions": {"python": platform.python_version(), **installed()},
+    }
+    replace_text(run_dir / START, json.dumps(found, default=str))
+
+
+def changes(before: DictConfig, after: DictConfig) -> Iterator[tuple[str, Any, Any]]:
+    """(key, value before, value after) of every value that differs; interpolations as they are written."""
+    old, new = (dict(leaves("", _plain(config, resolve=False))) for config in (before, after))
+    for key in sorted(old.keys() | new.keys()):
+        values = old.get(key, MISSING), new.get(key, MISSING)
+        if values[0] != values[1]:
+            yield key, *values
+
+
+def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
+    """The config as plain values, without Hydra's own section."""
+    shown = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    values = OmegaConf.to_container(shown, resolve=resolve)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}

@@ -1,17 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Input of the rules: verl's composed config, and its `digen:` section, parsed once."""
+"""Input of the rules: verl's composed config, its `digen:` section, parsed once, and the command line and the recipes
+that it was composed of.
+
+`recipe=` names one recipe of an algorithm or a model, then what changes how it runs. A recipe overrides those before
+it. So the wrong order, or two models, silently composes into a mixture that was not asked for.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.resources import files
 from operator import attrgetter
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import DigenConfig, digen_config
-from verl_digen.require import require_value
+from verl_digen.recipe_source import AND
+from verl_digen.require import require, require_value
+
+MACHINE = ("digen_cpu", "digen_machine")
+"""Recipes of a machine: they may be combined with any other."""
+GROUP_WORD = re.compile(r"\+*recipe=")
+"""Start of the word of a command line that names recipes."""
+PREFIX = "digen_"
+"""Start of the names of our recipes that a run may begin with. Our others change the run of one that precedes them."""
 
 
 @dataclass(frozen=True)
@@ -59,3 +75,88 @@ class StartConfig:
         """
         for key, wanted, why, remedy in rows:
             require_value(key, self.value(key), wanted, f"{condition}{why}", remedy)
+
+
+def _changes(name: str) -> bool:
+    return not name.startswith(PREFIX) and (files("verl_digen.recipes") / f"{name}.yaml").is_file()
+
+
+def command_line(config: DictConfig) -> list[str]:
+    """The words after `python -m verl.trainer.main_ppo`; empty where the config has no record of them."""
+    task = OmegaConf.select(config, "hydra.overrides.task")
+    words: Any = [] if task is None else OmegaConf.to_container(task, resolve=False)  # they may hold interpolations
+    return words
+
+
+def typed_keys(config: DictConfig, section: str) -> set[str]:
+    """Names of the keys of `section` that are set on the command line."""
+    keys = [word.lstrip("+").partition("=")[0] for word in command_line(config) if not word.startswith("~")]
+    return {key.removeprefix(f"{section}.") for key in keys if key.startswith(f"{section}.")}
+
+
+def named_recipes(config: DictConfig) -> list[str]:
+    """The recipes of a run, in order, as its command line or its YAML names them; empty where the config has no record
+    of them.
+
+    Raises:
+        ValueError: the command line names others than those that Hydra took.
+    """
+    given = [word for word in command_line(config) if GROUP_WORD.match(word)]
+    value = OverridesParser.create().parse_overrides([given[-1]])[0].value() if given else None
+    typed = _names(value if isinstance(value, list) else [value])
+    taken = _names([OmegaConf.select(config, "hydra.runtime.choices.recipe")])  # has no record of recipe=[A,B]
+    require(
+        not typed or not taken or typed == taken,
+        "recipe must be given without + where a YAML names one",
+        given[-1] if given else None,
+        f"type recipe={AND.join(typed)}: it replaces {AND.join(taken)}",
+    )
+    return typed or taken
+
+
+def _names(words: list[Any]) -> list[str]:
+    return [name for word in words if word is not None for name in str(word).split(AND)]
+
+
+def check_recipes(config: DictConfig) -> None:
+    """Require one recipe of an algorithm or a model, in front, and none twice.
+
+    Raises:
+        ValueError: the message says in which order to name them.
+    """
+    names = named_recipes(config)
+    said = f"recipe={AND.join(names)}"
+    section = OmegaConf.select(config, "digen")
+    require(
+        "digen" not in config or OmegaConf.is_dict(section),
+        "digen must be a section with keys of its own",
+        section,
+        "leave it out, or set its keys, e.g. digen.seed=1",
+    )
+    require(
+        OmegaConf.select(config, "digen.seed") is not None,
+        "recipe must begin with the recipe of an algorithm or a model",
+        said if names else None,
+        f"add one in front, e.g. recipe={AND.join(['digen_flowgrpo', *names])}",
+    )
+    bases = [name for name in names if name.startswith(PREFIX) and name not in MACHINE]
+    require(
+        len(set(names)) == len(names),
+        "recipe must name a recipe once",
+        said,
+        f"name recipe={AND.join(dict.fromkeys(names))}",
+    )
+    require(
+        len(bases) <= 1,
+        "recipe must name one recipe of an algorithm or a model, because the last one would overwrite parts of the "
+        "others",
+        said,
+        f"choose one of {', '.join(bases)}",
+    )
+    ordered = sorted(names, key=_changes)
+    require(
+        names == ordered,
+        "recipe must name what changes a run after the recipe that it changes",
+        said,
+        f"name recipe={AND.join(ordered)}",
+    )

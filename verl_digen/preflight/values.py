@@ -27,7 +27,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from verl_digen.preflight.pools import SIZES
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.preflight.unknown import verls_default
+from verl_digen.preflight.unread import verls_default
 from verl_digen.require import as_typed, suggestion
 
 MAX_DEVICES = 100_000

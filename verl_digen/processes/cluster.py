@@ -1,13 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's cluster, before the run has joined it: one that runs already, or one that the run makes of this machine."""
+"""Ray's cluster, before the run has joined it: one that runs already, or one that the run makes of this machine, and
+then the driver's side of `verl_digen.processes.forks`: when a run has a fork server, and when that starts.
+
+The server needs as long as the driver does to reach Ray. So verl's main starts it from the middle of its own imports,
+when the config is not known yet, with the variables of recipe `digen_cpu`; a run that has others starts a new one.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import ray
+import yaml
 from ray._private.services import find_bootstrap_address
 from ray._private.utils import get_num_cpus
+
+from verl_digen import recipes
+from verl_digen.processes.forks import ForkServer, is_fork, start
+
+_servers: list[ForkServer] = []
+"""The server of this process, if there is one."""
 
 
 def joins_cluster(address: str | None) -> bool:
@@ -27,3 +43,43 @@ def joins_cluster(address: str | None) -> bool:
 def num_machine_cpus() -> int:
     """CPUs of this machine, or of its container, as Ray counts them."""
     return int(get_num_cpus(override_docker_cpu_warning=True))
+
+
+def start_early() -> None:
+    """Start the server if this process is verl's main with a recipe."""
+    main, *words = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else [""]
+    is_run = main == "verl.trainer.main_ppo" and not any(word.startswith("-") for word in words)
+    if is_run and any(word.startswith("recipe=") for word in words) and not is_fork() and _is_alone(None):
+        _servers.append(start(_recipe_variables()))
+
+
+def fork_workers(ray_init: Mapping[str, Any]) -> None:
+    """Have Ray, which has not started yet, start the workers of this run as forks, where that is possible.
+
+    Args:
+        ray_init: the arguments that it will be started with. With an interpreter of the user's, there are no forks.
+    """
+    if is_fork() or ray.is_initialized():  # of a server that forks its workers too; for an earlier job
+        return
+    runtime_env = ray_init.get("runtime_env") or {}
+    variables = runtime_env.get("env_vars") or {}
+    has_own = _is_alone(ray_init.get("address")) and not runtime_env.get("py_executable")
+    if _servers and not (has_own and _servers[0].variables == variables):
+        _servers.pop().end()
+    if has_own:
+        if not _servers:
+            _servers.append(start(variables))
+        sys.executable = str(_servers[0].python)  # Ray starts workers with it
+
+
+def _is_alone(address: str | None) -> bool:
+    """True if this machine is the whole cluster and has no accelerator."""
+    # Not above: `import verl` calls `start_early`, and this module must be whole by then
+    from verl.plugin.platform import get_platform
+
+    return get_platform().device_name == "cpu" and not joins_cluster(address)
+
+
+def _recipe_variables() -> dict[str, str]:
+    file = Path(recipes.__path__[0]) / "digen_cpu.yaml"
+    return yaml.safe_load(file.read_text())["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]

@@ -13,16 +13,24 @@
   brings it back, and no `score` runs in between. The built-in ones move the modules among its attributes.
 - It may raise: the samples are tried again one by one, a group as a whole, and then fail. It never returns a 0 for a
   failure.
+
+The functions below the class give a sample's pictures as scorers want them: PIL images, few frames of a video, encoded
+bytes.
 """
 
 from __future__ import annotations
 
+import io
 from abc import ABC, abstractmethod
+from base64 import b64encode
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from torch import nn
 from verl.plugin.platform import get_platform
 
@@ -142,3 +150,35 @@ def _modules(value: Any, depth: int) -> Iterator[nn.Module]:
             yield from _modules(own, depth)
     elif depth > 0 and not isinstance(value, type) and hasattr(value, "__dict__"):
         yield from _modules(vars(value), depth - 1)
+
+
+def frames_of(pixels: NDArray[np.uint8], at_most: int | None = None) -> NDArray[np.uint8]:
+    """[F, H, W, 3] of a picture [H, W, 3] (F = 1) or a video [F, H, W, 3].
+
+    Args:
+        at_most: take this many frames, evenly spaced with the first and the last; one frame is the middle one.
+    """
+    frames = pixels if pixels.ndim == 4 else pixels[None]
+    if at_most is None or len(frames) <= at_most:
+        return frames
+    if at_most == 1:
+        return frames[len(frames) // 2][None]
+    return frames[np.linspace(0, len(frames) - 1, at_most).round().astype(int)]
+
+
+def images_of(sample: RewardInput, at_most: int | None = None) -> list[Image.Image]:
+    """The sample's frames as RGB images; a picture is one frame. `at_most` as in `frames_of`."""
+    return [Image.fromarray(frame) for frame in frames_of(sample.pixels, at_most)]
+
+
+def encoded(image: Image.Image, format: Literal["PNG", "JPEG"] = "PNG", *, quality: int = 95) -> bytes:
+    """A picture as a file in memory; `quality` is JPEG's."""
+    buffer = io.BytesIO()
+    options = {"quality": quality} if format == "JPEG" else {}
+    image.save(buffer, format=format, **options)
+    return buffer.getvalue()
+
+
+def base64_of(image: Image.Image) -> str:
+    """A picture as a PNG in text, for JSON."""
+    return b64encode(encoded(image)).decode("ascii")

@@ -30,9 +30,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from verl_digen.require import In, OneOf, first_of, refusing, require
-from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.checkpoints import folder
-from verl_digen.reward.pictures import images_of
+from verl_digen.reward.base import Result, Reward, images_of
+from verl_digen.reward.needs import checkpoint_folder
 from verl_digen.types import RewardInput
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -157,9 +156,10 @@ class ClipEncoder(PictureEncoder):
         """
         from transformers import CLIPModel  # heavy, and the driver imports this file
 
-        place = folder(path, key, FILES)
+        place = checkpoint_folder(path, key, FILES)
         model = load_model(CLIPModel, place, key)
-        inputs = place if processor is None else folder(processor, f"{key.partition(':')[0]}: processor", DESCRIPTIONS)
+        processor_key = f"{key.partition(':')[0]}: processor"
+        inputs = place if processor is None else checkpoint_folder(processor, processor_key, DESCRIPTIONS)
         return cls(model, load_tokenizer(inputs, key) if has_text else None, load_processor(inputs, key), device, dtype)
 
     def _outputs(self, pixels: Tensor) -> Any:

@@ -24,8 +24,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from verl_digen.require import OneOf
-from verl_digen.reward.checkpoints import folder
 from verl_digen.reward.encoders import DESCRIPTIONS, DTYPES, clip_pixels, load_state, renamed
+from verl_digen.reward.needs import checkpoint_folder
 
 RENAMED = ((r"^model\.(?!visual|language_model)", "language_model."), (r"^model\.", ""))
 """Names of transformers 4.45 -> `Qwen2VLModel`'s, for `renamed`."""
@@ -142,7 +142,7 @@ class QwenRegressor:
     ):
         from transformers import AutoTokenizer
 
-        base = folder(config.base, f"{name}: base", DESCRIPTIONS)
+        base = checkpoint_folder(config.base, f"{name}: base", DESCRIPTIONS)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(base, padding_side="right")
         self._tokenizer.add_special_tokens({"additional_special_tokens": list(tokens)})
         self._token_ids = torch.tensor(self._tokenizer.convert_tokens_to_ids(list(tokens)), device=device)

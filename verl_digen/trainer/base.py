@@ -8,7 +8,7 @@
 | `verl_digen.trainer.colocated` | generate all groups, then train them, on the same devices |
 | `verl_digen.trainer.disaggregated` | generation and training at the same time, on separate pools |
 
-Both train through the same calls of the ranks: `verl_digen.trainer.ranks`.
+Both train through the same calls of the ranks: `verl_digen.trainer.updates`.
 
 Invariant: weight version = committed optimizer steps of verl's count, `global_steps`.
 """
@@ -27,6 +27,7 @@ from typing import Any
 
 import ray
 from omegaconf import open_dict
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
 
 from verl_digen.agent_loop.server_manager import DiffusionServerManager
@@ -64,17 +65,10 @@ from verl_digen.store.keys import TRAIN, group_uid
 from verl_digen.store.samples import to_batch
 from verl_digen.trainer.encoding import encode_before
 from verl_digen.trainer.nodes import fetch_on_all_nodes, keep_for_good
-from verl_digen.trainer.ranks import TrainerRanks
-from verl_digen.trainer.replicas import Replicas
+from verl_digen.trainer.replicas import Replicas, required_processes
 from verl_digen.trainer.run_output import RunOutput
-from verl_digen.trainer.start import EarlyWorkersTrainer, required_processes
-from verl_digen.trainer.step_result import (
-    PoolDevices,
-    StepResult,
-    check_log_prob_gap,
-    result_metrics,
-    utilisation,
-)
+from verl_digen.trainer.step_result import PoolDevices, StepResult, check_log_prob_gap, result_metrics, utilisation
+from verl_digen.trainer.updates import TrainerRanks
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 from verl_digen.trainer.validation_run import Validation
 from verl_digen.trainer.watch import RewardWatch
@@ -87,7 +81,7 @@ logger = logging.getLogger(__name__)
 logging.getLogger("verl_digen").setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
-class DiffusionTrainer(EarlyWorkersTrainer):
+class DiffusionTrainer(PPOTrainerSync):
     """See the module."""
 
     agent_loop_manager: Any
@@ -134,7 +128,12 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         keep_for_good(self.actor_rollout_wg.workers)
 
     def _init_resource_pool_mgr(self) -> None:
+        # not above: an agent loop worker, which imports verl's trainers and so ours, would import its own module again
+        from verl_digen.agent_loop.manager import start_workers
+
         encode_before(self.config, self.digen, (self.train_dataset, self.val_dataset))
+        # while the ranks start: importing verl takes each worker many seconds, and needs no replica
+        self._loop_workers = start_workers(self.config.actor_rollout_ref.rollout.agent.num_workers)
         super()._init_resource_pool_mgr()
         self.role_worker_mapping = dict.fromkeys(self.role_worker_mapping, ray.remote(DiffusionWorker))
         spec = self.resource_pool_manager.resource_pool_spec
@@ -178,6 +177,12 @@ class DiffusionTrainer(EarlyWorkersTrainer):
             num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
             to_tensorboard="tensorboard" in self.config.trainer.logger,
         )
+
+    def get_llm_client(self) -> Any:
+        """verl's `get_llm_client`; its main makes the manager of the agent loop workers with what this client holds."""
+        client: Any = super().get_llm_client()
+        client.loop_workers, self._loop_workers = self._loop_workers, []
+        return client
 
     @abstractmethod
     async def _start_replica(self, number: int) -> Any:
@@ -301,10 +306,7 @@ class DiffusionTrainer(EarlyWorkersTrainer):
 
     @cached_property
     def _pool_devices(self) -> dict[str, PoolDevices]:
-        names = {
-            "trainer": self.actor_rollout_wg.device_name()[0],
-            "generator": self._replicas.device(),
-        }
+        names = {"trainer": self.actor_rollout_wg.device_name()[0], "generator": self._replicas.device()}
         counts = self._device_counts()
         return {pool: PoolDevices(counts[pool], name) for pool, name in names.items()}
 
@@ -345,12 +347,8 @@ class DiffusionTrainer(EarlyWorkersTrainer):
         self._update_replicas(lambda: self.checkpoint_manager.update_weights(self.global_steps))
 
     def _validate(self) -> dict[str, float]:
-        metrics = self._validation.run(
-            self.val_dataloader,
-            self.agent_loop_manager.generate_sequences,
-            step=self.global_steps,
-            wandb=self._wandb,
-        )
+        generate = self.agent_loop_manager.generate_sequences
+        metrics = self._validation.run(self.val_dataloader, generate, step=self.global_steps, wandb=self._wandb)
         metrics |= self._watch_rewards(metrics)
         if self._first_step is None:  # before the first step; later ones are part of their step's metrics
             self._output.on_validation(self.global_steps, metrics)

@@ -43,12 +43,11 @@ from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
 from verl_digen.store.prompts import list_partition
 from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
-from verl_digen.trainer.colocated_timeline import ColocatedTimeline
 from verl_digen.trainer.generating import begin_generating
-from verl_digen.trainer.lanes import hosts_of
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
 from verl_digen.trainer.replicas import start_replica
 from verl_digen.trainer.step_result import StepResult
+from verl_digen.trainer.timelines import ColocatedTimeline, hosts_of
 from verl_digen.trainer.turns import RewardProcesses, Turns, num_events, require_same_places, turn_metrics
 from verl_digen.trainer.updates import batch_scale, fragment_samples, group_rewards, mini_batches, train_batch
 from verl_digen.types import GroupTags, SampleTag

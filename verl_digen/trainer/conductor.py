@@ -73,10 +73,9 @@ from verl_digen.schedulers.types import (
     Wait,
 )
 from verl_digen.store.keys import SampleName
-from verl_digen.trainer.lanes import IdleLanes, Joining, Lanes
-from verl_digen.trainer.pools import GeneratorPool, TrainerPool
+from verl_digen.trainer.pools import GeneratorPool, ReplicaSlots, TrainerPool
 from verl_digen.trainer.published import BatchOutcome, PublishedSamples, check_one_version
-from verl_digen.trainer.slots import ReplicaSlots
+from verl_digen.trainer.timelines import IdleLanes, Joining, Lanes
 
 logger = logging.getLogger(__name__)
 

@@ -45,12 +45,12 @@ from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.conductor import Conductor
-from verl_digen.trainer.lanes import Joining, Lanes, call_intervals, host_names, host_of, hosts_of
 from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
 from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes, start_replica
 from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.trainer.step_result import StepResult
+from verl_digen.trainer.timelines import Joining, Lanes, call_intervals, host_names, host_of, hosts_of
 from verl_digen.trainer.updates import group_rewards
 from verl_digen.types import PromptRow
 

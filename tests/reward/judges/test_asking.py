@@ -13,8 +13,7 @@ from tests.docs.blocks import blocks_of
 from tests.reward.contract import make_picture, make_samples, scores_of
 from tests.reward.judges.chat_server import MODEL, ChatServer, judge_of, likely, pictures_in, question_in
 from verl_digen.config import RewardConfig
-from verl_digen.reward.judges.chat import api_url
-from verl_digen.reward.judges.content import fitted
+from verl_digen.reward.judges.chat import api_url, fitted
 from verl_digen.reward.named import check
 from verl_digen.reward.servers.answers import UnusableAnswer
 from verl_digen.types import PromptRow, RewardInput

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from verl_digen.reward.judges.content import fields_of, filled
+from verl_digen.reward.judges.chat import fields_of, filled
 from verl_digen.reward.judges.reading import Reply, Token, number_in, preferred, read_reply, require_distinct, weighed
 from verl_digen.reward.servers.answers import EXCERPT_CHARS, UnusableAnswer
 from verl_digen.types import PromptRow

@@ -8,8 +8,7 @@ from aiohttp import web
 from tests.reward.servers.local import LocalServer, refusing_url
 from verl_digen.reward.base import RewardUnavailable
 from verl_digen.reward.servers.answers import Failed, Refused, Request, Unreachable, UnusableAnswer
-from verl_digen.reward.servers.client import ServerClient, whole
-from verl_digen.reward.servers.settings import ServerSettings
+from verl_digen.reward.servers.client import ServerClient, ServerSettings, whole
 
 FAST = {"backoff_s": 0.001, "max_retries": 3}
 GET = Request("/ping", None)

@@ -1,2 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Built-in environments, one file each; the file's name is the environment's, and its `ENVIRONMENT` the class."""
+"""Built-in environments, and the class that `digen.environment` names: one of them, or your own.
+
+Each is a file, whose name is the environment's, and whose `ENVIRONMENT` is the class.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from typing import Any
+
+from verl_digen.config import EnvironmentConfig
+from verl_digen.environments.base import Environment
+from verl_digen.require import require_one_of, settings_of
+from verl_digen.reward.named import load
+
+
+def built_in_names() -> list[str]:
+    """Names of the files; none of them is imported."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+
+
+def environment_class(config: EnvironmentConfig) -> type[Environment]:
+    """The class that the config names.
+
+    Raises:
+        ValueError: no such name, a module or file that cannot be loaded, or another kind of object.
+    """
+    target = config.target
+    assert target is not None
+    if config.path is None:
+        require_one_of(config.key, target, built_in_names())
+        target = f"{__name__}.{target}:ENVIRONMENT"
+    found = load(target, config.key, "FILE.py:NAME or package.module.NAME")
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise ValueError(
+            f"{config.key} must name a class of verl_digen.environments.base.Environment, got {found!r}; derive it "
+            "from that class"
+        )
+    return found
+
+
+def environment_settings(config: EnvironmentConfig, found: type[Environment]) -> Any:
+    """`digen.environment.options` as an instance of the class's `config_class`.
+
+    Raises:
+        ValueError: an unknown option, a value of the wrong type, or a broken rule of the class.
+    """
+    return settings_of(found, found.config_class, config.options, "digen.environment.options")

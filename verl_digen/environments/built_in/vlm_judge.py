@@ -25,10 +25,9 @@ from PIL import Image
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.inputs.images import read_images
 from verl_digen.require import In, require
-from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig
-from verl_digen.reward.judges.content import Part, fitted, picture_parts
+from verl_digen.reward.base import frames_of
+from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig, Part, fitted, picture_parts
 from verl_digen.reward.judges.reading import Reply
-from verl_digen.reward.pictures import frames_of
 from verl_digen.reward.servers.answers import UnusableAnswer, shown
 from verl_digen.types import PromptRow
 

@@ -24,7 +24,6 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import In
-from verl_digen.reward.checkpoints import file
 from verl_digen.reward.encoders import (
     ClipEncoder,
     EncoderConfig,
@@ -32,6 +31,7 @@ from verl_digen.reward.encoders import (
     load_head,
     load_weights,
 )
+from verl_digen.reward.needs import checkpoint_file
 from verl_digen.types import RewardInput
 
 HEAD_FILE = "aesthetic-model.pth"
@@ -53,7 +53,7 @@ class Aesthetic(FrameReward):
     def __init__(self, config: AestheticConfig, device: torch.device):
         super().__init__(config, device)
         self.encoder = ClipEncoder.load(config.path, "aesthetic: path", device, config.dtype, has_text=False)
-        path = file(config.head, HEAD_FILE, "aesthetic: head")
+        path = checkpoint_file(config.head, HEAD_FILE, "aesthetic: head")
         state = load_weights(path, "aesthetic: head")
         self.head = load_head(state, self.encoder.width, "aesthetic: head", str(path)).to(device)
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from verl_digen.require import In, require
-from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.pictures import frames_of
+from verl_digen.reward.base import Result, Reward, frames_of
 from verl_digen.types import RewardInput
 
 

@@ -31,7 +31,6 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import require
-from verl_digen.reward.checkpoints import file, folder
 from verl_digen.reward.encoders import (
     DESCRIPTIONS,
     ClipEncoder,
@@ -43,7 +42,7 @@ from verl_digen.reward.encoders import (
     load_weights,
     renamed,
 )
-from verl_digen.reward.packages import imported
+from verl_digen.reward.needs import checkpoint_file, checkpoint_folder, imported
 
 WEIGHTS_FILE = "HPS_v2.1_compressed.pt"
 STATE = "state_dict"
@@ -86,8 +85,8 @@ class HpsV2(CosineReward):
         super().__init__(config, device)
         from transformers import CLIPConfig, CLIPModel  # heavy, and the driver imports this file
 
-        base = folder(config.base, "hpsv2: base", DESCRIPTIONS)
-        weights = load_weights(file(config.path, WEIGHTS_FILE, "hpsv2: path"), "hpsv2: path")
+        base = checkpoint_folder(config.base, "hpsv2: base", DESCRIPTIONS)
+        weights = load_weights(checkpoint_file(config.path, WEIGHTS_FILE, "hpsv2: path"), "hpsv2: path")
         require(STATE in weights, f"hpsv2: path must hold {STATE}", config.path, "check that it is the right file")
         ftfy = imported("ftfy", "hpsv2")
         clip = CLIPConfig.from_pretrained(base)

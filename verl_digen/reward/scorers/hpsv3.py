@@ -21,9 +21,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from verl_digen.require import In
-from verl_digen.reward import checkpoints
-from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.pictures import frames_of
+from verl_digen.reward.base import Result, Reward, frames_of
+from verl_digen.reward.needs import checkpoint_file
 from verl_digen.reward.qwen_regressor import FACTOR, Question, QwenConfig, QwenRegressor, patches_of, scaled_picture
 from verl_digen.types import RewardInput
 
@@ -83,7 +82,7 @@ class HPSv3(Reward):
 
     def __init__(self, config: HPSv3Config, device: torch.device):
         super().__init__(config, device)
-        weights = load_file(checkpoints.file(config.path, WEIGHTS, "hpsv3: path"))
+        weights = load_file(checkpoint_file(config.path, WEIGHTS, "hpsv3: path"))
         self._model = QwenRegressor(config, "hpsv3", weights, make_head, [TOKEN], device)
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:

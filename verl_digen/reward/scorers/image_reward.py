@@ -32,7 +32,6 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import require
-from verl_digen.reward.checkpoints import file, folder
 from verl_digen.reward.encoders import (
     DESCRIPTIONS,
     DTYPES,
@@ -45,6 +44,7 @@ from verl_digen.reward.encoders import (
     load_weights,
     renamed,
 )
+from verl_digen.reward.needs import checkpoint_file, checkpoint_folder
 from verl_digen.types import RewardInput
 
 WEIGHTS_FILE, CONFIG_FILE = "ImageReward.pt", "med_config.json"
@@ -97,10 +97,10 @@ class ImageReward(FrameReward):
         from transformers import BlipTextModel, BlipVisionModel  # heavy, and the driver imports this file
 
         key = "image_reward: path"
-        weights = file(config.path, WEIGHTS_FILE, key)
+        weights = checkpoint_file(config.path, WEIGHTS_FILE, key)
         vision, text, head = parts(load_weights(weights, key))
         vision_config = _vision_config(vision, key)
-        text_config = _text_config(file(config.path, CONFIG_FILE, key), vision_config.hidden_size, key)
+        text_config = _text_config(checkpoint_file(config.path, CONFIG_FILE, key), vision_config.hidden_size, key)
         self.size_px: Any = vision_config.image_size
         dtype = DTYPES[config.dtype]
         self.vision = load_model(BlipVisionModel, None, key, config=vision_config, state_dict=vision)
@@ -109,7 +109,7 @@ class ImageReward(FrameReward):
             model.to(device, dtype).eval().requires_grad_(False)
         self.head = load_head(head, text_config.hidden_size, key, str(weights)).to(device)
         self.tokenizer = load_tokenizer(
-            folder(config.tokenizer, "image_reward: tokenizer", DESCRIPTIONS), "image_reward: tokenizer"
+            checkpoint_folder(config.tokenizer, "image_reward: tokenizer", DESCRIPTIONS), "image_reward: tokenizer"
         )
 
     def frame_scores(

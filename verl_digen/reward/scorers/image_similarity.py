@@ -33,8 +33,7 @@ from PIL import Image
 
 from verl_digen.inputs.images import source_image
 from verl_digen.require import In, refusing, require
-from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.checkpoints import folder
+from verl_digen.reward.base import Result, Reward, images_of
 from verl_digen.reward.encoders import (
     FILES,
     RIGHT,
@@ -44,7 +43,7 @@ from verl_digen.reward.encoders import (
     load_model,
     load_processor,
 )
-from verl_digen.reward.pictures import images_of
+from verl_digen.reward.needs import checkpoint_folder
 from verl_digen.types import RewardInput
 
 DINO_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
@@ -131,7 +130,7 @@ def _load_encoder(config: ImageSimilarityConfig, device: torch.device) -> Pictur
     import transformers
 
     key = "image_similarity: path"
-    place = folder(config.path, key, FILES)
+    place = checkpoint_folder(config.path, key, FILES)
     with refusing(f"{key} must hold the config.json of a model", config.path, RIGHT):
         kind = transformers.AutoConfig.from_pretrained(place).model_type
     if kind == "clip":

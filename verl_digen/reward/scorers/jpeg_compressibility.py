@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from verl_digen.reward.pictures import encoded, frames_of
+from verl_digen.reward.base import encoded, frames_of
 
 QUALITY = 95
 KILOBYTES_PER_UNIT = 500.0

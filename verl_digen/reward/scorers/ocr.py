@@ -5,7 +5,7 @@
   `verl_digen.data.prompts`), else the quoted part of the prompt.
 - Read: the lines that rapidocr finds, in its order, joined without a space. Its classifier, which turns lines by 180
   degrees, is off, as in flow_grpo. A page without text reads as "".
-- Reward: `verl_digen.reward.text_match`, flow_grpo's rule, 0 to 1.
+- Reward: `text_reward`, flow_grpo's rule, 0 to 1.
 - Videos: `num_frames` frames, evenly spaced. `frames=mean_read` is flow_grpo's rule, the mean over frames with a reward
   above 0 (0 if there is none); `mean` counts all of them; `best` takes the best one.
 - Details: `read_length`, characters read without spaces, mean over the frames.
@@ -29,11 +29,10 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw
 
+from verl_digen.data.prompts import quoted_text
 from verl_digen.require import In, OneOf, require
-from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.packages import imported
-from verl_digen.reward.pictures import images_of
-from verl_digen.reward.text_match import text_reward, text_target
+from verl_digen.reward.base import Result, Reward, images_of
+from verl_digen.reward.needs import imported
 from verl_digen.types import PromptRow, RewardInput
 
 FRAMES = ("mean_read", "mean", "best")
@@ -139,3 +138,54 @@ def combined(rewards: Sequence[float], how: str) -> float:
 
 
 REWARD = Ocr
+
+
+def text_target(prompt: str) -> str:
+    """The text that a prompt asks for: its first part in double quotes, as it stands there.
+
+    Raises:
+        ValueError: it has no such part, or an empty one.
+
+    Example:
+        text_target('a shop sign that says "Open Now"')  # 'Open Now'
+    """
+    quoted = quoted_text(prompt)
+    if not quoted.strip():
+        raise ValueError(
+            f"a prompt of a text reward must have the text to show in double quotes, got {prompt[:200]!r}; quote it, "
+            "or give it as the row's ground truth"
+        )
+    return quoted
+
+
+def text_reward(read: str, target: str) -> float:
+    """How well a text that was read matches the text that a prompt asks for: flow_grpo's OCR reward, without the OCR.
+
+        reward = 1 - min(distance, len(target)) / len(target), in 0..1
+
+    - Both texts are lower-cased and lose their spaces (U+0020); any other character counts, line breaks too.
+    - The distance is 0 where the target is a part of what was read, else Levenshtein's. So further text beside the
+      right one costs nothing, and an empty page has reward 0.
+
+    Raises:
+        ValueError: the target has no character but spaces; rapidfuzz is not installed.
+
+    Example:
+        text_reward("open n0w", "Open Now")  # 1 - 1 / 7
+    """
+    wanted = _plain(target)
+    require(
+        bool(wanted),
+        "the target of a text reward must have a character that is not a space",
+        target,
+        "write the text to show in double quotes in the prompt, or as the row's ground truth",
+    )
+    found = _plain(read)
+    if wanted in found:
+        return 1.0
+    levenshtein = imported("rapidfuzz.distance.Levenshtein", "of texts (ocr and judges that read)")
+    return 1.0 - min(levenshtein.distance(found, wanted), len(wanted)) / len(wanted)
+
+
+def _plain(text: str) -> str:
+    return text.replace(" ", "").lower()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text in a picture, read by a vision-language model and compared with the text that the prompt asks for.
 
-Score: 1 - min(distance, length) / length, from 0 to 1 (`verl_digen/reward/text_match.py`, flow_grpo's rule). The
+Score: 1 - min(distance, length) / length, from 0 to 1 (`verl_digen/reward/scorers/ocr.py`, flow_grpo's rule). The
 question is the one that Qwen's OCR models are asked by default. An answer that says nothing means that there is no
 text, and has score 0; one that was cut off at `max_tokens` is compared up to there. A video gets the mean over
 its frames.
@@ -18,7 +18,7 @@ from typing import Any
 
 from verl_digen.reward.base import Result
 from verl_digen.reward.judges.chat import JudgeConfig, SampleJudge
-from verl_digen.reward.text_match import text_reward, text_target
+from verl_digen.reward.scorers.ocr import text_reward, text_target
 from verl_digen.types import PromptRow, RewardInput
 
 QUESTION = "Please output only the text content from the image without any additional descriptions or formatting."

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from verl_digen.require import settings_of
-from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.pictures import frames_of
+from verl_digen.reward.base import Result, Reward, frames_of
 from verl_digen.reward.servers.client import ServerClient
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
 from verl_digen.reward.servers.protocols import find

@@ -19,11 +19,9 @@ from typing import Annotated
 from PIL import Image
 
 from verl_digen.require import In
-from verl_digen.reward.base import Result
-from verl_digen.reward.judges.chat import MAX_SIDE_PX, JudgeConfig, SampleJudge
-from verl_digen.reward.judges.content import fitted, picture_parts
+from verl_digen.reward.base import Result, images_of
+from verl_digen.reward.judges.chat import MAX_SIDE_PX, JudgeConfig, SampleJudge, fitted, picture_parts
 from verl_digen.reward.judges.reading import number_in
-from verl_digen.reward.pictures import images_of
 from verl_digen.types import RewardInput
 
 QUESTION = (

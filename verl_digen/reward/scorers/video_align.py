@@ -25,9 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from verl_digen.require import In, OneOf, require
-from verl_digen.reward import checkpoints
-from verl_digen.reward.base import Result, Reward
-from verl_digen.reward.pictures import frames_of
+from verl_digen.reward.base import Result, Reward, frames_of
+from verl_digen.reward.needs import checkpoint_folder
 from verl_digen.reward.qwen_regressor import (
     FACTOR,
     TEMPORAL,
@@ -101,7 +100,7 @@ class VideoAlign(Reward):
 
     def __init__(self, config: VideoAlignConfig, device: torch.device):
         super().__init__(config, device)
-        folder = checkpoints.folder(config.path, "video_align: path")
+        folder = checkpoint_folder(config.path, "video_align: path")
         settings = _settings(folder)
         lora, self._data = settings["peft_lora_config"], settings["data_config"]
         self._norm: Mapping[str, float] | None = settings.get("inference_config")

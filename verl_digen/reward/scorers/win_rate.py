@@ -23,8 +23,7 @@ from typing import Annotated
 
 from verl_digen.require import In
 from verl_digen.reward.base import Result
-from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, Judge, JudgeConfig
-from verl_digen.reward.judges.content import Part
+from verl_digen.reward.judges.chat import MAX_TOP_LOGPROBS, Judge, JudgeConfig, Part
 from verl_digen.reward.judges.reading import preferred, require_distinct, weighed
 from verl_digen.types import RewardInput
 

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from verl_digen.require import In
-from verl_digen.reward.base import Result
-from verl_digen.reward.pictures import encoded, images_of
+from verl_digen.reward.base import Result, encoded, images_of
 from verl_digen.reward.servers.answers import Request, scores_of
+from verl_digen.reward.servers.client import ServerSettings
 from verl_digen.reward.servers.pickles import pickle_of
-from verl_digen.reward.servers.settings import ServerSettings
 from verl_digen.types import PromptRow, RewardInput
 
 

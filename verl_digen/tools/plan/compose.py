@@ -159,7 +159,7 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
     from omegaconf import read_write
     from omegaconf.errors import OmegaConfBaseException
 
-    from verl_digen.preflight.recipes import check_recipes
+    from verl_digen.preflight.start_config import check_recipes
 
     overrides = list(overrides)
     with platform_of(words), initialize_config_module("verl.trainer.config", version_base=None):

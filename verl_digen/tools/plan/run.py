@@ -23,7 +23,7 @@ from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_shards, num_trainer_devices
 from verl_digen.engine.build import add_adapter
-from verl_digen.environments.registry import environment_class
+from verl_digen.environments.built_in import environment_class
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
@@ -31,7 +31,7 @@ from verl_digen.models.flops import Flops, forward_flops
 from verl_digen.models.int8 import store_int8
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.platforms.module_memory import SHARING
-from verl_digen.preflight.precision import VERL_DEFAULTS
+from verl_digen.preflight.kernels import DTYPE_DEFAULTS
 from verl_digen.require import require
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.sampling.fp8 import Fp8Layers
@@ -290,7 +290,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
 
 
 def _dtypes(fsdp: Any, rollout: Any, digen: DigenConfig) -> Dtypes:
-    precision = VERL_DEFAULTS | dict(fsdp.mixed_precision or {})
+    precision = DTYPE_DEFAULTS | dict(fsdp.mixed_precision or {})
     return Dtypes(
         model=PrecisionType.to_dtype(fsdp.model_dtype),
         compute=PrecisionType.to_dtype(precision["param_dtype"]),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence
 
 from verl_digen.require import require
-from verl_digen.reward.packages import imported
+from verl_digen.reward.needs import imported
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 FILMS = (".mp4", ".mov", ".mkv", ".webm", ".avi")

@@ -15,8 +15,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_digen.reward.base import Result
-from verl_digen.reward.pictures import base64_of, images_of
+from verl_digen.reward.base import Result, base64_of, images_of
 from verl_digen.reward.servers.answers import Declined, Request, entry_of, json_of, numbers_of
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
 from verl_digen.types import RewardInput

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that nothing reads: added on the command line with `+`, or in a user's recipe.
+"""Keys that nothing reads: keys under `digen:` that another setting turns off (`SWITCHES`), and unknown keys, added on
+the command line with `+` or in a user's recipe.
 
 Hydra refuses an unknown key unless it is added. A section's keys are the fields of its dataclass (`_target_`), which
 verl makes of it in the workers, and keys of verl's own yaml. Not checked, because their keys are the user's:
@@ -14,7 +15,7 @@ verl makes of it in the workers, and keys of verl's own yaml. Not checked, becau
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, reduce
 from importlib.resources import files
@@ -25,7 +26,11 @@ import yaml
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.preflight.start_config import StartConfig
+from verl_digen.algorithms.objectives import default_config, objective_names
+from verl_digen.config import DigenConfig
+from verl_digen.preflight.pools import COLOCATED, TURNS
+from verl_digen.preflight.start_config import StartConfig, typed_keys
+from verl_digen.require import as_typed
 
 VERLS_YAML = "_generated_ppo_trainer.yaml"
 """verl's composed config, which it ships in addition to the parts."""
@@ -74,8 +79,6 @@ def unknown_problems(run: StartConfig) -> list[str]:
 
 def _loss_keys(config: DictConfig) -> list[str]:
     """Keys of the chosen loss, which the config holds only where they are not the defaults."""
-    from verl_digen.algorithms.objectives import default_config, objective_names
-
     name = OmegaConf.select(config, "digen.loss.name")
     return [f"digen.loss.{key}" for key in asdict(default_config(name))] if name in objective_names() else []
 
@@ -170,3 +173,81 @@ def verls_default(key: str) -> Any:
 def _verls_keys() -> Any:
     text = files("verl.trainer.config").joinpath(VERLS_YAML).read_text(encoding="utf-8")
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) | {"model_engine": None}
+
+
+DEFAULTS = DigenConfig()
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Condition under which the keys of a section are read."""
+
+    keys: str
+    """`SECTION.START`: the keys of the section whose names begin so; `SECTION.`: all."""
+    condition: str
+    """`KEY=VALUE`: they are read with this value alone. `KEY!=VALUE`: with any other."""
+    remedy: str
+    words: str = ""
+    """The condition that turns them off, where it needs more words than `with KEY=VALUE`, or others."""
+    own: str = ""
+    """The section's own key that is the switch; where it is typed, keys of a recipe may stay."""
+
+    def is_on(self, run: StartConfig) -> bool:
+        """True if the run reads the keys."""
+        key, _, wanted = self.condition.replace("!=", "=").partition("=")
+        return (as_typed(run.value(key)) == wanted) != ("!=" in self.condition)
+
+    @property
+    def off(self) -> str:
+        """The condition that turns them off, in words."""
+        word = "with" if "!=" in self.condition else "without"
+        return self.words or f"{word} {self.condition.replace('!=', '=')}"
+
+
+CONSECUTIVE = ("size", "range", "shift_")
+ROLLOUT_NAME = "actor_rollout_ref.rollout.name"
+SWITCHES = (
+    Switch("gap.", f"trainer.v1.trainer_mode!={COLOCATED}", "use recipe=...+disaggregated", TURNS),
+    Switch("queue.", f"trainer.v1.trainer_mode!={COLOCATED}", "use recipe=...+disaggregated", TURNS),
+    Switch("staleness.", "digen.staleness.max_versions!=0", "set digen.staleness.max_versions=1"),
+    Switch("tag.", "digen.tag.policy!=off", "set digen.tag.policy=bts"),
+    Switch(
+        *("environment.", "digen.environment.target!=null", "name one, digen.environment.name or .path"),
+        "without an environment",
+    ),
+    Switch("ema.", "digen.ema.enable!=false", "set digen.ema.enable=true", own="enable"),
+    Switch("kl.", "digen.kl.coef!=0.0", "set digen.kl.coef", own="coef"),
+    Switch("sampling.sa_", "digen.sampling.solver=sa", "choose that solver", own="solver"),
+    *(Switch(f"window.{name}", "digen.window.kind=consecutive", "set it", own="kind") for name in CONSECUTIVE),
+    Switch("window.fraction", "digen.window.kind=fraction", "set it", own="kind"),
+    Switch("branches.", "digen.branches.splits!=[]", "set them", own="splits"),
+    Switch("rollout.encoders", f"{ROLLOUT_NAME}!=vllm_omni", f"use {ROLLOUT_NAME}=diffusers"),
+    *(
+        Switch(
+            *(f"rollout.{name}", f"{ROLLOUT_NAME}!=trainer", f"set digen.{name}, or {ROLLOUT_NAME}=diffusers"),
+            f"with {ROLLOUT_NAME}=trainer, whose network is the trainer's",
+        )
+        for name in ("attention_backend", "compile")
+    ),
+    Switch("rollout.conditions_", "digen.rollout.encoders=before", "set that"),
+    Switch("reward.custom_", "reward.custom_reward_function.path!=null", "name it"),
+)
+
+
+def effect_problems(run: StartConfig) -> list[str]:
+    """A paragraph for each key that has another value than its default, and that this run does not read."""
+    digen = run.digen
+    return [problem for switch in SWITCHES if not switch.is_on(run) for problem in _changed(switch, run, digen)]
+
+
+def _changed(switch: Switch, run: StartConfig, digen: DigenConfig) -> Iterator[str]:
+    name_of_section, _, start = switch.keys.partition(".")
+    typed = typed_keys(run.config, f"digen.{name_of_section}")
+    section, default = (getattr(each, name_of_section) for each in (digen, DEFAULTS))
+    for name in (field.name for field in fields(section) if field.name.startswith(start)):
+        given, expected = getattr(section, name), getattr(default, name)
+        if given != expected and (name in typed or switch.own not in typed):
+            yield (
+                f"digen.{name_of_section}.{name} must be {as_typed(expected)} {switch.off}, because it has no effect "
+                f"there, got {given!r}; {switch.remedy}"
+            )

@@ -1,13 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of reward models: a path, or a repository of the Hugging Face hub, fetched once per machine."""
+"""Packages and weights that a reward needs.
+
+- Packages are looked for before a run starts, and imported when the reward is made.
+- Weights are at a path, or in a repository of the Hugging Face hub, and are fetched once per machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import importlib.util
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 
-def folder(name: str, key: str, files: Sequence[str] | None = None) -> Path:
+def imported(module: str, needed_by: str) -> ModuleType:
+    """Import an optional package.
+
+    Args:
+        needed_by: name of the reward, for the message.
+
+    Raises:
+        ValueError: it is not installed, or cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]
+        state = "is not installed" if is_missing else f"cannot be imported ({error})"
+        raise ValueError(_told(module, needed_by, state)) from error
+
+
+def require_installed(modules: Iterable[str], needed_by: str) -> None:
+    """Raise ValueError unless the packages are installed; imports none of them."""
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(_told(module, needed_by, "is not installed"))
+
+
+def _told(module: str, needed_by: str, state: str) -> str:
+    package = module.partition(".")[0]
+    return f"reward {needed_by} needs the package {package}, which {state}; pip install 'verl-digen[rewards]'"
+
+
+def checkpoint_folder(name: str, key: str, files: Sequence[str] | None = None) -> Path:
     """The folder of a checkpoint.
 
     Args:
@@ -34,7 +70,7 @@ def folder(name: str, key: str, files: Sequence[str] | None = None) -> Path:
         ) from error
 
 
-def file(name: str, filename: str, key: str) -> Path:
+def checkpoint_file(name: str, filename: str, key: str) -> Path:
     """One file of weights: `name` itself if it is a file, else `filename` in the folder or repository `name`.
 
     Raises:
@@ -43,7 +79,7 @@ def file(name: str, filename: str, key: str) -> Path:
     path = Path(name).expanduser()
     if path.is_file():
         return path
-    found = folder(name, key, [filename]) / filename
+    found = checkpoint_folder(name, key, [filename]) / filename
     if not found.is_file():
         raise ValueError(f"{key} must hold {filename}, got {name!r} without it; fetch it, or name it")
     return found
