@@ -17,8 +17,7 @@ from verl_digen.tools.plan.compose import Words, split_words
 from verl_digen.tools.plan.memory import plan_memory
 from verl_digen.tools.plan.split import plan_split, run_profile, split_lines, with_split
 from verl_digen.tools.plan.time import plan_time
-from verl_digen.tools.simulate.cluster import run_colocated, run_split, simulated_rules
-from verl_digen.tools.simulate.costs import sample_s, train_s
+from verl_digen.tools.simulate.cluster import run_colocated, run_split, sample_s, simulated_rules, train_s
 from verl_digen.tools.simulate.splits import SEARCH_STEPS, Limits, placed_splits
 
 MFU, H800 = 0.4, ("H800", "H800")

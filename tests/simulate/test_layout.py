@@ -6,7 +6,7 @@ import random
 import pytest
 
 from verl_digen.hardware.devices import Pool
-from verl_digen.tools.simulate.layout import Shape, arrange, nodes_of, pool_overrides, type_overrides
+from verl_digen.tools.simulate.splits import Shape, arrange, nodes_of, pool_overrides, type_overrides
 
 
 def test_nodes_are_full_but_the_last():

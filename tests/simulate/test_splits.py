@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from verl_digen.tools.simulate.layout import Shape
-from verl_digen.tools.simulate.splits import GRID_POINTS, Limits, best_of, placed_splits
+from verl_digen.tools.simulate.splits import GRID_POINTS, Limits, Shape, best_of, placed_splits
 
 
 def sizes(families) -> list[list[str]]:

@@ -18,7 +18,8 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
-from verl_digen.tools.export.export_command import add_run_arguments
+from verl_digen.observe.run_files import CHECKPOINT
+from verl_digen.tools.export.export_command import add_run_arguments, require_empty, written_whole
 
 NAME = "sample"
 
@@ -61,8 +62,6 @@ def run(args: Namespace) -> int:
 
 
 def _sample(args: Namespace) -> Path:
-    from verl_digen.observe.run_files import CHECKPOINT
-    from verl_digen.tools.export.partial import require_empty, written_whole
     from verl_digen.tools.export.pictures import Changes, Painter, changed, rows_of, save_pictures
     from verl_digen.tools.export.saved_run import open_run
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from verl_digen.hardware.devices import DEVICE_GB, Pool
 from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
-from verl_digen.tools.simulate.layout import (
+from verl_digen.tools.simulate.splits import (
     NODE_SIZE,
     arrange,
     parse_pool,

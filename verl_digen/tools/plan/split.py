@@ -27,9 +27,18 @@ from verl_digen.tools.plan.memory import Memory, plan_memory, update_bytes
 from verl_digen.tools.plan.run import Run
 from verl_digen.tools.plan.time import plan_time
 from verl_digen.tools.simulate.cluster import COLOCATED_TSP, Split, baselines, run_split
-from verl_digen.tools.simulate.layout import pool_overrides, pooled_nodes, type_overrides
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
-from verl_digen.tools.simulate.splits import SEARCH_STEPS, WORTH_CHANGING, Limits, Placed, best_of, placed_splits
+from verl_digen.tools.simulate.splits import (
+    SEARCH_STEPS,
+    WORTH_CHANGING,
+    Limits,
+    Placed,
+    best_of,
+    placed_splits,
+    pool_overrides,
+    pooled_nodes,
+    type_overrides,
+)
 
 GATHER_BYTES_PER_S = 160e9
 """Speed of an all-gather of weights, as in the shipped profiles: 0.8 of NVLink of an H800 in one direction."""
