@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_digen.tools.train.console import Console
+from verl_digen.tools.train.launcher import Console
 
 TASK = "\x1b[36m(TaskRunnerV1 pid=24729)\x1b[0m "
 LOGGED = "INFO:2026-11-27 19:54:52,210:"
