@@ -23,7 +23,8 @@ from verl_digen.config.pool_sizes import num_shards
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.sampling.batch_rules import batch_rules
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.tools.plan.memory import Memory, plan_memory, update_bytes
+from verl_digen.tools.plan.host import update_bytes
+from verl_digen.tools.plan.memory import Memory, plan_memory
 from verl_digen.tools.plan.run import Run
 from verl_digen.tools.plan.time import plan_time
 from verl_digen.tools.simulate.cluster import COLOCATED_TSP, Split, baselines, run_split

@@ -20,7 +20,7 @@ from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
 from verl_digen.hardware.devices import PEAK_TFLOPS
-from verl_digen.tools.plan.run import Run, Settings, policies_read
+from verl_digen.tools.plan.run import Run, Settings
 
 SHOWN_STEPS = 100
 
@@ -60,8 +60,7 @@ def plan_time(
     num_pictures = settings.num_begun * settings.num_turns
     generating = num_pictures * _generation_steps(settings.digen) * measured.flops.forward
     row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
-    digen = settings.digen
-    row += _further_forwards(digen) * measured.flops.forward
+    row += _further_forwards(settings) * measured.flops.forward
     training = run.num_trained_rows * row
     if device is None:
         return StepTime(generating, training, None, None, None)
@@ -80,7 +79,8 @@ def _generation_steps(digen: DigenConfig) -> float:
     return mean_steps_taken(outside, digen.window, num_steps) if outside.passes_over else num_steps
 
 
-def _further_forwards(digen: DigenConfig) -> int:
+def _further_forwards(settings: Settings) -> int:
     """Forwards of a row besides the one that trains."""
+    digen = settings.digen
     has_joint = digen.loss_name in objective_names() and find_objective(digen.loss_name).joint is not None
-    return int(digen.old_log_probs == "recompute") + int(has_joint) + len(policies_read(digen))
+    return int(digen.old_log_probs == "recompute") + int(has_joint) + len(settings.policies_read)
