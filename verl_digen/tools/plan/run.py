@@ -39,7 +39,6 @@ from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import plain_request, planned_geometry, rows_per_group
 from verl_digen.tools.plan.activations import Activations, trace_activations
 from verl_digen.tools.plan.compose import is_split
-from verl_digen.tools.plan.decoding import TILED, decoding_bytes
 from verl_digen.tools.plan.networks import (
     Counts,
     Part,
@@ -49,6 +48,7 @@ from verl_digen.tools.plan.networks import (
     list_tensors,
     transformer_bytes,
 )
+from verl_digen.tools.plan.peak import TILED, decoding_bytes
 from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
