@@ -6,7 +6,7 @@ from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import AdvantageConfig, GapConfig, KlConfig, SamplingConfig
-from verl_digen.tools.plan.time import plan_time
+from verl_digen.tools.plan.split import plan_time
 
 FORWARD = 100e12
 SAMPLES, STEPS, ROWS = 32, 10, 9

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.hardware.versions import installed
 from verl_digen.observe.run_files import START, replace_text
 from verl_digen.preflight.recipes import GROUP_WORD, command_line, named_recipes
-from verl_digen.report.start import leaves
+from verl_digen.report.summary import leaves
 
 MISSING = "(not there)"
 """Stands for the value of a key that one of two configs does not have."""

@@ -37,7 +37,7 @@ from verl_digen.models.experts import Experts
 from verl_digen.models.locate import HUB_ID
 from verl_digen.observe.run_files import METRICS, read_lines
 from verl_digen.report.curves import thinned
-from verl_digen.report.start import read_start
+from verl_digen.report.summary import read_start
 from verl_digen.require import require
 from verl_digen.tools.export.comfyui import require_known, save_comfyui, scales_of
 from verl_digen.tools.export.policy import PolicyWeights

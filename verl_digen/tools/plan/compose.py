@@ -254,17 +254,10 @@ def device_of(words: Words) -> tuple[str | None, int | None]:
 
     from verl_digen.models.flops import device_type
 
-    here = get_platform()
-    kind, found = words.device, None
-    if words.pools is not None:
-        kinds = [pool.device for pool in words.pools]
-        smallest = min(DEVICE_GB[kind] for kind in kinds) * GB
-        return kinds[0], smallest if words.gpu_mem is None else int(words.gpu_mem * GB)
-    if kind is None and not (here.device_name == "cpu" and words.names_accelerator):
-        if here.device_name == "cpu" or here.is_available():
-            _, found = here.device_module.mem_get_info()
-        if here.device_name != "cpu" and here.is_available():
-            kind = device_type(here.device_module.get_device_name(0))
-    elif kind is not None:
-        found = DEVICE_GB[kind] * GB
+    here, kind, found = get_platform(), None, None
+    if words.types is not None:
+        kind, found = words.types[0], min(DEVICE_GB[kind] for kind in words.types) * GB
+    elif here.is_available() if here.device_name != "cpu" else not words.names_accelerator:
+        _, found = here.device_module.mem_get_info()
+        kind = None if here.device_name == "cpu" else device_type(here.device_module.get_device_name(0))
     return kind, found if words.gpu_mem is None else int(words.gpu_mem * GB)
