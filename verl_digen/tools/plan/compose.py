@@ -190,7 +190,13 @@ def is_split(config: DictConfig) -> bool:
 def _pools(words: Words, split: bool) -> list[str]:
     """Overrides that give each pool its devices."""
     if words.pools is not None:
-        return _pools_of_types(*words.pools, split=split)
+        given = "+".join(map(str, words.pools))
+        require(
+            split, "gpus must be a number where trainer and replicas share devices", given, "add recipe disaggregated"
+        )
+        shapes = arrange(pooled_nodes(words.pools, ()), *words.pools)
+        assert shapes is not None  # pools of nodes with one device each can always be placed
+        return [*pool_overrides(*shapes), *type_overrides(*words.pools)]
     gpus = words.gpus
     assert gpus is not None
     require(not split or gpus % 2 == 0, "gpus must be even with separate pools", gpus, "give the pools' own keys")
@@ -204,15 +210,6 @@ def _pools(words: Words, split: bool) -> list[str]:
     )
     keys = POOL_KEYS if split else POOL_KEYS[:2]
     return [f"{key}={num_nodes if key.endswith('nnodes') else num_devices // num_nodes}" for key in keys]
-
-
-def _pools_of_types(trainer: Pool, generator: Pool, *, split: bool) -> list[str]:
-    """Overrides for pools that each have devices of their own type."""
-    given = f"{trainer}+{generator}"
-    require(split, "gpus must be a number where trainer and replicas share devices", given, "add recipe disaggregated")
-    shapes = arrange(pooled_nodes((trainer, generator), ()), trainer, generator)
-    assert shapes is not None  # pools of nodes with one device each can always be placed
-    return [*pool_overrides(*shapes), *type_overrides(trainer, generator)]
 
 
 @contextmanager

@@ -140,18 +140,18 @@ class Run:
         """Draw `num` pictures of each prompt in this process, as `digen sample` does; of a video its filmstrip.
 
         Args:
-            step: of the checkpoint; the newest one unless given. changes: `seed`, `num_steps`, `size_px` of `Changes`.
+            step: of the checkpoint; the newest one unless given. changes: `seed`, `num_steps` and `size_px`.
         """
         import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
         from PIL import Image
 
         from verl_digen.observe.images import filmstrip
-        from verl_digen.tools.export.pictures import Changes, Painter, changed, rows_of
+        from verl_digen.tools.export.pictures import Painter, changed, rows_of
         from verl_digen.tools.export.saved_run import open_run
 
         saved = open_run(self.folder, step, None)
         rows = rows_of(saved, [prompts] if isinstance(prompts, str) else prompts, None)
-        painter = Painter(saved, policy, changed(saved.digen, Changes(**changes)))
+        painter = Painter(saved, policy, changed(saved.digen, **changes))
         drawn = [pixels for row in rows for pixels, _ in painter.draw(row, num)]
         return [Image.fromarray((filmstrip(one) if one.ndim == 4 else one).cpu().numpy()) for one in drawn]
 
