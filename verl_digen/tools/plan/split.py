@@ -22,7 +22,7 @@ A split (`plan_split`):
 - Left out: encoding, decoding, environments, variance, and rewards without `reward_s`. Episodes and pictures of a data
   set get no proposal.
 
-Invariants (tests/plan/test_time.py, test_split.py): twice as many devices take half the time; two pools take no longer
+Invariants (tests/plan/test_split.py): twice as many devices take half the time; two pools take no longer
 than the slower; a proposed split fits and passes the checks of a start; its seconds are from `digen simulate` for the
 same profile.
 """

@@ -11,7 +11,7 @@ the overrides that ask for them, and the search of the best split, by simulation
 - A pool has devices of one type; of two types each family of splits is searched by itself: one type trains and the
   other generates, or one type does both and the other is not used.
 
-Invariants (tests/simulate/test_layout.py, test_splits.py): what is placed on a node is never more than it has; what is
+Invariants (tests/simulate/test_splits.py): what is placed on a node is never more than it has; what is
 found was among the splits given; up to `GRID_POINTS` of a family it is the best of them.
 """
 
