@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -64,11 +65,7 @@ def check_update(setting: Setting) -> str:
     Raises:
         CheckFailed: it did not arrive, or not as it was sent.
     """
-    context = multiprocessing.get_context("spawn")
-
-    def in_a_process() -> Executor:
-        return ProcessPoolExecutor(1, mp_context=context)
-
+    in_a_process = partial(ProcessPoolExecutor, 1, mp_context=multiprocessing.get_context("spawn"))
     return round_trips(CPU_UPDATE_MB if setting.is_cpu else UPDATE_MB, in_a_process)
 
 

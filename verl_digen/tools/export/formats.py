@@ -25,7 +25,7 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_N
 from diffusers.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from huggingface_hub import ModelCardData, metadata_load
 from omegaconf import OmegaConf
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from peft.tuners.lora import LoraConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
 from safetensors import SafetensorError
@@ -48,28 +48,6 @@ MAX_FILE_BYTES = 5 << 30
 
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions on a full disk: safetensors has its own."""
-
-
-def save_peft_adapter(config: PeftConfig, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write an adapter as peft's own `save_pretrained` does, into a folder that is there or is made."""
-    folder.mkdir(exist_ok=True)
-    save_file(tensors, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
-    is_inference, config.inference_mode = config.inference_mode, True
-    config.save_pretrained(str(folder))
-    config.inference_mode = is_inference
-
-
-def save_pipeline_adapter(config: PeftConfig, tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write an adapter for `pipeline.load_lora_weights(folder)` of diffusers."""
-    described = {
-        f"transformer.{key}": sorted(value) if isinstance(value, set) else value
-        for key, value in config.to_dict().items()
-    }
-    save_file(
-        {f"transformer.{name.removeprefix(PEFT_PREFIX)}": value for name, value in tensors.items()},
-        folder / LORA_WEIGHT_NAME_SAFE,
-        metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)},
-    )
 
 
 def save_networks(network: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -148,14 +126,26 @@ def _write_networks(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: 
 def _write_diffusers(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:
     if not run.is_lora:
         return _write_networks(run, weights, folder, dtype)
-    for name, config, tensors in adapters(run, weights, dtype):
+    for name, config, tensors in adapters(run, weights, dtype):  # each for `pipeline.load_lora_weights(folder)`
         (folder / name).mkdir(exist_ok=True)
-        save_pipeline_adapter(config, tensors, folder / name)
+        described = {
+            f"transformer.{key}": sorted(value) if isinstance(value, set) else value
+            for key, value in config.to_dict().items()
+        }
+        save_file(
+            {f"transformer.{key.removeprefix(PEFT_PREFIX)}": value for key, value in tensors.items()},
+            folder / name / LORA_WEIGHT_NAME_SAFE,
+            metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)},
+        )
 
 
 def _write_peft(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:
-    for name, config, tensors in adapters(run, weights, dtype):
-        save_peft_adapter(config, tensors, folder / name)
+    for name, config, tensors in adapters(run, weights, dtype):  # as peft's own `save_pretrained` does
+        (folder / name).mkdir(exist_ok=True)
+        save_file(tensors, folder / name / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+        is_inference, config.inference_mode = config.inference_mode, True
+        config.save_pretrained(str(folder / name))
+        config.inference_mode = is_inference
 
 
 def _write_comfyui(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:

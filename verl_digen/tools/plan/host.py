@@ -136,20 +136,15 @@ def page_locked_bytes(num_bytes: int) -> int:
 
 
 # -- wire and disk ---------------------------------------------------------------------------------------------
-def _transformer_params(run: Run) -> int:
-    """Parameters of the transformer without an adapter, exported tables included."""
-    counts = run.measured.counts
-    return counts.num_params - (counts.num_trained if run.settings.is_lora else 0) + counts.exported_buffers
-
-
 def update_bytes(run: Run) -> int:
     """Bytes of one weight update to one replica."""
-    settings = run.settings
+    settings, counts = run.settings, run.measured.counts
     if settings.draws:
         return 0
     if settings.is_lora and not settings.merges_lora:
-        return run.measured.counts.num_trained * settings.dtypes.rollout.itemsize
-    return _transformer_params(run) * settings.dtypes.rollout.itemsize
+        return counts.num_trained * settings.dtypes.rollout.itemsize
+    whole = counts.num_params - (counts.num_trained if settings.is_lora else 0) + counts.exported_buffers
+    return whole * settings.dtypes.rollout.itemsize
 
 
 def _queue(run: Run) -> Items:

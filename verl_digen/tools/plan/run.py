@@ -343,7 +343,10 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     def build(network: nn.Module, *, with_adapter: bool = settings.is_lora) -> nn.Module:
         if model_config.int8_base:
             store_int8(network)
-        return _adapted(network, model_config) if with_adapter else network
+        if not with_adapter:
+            return network
+        with torch.device("meta"):  # an adapter without weights, as the network has none
+            return add_adapter(network, model_config, rank=1)
 
     # making a network takes as long as tracing it: `base` is traced, too, where it is one network
     network = build(model.load_structure(dtypes.model)) if settings.is_lora else base
@@ -394,12 +397,6 @@ def turn_geometry(digen: DigenConfig, model: DiffusionModel) -> Geometry:
         planned = least if sampling.planned_images is None else sampling.planned_images
         sampling = replace(sampling, planned_images=max(1, planned))
     return planned_geometry(sampling, least)
-
-
-def _adapted(network: nn.Module, model_config: DiffusionModelConfig) -> nn.Module:
-    """The network with an adapter without weights, as the network has none."""
-    with torch.device("meta"):
-        return add_adapter(network, model_config, rank=1)
 
 
 def _bytes(condition: Condition, dtype: torch.dtype) -> int:
