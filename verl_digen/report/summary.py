@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is, for the page: its start (words, recipes, config against the recipes, notes, versions), its warnings,
+"""A run for the page: its start (words, recipes, config against the recipes, notes, versions), its warnings,
 its few most important numbers, and its health.
 
 The start is read from `start.json`; of a run without it, which a program of the user's started, from the newest
