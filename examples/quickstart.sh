@@ -8,6 +8,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 # the machine's devices come first, so that an argument can ask for less
-devices="$(python -W ignore -m verl_digen.tools.checkup.quickstart)"
+devices="$(python -W ignore -m verl_digen.tools.checkup.training)"
 run_dir="outputs/digen/quickstart-$(date +%Y-%m-%d_%H-%M-%S)"
 exec digen train digen_quickstart trainer.default_local_dir="$run_dir" ${devices:+"$devices"} "$@"

@@ -5,7 +5,7 @@
 here; each is loaded when it is asked for.
 """
 
-OWN_NAMES = {"Run": "tools.run", "train": "tools.train.program"}
+OWN_NAMES = dict.fromkeys(("Run", "train"), "tools.train.program")
 """Name -> module of this package, as in `RFC_NAMES`."""
 
 RFC_NAMES = {

@@ -11,8 +11,8 @@
                                                                     max(samples * seconds * replay_factor, gathers)
 
 `seconds` is step_s with one gather for a log-prob (a forward), row_s with two for training; gathers as in
-`verl_digen.tools.simulate.costs`. K is the profile's: `windowed` gives the published window. Reward and gathers aside,
-all of it is a multiple of the profile's own seconds, so that other models and devices are run the same way.
+`verl_digen.tools.simulate.cluster`. K is the profile's: `windowed` gives the published window. Reward and gathers
+aside, all of it is a multiple of the profile's own seconds, so that other models and devices are run the same way.
 
 *Calibration.* `VERL_OMNI` says of every number whether it was published, derived from published ones, or fitted. Two
 are fitted, to two published steps (`PUBLISHED`), and no run but this one reads them.
@@ -28,8 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from verl_digen.hardware.devices import Pool
-from verl_digen.tools.simulate.cluster import Outcome, turns_outcome
-from verl_digen.tools.simulate.costs import sample_s
+from verl_digen.tools.simulate.cluster import Outcome, sample_s, turns_outcome
 from verl_digen.tools.simulate.profile import Numbers, Profile, windowed
 
 NAME = "as-verl-omni"

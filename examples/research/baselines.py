@@ -34,9 +34,9 @@ from verl_digen.tools.simulate.cluster import (
     Split,
     run_colocated,
     run_split,
+    sample_s,
     together,
 )
-from verl_digen.tools.simulate.costs import sample_s
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
 from verl_digen.tools.simulate.splits import best_split
 

@@ -24,7 +24,7 @@ from statistics import median
 import psutil
 
 from verl_digen.observe.run_files import METRICS, read_lines
-from verl_digen.tools.checkup.quickstart import override
+from verl_digen.tools.checkup.training import quickstart_override
 
 LOOK_S = 2.0
 """Time between two looks at the processes."""
@@ -61,7 +61,11 @@ def measure(factor: int, num_steps: int, out: Path) -> None:
     run_dir = out / f"times_{factor}"
     run_dir.mkdir(parents=True)
     words = [
-        *("recipe=digen_quickstart", f"trainer.default_local_dir={run_dir}", override(0, len(os.sched_getaffinity(0)))),
+        *(
+            "recipe=digen_quickstart",
+            f"trainer.default_local_dir={run_dir}",
+            quickstart_override(0, len(os.sched_getaffinity(0))),
+        ),
         *(f"trainer.total_training_steps={num_steps}", f"data.train_batch_size={PROMPTS * factor}"),
         *("trainer.test_freq=-1", "trainer.val_before_train=false", "trainer.logger=[]", "digen.report=false"),
     ]

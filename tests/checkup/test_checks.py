@@ -24,9 +24,9 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.models import sd3
 from verl_digen.observe.run_files import METRICS
 from verl_digen.patches import attention_gradient
-from verl_digen.tools.checkup import attention, gradient, selftest, sleeping, training, update
+from verl_digen.tools.checkup import device, gradient, selftest, training, weights
 from verl_digen.tools.checkup.checks import CheckFailed, Setting
-from verl_digen.tools.checkup.runner import read_figures
+from verl_digen.tools.checkup.command import read_figures
 from verl_digen.trainer.run_output import append_metrics
 from verl_digen.weights.receiver import Live
 from verl_digen.weights.sending import own_device
@@ -36,7 +36,7 @@ SIZE_MB = 64
 
 
 def setting(folder: Path) -> Setting:
-    return Setting(folder, num_devices=1, architecture="sd3", update_mb=SIZE_MB, asleep_mb=2 * SIZE_MB)
+    return Setting(folder, num_devices=1, architecture="sd3")
 
 
 def in_a_thread() -> ThreadPoolExecutor:
@@ -87,11 +87,11 @@ def test_a_kernel_that_reads_a_second_layout_as_the_first_fails_without_dense_gr
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda query, **rest: as_cudnn(query, **rest))
     if is_dense:
-        assert attention.check_attention(setting(tmp_path)).startswith("gradients of attention differ by at most ")
+        assert device.check_attention(setting(tmp_path)).startswith("gradients of attention differ by at most ")
         return
     monkeypatch.setattr(attention_gradient._DenseGradient, "backward", staticmethod(lambda ctx, gradient: gradient))
     with pytest.raises(CheckFailed, match=r"gradient is off by width 64: 1\..e\+00, width 64, masked: .*at most 0\.02"):
-        attention.check_attention(setting(tmp_path))
+        device.check_attention(setting(tmp_path))
 
 
 # -- gradient -----------------------------------------------------------------------------------------------
@@ -134,16 +134,16 @@ def test_a_number_that_changes_on_the_way_fails(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         CheckFailed, match=r"a live update of 64 MiB: a weight update with checksum .* did not reach the network"
     ):
-        update.round_trips(SIZE_MB, in_a_thread)
+        weights.round_trips(SIZE_MB, in_a_thread)
 
 
 def test_a_receiver_that_dies_is_the_cause(monkeypatch: pytest.MonkeyPatch):
     def no_room(*args):
         raise torch.OutOfMemoryError("no room for the network")
 
-    monkeypatch.setattr(update, "receive", no_room)
+    monkeypatch.setattr(weights, "receive", no_room)
     with pytest.raises(CheckFailed, match="a live update of 64 MiB: no room for the network"):
-        update.round_trips(SIZE_MB, in_a_thread)
+        weights.round_trips(SIZE_MB, in_a_thread)
 
 
 # -- sleep --------------------------------------------------------------------------------------------------
@@ -155,9 +155,9 @@ def test_numbers_that_do_not_come_back_fail(monkeypatch: pytest.MonkeyPatch):
             UntypedStorage.resize_(storage, num_bytes)
             storage.fill_(0)
 
-    monkeypatch.setattr(sleeping.DeviceMemory, "restore", restore)
+    monkeypatch.setattr(weights.DeviceMemory, "restore", restore)
     with pytest.raises(CheckFailed, match="weights that no update replaces have other numbers"):
-        sleeping.sleep_and_wake(4 * SIZE_MB, CPU)
+        weights.sleep_and_wake(4 * SIZE_MB, CPU)
 
 
 MAIN = """
@@ -234,14 +234,15 @@ def test_a_run_that_ends_is_told_with_what_it_noted_before(tmp_path: Path, monke
 # -- on the pretend accelerator ------------------------------------------------------------------------------
 def _all_on_the_device(path: Path, folder: Path) -> tuple[str, ...]:
     given = setting(folder)
+    weights.ASLEEP_MB = 2 * SIZE_MB
     dist.init_process_group("cpu:gloo,pretend:gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
     gap = gradient.gradient_gap(path)
     return (
         selftest.check_numerics(given),
-        attention.check_attention(given),
+        device.check_attention(given),
         gradient.conclude([gap]),
-        update.round_trips(SIZE_MB, in_a_thread),
-        sleeping.check_sleeping(given),
+        weights.round_trips(SIZE_MB, in_a_thread),
+        weights.check_sleeping(given),
     )
 
 
@@ -259,16 +260,16 @@ def test_the_checks_run_on_an_accelerator(tiny_qwen_image: Path, tmp_path: Path)
 
 
 def _leaking_server(folder: Path) -> str:
-    release = sleeping.DeviceMemory.release
+    release = weights.DeviceMemory.release
 
     def keep_one(self, **replaced):
         if len(self._modules) > 2:  # the server's: transformer, encoders, VAE
             self._modules = self._modules[:-1]
         return release(self, **replaced)
 
-    sleeping.DeviceMemory.release = keep_one
+    weights.DeviceMemory.release, weights.ASLEEP_MB = keep_one, 2 * SIZE_MB
     with pytest.raises(CheckFailed) as failed:
-        sleeping.check_sleeping(setting(folder))
+        weights.check_sleeping(setting(folder))
     return str(failed.value)
 
 
@@ -277,9 +278,9 @@ def test_a_server_that_keeps_its_decoder_fails(tmp_path: Path):
 
 
 def _memory_stays() -> str:
-    sleeping.DeviceMemory.release = lambda self, replaced=tuple: 0
+    weights.DeviceMemory.release = lambda self, replaced=tuple: 0
     with pytest.raises(CheckFailed) as failed:
-        sleeping.sleep_and_wake(2 * SIZE_MB, own_device(get_platform().device_name))
+        weights.sleep_and_wake(2 * SIZE_MB, own_device(get_platform().device_name))
     return str(failed.value)
 
 

@@ -15,10 +15,9 @@ import torch
 from tests.tiny_models import build_tiny
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
-from verl_digen.tools.checkup import checkpoints
-from verl_digen.tools.checkup.checkpoints import TRUE_SIZES
+from verl_digen.tools.checkup import training
 from verl_digen.tools.checkup.checks import CHECKS
-from verl_digen.tools.checkup.training import RUNS, SMALL
+from verl_digen.tools.checkup.training import RUNS, SMALL, TRUE_SIZES
 from verl_digen.tools.plan.command import check_words
 from verl_digen.tools.plan.compose import Words
 
@@ -73,9 +72,9 @@ def test_a_checkpoint_of_published_size_has_the_configs_and_every_weight(
 ):
     """Tiny configs in place of the published ones; encoders and VAE are written, the transformer is drawn."""
     tiny = build_tiny("sd3", tmp_path / "tiny")
-    monkeypatch.setattr(checkpoints, "write_configs", lambda repository, folder: _copy_configs(tiny, folder))
-    folder = checkpoints.write_checkpoint("sd3", tmp_path / "made")
-    assert not list(folder.glob("transformer/*.safetensors")) and checkpoints.write_checkpoint("sd3", folder) == folder
+    monkeypatch.setattr(training, "write_configs", lambda repository, folder: _copy_configs(tiny, folder))
+    folder = training.write_checkpoint("sd3", tmp_path / "made")
+    assert not list(folder.glob("transformer/*.safetensors")) and training.write_checkpoint("sd3", folder) == folder
     model = load_model(folder)
     (condition,) = model.load_encoder(torch.float16, torch.device("cpu"))([PromptInputs("a red circle")])
     assert condition["embeds"].isfinite().all() and condition["embeds"].std() > 0

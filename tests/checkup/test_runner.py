@@ -16,17 +16,18 @@ import psutil
 import pytest
 
 from verl_digen import cli
-from verl_digen.tools.checkup import command, runner
+from verl_digen.tools.checkup import command
 from verl_digen.tools.checkup.checks import CHECKS, Setting
-from verl_digen.tools.checkup.quickstart import override
-from verl_digen.tools.checkup.runner import Outcome, to_table
+from verl_digen.tools.checkup.command import Outcome, to_table
+from verl_digen.tools.checkup.training import quickstart_override
 
 SHORT = [name for name, check in CHECKS.items() if not check.is_full]
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
 name, setting = sys.argv[1], json.load(sys.stdin)
 def say(**said): open(setting["folder"] + "/outcome.json", "w").write(json.dumps(said))
-open(setting["folder"] + "/figures.jsonl", "w").write(json.dumps({"what": "speed", "gb_s": 1.25, "way": name}) + "\\n")
+way = os.environ.get("VERL_PLATFORM", name)
+open(setting["folder"] + "/figures.jsonl", "w").write(json.dumps({"what": "speed", "gb_s": 1.25, "way": way}) + "\\n")
 print("imports", flush=True)
 if name == "numerics": say(cause="too far off")
 if name == "attention": say(figure=f"{setting['num_devices']} devices")
@@ -51,7 +52,7 @@ class Process(subprocess.Popen[str]):
         assert self.stdin is not None and input is not None and timeout is not None
         self.stdin.write(input)
         self.stdin.close()
-        log = Path(json.loads(input)["folder"]) / runner.LOG
+        log = Path(json.loads(input)["folder"]) / command.LOG
         while not re.search(r"^\d+\n", log.read_text(), re.MULTILINE):
             assert self.poll() is None, log.read_text()
             time.sleep(0.01)
@@ -63,8 +64,9 @@ class Process(subprocess.Popen[str]):
 def no_time_is_lost() -> Iterator[None]:
     """Waiting for a check that hangs takes no time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Process}))
-        patch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: Process.clock_s))
+        patch.delenv("VERL_PLATFORM", raising=False)
+        patch.setattr(command, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Process}))
+        patch.setattr(command, "time", SimpleNamespace(monotonic=lambda: Process.clock_s))
         yield
 
 
@@ -75,9 +77,9 @@ def tmp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(no_time_is_lost: None, tmp: Path) -> dict[str, Outcome]:
-    given = Setting(tmp, num_devices=2, architecture="sd3", update_mb=1, asleep_mb=1)
+    given = Setting(tmp, num_devices=2, architecture="sd3")
     program = (sys.executable, "-c", PROGRAM)
-    return {one.name: one for one in runner.run_checks(SHORT, given, variables={}, program=program)}
+    return {one.name: one for one in command.run_checks(SHORT, given, program=program)}
 
 
 def test_a_check_that_fails_dies_or_hangs_stops_no_other(outcomes: dict[str, Outcome], tmp: Path):
@@ -100,7 +102,7 @@ def test_a_check_that_fails_dies_or_hangs_stops_no_other(outcomes: dict[str, Out
 
 
 def test_a_line_each_and_a_table_with_cause_and_remedy(outcomes: dict[str, Outcome], capsys: pytest.CaptureFixture):
-    assert list(runner.report(SHORT, outcomes.values())) == list(outcomes.values())
+    assert list(command.report(SHORT, outcomes.values())) == list(outcomes.values())
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0].startswith("FAIL  numerics") and lines[2] == "      cause  too far off"
@@ -114,17 +116,17 @@ def test_a_line_each_and_a_table_with_cause_and_remedy(outcomes: dict[str, Outco
 def test_a_budget_ends_a_check_and_leaves_out_those_that_no_longer_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    monkeypatch.setitem(runner.CHECKS, "sleep", replace(CHECKS["sleep"], least_s=0.5))
-    given = Setting(tmp_path / "out", num_devices=2, architecture="sd3", update_mb=1, asleep_mb=1)
+    monkeypatch.setitem(command.CHECKS, "sleep", replace(CHECKS["sleep"], least_s=0.5))
+    given = Setting(tmp_path / "out", num_devices=1, architecture="sd3", is_cpu=True)
     names = ["sleep", "attention"]
-    outcomes = runner.run_checks(names, given, variables={}, budget_s=2.0, program=(sys.executable, "-c", PROGRAM))
-    (killed,) = runner.report(names, outcomes, tmp_path)
+    outcomes = command.run_checks(names, given, budget_s=2.0, program=(sys.executable, "-c", PROGRAM))
+    (killed,) = command.report(names, outcomes, tmp_path)
     assert killed.cause == "it was not done after 2 s"
-    assert killed.measured == [{"what": "speed", "gb_s": 1.25, "way": "sleep"}], "what it noted before is kept"
+    assert killed.measured == [{"what": "speed", "gb_s": 1.25, "way": "cpu"}], "what it noted before is kept"
     text = (tmp_path / "report.md").read_text()
     assert "Left out for lack of time: attention." in text and text == capsys.readouterr().out
     noted = json.loads((tmp_path / "figures.jsonl").read_text())
-    assert noted == {"check": "sleep", "what": "speed", "gb_s": 1.25, "way": "sleep"}
+    assert noted == {"check": "sleep", "what": "speed", "gb_s": 1.25, "way": "cpu"}
 
 
 def arguments(*words: str):
@@ -136,16 +138,16 @@ def test_options_choose_the_checks_and_the_exit_code_is_theirs(
 ):
     asked = []
 
-    def run_checks(names, given, *, variables, budget_s):
-        asked.append((names, given, variables, budget_s))
+    def run_checks(names, given, *, budget_s):
+        asked.append((names, given, budget_s))
         yield from (Outcome(name, name != "update", 1.0, "fine", "broken" * (name == "update")) for name in names)
 
-    monkeypatch.setattr(runner, "run_checks", run_checks)
+    monkeypatch.setattr(command, "run_checks", run_checks)
     words = ("--gpu", "--device", "cpu", "--architecture", "sd3", "--skip", "training")
     assert command.run(arguments(*words, "--skip", "update", "--json", str(tmp_path / "out.json"))) == 0
-    (names, given, variables, budget_s) = asked[0]
+    (names, given, budget_s) = asked[0]
     assert budget_s == math.inf
-    assert names == ["numerics", "attention", "gradient", "sleep"] and variables == {"VERL_PLATFORM": "cpu"}
+    assert names == ["numerics", "attention", "gradient", "sleep"] and given.is_cpu
     assert (given.architecture, given.num_devices) == ("sd3", 1) and not given.folder.exists()
     written = json.loads((tmp_path / "out.json").read_text())
     assert [check["passed"] for check in written["checks"]] == [True] * 4 and written["device"] == "cpu"
@@ -155,7 +157,7 @@ def test_options_choose_the_checks_and_the_exit_code_is_theirs(
     assert asked[1][1].folder.exists(), "logs of failed checks stay"
     asked[1][1].folder.rmdir()
     command.run(arguments("--gpu", "--device", "cpu", "--full", "--budget", "90", "--skip", "sd3"))
-    assert asked[2][0] == [name for name in CHECKS if name != "sd3"] and asked[2][3] == 90
+    assert asked[2][0] == [name for name in CHECKS if name != "sd3"] and asked[2][2] == 90
     command.run(arguments("--gpu", "--device", "cpu", "--only", "sd3", "--out", str(tmp_path / "kept")))
     assert asked[3][0] == ["sd3"] and asked[3][1].folder == tmp_path / "kept" and asked[3][1].folder.exists()
 
@@ -182,6 +184,6 @@ def test_a_bad_option_is_told_before_a_check_runs(capsys: pytest.CaptureFixture,
 
 def test_the_quick_start_takes_the_devices_that_divide_its_prompts_or_two_ranks_that_share_the_cores():
     cases = {(1, 64): 1, (3, 64): 2, (7, 64): 4, (8, 64): 8, (16, 64): 8, (0, 1): 1, (0, 2): 2, (0, 64): 2}
-    assert {case: override(*case) for case in cases} == {
+    assert {case: quickstart_override(*case) for case in cases} == {
         case: f"trainer.n_gpus_per_node={ranks}" if ranks > 1 else "" for case, ranks in cases.items()
     }

@@ -17,7 +17,7 @@ from tests.engine.serial import plain_transformer
 from tests.export.runs import digen, save_run, trained_engine
 from tests.tiny_models import build_tiny
 from verl_digen.engine.driver_checkpoint import export_checkpoint
-from verl_digen.tools.export.folders import save_transformer
+from verl_digen.tools.export.formats import save_transformer
 from verl_digen.tools.export.saved_run import open_run
 
 POLICIES = {"current": "current", "ema": "average"}
@@ -186,7 +186,7 @@ def test_a_full_disk_leaves_nothing(saved, tmp_path: Path, monkeypatch, capsys):
     def no_space(*args, **given):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("verl_digen.tools.export.folders.save_file", no_space)
+    monkeypatch.setattr("verl_digen.tools.export.formats.save_file", no_space)
     assert digen("export", saved["full"][0], "--output", tmp_path / "out") == 2
     assert "nothing was exported" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

@@ -13,8 +13,7 @@ from tests.observe.timeline_runs import START_S, interval, lane, random_interval
 from verl_digen import cli
 from verl_digen.observe.timeline import TimelineFile, read_timeline
 from verl_digen.observe.timeline.interval import KINDS
-from verl_digen.observe.timeline.layout import COLOURS, group_label, group_names, rows
-from verl_digen.observe.timeline.trace import to_trace
+from verl_digen.observe.timeline.trace import COLOURS, group_label, group_names, rows, to_trace
 
 EVER = (float("-inf"), float("inf"))
 

@@ -45,9 +45,10 @@ from verl_digen.models.experts import networks_of
 from verl_digen.models.published import write_configs
 from verl_digen.models.sequence import split_networks
 from verl_digen.sampling.requests import planned_geometry
-from verl_digen.tools.plan.activations import give_fake_weights, run_rows
+from verl_digen.tools.plan.activations import run_rows
 from verl_digen.tools.plan.compose import Words, compose_run
 from verl_digen.tools.plan.networks import blocks_of
+from verl_digen.tools.plan.peak import give_fake_weights
 from verl_digen.tools.plan.run import Run, empty_condition, read_run
 
 LOADS = "verl.workers.engine.fsdp.transformer_impl.fsdp2_load_full_state_dict"

@@ -9,10 +9,9 @@ import torch
 from tests.grid import IN_GRID
 from verl_digen.models import load_model
 from verl_digen.models.published import checkpoint_folder
-from verl_digen.tools.plan import decoding
-from verl_digen.tools.plan.decoding import TILED, decoding_bytes
+from verl_digen.tools.plan import peak
 from verl_digen.tools.plan.networks import count_parts
-from verl_digen.tools.plan.peak import PeakBytes
+from verl_digen.tools.plan.peak import TILED, PeakBytes, decoding_bytes
 from verl_digen.types import Geometry
 
 
@@ -65,7 +64,7 @@ def test_a_decoder_that_takes_tiles_needs_what_one_tile_does(monkeypatch, reposi
             return decoder
 
         monkeypatch.setattr(model, "load_decoder", load_tiled)
-        traced = decoding._trace(model, geometry, model.decoder_dtype(torch.bfloat16))
+        traced = peak._trace(model, geometry, model.decoder_dtype(torch.bfloat16))
     assert traced <= tiled * 1.01 and tiled == pytest.approx(traced, rel=0.03)
     assert tiled < 0.3 * whole
 

@@ -26,7 +26,7 @@ from verl_digen.store.conditions import to_columns
 from verl_digen.tools.plan import command
 from verl_digen.tools.plan.memory import plan_memory
 from verl_digen.tools.plan.run import turn_geometry
-from verl_digen.tools.plan.time import plan_time
+from verl_digen.tools.plan.split import plan_time
 from verl_digen.types import PromptRow, SampleRequest
 
 pytestmark = pytest.mark.slow

@@ -4,8 +4,7 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.runs import ACTIVATIONS, BLOCK, GB, make_run
-from verl_digen.tools.plan.gathered import WHOLE_BASE, may_be_whole
-from verl_digen.tools.plan.memory import Memory, plan_memory
+from verl_digen.tools.plan.memory import WHOLE_BASE, Memory, may_be_whole, plan_memory
 from verl_digen.tools.plan.remedies import find_remedies
 from verl_digen.tools.plan.run import Run
 

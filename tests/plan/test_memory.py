@@ -13,8 +13,8 @@ from verl_digen.config import (
     TagConfig,
     TspConfig,
 )
-from verl_digen.tools.plan.host import PROMPT_CACHE, page_locked_bytes
-from verl_digen.tools.plan.memory import CONTEXT_BYTES, NCCL_BYTES, RUNTIME, plan_memory, update_bytes
+from verl_digen.tools.plan.host import PROMPT_CACHE, page_locked_bytes, update_bytes
+from verl_digen.tools.plan.memory import CONTEXT_BYTES, NCCL_BYTES, RUNTIME, plan_memory
 from verl_digen.tools.plan.networks import Tensors
 
 DEVICE = 80 * GB

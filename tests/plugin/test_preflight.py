@@ -28,7 +28,7 @@ from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.unread import effect_problems
 from verl_digen.preflight.verl_keys import check_digen
 from verl_digen.processes.cluster import joins_cluster
-from verl_digen.tools.checkup.quickstart import override
+from verl_digen.tools.checkup.training import quickstart_override
 from verl_digen.trainer.dataset import DiffusionPromptDataset
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 
@@ -504,7 +504,9 @@ def test_the_quickstart_fits_any_machine_with_a_gpu(compose_main, monkeypatch):
     assert config.trainer.device == "cuda"
     require_devices(StartConfig(config), 1)
     for found in range(1, 17):
-        config.trainer.n_gpus_per_node = int(override(found, 64).removeprefix("trainer.n_gpus_per_node=") or 1)
+        config.trainer.n_gpus_per_node = int(
+            quickstart_override(found, 64).removeprefix("trainer.n_gpus_per_node=") or 1
+        )
         require_devices(StartConfig(config), found)
         assert config.data.train_batch_size % config.trainer.n_gpus_per_node == 0
 

@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from verl_digen.preflight.run_folder import MISSING, changes, save_start
-from verl_digen.report.start import read_start
+from verl_digen.report.summary import read_start
 
 
 @pytest.fixture(scope="module")

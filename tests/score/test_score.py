@@ -14,7 +14,7 @@ from verl_digen.observe.images import Shown
 from verl_digen.observe.run_files import image_path
 from verl_digen.reward.scorers import jpeg_compressibility
 from verl_digen.tools.score import files
-from verl_digen.tools.score.prompts import prompts_of
+from verl_digen.tools.score.files import prompts_of
 from verl_digen.tools.score.score_command import summary_of
 from verl_digen.trainer.validation import draw_pictures
 

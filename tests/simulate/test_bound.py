@@ -10,8 +10,7 @@ import pytest
 from tests.simulate.test_cluster import NUMBERS as CLUSTERS
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.tools.simulate.cluster import Split, ladder, run_split
-from verl_digen.tools.simulate.costs import assist_s, sample_s, train_s
+from verl_digen.tools.simulate.cluster import Split, assist_s, ladder, run_split, sample_s, train_s
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names
 
 EVERYTHING = ("gap", "tsp", "tag", "tcss")

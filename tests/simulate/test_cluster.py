@@ -14,18 +14,19 @@ from tests.schedulers.flat import changed
 from verl_digen.hardware.devices import Pool
 from verl_digen.tools.simulate.cluster import (
     Split,
+    assist_s,
     baselines,
     best_baseline,
     ladder,
     run_colocated,
     run_split,
+    sample_s,
     simulated_rules,
     steady_window,
+    train_s,
 )
-from verl_digen.tools.simulate.costs import assist_s, sample_s, train_s
-from verl_digen.tools.simulate.layout import parse_pool
 from verl_digen.tools.simulate.profile import Numbers, Profile, load_profile, parse_profile, profile_names
-from verl_digen.tools.simulate.splits import best_split
+from verl_digen.tools.simulate.splits import best_split, parse_pool
 
 NUMBERS = Numbers(
     num_prompts=4,

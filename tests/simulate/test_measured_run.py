@@ -10,7 +10,7 @@ from tests.observe.timeline_runs import simulated_run
 from verl_digen import cli
 from verl_digen.config import digen_schema
 from verl_digen.observe.timeline import Interval, Lane, TimelineFile
-from verl_digen.tools.simulate.costs import assist_s, sample_s, train_s
+from verl_digen.tools.simulate.cluster import assist_s, sample_s, train_s
 from verl_digen.tools.simulate.measured_run import WARM_UP_STEPS, run_profile, step_parts
 
 TRAINER, SLOT, DRIVER = Lane("trainer", 0, "h", 4), Lane("generator", 0, "h", 1), Lane("driver", 0, "h", 0)

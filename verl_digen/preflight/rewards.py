@@ -18,7 +18,7 @@ from verl_digen.preflight.inputs import trains_pairs, validates
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.processes.cluster import joins_cluster
-from verl_digen.report.start import leaves
+from verl_digen.report.summary import leaves
 from verl_digen.require import refusing, require
 from verl_digen.reward.combine import find_combination, formula
 from verl_digen.reward.encoders import WEIGHTS

@@ -57,7 +57,7 @@ from verl_digen.observe.run_files import (
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
 from verl_digen.preflight.start_config import GROUP_WORD, StartConfig, command_line, named_recipes
-from verl_digen.report.start import leaves
+from verl_digen.report.summary import leaves
 from verl_digen.require import first_of, require
 
 LEARNT = (

@@ -15,7 +15,7 @@ from verl_digen.report.curves import MAX_ROWS, columns, read_rows, rounded
 from verl_digen.report.page import written_now
 from verl_digen.report.pictures import MAX_PROMPT_CHARS, entries, thumbnail
 from verl_digen.report.runs import is_run, line_from, totals
-from verl_digen.report.start import read_start
+from verl_digen.report.summary import read_start
 from verl_digen.require import require
 
 MAX_RUNS = 12

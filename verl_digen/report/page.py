@@ -22,12 +22,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from verl_digen.observe.run_files import METRICS, REPORT, START
+from verl_digen.observe.run_files import METRICS, REPORT
 from verl_digen.report.curves import columns, distributions, read_rows
 from verl_digen.report.pictures import groups, validations
-from verl_digen.report.runs import state_of
-from verl_digen.report.start import planned_steps, read_start, warnings_of
-from verl_digen.report.summary import heading, health, tiles
+from verl_digen.report.runs import is_run, state_of
+from verl_digen.report.summary import heading, health, planned_steps, read_start, tiles, warnings_of
 from verl_digen.report.timelines import timelines
 from verl_digen.require import require
 
@@ -145,7 +144,7 @@ def collect(run_dir: Path) -> dict[str, Any]:
         ValueError: `run_dir` is no run's, or a file in it is broken.
     """
     require(
-        (run_dir / METRICS).is_file() or (run_dir / START).is_file(),
+        is_run(run_dir),
         f"RUN must be the folder of a run, its trainer.default_local_dir, with a {METRICS}",
         str(run_dir),
         "name the folder that the run was given",

@@ -23,8 +23,7 @@ from typing import Any
 
 from verl_digen.observe.run_files import CHECKPOINT, END, IMAGES, LOCK, METRICS, START, WARNINGS
 from verl_digen.report.curves import VALIDATION, read_rows, rounded, thinned
-from verl_digen.report.start import planned_steps, read_start
-from verl_digen.report.summary import RECENT, health
+from verl_digen.report.summary import RECENT, health, planned_steps, read_start
 
 MAX_DEPTH = 5
 """Levels of folders below the given one that are searched."""

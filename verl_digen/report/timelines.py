@@ -14,7 +14,7 @@ from verl_digen.observe.timeline import read_timeline
 from verl_digen.observe.timeline.analysis import around_step, by_lane, pool_usage, step_metrics, step_window
 from verl_digen.observe.timeline.file import NAME, Timeline
 from verl_digen.observe.timeline.interval import UNATTRIBUTED, Interval
-from verl_digen.observe.timeline.layout import COLOURS, group_label, group_names, rows, words_of
+from verl_digen.observe.timeline.trace import COLOURS, group_label, group_names, rows, words_of
 from verl_digen.report.curves import rounded, thinned
 
 MAX_STEPS, MAX_LANES, MAX_BARS = 6, 12, 1200

@@ -205,7 +205,7 @@ def join_parts(intervals: Iterable[Interval]) -> list[Interval]:
     """Join the parts of cut intervals; sorted by start. A part without a next one (the run ended) stays as it is."""
     joined: list[Interval] = []
     open_at: dict[tuple[Any, ...], int] = {}
-    for interval in sorted(intervals, key=_by_time):
+    for interval in sorted(intervals, key=lambda one: (one.start_s, one.end_s, one.lane.name)):
         identity = (
             *(interval.kind, interval.lane, interval.step, interval.chunk_id, interval.fragment_id),
             *(interval.group_ids, interval.reason),
@@ -219,7 +219,3 @@ def join_parts(intervals: Iterable[Interval]) -> list[Interval]:
         if interval.is_cut:
             open_at[identity] = position
     return joined
-
-
-def _by_time(interval: Interval) -> tuple[float, float, str]:
-    return interval.start_s, interval.end_s, interval.lane.name

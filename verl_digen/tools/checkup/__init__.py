@@ -4,12 +4,10 @@ what a run needs of them.
 
 | file | holds |
 | --- | --- |
-| `command.py` | the command |
+| `command.py` | the command; it runs each check in a process of its own, and reports |
 | `machine.py` | versions, plugin, platform, registered names |
 | `selftest.py` | numerics of one architecture, and the checks that run them |
 | `checks.py` | the checks of devices in order, with deadline and remedy, and what they are given |
-| `runner.py` | each check in a process of its own, and the report |
-| `rates.py`, `attention.py`, `gradient.py`, `update.py`, `sleeping.py` | one check each |
-| `training.py` | checks that run verl's main: the quick start, and published sizes (`checkpoints.py`) |
-| `quickstart.py` | devices of `make quickstart` |
+| `device.py`, `gradient.py`, `weights.py` | the checks of parts |
+| `training.py` | checks that run verl's main: the quick start, and published sizes |
 """

@@ -35,11 +35,6 @@ class Setting:
     """Devices of this machine; 1 on a CPU."""
     architecture: str
     """Key of `verl_digen.models.tiny.BUILDERS`."""
-    update_mb: int
-    """Size of the weight update, in MiB."""
-    asleep_mb: int
-    """Size of the weights that sleep, in MiB."""
-
     is_cpu: bool = False
     """True where there is no accelerator: networks of a published size are replaced by tiny ones."""
 
@@ -90,7 +85,7 @@ def _run(title: str, deadline_s: float, least_s: float, *, is_full: bool = True)
 
 CHECKS: dict[str, CheckSpec] = {
     "rates": CheckSpec(
-        *("matrix products, memory and copies of the device in TFLOP/s and GB/s", "rates:check_rates", 120.0),
+        *("matrix products, memory and copies of the device in TFLOP/s and GB/s", "device:check_rates", 120.0),
         "see the log: nothing of this project is used here",
         is_full=True,
     ),
@@ -100,7 +95,7 @@ CHECKS: dict[str, CheckSpec] = {
         "kernels are at fault (driver, PyTorch build), else the versions (`digen doctor`)",
     ),
     "attention": CheckSpec(
-        *("attention's gradient in bf16 against fp32", "attention:check_attention", 120.0),
+        *("attention's gradient in bf16 against fp32", "device:check_attention", 120.0),
         "set digen.attention_backend=_native_efficient, or _native_flash where no mask is wrong, or install a newer "
         "nvidia-cudnn-cu13",
     ),
@@ -111,12 +106,12 @@ CHECKS: dict[str, CheckSpec] = {
         "NCCL_P2P_DISABLE=1 rules out the link between the devices",
     ),
     "update": CheckSpec(
-        *("a weight update between two processes on a device, with its speed", "update:check_update", 180.0),
+        *("a weight update between two processes on a device, with its speed", "weights:check_update", 180.0),
         "CUDA IPC needs both processes in one container, with --ipc=host and the same devices; shared memory needs "
         "room in /dev/shm (`df -h /dev/shm`, docker run --shm-size)",
     ),
     "sleep": CheckSpec(
-        *("sleep gives the device's memory back, and waking the numbers", "sleeping:check_sleeping", 120.0),
+        *("sleep gives the device's memory back, and waking the numbers", "weights:check_sleeping", 120.0),
         "unset PYTORCH_CUDA_ALLOC_CONF, and end other processes on the device (nvidia-smi)",
     ),
     "training": _run("three steps of the quick start through verl's main", 600.0, 40.0, is_full=False),

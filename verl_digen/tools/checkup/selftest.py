@@ -143,7 +143,11 @@ def check_architectures(setting: Setting) -> str:
 
 
 def _test(architecture: str) -> str:
-    checks = list(_checks(architecture))
+    device, checks = own_device(get_platform().device_name), []
+    with torch.backends.cudnn.flags(allow_tf32=False):  # convolutions round fp32 to 10 bits otherwise
+        for dtype in DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            checks += [(name, check) for check in run_selftest(architecture, device, dtype)]
     failed = [
         f"{check.what} in {dtype}: {check.value:.1e}, at most {check.bound:.0e}"
         + f" ({check.cause})" * bool(check.cause)
@@ -154,14 +158,6 @@ def _test(architecture: str) -> str:
         raise CheckFailed(f"{architecture}: {'; '.join(failed)}")
     gaps = [f"{check.value:.0e} in {dtype}" for dtype, check in checks if check.what == LOG_PROBS]
     return f"{architecture}: {len(checks)} numbers hold; log-probs differ by {', '.join(gaps)}"
-
-
-def _checks(architecture: str) -> Iterator[tuple[str, Check]]:
-    device = own_device(get_platform().device_name)
-    with torch.backends.cudnn.flags(allow_tf32=False):  # convolutions round fp32 to 10 bits otherwise
-        for dtype in DTYPES:
-            name = str(dtype).removeprefix("torch.")
-            yield from ((name, check) for check in run_selftest(architecture, device, dtype))
 
 
 def run_selftest(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Iterator[Check]:

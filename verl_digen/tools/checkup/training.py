@@ -1,29 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of real runs through verl's main: Ray, TransferQueue, FSDP2, replicas, weight updates.
 
-- The quick start, of random weights, or as a user starts it.
-- Stable Diffusion 3.5 medium and Qwen-Image of published size with random weights (`checkpoints`), beside what
-  `digen plan` says of the same words. On a CPU the networks are tiny.
+- The quick start, of random weights, or as a user starts it. `python -m verl_digen.tools.checkup.training` prints the
+  devices of `make quickstart` on this machine.
+- Stable Diffusion 3.5 medium and Qwen-Image of published size with random weights, beside what `digen plan` says of the
+  same words. Configs are the published ones; the transformer's weights are drawn where it is loaded
+  (`models.random_weights`), those of the encoders and the VAE are written. On a CPU the networks are tiny.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl.plugin.platform import get_platform
 
 from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
+from verl_digen.models.published import write_configs
+from verl_digen.models.random_weights import MARKER, draw
 from verl_digen.models.tiny import build_tiny
 from verl_digen.observe.run_files import LOG, METRICS, read_lines
-from verl_digen.tools.checkup.checkpoints import write_checkpoint
 from verl_digen.tools.checkup.checks import CheckFailed, Setting
-from verl_digen.tools.checkup.quickstart import quickstart_devices
 
 REWARD_TOLERANCE = 0.01
 """Difference that other kernels may make: a reward is a mean over 96 pictures, each of which can flip a step."""
@@ -67,7 +72,7 @@ class Run:
     num_cpu_steps: int
     recipe: str = "digen_quickstart"
     checkpoint: str | None = None
-    """Key of `models.tiny.BUILDERS`, and of `checkpoints.TRUE_SIZES` for another recipe than the quick start's; None:
+    """Key of `models.tiny.BUILDERS`, and of `TRUE_SIZES` for another recipe than the quick start's; None:
     the quick start's own, in a checkout."""
     overrides: tuple[str, ...] = ()
     rewards: tuple[float, ...] = ()
@@ -232,3 +237,149 @@ def conclude(steps: Sequence[Mapping[str, float]], num_devices: int, rewards: Se
 
 def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.4f}" for value in values)
+
+
+@dataclass(frozen=True)
+class TrueSize:
+    """A checkpoint that can be made."""
+
+    repository: str
+    dtype: str
+    """Dtype of the weights that are written, as a name of torch."""
+    tokenizers: Callable[[], dict[str, Any]]
+    """Folder -> tokenizer; small ones that take any text."""
+    text_layers: int | None = None
+    """Layers of the text encoder, if not all: what it takes of the host's memory is not the question then."""
+
+
+def _sd3_tokenizers() -> dict[str, Any]:
+    from verl_digen.models.tiny.text import clip_tokenizer, t5_tokenizer
+
+    return {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(), "tokenizer_3": t5_tokenizer()}
+
+
+def _qwen_tokenizers() -> dict[str, Any]:
+    from verl_digen.models.tiny.qwen_image import tokenizer
+
+    return {"tokenizer": tokenizer()}
+
+
+TRUE_SIZES = {
+    "sd3": TrueSize("stabilityai/stable-diffusion-3.5-medium", "float16", _sd3_tokenizers),
+    "qwen_image": TrueSize("Qwen/Qwen-Image", "bfloat16", _qwen_tokenizers, text_layers=1),
+}
+
+
+def write_checkpoint(name: str, folder: Path) -> Path:
+    """Write checkpoint `name`, unless it is there."""
+    if not folder.exists():
+        unfinished = folder.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        _write(TRUE_SIZES[name], unfinished)
+        unfinished.rename(folder)
+    return folder
+
+
+def _write(size: TrueSize, folder: Path) -> None:
+    write_configs(size.repository, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    for name, tokenizer in size.tokenizers().items():
+        tokenizer.save_pretrained(folder / name)
+        index[name] = ["transformers", type(tokenizer).__name__]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    for file in sorted(folder.glob("*/config.json")):
+        config = json.loads(file.read_text())
+        if file.parent.name.startswith("text_encoder") and size.text_layers is not None:
+            config = _with_layers(config, size.text_layers)
+        file.write_text(json.dumps(config))
+        if file.parent.name.startswith("transformer"):
+            (file.parent / MARKER).write_text("drawn by verl_digen/models/random_weights.py\n")
+        else:
+            _write_weights(file.parent, config, size.dtype)
+
+
+def _with_layers(config: dict[str, Any], number: int) -> dict[str, Any]:
+    """The config of a network with `number` layers of each kind."""
+    config = dict(config)
+    for name in ("num_hidden_layers", "depth"):
+        if name in config:
+            config[name] = min(config[name], number)
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:number]
+    if "fullatt_block_indexes" in config:
+        config["fullatt_block_indexes"] = [layer for layer in config["fullatt_block_indexes"] if layer < number] or [0]
+    for name in ("text_config", "vision_config"):
+        if name in config:
+            config[name] = _with_layers(config[name], number)
+    return config
+
+
+def _write_weights(folder: Path, config: dict[str, Any], dtype_name: str) -> None:
+    import diffusers
+    import torch
+    import transformers
+    from accelerate import init_empty_weights
+    from safetensors.torch import save_file
+
+    with init_empty_weights(include_buffers=False):
+        if "_class_name" in config:
+            network, stem = getattr(diffusers, config["_class_name"]).from_config(config), "diffusion_pytorch_model"
+        else:
+            made = transformers.AutoConfig.for_model(**config)
+            network, stem = getattr(transformers, config["architectures"][0])(made), "model"
+    tied = set(getattr(network, "_tied_weights_keys", None) or ())
+    dtype = getattr(torch, dtype_name)
+    tensors = {
+        name: draw(name, tensor.shape, dtype) if tensor.is_meta else tensor
+        for name, tensor in network.state_dict().items()
+        if name not in tied
+    }
+    save_file(tensors, folder / f"{stem}.safetensors", metadata={"format": "pt"})
+
+
+QUICKSTART_PROMPTS = 8
+"""Prompts of a step of recipe=digen_quickstart (`data.train_batch_size`)."""
+MAX_CPU_RANKS = 2
+"""Trainer ranks, and replicas, of the quick start on a CPU. Two of one thread train its rows faster than one of two
+threads (docs/quickstart.md); each rank and each replica takes 1 GB."""
+
+
+def quickstart_devices(found: int) -> int:
+    """Devices that the quick start uses, all for both training and generation.
+
+    The most that divide its prompts: ranks share the rows of a step evenly.
+
+    Args:
+        found: accelerators of this machine; 0 counts as one device.
+
+    Example:
+        [quickstart_devices(found) for found in (0, 1, 2, 3, 6, 8, 16)]  # [1, 1, 2, 2, 4, 8, 8]
+    """
+    fitting = [count for count in range(1, QUICKSTART_PROMPTS + 1) if QUICKSTART_PROMPTS % count == 0]
+    return max(count for count in fitting if count <= max(found, 1))
+
+
+def quickstart_override(found: int, num_cores: int) -> str:
+    """Override of recipe=digen_quickstart on this machine; "" where it trains on one device.
+
+    Args:
+        found: accelerators of this machine.
+        num_cores: CPU cores of this process.
+
+    Example:
+        quickstart_override(8, 64)  # "trainer.n_gpus_per_node=8"
+        quickstart_override(0, 2)  # "trainer.n_gpus_per_node=2": two ranks of one thread
+    """
+    devices = quickstart_devices(found) if found else min(num_cores, MAX_CPU_RANKS)
+    return f"trainer.n_gpus_per_node={devices}" if devices > 1 else ""
+
+
+def main() -> None:
+    platform = get_platform()
+    found = 0 if platform.device_name == "cpu" or not platform.is_available() else platform.device_count()
+    print(quickstart_override(found, len(os.sched_getaffinity(0))))
+
+
+if __name__ == "__main__":
+    main()

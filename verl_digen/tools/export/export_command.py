@@ -14,9 +14,15 @@ Exit code 0, or 2 if nothing could be exported; then nothing is left behind.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from verl_digen.observe.run_files import CHECKPOINT
+from verl_digen.require import require, require_one_of
 
 NAME = "export"
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -44,7 +50,7 @@ def run(args: Namespace) -> int:
     """Export and say where."""
     import verl  # noqa: F401 - before the next line, see `export`
 
-    from verl_digen.tools.export.folders import WRITE_ERRORS
+    from verl_digen.tools.export.formats import WRITE_ERRORS
 
     chosen = {name: getattr(args, name) for name in ("step", "policy", "base", "format", "dtype", "output")}
     try:
@@ -95,11 +101,7 @@ def export(
     import torch
     import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
 
-    from verl_digen.observe.run_files import CHECKPOINT
-    from verl_digen.require import require_one_of
-    from verl_digen.tools.export.card import model_card
-    from verl_digen.tools.export.formats import FORMATS, require_fit
-    from verl_digen.tools.export.partial import require_empty, written_whole
+    from verl_digen.tools.export.formats import FORMATS, model_card, require_fit
     from verl_digen.tools.export.policy import PolicyWeights
     from verl_digen.tools.export.saved_run import open_run
 
@@ -115,3 +117,40 @@ def export(
         FORMATS[format](saved, weights, partial, None if dtype is None else getattr(torch, DTYPES[dtype]))
         (partial / "README.md").write_text(model_card(saved, policy, format), encoding="utf-8")
     return folder
+
+
+def require_empty(folder: Path) -> None:
+    """Raise ValueError unless `folder` is missing or empty, and no other command is writing it."""
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require(is_free, "--output must be a new or an empty folder", str(folder), "name another one")
+    partial = partial_of(folder)
+    require(
+        not partial.exists(),
+        f"{str(partial)!r} must not be there: another command writes it, or was killed",
+        "a folder",
+        "remove it, or give another --output",
+    )
+
+
+def partial_of(folder: Path) -> Path:
+    """The folder in which the content of `folder` is collected."""
+    return folder.with_name(folder.name + ".partial")
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write to, renamed to `folder` at the end, or removed if the body raised.
+
+    Raises:
+        ValueError: see `require_empty`.
+    """
+    folder = folder.absolute()
+    require_empty(folder)
+    partial = partial_of(folder)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

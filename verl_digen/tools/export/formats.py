@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of an export: folders that other tools read.
+"""Formats of an export: folders with whole weights that other tools read, and their model card.
 
 | format | trained all weights | trained an adapter |
 | --- | --- | --- |
@@ -13,20 +13,97 @@ An adapter of two networks (Wan2.2) is written as two adapters, in folders with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
+from diffusers.utils.constants import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from huggingface_hub import ModelCardData, metadata_load
+from omegaconf import OmegaConf
+from peft import PeftModel
 from peft.tuners.lora import LoraConfig
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from verl_digen.engine.export import PEFT_PREFIX
+from verl_digen.models.experts import Experts
+from verl_digen.models.locate import HUB_ID
+from verl_digen.observe.run_files import METRICS, read_lines
+from verl_digen.report.curves import thinned
+from verl_digen.report.summary import read_start
 from verl_digen.require import require
 from verl_digen.tools.export.comfyui import require_known, save_comfyui, scales_of
-from verl_digen.tools.export.folders import save_networks, save_peft_adapter, save_pipeline_adapter
 from verl_digen.tools.export.policy import PolicyWeights
 from verl_digen.tools.export.saved_run import SavedRun
+
+MAX_FILE_BYTES = 5 << 30
+"""Largest safetensors file of an export; the diffusers library's own limit is 10 GB."""
+
+WRITE_ERRORS = (OSError, SafetensorError)
+"""Exceptions on a full disk: safetensors has its own."""
+
+
+def save_networks(network: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    """Write streamed tensors as diffusers folders in `folder`: `transformer`, or one for each expert, by its name.
+
+    Args:
+        tensors: for an `Experts`, one expert after the other, names prefixed with the expert's.
+    """
+    network = network.base_model.model if isinstance(network, PeftModel) else network
+    if not isinstance(network, Experts):
+        save_transformer(network, tensors, folder / "transformer")
+        return
+    for expert, named in groupby(tensors, key=lambda named: named[0].partition(".")[0]):
+        stripped = ((name.partition(".")[2], tensor) for name, tensor in named)
+        save_transformer(network.get_submodule(expert), stripped, folder / expert)
+
+
+def save_transformer(
+    module: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Write streamed tensors as a diffusers folder; holds at most one file's tensors in memory."""
+    folder.mkdir()
+    files: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    num_bytes = total_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(pending))
+
+    for name, value in tensors:
+        if pending and num_bytes + value.nbytes > max_file_bytes:
+            flush()
+            pending, num_bytes = {}, 0
+        pending[name] = value.contiguous()
+        num_bytes += value.nbytes
+        total_bytes += value.nbytes
+    flush()
+    _name_files(folder, files, total_bytes)
+    module.save_config(folder)
+
+
+def _name_files(folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """Rename numbered files to the names diffusers expects, which contain their count, and write the index."""
+    if len(files) == 1:
+        (folder / "0.safetensors").rename(folder / SAFETENSORS_WEIGHTS_NAME)
+        return
+    stem, suffix = SAFETENSORS_WEIGHTS_NAME.rsplit(".", 1)
+    weight_map = {}
+    for number, names in enumerate(files):
+        file = f"{stem}-{number + 1:05d}-of-{len(files):05d}.{suffix}"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
+
 
 Write = Callable[[SavedRun, PolicyWeights, Path, torch.dtype | None], None]
 """Writes a policy into an empty folder; the dtype is `PolicyWeights.full`'s."""
@@ -49,14 +126,26 @@ def _write_networks(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: 
 def _write_diffusers(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:
     if not run.is_lora:
         return _write_networks(run, weights, folder, dtype)
-    for name, config, tensors in adapters(run, weights, dtype):
+    for name, config, tensors in adapters(run, weights, dtype):  # each for `pipeline.load_lora_weights(folder)`
         (folder / name).mkdir(exist_ok=True)
-        save_pipeline_adapter(config, tensors, folder / name)
+        described = {
+            f"transformer.{key}": sorted(value) if isinstance(value, set) else value
+            for key, value in config.to_dict().items()
+        }
+        save_file(
+            {f"transformer.{key.removeprefix(PEFT_PREFIX)}": value for key, value in tensors.items()},
+            folder / name / LORA_WEIGHT_NAME_SAFE,
+            metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)},
+        )
 
 
 def _write_peft(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:
-    for name, config, tensors in adapters(run, weights, dtype):
-        save_peft_adapter(config, tensors, folder / name)
+    for name, config, tensors in adapters(run, weights, dtype):  # as peft's own `save_pretrained` does
+        (folder / name).mkdir(exist_ok=True)
+        save_file(tensors, folder / name / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
+        is_inference, config.inference_mode = config.inference_mode, True
+        config.save_pretrained(str(folder / name))
+        config.inference_mode = is_inference
 
 
 def _write_comfyui(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:
@@ -97,3 +186,64 @@ FORMATS: dict[str, Write] = {
     "comfyui": _write_comfyui,
 }
 """Value of --format -> writer. A run that trained all weights has the first alone."""
+
+
+MAX_ROWS = 20
+"""Validations in the table; of more, evenly spaced ones, the first and the last among them."""
+
+
+def model_card(run: SavedRun, policy: str, form: str) -> str:
+    """Text of README.md for the export of `policy` in format `form`."""
+    settings, model = run.digen, run.model_config
+    trained = f"LoRA, rank {model.lora_rank}, alpha {model.lora_alpha}" if run.is_lora else "all weights"
+    facts = {
+        "base model": f"`{model.path}`",
+        "pipeline": run.model.pipeline,
+        "trained": trained,
+        "objective": f"`{settings.loss_name}`",
+        "checkpoint": f"step {run.step}, policy `{policy}`, format `{form}`",
+    }
+    parts = [f"---\n{_metadata(run)}\n---", f"# {run.folder.absolute().name}", "Trained with verl-digen."]
+    parts.append(_table(("", ""), facts.items()))
+    parts.append("## Rewards\n\n" + _table(("reward", "weight"), _rewards(run)))
+    if rows := list(validations(run.folder / METRICS, run.step)):
+        parts.append("## Validation\n\nMean reward over the validation prompts.\n\n" + _table(("step", "reward"), rows))
+    if words := read_start(run.folder)["words"]:
+        parts.append("## Command line\n\n" + "\n".join(f"    {word}" for word in words))
+    parts.append("## Versions\n\n" + _table(("package", "version"), run.versions.items()))
+    return "\n\n".join(parts) + "\n"
+
+
+def _metadata(run: SavedRun) -> str:
+    """The card's front matter; the licence is that which the base checkpoint's own card states."""
+    card = run.model.path / "README.md"
+    known: Mapping[str, Any] = (metadata_load(card) or {}) if card.is_file() else {}
+    path = run.model_config.path
+    data = ModelCardData(
+        base_model=path if HUB_ID.fullmatch(path) and not Path(path).exists() else None,
+        license=known.get("license"),
+        license_name=known.get("license_name"),
+        license_link=known.get("license_link"),
+        library_name="diffusers",
+        tags=["verl-digen", "reinforcement-learning", *(["lora"] if run.is_lora else [])],
+    )
+    return data.to_yaml()
+
+
+def _rewards(run: SavedRun) -> Iterator[tuple[str, str]]:
+    custom = OmegaConf.select(run.config, "reward.custom_reward_function.path")
+    for name, weight in run.digen.reward.weights(has_custom=custom is not None).items():
+        yield f"`{name}`", f"{weight:g}"
+
+
+def validations(metrics: Path, step: int) -> Iterator[tuple[int, str]]:
+    """(step, mean reward) of validations up to `step` in a run's metrics.jsonl; at most `MAX_ROWS`."""
+    rows = [row for row in read_lines(metrics) if "val/reward" in row and row["step"] <= step]
+    found = {row["step"]: row["val/reward"] for row in rows}
+    for at in thinned(sorted(found), MAX_ROWS):
+        yield at, f"{found[at]:.4f}"
+
+
+def _table(head: tuple[str, str], rows: Any) -> str:
+    lines = [head, ("---", "---"), *rows]
+    return "\n".join(f"| {left} | {right} |" for left, right in lines)

@@ -10,7 +10,7 @@ Invariant (tests/export/test_sample.py): pictures equal a replica's for a valida
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,28 +34,27 @@ from verl_digen.types import PromptRow
 from verl_digen.weights.checksum import Checksum
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Settings in place of the run's own; None keeps the run's."""
+def changed(
+    digen: DigenConfig,
+    *,
+    seed: int | None = None,
+    num_steps: int | None = None,
+    size_px: tuple[int, int] | None = None,
+) -> DigenConfig:
+    """The run's settings with others in their place; None keeps the run's.
 
-    seed: int | None = None
-    num_steps: int | None = None
-    size_px: tuple[int, int] | None = None
-    """Height and width."""
-
-
-def changed(digen: DigenConfig, changes: Changes) -> DigenConfig:
-    """The run's settings with `changes`.
+    Args:
+        size_px: height and width.
 
     Raises:
         ValueError: a setting that validation could not have either.
     """
     sampling = digen.sampling
-    if changes.num_steps is not None:
-        sampling = replace(sampling, val_num_steps=changes.num_steps)
-    if changes.size_px is not None:
-        sampling = replace(sampling, height_px=changes.size_px[0], width_px=changes.size_px[1])
-    return replace(digen, sampling=sampling, seed=digen.seed if changes.seed is None else changes.seed)
+    if num_steps is not None:
+        sampling = replace(sampling, val_num_steps=num_steps)
+    if size_px is not None:
+        sampling = replace(sampling, height_px=size_px[0], width_px=size_px[1])
+    return replace(digen, sampling=sampling, seed=digen.seed if seed is None else seed)
 
 
 def rows_of(run: SavedRun, texts: Sequence[str], file: str | None) -> list[PromptRow]:

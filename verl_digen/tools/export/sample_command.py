@@ -18,7 +18,8 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
-from verl_digen.tools.export.export_command import add_run_arguments
+from verl_digen.observe.run_files import CHECKPOINT
+from verl_digen.tools.export.export_command import add_run_arguments, require_empty, written_whole
 
 NAME = "sample"
 
@@ -61,14 +62,12 @@ def run(args: Namespace) -> int:
 
 
 def _sample(args: Namespace) -> Path:
-    from verl_digen.observe.run_files import CHECKPOINT
-    from verl_digen.tools.export.partial import require_empty, written_whole
-    from verl_digen.tools.export.pictures import Changes, Painter, changed, rows_of, save_pictures
+    from verl_digen.tools.export.pictures import Painter, changed, rows_of, save_pictures
     from verl_digen.tools.export.saved_run import open_run
 
     saved = open_run(args.run_dir, args.step, args.base)
     rows = rows_of(saved, args.prompt, args.prompts)
-    digen = changed(saved.digen, Changes(args.seed, args.steps, args.size))
+    digen = changed(saved.digen, seed=args.seed, num_steps=args.steps, size_px=args.size)
     name = f"{CHECKPOINT}{saved.step}-{args.policy}"
     folder = (saved.folder / "samples" / name if args.output is None else args.output).absolute()
     require_empty(folder)

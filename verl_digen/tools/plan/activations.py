@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from verl_digen.models.base import DiffusionModel
 from verl_digen.tools.plan.networks import blocks_of
-from verl_digen.tools.plan.peak import PeakBytes
+from verl_digen.tools.plan.peak import PeakBytes, give_fake_weights
 from verl_digen.types import Condition, Geometry
 
 MID_SIGMA = 0.5
@@ -175,25 +175,6 @@ def run_rows(
         {name: _fake(mode, value) for name, value in collated.items()},
         geometry,
     )
-
-
-def give_fake_weights(modules: Iterable[nn.Module], dtype: torch.dtype | None = None) -> None:
-    """Give every parameter, buffer and table of these modules' own a fake CPU tensor. Call it under a fake mode.
-
-    Args:
-        dtype: dtype of the parameters; None: each keeps its own.
-    """
-    for module in modules:
-        for name, value in list(module._parameters.items()):
-            if value is not None:
-                fake = torch.empty(value.shape, dtype=dtype or value.dtype, device="cpu")
-                module._parameters[name] = nn.Parameter(fake, requires_grad=value.requires_grad)
-        for name, value in list(module._buffers.items()):
-            if value is not None:
-                module._buffers[name] = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-        for name, value in list(vars(module).items()):
-            if isinstance(value, Tensor):
-                setattr(module, name, torch.empty(value.shape, dtype=value.dtype, device="cpu"))
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:

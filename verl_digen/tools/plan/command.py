@@ -72,8 +72,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     from verl_digen.tools.plan.memory import plan_memory
     from verl_digen.tools.plan.remedies import find_remedies
     from verl_digen.tools.plan.run import read_run
-    from verl_digen.tools.plan.split import plan_split
-    from verl_digen.tools.plan.time import plan_time
+    from verl_digen.tools.plan.split import plan_split, plan_time
 
     own, overrides = split_words(words)
 

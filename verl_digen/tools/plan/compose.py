@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from verl_digen.hardware.devices import DEVICE_GB, Pool
 from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
-from verl_digen.tools.simulate.layout import (
+from verl_digen.tools.simulate.splits import (
     NODE_SIZE,
     arrange,
     parse_pool,
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 GB = 10**9
 
 MFU = 0.4
-"""Assumed share of the peak in bf16: what verl-omni's generation of Qwen-Image on 4 H800 reaches, 0.41 (derived from its
-published 107.9 s); its updates reach 0.19 to 0.24."""
+"""Assumed share of the peak in bf16: verl-omni's generation of Qwen-Image on 4 H800 reaches 0.41 (derived from its
+published 107.9 s), its updates 0.19 to 0.24."""
 MEASURED_MFU = {"Stable Diffusion 3, SD3Transformer2DModel": (3e9, 0.21)}
 """Title of a network -> (its most parameters, share of an H100's peak that a run of it reached in generation and in
 training, docs/gpu_results.md), in place of the assumed one."""
@@ -190,7 +190,13 @@ def is_split(config: DictConfig) -> bool:
 def _pools(words: Words, split: bool) -> list[str]:
     """Overrides that give each pool its devices."""
     if words.pools is not None:
-        return _pools_of_types(*words.pools, split=split)
+        given = "+".join(map(str, words.pools))
+        require(
+            split, "gpus must be a number where trainer and replicas share devices", given, "add recipe disaggregated"
+        )
+        shapes = arrange(pooled_nodes(words.pools, ()), *words.pools)
+        assert shapes is not None  # pools of nodes with one device each can always be placed
+        return [*pool_overrides(*shapes), *type_overrides(*words.pools)]
     gpus = words.gpus
     assert gpus is not None
     require(not split or gpus % 2 == 0, "gpus must be even with separate pools", gpus, "give the pools' own keys")
@@ -204,15 +210,6 @@ def _pools(words: Words, split: bool) -> list[str]:
     )
     keys = POOL_KEYS if split else POOL_KEYS[:2]
     return [f"{key}={num_nodes if key.endswith('nnodes') else num_devices // num_nodes}" for key in keys]
-
-
-def _pools_of_types(trainer: Pool, generator: Pool, *, split: bool) -> list[str]:
-    """Overrides for pools that each have devices of their own type."""
-    given = f"{trainer}+{generator}"
-    require(split, "gpus must be a number where trainer and replicas share devices", given, "add recipe disaggregated")
-    shapes = arrange(pooled_nodes((trainer, generator), ()), trainer, generator)
-    assert shapes is not None  # pools of nodes with one device each can always be placed
-    return [*pool_overrides(*shapes), *type_overrides(trainer, generator)]
 
 
 @contextmanager
@@ -254,17 +251,10 @@ def device_of(words: Words) -> tuple[str | None, int | None]:
 
     from verl_digen.models.flops import device_type
 
-    here = get_platform()
-    kind, found = words.device, None
-    if words.pools is not None:
-        kinds = [pool.device for pool in words.pools]
-        smallest = min(DEVICE_GB[kind] for kind in kinds) * GB
-        return kinds[0], smallest if words.gpu_mem is None else int(words.gpu_mem * GB)
-    if kind is None and not (here.device_name == "cpu" and words.names_accelerator):
-        if here.device_name == "cpu" or here.is_available():
-            _, found = here.device_module.mem_get_info()
-        if here.device_name != "cpu" and here.is_available():
-            kind = device_type(here.device_module.get_device_name(0))
-    elif kind is not None:
-        found = DEVICE_GB[kind] * GB
+    here, kind, found = get_platform(), None, None
+    if words.types is not None:
+        kind, found = words.types[0], min(DEVICE_GB[kind] for kind in words.types) * GB
+    elif here.is_available() if here.device_name != "cpu" else not words.names_accelerator:
+        _, found = here.device_module.mem_get_info()
+        kind = None if here.device_name == "cpu" else device_type(here.device_module.get_device_name(0))
     return kind, found if words.gpu_mem is None else int(words.gpu_mem * GB)

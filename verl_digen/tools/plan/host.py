@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory of the fullest node: one of the trainer with its replicas, or of either pool.
+"""Bytes outside the devices: on the wire, on disk, and host memory of the fullest node: one of the trainer with its
+replicas, or of either pool.
 
 | item | bytes on a node |
 | --- | --- |
@@ -24,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from verl_digen.tools.plan.networks import Tensors
-from verl_digen.tools.plan.run import Run, frozen_copies, policies_that_follow
+from verl_digen.tools.plan.run import Run
 
 Items = dict[str, int]
 """Name -> bytes."""
@@ -37,8 +38,6 @@ def host_memory(
     networks: Items,
     *,
     in_turns: bool,
-    update_bytes: int,
-    queue_bytes: int,
     input_bytes: int,
 ) -> Items:
     """Items of the fullest node.
@@ -47,8 +46,6 @@ def host_memory(
         resident: a trainer rank's state, see `memory.trainer_state`.
         networks: a replica's networks, see `memory.replica`.
         in_turns: encoders and transformer wait for one another on the host.
-        update_bytes: one weight update.
-        queue_bytes: trajectories and conditions of a step.
         input_bytes: inputs of blocks that wait for recomputation, of one trainer rank.
     """
     settings = run.settings
@@ -61,12 +58,12 @@ def host_memory(
     if input_bytes:
         trainer["inputs of recomputed blocks"] = settings.trainer_devices_per_node * input_bytes
     replicas = max(1, settings.generator_devices_per_node // settings.tensor_parallel)
-    generator = {"staged weight updates": replicas * update_bytes} if settings.is_split else {}
+    generator = {"staged weight updates": replicas * update_bytes(run)} if settings.is_split else {}
     if settings.frees_replica or in_turns:
         generator["replicas that wait"] = _waiting(run, networks, in_turns=in_turns)
     if settings.is_ours:
         generator[PROMPT_CACHE] = replicas * cached_prompts(run)
-    queue = {"trajectories and conditions": queue_bytes}
+    queue = {"trajectories and conditions": sum(_queue(run).values())}
     if settings.is_split:
         return queue | max(trainer, generator, key=lambda items: sum(items.values()))
     return queue | trainer | generator
@@ -105,8 +102,7 @@ def _offloaded(run: Run, resident: Items) -> Items:
         if _keeps_base(run):
             frozen = (tensor.num * tensor.num_bytes for tensor in tensors if not tensor.is_trained)
             items["frozen base, offloaded"] = sum(frozen)
-        frozen = frozen_copies(settings.digen, is_lora=settings.is_lora)
-        copies = int(settings.digen.ema.enable) + len(frozen) + len(policies_that_follow(settings.digen))
+        copies = settings.num_saved_copies + len(settings.frozen_copies)
         if copies:
             items["copies of the weights"] = ranks * copies * resident["gradients"]
     if settings.optimizer_offload:
@@ -137,3 +133,36 @@ def page_locked_bytes(num_bytes: int) -> int:
         page_locked_bytes(5), page_locked_bytes(8)  # 8, 8
     """
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
+
+
+# -- wire and disk ---------------------------------------------------------------------------------------------
+def update_bytes(run: Run) -> int:
+    """Bytes of one weight update to one replica."""
+    settings, counts = run.settings, run.measured.counts
+    if settings.draws:
+        return 0
+    if settings.is_lora and not settings.merges_lora:
+        return counts.num_trained * settings.dtypes.rollout.itemsize
+    whole = counts.num_params - (counts.num_trained if settings.is_lora else 0) + counts.exported_buffers
+    return whole * settings.dtypes.rollout.itemsize
+
+
+def _queue(run: Run) -> Items:
+    settings, measured = run.settings, run.measured
+    return {
+        "trajectories": settings.num_begun * settings.num_turns * measured.trajectory_bytes,
+        "conditions": settings.num_conditions * measured.condition_bytes,
+    }
+
+
+def step_traffic(run: Run) -> Items:
+    """Bytes that move in a step."""
+    return _queue(run) | {"weights to all replicas": update_bytes(run) * run.settings.num_replicas}
+
+
+def checkpoint_bytes(run: Run) -> int:
+    """Bytes of a checkpoint: trained weights, optimizer, copies that follow, and the export if configured."""
+    counts, settings = run.measured.counts, run.settings
+    exported = (counts.trained_bytes if settings.is_lora else counts.param_bytes) if settings.exports else 0
+    # weights and two moments; a frozen base is not saved
+    return (3 + settings.num_saved_copies) * counts.trained_bytes + exported

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes on every device, on the host and on the wire, item by item.
+"""Bytes on every device, item by item; on the host and on the wire see `host`.
 
 Per device, while it trains and while it generates. FSDP2 shards parameters in their own dtypes:
 
@@ -36,12 +36,15 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
+from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
-from verl_digen.tools.plan.gathered import gathered, may_be_whole, whole_base_bytes
-from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
-from verl_digen.tools.plan.run import Run, frozen_copies, policies_read, policies_that_follow
+from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, checkpoint_bytes, host_memory, step_traffic
+from verl_digen.tools.plan.run import Run
 
 WAITING = "trainer that waits"
+WHOLE_BASE = "frozen base, whole"
+GATHERED = "gathered parameters"
+REPLACED = "weights that a policy replaces"
 RUNTIME = "contexts and NCCL (estimated)"
 
 CONTEXT_BYTES = 500_000_000
@@ -156,13 +159,11 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
             resident,
             networks,
             in_turns=in_turns,
-            update_bytes=update_bytes(run),
-            queue_bytes=sum(_queue(run).values()),
             input_bytes=_offloaded_inputs(run, tile),
         ),
-        step=_step(run),
+        step=step_traffic(run),
         is_base_whole=tile.is_base_whole,
-        checkpoint_bytes=_checkpoint(run),
+        checkpoint_bytes=checkpoint_bytes(run),
     )
 
 
@@ -218,33 +219,20 @@ def _num_decoded(run: Run) -> int:
 # -- a trainer's device ---------------------------------------------------------------------------------------
 def trainer_state(run: Run) -> Items:
     """Parameters, gradients, optimizer and copies of one rank while it trains, all on the device."""
-    settings, counts = run.settings, run.measured.counts
+    settings, counts, following = run.settings, run.measured.counts, run.settings.policies_that_follow
     shard = -(-counts.trained_bytes // settings.num_shards)
     items = {
         "parameters": -(-counts.param_bytes // settings.num_shards) + counts.buffer_bytes,
         "gradients": shard,
         "optimizer": 2 * shard,
     }
-    if _has_average_here(run):
-        items["EMA"] = shard
-    for policy in _following_here(run):
-        items[f"policy {policy}"] = shard
-    frozen = frozen_copies(settings.digen, is_lora=settings.is_lora)
     if not settings.param_offload:
-        items |= dict.fromkeys(frozen, shard)
-    if policies_read(settings.digen) & {*frozen, *policies_that_follow(settings.digen)}:
-        items["weights that a policy replaces"] = shard
+        average = ["EMA"] if settings.digen.ema.enable else []
+        copies = [*average, *(f"policy {policy}" for policy in following), *settings.frozen_copies]
+        items |= dict.fromkeys(copies, shard)
+    if settings.policies_read & {*settings.frozen_copies, *following}:
+        items[REPLACED] = shard
     return items
-
-
-def _has_average_here(run: Run) -> bool:
-    """True if the EMA copy stays on the device, also while it generates."""
-    return run.settings.digen.ema.enable and not run.settings.param_offload
-
-
-def _following_here(run: Run) -> tuple[str, ...]:
-    """Policies whose copies stay on the device."""
-    return () if run.settings.param_offload else policies_that_follow(run.settings.digen)
 
 
 @dataclass(frozen=True)
@@ -301,6 +289,42 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     items, _, row_bytes = max(found, key=lambda moment: moment[1] + num_rows * moment[2])
     num_recomputed = choice.num_recomputed if fixed is None else fixed
     return Tile(Phase(items, row_bytes, num_rows, "rows of a tile"), num_recomputed, is_whole)
+
+
+def may_be_whole(run: Run) -> bool:
+    """True if the base may be kept whole: `whole_base` is not false, and there is a base that is sharded. auto follows
+    the engine's rule (`verl_digen.engine.whole_base`), from planned bytes."""
+    settings = run.settings
+    if not settings.is_lora or settings.whole_base is False:
+        return False
+    return settings.whole_base is True or (settings.num_shards > 1 and FSDP2_HAS_SEVERAL_GROUPS)
+
+
+def whole_base_bytes(run: Run) -> int:
+    """Bytes of the frozen base on one device, if it is whole."""
+    counts = run.measured.counts
+    return (counts.num_params - counts.num_trained) * run.settings.dtypes.compute.itemsize
+
+
+def gathered(run: Run, block: int, *, is_whole: bool) -> Items:
+    """Unsharded parameters while a block runs backward: its own, the previous one's, which are prefetched, and
+    those outside all blocks. Before the first block come those that are sharded as blocks and never recomputed. Beside
+    a whole base they are trained ones alone."""
+    counts, itemsize = run.measured.counts, run.settings.dtypes.compute.itemsize
+    traced = run.measured.training.blocks
+    if is_whole:
+        base = {WHOLE_BASE: whole_base_bytes(run)}
+        if not run.settings.reshard:
+            return base | {GATHERED: counts.num_trained * itemsize}
+        trained = [0, *(one.num_trained for one in traced), 0]
+        outside = counts.num_trained // run.measured.num_experts - sum(trained)
+        return base | {GATHERED: (trained[block] + trained[block + 1] + max(0, outside)) * itemsize}
+    if not run.settings.reshard:
+        return {GATHERED: counts.num_params * itemsize}
+    blocks = [one.num_params for one in traced]
+    before = counts.num_params // run.measured.num_experts - sum(blocks) - counts.outside_blocks
+    blocks = [max(0, before), *blocks, 0]
+    return {GATHERED: (blocks[block] + blocks[block + 1] + counts.outside_blocks) * itemsize}
 
 
 def _offloaded_inputs(run: Run, tile: Tile) -> int:
@@ -382,12 +406,6 @@ def encoders_take_turns(run: Run, device_bytes: int | None) -> bool:
     return moves and settings.digen.rollout.hosts_encoders(size, device_bytes)
 
 
-def _transformer_params(run: Run) -> int:
-    """Parameters of the transformer without an adapter, exported tables included."""
-    counts = run.measured.counts
-    return counts.num_params - (counts.num_trained if run.settings.is_lora else 0) + counts.exported_buffers
-
-
 def _shared_devices(run: Run, resident: Items, encoder_bytes: int) -> tuple[Items, Items]:
     """(items a replica leaves on its device during training, items the trainer leaves during generation).
 
@@ -401,40 +419,6 @@ def _shared_devices(run: Run, resident: Items, encoder_bytes: int) -> tuple[Item
     if settings.draws:
         networks, encoder_bytes = {}, 0  # decoders and encoders leave the device
     left = networks.get(PROMPT_CACHE, 0) if settings.frees_replica else sum(networks.values()) + encoder_bytes
-    parked = 0 if settings.param_offload else resident["parameters"]
-    parked += 0 if settings.optimizer_offload else resident["optimizer"]
-    parked += resident["EMA"] if _has_average_here(run) else 0
-    parked += sum(resident.get(policy, 0) for policy in frozen_copies(settings.digen, is_lora=settings.is_lora))
-    parked += sum(resident[f"policy {policy}"] for policy in _following_here(run))
-    return ({} if settings.draws else {"replica that waits": left}), {WAITING: parked}
-
-
-# -- outside the devices --------------------------------------------------------------------------------------
-def update_bytes(run: Run) -> int:
-    """Bytes of one weight update to one replica."""
-    settings = run.settings
-    if settings.draws:
-        return 0
-    if settings.is_lora and not settings.merges_lora:
-        return run.measured.counts.num_trained * settings.dtypes.rollout.itemsize
-    return _transformer_params(run) * settings.dtypes.rollout.itemsize
-
-
-def _queue(run: Run) -> Items:
-    settings, measured = run.settings, run.measured
-    return {
-        "trajectories": settings.num_begun * settings.num_turns * measured.trajectory_bytes,
-        "conditions": settings.num_conditions * measured.condition_bytes,
-    }
-
-
-def _step(run: Run) -> Items:
-    return _queue(run) | {"weights to all replicas": update_bytes(run) * run.settings.num_replicas}
-
-
-def _checkpoint(run: Run) -> int:
-    """Bytes of a checkpoint: trained weights, optimizer, copies that follow, and the export if configured."""
-    counts, settings = run.measured.counts, run.settings
-    num_copies = int(settings.digen.ema.enable) + len(policies_that_follow(settings.digen))
-    exported = (counts.trained_bytes if settings.is_lora else counts.param_bytes) if settings.exports else 0
-    return (3 + num_copies) * counts.trained_bytes + exported  # weights and two moments; a frozen base is not saved
+    offloaded = {"parameters": settings.param_offload, "optimizer": settings.optimizer_offload}
+    parked = _without(resident, {"gradients", REPLACED, *(name for name, is_away in offloaded.items() if is_away)})
+    return ({} if settings.draws else {"replica that waits": left}), {WAITING: sum(parked.values())}

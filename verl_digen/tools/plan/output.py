@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from verl_digen.tools.plan.memory import Items, Memory, Phase
     from verl_digen.tools.plan.remedies import Remedy
     from verl_digen.tools.plan.run import Run, Settings
-    from verl_digen.tools.plan.split import SplitPlan
-    from verl_digen.tools.plan.time import StepTime
+    from verl_digen.tools.plan.split import SplitPlan, StepTime
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.tools.plan.memory import Memory, plan_memory
-from verl_digen.tools.plan.run import Run
+from verl_digen.tools.plan.run import Run, Settings
 
 MAX_DOUBLINGS = 6
 """Maximum number of times the devices are doubled."""
@@ -62,41 +62,24 @@ def find_remedies(run: Run, device_bytes: int, read: Callable[..., Run]) -> list
         if before.fits:
             break
         after = change.apply(changed)
-        if after is None or after == changed:
-            continue
-        memory = plan_memory(after, device_bytes)
+        memory = before if after == changed else plan_memory(after, device_bytes)
         if _excess(memory) < _excess(before):
             changed, before = after, memory
             changes.append(change)
-    if before.fits:
-        changes = _without_needless(run, device_bytes, changes)
+    for change in list(changes) if before.fits else ():  # those without which it fits, too, are left out
+        others, without = [other for other in changes if other is not change], run
+        for other in others:
+            without = other.apply(without)
+        if plan_memory(without, device_bytes).fits:
+            changes = others
     return list(_describe(run, device_bytes, changes))
 
 
-def _without_needless(run: Run, device_bytes: int, changes: list[_Change]) -> list[_Change]:
-    """Drop the changes without which the run still fits."""
-    for change in list(changes):
-        others = [other for other in changes if other is not change]
-        *_, without = _applied(run, others)
-        if plan_memory(without, device_bytes).fits:
-            changes = others
-    return changes
-
-
-def _applied(run: Run, changes: list[_Change]) -> Iterator[Run]:
-    """Yield the run, then the run after each change."""
-    yield run
-    for change in changes:
-        after = change.apply(run)
-        run = run if after is None else after
-        yield run
-
-
 def _describe(run: Run, device_bytes: int, changes: list[_Change]) -> Iterator[Remedy]:
-    _, *runs = _applied(run, changes)
-    for change, changed in zip(changes, runs, strict=True):
-        memory = plan_memory(changed, device_bytes)
-        override = change.override or f"gpus={changed.settings.num_devices}"
+    for change in changes:
+        run = change.apply(run)
+        memory = plan_memory(run, device_bytes)
+        override = change.override or f"gpus={run.settings.num_devices}"
         yield Remedy(override, memory.training.total, memory.replica_bytes, bool(memory.fits))
 
 
@@ -110,44 +93,43 @@ def _excess(memory: Memory) -> int:
 class _Change:
     override: str
     """Override as typed; empty: the number of devices changes."""
-    apply: Callable[[Run], Run | None]
-    """Run -> changed run, or None if there is nothing to change."""
+    apply: Callable[[Run], Run]
+    """Run -> changed run; the same run where there is nothing to change."""
 
 
 def _candidates(has_adapter: bool, read: Callable[..., Run]) -> Iterator[_Change]:
-    model, actor = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
-    rollout = "actor_rollout_ref.rollout"
-    yield _Change(
-        f"{rollout}.free_cache_engine=true",
-        lambda run: None if run.settings.is_split else _set(run, frees_replica=True),
+    model, rollout = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+    actor = "actor_rollout_ref.actor.fsdp_config"
+
+    def change(override: str, is_possible: Callable[[Settings], bool] = lambda settings: True, **values: Any):
+        return _Change(override, lambda run: _set(run, **values) if is_possible(run.settings) else run)
+
+    yield change(f"{rollout}.free_cache_engine=true", lambda settings: not settings.is_split, frees_replica=True)
+    yield change("digen.rollout.encoders=host", lambda settings: settings.is_ours, rollout={"encoders": "host"})
+    yield change(f"{actor}.reshard_after_forward=true", reshard=True)
+    yield change(f"{model}.whole_base=false", whole_base=False)
+    yield change(f"{actor}.optimizer_offload=true", optimizer_offload=True)
+    yield change(f"{actor}.param_offload=true", lambda settings: not settings.draws, param_offload=True)
+    yield change("digen.rollout.decode_batch_size=1", rollout={"decode_batch_size": 1})
+    yield change(
+        "digen.rollout.max_batch_size=auto",
+        lambda settings: settings.is_ours and settings.is_accelerated,
+        rollout={"max_batch_size": "auto"},
     )
-    yield _Change(
-        "digen.rollout.encoders=host",
-        lambda run: _set_digen(run, "rollout", encoders="host") if run.settings.is_ours else None,
+    yield change("digen.rollout.max_batch_size=1", rollout={"max_batch_size": 1})
+    yield change(" ".join(DRAW_WORDS), _may_draw, rollout_name=TRAINER, param_offload=False)
+    yield change(
+        "digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1", tsp={"samples_per_tile": 1, "steps_per_tile": 1}
     )
-    yield _Change(f"{actor}.reshard_after_forward=true", lambda run: _set(run, reshard=True))
-    yield _Change(f"{model}.whole_base=false", lambda run: _set(run, whole_base=False))
-    yield _Change(f"{actor}.optimizer_offload=true", lambda run: _set(run, optimizer_offload=True))
-    yield _Change(
-        f"{actor}.param_offload=true", lambda run: None if run.settings.draws else _set(run, param_offload=True)
-    )
-    yield _Change("digen.rollout.decode_batch_size=1", partial(_set_digen, section="rollout", decode_batch_size=1))
-    yield _Change("digen.rollout.max_batch_size=auto", _as_many_as_fit)
-    yield _Change("digen.rollout.max_batch_size=1", partial(_set_digen, section="rollout", max_batch_size=1))
-    yield _Change(" ".join(DRAW_WORDS), _draw)
-    one_row = partial(_set_digen, section="tsp", samples_per_tile=1, steps_per_tile=1)
-    yield _Change("digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1", one_row)
     for blocks in ("auto", "all"):
-        yield _Change(f"{model}.recompute_blocks={blocks}", partial(_set, recompute=blocks))
-    yield _Change(
+        yield change(f"{model}.recompute_blocks={blocks}", recompute=blocks)
+    yield change(
         f"{model}.enable_activation_offload=true",
-        lambda run: _set(run, offloads_activations=True) if run.settings.recompute not in ("none", 0) else None,
+        lambda settings: settings.recompute not in ("none", 0),
+        offloads_activations=True,
     )
-    yield _Change("digen.tsp.reduce=tile", partial(_set_digen, section="tsp", reduce="tile"))
-    yield _Change(
-        " ".join(LORA_WORDS),
-        lambda run: None if run.settings.is_lora else _keeping(run, read(*LORA_WORDS)),
-    )
+    yield change("digen.tsp.reduce=tile", tsp={"reduce": "tile"})
+    yield _Change(" ".join(LORA_WORDS), lambda run: run if run.settings.is_lora else _keeping(run, read(*LORA_WORDS)))
     adapter = () if has_adapter else LORA_WORDS
     yield _Change(INT8_WORD, lambda run: _in_int8(run, partial(read, *DRAW_WORDS, *adapter, INT8_WORD)))
     size = 2
@@ -159,32 +141,19 @@ def _candidates(has_adapter: bool, read: Callable[..., Run]) -> Iterator[_Change
 
 
 def _set(run: Run, **values: Any) -> Run:
-    return replace(run, settings=replace(run.settings, **values))
+    """The run with other settings; a mapping has the changed values of a section of `digen`."""
+    digen, own = run.settings.digen, dict[str, Any]()
+    for name, value in values.items():
+        if isinstance(value, dict):
+            digen = replace(digen, **{name: replace(getattr(digen, name), **value)})
+        else:
+            own[name] = value
+    return replace(run, settings=replace(run.settings, digen=digen, **own))
 
 
-def _draw(run: Run) -> Run | None:
-    settings = run.settings
-    if (
-        settings.draws
-        or settings.is_split
-        or not settings.is_ours
-        or settings.digen.reward.timeshared
-        or settings.digen.sampling.outside.fp8
-    ):
-        return None
-    return _set(run, rollout_name=TRAINER, param_offload=False)
-
-
-def _as_many_as_fit(run: Run) -> Run | None:
-    settings = run.settings
-    is_measured = settings.is_ours and settings.is_accelerated
-    return _set_digen(run, "rollout", max_batch_size="auto") if is_measured else None
-
-
-def _set_digen(run: Run, section: str, **values: str | int) -> Run:
-    """The run with other values in a section of its config."""
-    digen = run.settings.digen
-    return _set(run, digen=replace(digen, **{section: replace(getattr(digen, section), **values)}))
+def _may_draw(settings: Settings) -> bool:
+    is_fp8, timeshared = settings.digen.sampling.outside.fp8, settings.digen.reward.timeshared
+    return settings.is_ours and not (settings.draws or settings.is_split or timeshared or is_fp8)
 
 
 def _keeping(run: Run, lora: Run) -> Run:
@@ -193,16 +162,14 @@ def _keeping(run: Run, lora: Run) -> Run:
     return replace(lora, settings=kept)
 
 
-def _in_int8(run: Run, read: Callable[[], Run]) -> Run | None:
-    if not (run.settings.draws and run.settings.is_lora):
-        return None
-    return replace(run, measured=read().measured)
+def _in_int8(run: Run, read: Callable[[], Run]) -> Run:
+    return replace(run, measured=read().measured) if run.settings.draws and run.settings.is_lora else run
 
 
-def _tensor_parallel(size: int, run: Run) -> Run | None:
+def _tensor_parallel(size: int, run: Run) -> Run:
     settings = run.settings
     if settings.is_ours or size <= settings.tensor_parallel or settings.num_generator_devices % size:
-        return None
+        return run
     return _set(run, tensor_parallel=size)
 
 

@@ -39,7 +39,6 @@ from verl_digen.sampling.recording import record_trajectory, trained_latents
 from verl_digen.sampling.requests import plain_request, planned_geometry, rows_per_group
 from verl_digen.tools.plan.activations import Activations, trace_activations
 from verl_digen.tools.plan.compose import is_split
-from verl_digen.tools.plan.decoding import TILED, decoding_bytes
 from verl_digen.tools.plan.networks import (
     Counts,
     Part,
@@ -49,6 +48,7 @@ from verl_digen.tools.plan.networks import (
     list_tensors,
     transformer_bytes,
 )
+from verl_digen.tools.plan.peak import TILED, decoding_bytes
 from verl_digen.types import Condition, Geometry, PromptRow, SampleRequest
 
 ADAMS = ("AdamW", "Adam")
@@ -151,7 +151,35 @@ class Settings:
     @property
     def num_trained_samples(self) -> int:
         """Samples of a step that train: all, or those that the objective or `digen.advantage.best_of` selects."""
-        return self.num_prompts * num_selected(self.digen, self.group_size)
+        is_ours = self.digen.loss_name in objective_names()
+        return self.num_prompts * (len(self.digen.select(range(self.group_size))) if is_ours else self.group_size)
+
+    @property
+    def policies_read(self) -> set[str]:
+        """Policies that cost a forward of every row."""
+        read = {"reference"} if self.digen.kl.coef > 0 else set()
+        if self.digen.loss_name not in objective_names():
+            return read
+        objective = find_objective(self.digen.loss_name)
+        named = objective.policies_for(self.digen.loss_settings)
+        return read | (named if objective.behaviour == "old" else named - {"old"})  # old is the current one
+
+    @property
+    def policies_that_follow(self) -> tuple[str, ...]:
+        """Policies with a copy of the trained weights, besides the average of `digen.ema`."""
+        return tuple(self.digen.loss_settings.copies) if self.digen.loss_name in objective_names() else ()
+
+    @property
+    def num_saved_copies(self) -> int:
+        """Copies of the trained weights that follow them, the average included."""
+        return int(self.digen.ema.enable) + len(self.policies_that_follow)
+
+    @property
+    def frozen_copies(self) -> tuple[str, ...]:
+        """Policies with a copy of the trained weights that stays as it is: the teacher, and the reference, which of an
+        adapter is the bare model, and follows if the objective renews it."""
+        read = self.policies_read - {*self.policies_that_follow} - ({"reference"} if self.is_lora else set())
+        return tuple(policy for policy in ("reference", TEACHER) if policy in read)
 
     @property
     def is_guided(self) -> bool:
@@ -316,7 +344,10 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     def build(network: nn.Module, *, with_adapter: bool = settings.is_lora) -> nn.Module:
         if model_config.int8_base:
             store_int8(network)
-        return _adapted(network, model_config) if with_adapter else network
+        if not with_adapter:
+            return network
+        with torch.device("meta"):  # an adapter without weights, as the network has none
+            return add_adapter(network, model_config, rank=1)
 
     # making a network takes as long as tracing it: `base` is traced, too, where it is one network
     network = build(model.load_structure(dtypes.model)) if settings.is_lora else base
@@ -370,12 +401,6 @@ def turn_geometry(digen: DigenConfig, model: DiffusionModel) -> Geometry:
     return planned_geometry(sampling, least)
 
 
-def _adapted(network: nn.Module, model_config: DiffusionModelConfig) -> nn.Module:
-    """The network with an adapter without weights, as the network has none."""
-    with torch.device("meta"):
-        return add_adapter(network, model_config, rank=1)
-
-
 def _bytes(condition: Condition, dtype: torch.dtype) -> int:
     return sum(tensor.numel() for tensor in condition.values()) * dtype.itemsize
 
@@ -421,30 +446,3 @@ def empty_condition(model: DiffusionModel, prompt_tokens: int, geometry: Geometr
     if geometry.sources:
         condition |= {name: torch.zeros(shape) for name, shape in model.image_conditions(geometry).items()}
     return condition
-
-
-def policies_read(digen: DigenConfig) -> set[str]:
-    """Policies that cost a forward of every row."""
-    read = {"reference"} if digen.kl.coef > 0 else set()
-    if digen.loss_name not in objective_names():
-        return read
-    objective = find_objective(digen.loss_name)
-    named = objective.policies_for(digen.loss_settings)
-    return read | (named if objective.behaviour == "old" else named - {"old"})  # old is the current one
-
-
-def policies_that_follow(digen: DigenConfig) -> tuple[str, ...]:
-    """Policies with a copy of the trained weights, besides the average of `digen.ema`."""
-    return tuple(digen.loss_settings.copies) if digen.loss_name in objective_names() else ()
-
-
-def num_selected(digen: DigenConfig, group_size: int) -> int:
-    """Samples of a group that train, if its rewards differ."""
-    return len(digen.select(range(group_size))) if digen.loss_name in objective_names() else group_size
-
-
-def frozen_copies(digen: DigenConfig, *, is_lora: bool) -> tuple[str, ...]:
-    """Policies with a copy of the trained weights that stays as it is: the teacher, and the reference, which of an
-    adapter is the bare model, and follows if the objective renews it."""
-    read = policies_read(digen) - {*policies_that_follow(digen)} - ({"reference"} if is_lora else set())
-    return tuple(policy for policy in ("reference", TEACHER) if policy in read)

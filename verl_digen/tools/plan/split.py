@@ -1,35 +1,125 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposal of a split of the run's devices into trainer and generator, simulated on the plan's calculated seconds.
+"""Seconds of a step, calculated at an assumed share of the devices' peak, not measured, and the split of the run's
+devices into trainer and generator that is the fastest, simulated on them.
 
-- The run becomes a profile of the simulator (`run_profile`), with the totals of `verl_digen.tools.plan.time`; the live
-  planner plays it, as in `digen simulate`, with the rules of the run's config.
+A step (`plan_time`):
+
+- Generation: T forwards per sample, redundant ones included, or per turn of an episode; none for a picture of the data
+  set. Steps that the solver passes over (`digen.sampling.outside`) are left out, mean over the places of the window;
+  those that its cache skips are not known beforehand, and count.
+- Training: forward and backward per row, plus one forward if old log-probs are recomputed, one for each other policy
+  that the loss reads, and one for a joint column.
+- Not counted: text encoding, decoding, rewards, the time of environments, weight updates, communication and waiting. So
+  a real step takes longer; `digen simulate` estimates by how much, and for which split.
+
+A split (`plan_split`):
+
+- The run becomes a profile of the simulator (`run_profile`), with the totals of `plan_time`; the live planner plays it,
+  as in `digen simulate`, with the rules of the run's config.
 - A split counts if the config allows its sizes, the nodes have room for it, and it fits the memory; each is planned by
   itself, as fewer ranks hold larger shards and make smaller tiles.
 - An assist is taken to gather the weights at every step, whatever memory it has.
 - Left out: encoding, decoding, environments, variance, and rewards without `reward_s`. Episodes and pictures of a data
   set get no proposal.
 
-Invariants (tests/plan/test_split.py): a proposed split fits and passes the checks of a start; its seconds are from
-`digen simulate` for the same profile.
+Invariants (tests/plan/test_split.py): twice as many devices take half the time; two pools take no longer
+than the slower; a proposed split fits and passes the checks of a start; its seconds are from `digen simulate` for the
+same profile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.outside import mean_steps_taken
+from verl_digen.config import DigenConfig
 from verl_digen.config.pool_sizes import num_shards
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.sampling.batch_rules import batch_rules
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.tools.plan.memory import Memory, plan_memory, update_bytes
-from verl_digen.tools.plan.run import Run
-from verl_digen.tools.plan.time import plan_time
+from verl_digen.tools.plan.host import update_bytes
+from verl_digen.tools.plan.memory import Memory, plan_memory
+from verl_digen.tools.plan.run import Run, Settings
 from verl_digen.tools.simulate.cluster import COLOCATED_TSP, Split, baselines, run_split
-from verl_digen.tools.simulate.layout import pool_overrides, pooled_nodes, type_overrides
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
-from verl_digen.tools.simulate.splits import SEARCH_STEPS, WORTH_CHANGING, Limits, Placed, best_of, placed_splits
+from verl_digen.tools.simulate.splits import (
+    SEARCH_STEPS,
+    WORTH_CHANGING,
+    Limits,
+    Placed,
+    best_of,
+    placed_splits,
+    pool_overrides,
+    pooled_nodes,
+    type_overrides,
+)
+
+SHOWN_STEPS = 100
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """FLOPs and seconds of one step."""
+
+    generating_flops: float
+    training_flops: float
+    """Recomputation included."""
+    generating_s: float | None
+    """None if the device's peak is not known."""
+    training_s: float | None
+    step_s: float | None
+    """max(generating_s, training_s) on separate pools with `digen.gap.enable`; else their sum."""
+
+    def run_words(self, settings: Settings) -> str:
+        """Hours of the run, or of SHOWN_STEPS where its steps are as many as its epochs have; `step_s` is known."""
+        assert self.step_s is not None
+        num_steps = settings.num_steps or SHOWN_STEPS
+        hours = self.step_s * num_steps / 3600
+        shown = f"{hours:.3g} h" if hours >= 1 else f"{hours * 60:.3g} min"
+        return f"{num_steps} steps in {shown} or more, {hours * settings.num_devices:.3g} GPU-hours"
+
+
+def plan_time(
+    run: Run, device: str | None, mfu: float, recomputed: float, generator_device: str | None = None
+) -> StepTime:
+    """Time a step on devices of type `device` that reach the share `mfu` of their peak.
+
+    Args:
+        recomputed: share of the blocks that backward recomputes.
+        generator_device: type of the generator's devices; None: `device`.
+    """
+    settings, measured = run.settings, run.measured
+    num_pictures = settings.num_begun * settings.num_turns
+    generating = num_pictures * _generation_steps(settings.digen) * measured.flops.forward
+    row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
+    row += _further_forwards(settings) * measured.flops.forward
+    training = run.num_trained_rows * row
+    if device is None:
+        return StepTime(generating, training, None, None, None)
+    trains, generates = (PEAK_TFLOPS[kind] * 1e12 * mfu for kind in (device, generator_device or device))
+    generating_s = generating / generates / settings.num_generator_devices
+    training_s = training / trains / settings.num_trainer_devices
+    overlaps = settings.is_split and settings.digen.gap.enable
+    step_s = max(generating_s, training_s) if overlaps else generating_s + training_s
+    return StepTime(generating, training, generating_s, training_s, step_s)
+
+
+def _generation_steps(digen: DigenConfig) -> float:
+    """Denoising steps of a training sample that evaluate the network."""
+    num_steps = digen.num_generation_steps if digen.loss_name in objective_names() else digen.sampling.num_steps
+    outside = digen.sampling.outside
+    return mean_steps_taken(outside, digen.window, num_steps) if outside.passes_over else num_steps
+
+
+def _further_forwards(settings: Settings) -> int:
+    """Forwards of a row besides the one that trains."""
+    digen = settings.digen
+    has_joint = digen.loss_name in objective_names() and find_objective(digen.loss_name).joint is not None
+    return int(digen.old_log_probs == "recompute") + int(has_joint) + len(settings.policies_read)
+
 
 GATHER_BYTES_PER_S = 160e9
 """Speed of an all-gather of weights, as in the shipped profiles: 0.8 of NVLink of an H800 in one direction."""
@@ -95,66 +185,64 @@ def plan_split(
     pools = [Pool(settings.num_trainer_devices, types[0])]
     if settings.is_split:
         pools.append(Pool(settings.num_generator_devices, types[1]))
-    given = Split(*pools) if settings.is_split else None
-    given_s = None if given is None else _split_s(run, plan_memory(run, device_bytes), given, types[0], mfu, reward_s)
-    together_s, together = _together_s(run, pools, device_bytes, mfu, reward_s)
     nodes = pooled_nodes(pools, (settings.trainer_devices_per_node, settings.generator_devices_per_node))
     limits = Limits(settings.fsdp_size, settings.sequence_parallel, settings.tensor_parallel)
-    families = placed_splits(nodes, limits)
+
+    def profile_of(run: Run) -> tuple[Profile, bool]:
+        """(profile, True unless the run does not fit)."""
+        memory = plan_memory(run, device_bytes)
+        return run_profile(run, memory, types[0], mfu, reward_s), memory.fits is not False
 
     def step_s(placed: Placed) -> float:
         resized = with_split(run, placed)
-        memory = plan_memory(resized, device_bytes)
-        if memory.fits is False:
-            return math.inf
-        return _split_s(resized, memory, placed.split, types[0], mfu, reward_s)
+        profile, fits = profile_of(resized)
+        return _split_s(resized, profile, placed.split) if fits else math.inf
 
-    found = best_of(families, step_s)
-    best, best_s = (None, None) if found is None else found
-    return SplitPlan(given, given_s, together_s, together, best, best_s)
+    given = Split(*pools) if settings.is_split else None
+    profile, fits = profile_of(_in_turns(run, sum(pool.num_devices for pool in pools)))
+    together = min(
+        (found for found in baselines(profile, pools) if found.name == COLOCATED_TSP), key=lambda found: found.step_s
+    )
+    best, best_s = best_of(placed_splits(nodes, limits), step_s) or (None, None)
+    return SplitPlan(
+        given=given,
+        given_s=None if given is None else _split_s(run, profile_of(run)[0], given),
+        together_s=together.step_s if fits else None,
+        together=together.devices if fits else "",
+        best=best,
+        best_s=best_s,
+    )
 
 
 def with_split(run: Run, placed: Placed) -> Run:
     """The run on separate pools of other sizes."""
-    num_trainer = placed.split.trainer.num_devices
-    settings = replace(
-        run.settings,
+    return _with_devices(
+        run,
+        placed.split.trainer.num_devices,
+        placed.split.generator.num_devices,
         is_split=True,
         rollout_name="diffusers" if run.settings.draws else run.settings.rollout_name,
         frees_replica=False,
-        num_trainer_devices=num_trainer,
-        num_generator_devices=placed.split.generator.num_devices,
         trainer_devices_per_node=placed.trainer.per_node,
         generator_devices_per_node=placed.generator.per_node,
-        num_shards=num_shards(run.settings.fsdp_size, num_trainer),
     )
-    return replace(run, settings=settings)
 
 
-def _together_s(
-    run: Run, pools: Sequence[Pool], device_bytes: int | None, mfu: float, reward_s: float
-) -> tuple[float | None, str]:
-    """(seconds of the fastest run in turns, its devices)."""
-    settings, number = run.settings, sum(pool.num_devices for pool in pools)
-    one = replace(
-        settings,
-        is_split=False,
-        frees_replica=settings.frees_replica or settings.is_split,
-        num_trainer_devices=number,
-        num_generator_devices=number,
-        num_shards=num_shards(settings.fsdp_size, number),
-    )
-    memory = plan_memory(replace(run, settings=one), device_bytes)
-    if memory.fits is False:
-        return None, ""
-    profile = run_profile(replace(run, settings=one), memory, pools[0].device, mfu, reward_s)
-    runs = [run for run in baselines(profile, pools) if run.name == COLOCATED_TSP]
-    fastest = min(runs, key=lambda run: run.step_s)
-    return fastest.step_s, fastest.devices
+def _in_turns(run: Run, number: int) -> Run:
+    """The run in one pool."""
+    settings = run.settings
+    frees_replica = settings.frees_replica or settings.is_split
+    return _with_devices(run, number, number, is_split=False, frees_replica=frees_replica)
 
 
-def _split_s(run: Run, memory: Memory, split: Split, device: str, mfu: float, reward_s: float) -> float:
-    rules, profile = run_rules(run), run_profile(run, memory, device, mfu, reward_s)
+def _with_devices(run: Run, num_trainer: int, num_generator: int, **values: Any) -> Run:
+    shards = num_shards(run.settings.fsdp_size, num_trainer)
+    numbers = {"num_trainer_devices": num_trainer, "num_generator_devices": num_generator, "num_shards": shards}
+    return replace(run, settings=replace(run.settings, **numbers, **values))
+
+
+def _split_s(run: Run, profile: Profile, split: Split) -> float:
+    rules = run_rules(run)
     return run_split(profile, split, rules.techniques, num_steps=SEARCH_STEPS, rules=rules).step_s
 
 

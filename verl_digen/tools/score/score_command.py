@@ -60,13 +60,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Score and print."""
-    from verl_digen.tools.score import files as found_files
-    from verl_digen.tools.score.prompts import prompts_of
+    from verl_digen.tools.score.files import find, prompts_of
     from verl_digen.tools.score.rewards import LocalRewards, chosen_device, parse
 
     try:
         entries = parse(args.reward)
-        paths = found_files.find(args.files)
+        paths = find(args.files)
         rows = prompts_of(paths, prompt=args.prompt, prompt_file=args.prompts)
         rewards = LocalRewards(entries, chosen_device(args.device))
     except ValueError as error:

@@ -30,9 +30,8 @@ from verl_digen.tools.simulate.cluster import (
     ladder,
     run_split,
 )
-from verl_digen.tools.simulate.layout import parse_pool
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
-from verl_digen.tools.simulate.splits import WORTH_CHANGING, best_split
+from verl_digen.tools.simulate.splits import WORTH_CHANGING, best_split, parse_pool
 
 NAME = "simulate"
 

@@ -32,8 +32,8 @@ from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.observe.timeline.interval import join_parts
 from verl_digen.require import require
 from verl_digen.sampling.requests import rows_per_group
-from verl_digen.tools.simulate.layout import known_device
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
+from verl_digen.tools.simulate.splits import known_device
 
 WARM_UP_STEPS = 2
 MAX_STEPS = 20
