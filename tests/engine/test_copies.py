@@ -7,8 +7,7 @@ from torch import nn
 
 from verl_digen.algorithms.ema import Decay, ema_decay
 from verl_digen.config import EmaConfig
-from verl_digen.engine.copies import PolicyCopies
-from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.engine.copies import PolicyCopies, ShadowWeights
 
 
 def make_copies(

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.engine.harness import are_equal, full_gradient
 from verl_digen.algorithms.projection import project
 from verl_digen.engine import gradients
-from verl_digen.engine.gathered import recover
+from verl_digen.engine.fsdp2 import recover
 
 
 def make_module(**policy: torch.dtype) -> nn.Module:

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.engine.harness import assert_equal
-from verl_digen.engine.gathered import recover
-from verl_digen.engine.shadow import ShadowWeights, local_shards
+from verl_digen.engine.copies import ShadowWeights, local_shards
+from verl_digen.engine.fsdp2 import recover
 
 
 @pytest.fixture

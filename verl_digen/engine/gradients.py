@@ -28,10 +28,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl_digen.algorithms.projection import project
+from verl_digen.engine.copies import local_shard
 from verl_digen.engine.export import plain_name
-from verl_digen.engine.fsdp2 import groups_of, parameters_of, units_of
-from verl_digen.engine.gathered import reshard
-from verl_digen.engine.shadow import local_shard
+from verl_digen.engine.fsdp2 import groups_of, parameters_of, reshard, units_of
 
 FREE_OF_EPS = 10.0
 """RMS over eps from which a parameter counts as free of eps: eps is at most a tenth of Adam's denominator."""

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from verl.utils.device import get_device_id
 
+from verl_digen.engine.copies import local_shard
 from verl_digen.engine.recompute import ALL, Recomputation
-from verl_digen.engine.shadow import local_shard
 from verl_digen.platforms import device_memory
 from verl_digen.platforms.device_memory import MARGIN
 from verl_digen.schedulers.deal import Row

@@ -4,6 +4,7 @@
 - A row is one (sample, point) pair. `verl_digen.schedulers.tiles` plans the rows of each tile by numbers alone; this
   module gathers their tensors, one tile at a time.
 - A filler (padding) tile repeats an existing row, with mask 0.
+- Lengths of the rows' texts decide how samples are ordered, so that tiles need little padding.
 
 Invariants (tests/engine/test_rows.py)
 - The rows of all tiles of a plan are the rows of the samples, each once; a filler's row has mask 0.
@@ -23,6 +24,7 @@ from torch import Tensor
 from verl_digen.engine.arrival import Arrival
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.points import Picks, Points
+from verl_digen.models.base import DiffusionModel
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.store.conditions import ConditionPair, fetch_conditions
 from verl_digen.store.samples import fetch_columns
@@ -154,3 +156,32 @@ def tile_rows(points: Points, samples: Samples, tile: Tile, places: Mapping[int,
     ]
     rows = make_rows(points, samples, picks)
     return replace(rows, mask=torch.zeros(len(rows))) if tile.is_filler else rows
+
+
+def text_order(model: DiffusionModel, pair: ConditionPair) -> tuple[int, ...]:
+    """Lengths of a sample's texts, the longest first, then each; () where all are of one length for the network.
+
+    Example: a prompt of 40 tokens and a negative prompt of 5
+        text_order(model, pair)  # (40, 40, 5)
+    """
+    lengths = [length for condition in pair if condition is not None for length in model.text_lengths(condition)]
+    return (max(lengths), *lengths) if lengths else ()
+
+
+def padded_tokens(model: DiffusionModel, rows: TrainingRows) -> tuple[int, int]:
+    """(text tokens that a forward of the rows reads, padding among them); negative prompts are included.
+
+    Example: prompts of 40 and 30 tokens without guidance
+        padded_tokens(model, rows)  # (80, 10)
+    """
+    branches = [list(rows.conditions)]
+    if rows.sampling.is_guided and rows.negative_conditions is not None:
+        branches.append(list(rows.negative_conditions))
+    if not model.keeps_lengths_apart:  # both branches in one forward
+        branches = [[condition for branch in branches for condition in branch]]
+    total = padding = 0
+    for branch in branches:
+        for lengths in zip(*(model.text_lengths(condition) for condition in branch), strict=True):
+            total += max(lengths) * len(lengths)
+            padding += max(lengths) * len(lengths) - sum(lengths)
+    return total, padding

@@ -38,15 +38,13 @@ from verl_digen.engine.build import (
     keep_input_dtypes,
 )
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
-from verl_digen.engine.copies import AVERAGE, CURRENT, PolicyCopies
+from verl_digen.engine.copies import AVERAGE, CURRENT, PolicyCopies, ShadowWeights
 from verl_digen.engine.export import NamedTensors, export
 from verl_digen.engine.gradients import exempt_unused
-from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.offload import offload_safely
-from verl_digen.engine.optimizer import with_fused
+from verl_digen.engine.optimizer import LossScale, with_fused
 from verl_digen.engine.policies import without_adapter
 from verl_digen.engine.recompute import Recomputation
-from verl_digen.engine.shadow import ShadowWeights
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
@@ -143,7 +141,7 @@ class ShardedTransformer(FSDPEngine):
         if self.use_ulysses_sp:
             split_networks(self.model, module, sequence_mesh(self.ulysses_sequence_parallel_size))
         sharded = self._shard(module)
-        self.scaler = None  # verl's, for fp16; see `verl_digen.engine.loss_scale`
+        self.scaler = None  # verl's, for fp16; see `verl_digen.engine.optimizer`
         keep_input_dtypes(sharded)
         offload_safely(sharded, keeps_base=self._is_lora)
         return sharded

@@ -22,8 +22,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from verl_digen.engine.fsdp2 import groups_of, parameters_of, set_groups, units_of
-from verl_digen.engine.gathered import reshard
+from verl_digen.engine.fsdp2 import groups_of, parameters_of, reshard, set_groups, units_of
 
 
 class WholeGroup(FSDPParamGroup):

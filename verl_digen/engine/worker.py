@@ -41,10 +41,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_digen.algorithms.metric import Metric, Plain, plain
 from verl_digen.engine import rendezvous
-from verl_digen.engine.assistant import Assistant
+from verl_digen.engine.assistant import Assistant, RankGenerator
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.engine.generator import RankGenerator
 from verl_digen.engine.rows import Fetch, fetch_samples
 from verl_digen.engine.verl_batches import own_objective
 from verl_digen.hardware.transfers import send_as_bytes

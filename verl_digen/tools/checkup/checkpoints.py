@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a published size with random weights.
 
-Configs are the published ones. The transformer's weights are drawn where it is loaded (`models.random_weights`), those
+Configs are the published ones. The transformer's weights are drawn where it is loaded (`models.checkpoint`), those
 of the encoders and the VAE are written.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_digen.models.checkpoint import RANDOM_MARKER, draw_weight
 from verl_digen.models.published import write_configs
-from verl_digen.models.random_weights import MARKER, draw
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class TrueSize:
 
 
 def _sd3_tokenizers() -> dict[str, Any]:
-    from verl_digen.models.tiny.text import clip_tokenizer, t5_tokenizer
+    from verl_digen.models.tiny.encoders import clip_tokenizer, t5_tokenizer
 
     return {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(), "tokenizer_3": t5_tokenizer()}
 
@@ -73,7 +73,7 @@ def _write(size: TrueSize, folder: Path) -> None:
             config = _with_layers(config, size.text_layers)
         file.write_text(json.dumps(config))
         if file.parent.name.startswith("transformer"):
-            (file.parent / MARKER).write_text("drawn by verl_digen/models/random_weights.py\n")
+            (file.parent / RANDOM_MARKER).write_text("drawn by verl_digen/models/checkpoint.py\n")
         else:
             _write_weights(file.parent, config, size.dtype)
 
@@ -110,7 +110,7 @@ def _write_weights(folder: Path, config: dict[str, Any], dtype_name: str) -> Non
     tied = set(getattr(network, "_tied_weights_keys", None) or ())
     dtype = getattr(torch, dtype_name)
     tensors = {
-        name: draw(name, tensor.shape, dtype) if tensor.is_meta else tensor
+        name: draw_weight(name, tensor.shape, dtype) if tensor.is_meta else tensor
         for name, tensor in network.state_dict().items()
         if name not in tied
     }

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from verl_digen.engine.export import PEFT_PREFIX
-from verl_digen.models.experts import Experts
+from verl_digen.models.checkpoint import Experts
 
 MAX_FILE_BYTES = 5 << 30
 """Largest safetensors file of an export; the diffusers library's own limit is 10 GB."""
