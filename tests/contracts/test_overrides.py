@@ -53,8 +53,8 @@ OVERRIDDEN = {
     "reward.manager:DiffusionRewardLoopWorker": "_init_reward_fn compute_score",
     "reward.manager:DiffusionRewardLoopManager": "_init_reward_loop_workers reward_loop_worker_handles "
     "compute_rm_score",
-    "rollout.adapter:DiffusersServerAdapter": "resume release update_weights",
-    "rollout.adapter:NoWeightsSent": "resume release update_weights",
+    "rollout.replica:DiffusersServerAdapter": "resume release update_weights",
+    "rollout.replica:NoWeightsSent": "resume release update_weights",
     "rollout.birth:PlacedReplica": "get_ray_class_with_init_args",
     "rollout.replica:DiffusersReplica": "launch_servers",
     "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin step "

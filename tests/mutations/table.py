@@ -90,7 +90,7 @@ SCHEDULERS: tuple[Line, ...] = (
     ("deal.deal_rows", given(whole_samples="False"), "samples are cut without time-step parallelism"),
     ("tiles.plan_tiles", swap("most - len(own)", "0"), "a rank without rows has no tile, and the others wait for it"),
     ("tiles._ordered", result("sorted(rows)"), "prompts of unlike lengths share tiles"),
-    ("tile_choice._cost", given(is_whole="False"), "a whole base is thought to be gathered at every tile"),
+    ("tiles._cost", given(is_whole="False"), "a whole base is thought to be gathered at every tile", "tile_choice"),
     ("durations.parts_s", swap("variance > MIN_SIZE_VARIANCE", "False"), "a call has no fixed part"),
 )
 

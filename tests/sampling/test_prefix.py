@@ -9,8 +9,7 @@ import torch
 from tests.sampling.runs import assert_bitwise, run
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.sampling.prefix import Lanes, SharedPrefix
-from verl_digen.sampling.prefix_cache import PrefixCache
+from verl_digen.sampling.prefix import Lanes, PrefixCache, SharedPrefix
 from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.sampling.sampler import Sampler, SamplingStopped
 from verl_digen.types import Geometry, SampleRequest, Sampling

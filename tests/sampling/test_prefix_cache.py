@@ -8,7 +8,7 @@ import torch
 
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.sampling.prefix_cache import Prefix, PrefixCache, prefix_of
+from verl_digen.sampling.prefix import Prefix, PrefixCache, prefix_of
 from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.types import Geometry, SampleRequest, Sampling
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.schedulers.flat import make_rules
 from verl_digen.schedulers.durations import KnownDurations, MeasuredDurations
-from verl_digen.schedulers.headstart import Headstart
+from verl_digen.schedulers.group_book import Headstart
 from verl_digen.schedulers.simulation import PlannerRun
 
 

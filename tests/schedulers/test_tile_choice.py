@@ -6,8 +6,15 @@ from random import Random
 
 import pytest
 
-from verl_digen.schedulers.tile_choice import TILE_COST, WHOLE_TILE_COST, TileChoice, choose_tile, prefers_whole_base
-from verl_digen.schedulers.tiles import Budget, Grid
+from verl_digen.schedulers.tiles import (
+    TILE_COST,
+    WHOLE_TILE_COST,
+    Budget,
+    Grid,
+    TileChoice,
+    choose_tile,
+    prefers_whole_base,
+)
 
 
 @pytest.mark.parametrize(("is_whole", "tile_cost"), [(False, TILE_COST), (True, WHOLE_TILE_COST)])

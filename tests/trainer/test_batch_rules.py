@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 import verl_digen.trainer.register  # noqa: F401 - the order in which verl imports us
 from verl_digen.config import digen_config
-from verl_digen.sampling.batch_rules import batch_rules
+from verl_digen.sampling.requests import batch_rules
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import Train

@@ -43,7 +43,7 @@ from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.prompt_cache import Conditions, Prompts, conditions_by_place
 from verl_digen.rollout.samples import SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
-from verl_digen.sampling.prefix_cache import PrefixCache
+from verl_digen.sampling.prefix import PrefixCache
 from verl_digen.sampling.recording import Denoised
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.store.conditions import ConditionPair
@@ -139,7 +139,7 @@ class _RankSampler(Sampler):
             latents_dtype=latents_dtype,
             branches=branches,
         )
-        # where groups share steps, a call has one group (`sampling.batch_rules`): all ranks skip the same forwards
+        # where groups share steps, a call has one group (`groups_are_alike`): all ranks skip the same forwards
         self.prefixes: PrefixCache = PrefixCache()
         self._engine = engine
 

@@ -4,7 +4,7 @@
 - A sharded base is gathered in the forward and the backward of every tile. A whole one is gathered once, see
   `whole_groups`, and takes its size in the compute dtype beside its shard.
 - auto is decided at the first tile, from the memory that `memory` measures with a sharded base: whole where the tiles
-  that fit beside it are the cheaper ones (`schedulers.tile_choice`), and never where no row fits beside it. On a CPU
+  that fit beside it are the cheaper ones (`schedulers.tiles`), and never where no row fits beside it. On a CPU
   memory does not limit a tile: whole where it takes at most `memory.UNREDUCED_SHARE` of the free memory.
 - Tiles of another kind (longer prompts, larger samples) are measured with a sharded base, too. If no row of theirs fits
   beside the whole one, the base is sharded from then on.
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from verl_digen.engine import memory, whole_groups
 from verl_digen.engine.memory import TileMemory
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
-from verl_digen.schedulers.tile_choice import TileChoice, prefers_whole_base
+from verl_digen.schedulers.tiles import TileChoice, prefers_whole_base
 
 logger = logging.getLogger(__name__)
 

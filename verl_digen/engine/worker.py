@@ -49,8 +49,8 @@ from verl_digen.engine.verl_batches import own_objective
 from verl_digen.hardware.transfers import send_as_bytes
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
-from verl_digen.rollout.adapter import NoWeightsSent
 from verl_digen.rollout.registry import REPLICAS, TRAINER
+from verl_digen.rollout.replica import NoWeightsSent
 from verl_digen.store.conditions import fetch_conditions
 from verl_digen.types import Generation, SampleRequest, Stored
 

@@ -17,7 +17,7 @@ from verl_digen.require import require, suggestion
 from verl_digen.reward.named import check_rows, has_custom
 
 if TYPE_CHECKING:
-    from verl_digen.data.lengths import PromptCheck, TooLong
+    from verl_digen.data.prompts import PromptCheck, TooLong
     from verl_digen.types import PromptRow
 
 
@@ -129,8 +129,7 @@ def _read_prompts(run: StartConfig, part: str) -> PromptSet:
     Raises:
         ValueError: a file is missing or malformed, or the run's negative prompt is wrong.
     """
-    from verl_digen.data.lengths import find_too_long
-    from verl_digen.data.prompts import Columns, read_prompts
+    from verl_digen.data.prompts import Columns, find_too_long, read_prompts
 
     given, most = OmegaConf.select(run.config, f"data.{part}_files"), run.config.data[f"{part}_max_samples"]
     if given is None:
@@ -145,7 +144,7 @@ def _read_prompts(run: StartConfig, part: str) -> PromptSet:
 
 
 def _check_negative(run: StartConfig) -> None:
-    from verl_digen.data.lengths import SURELY_SHORT_BYTES
+    from verl_digen.data.prompts import SURELY_SHORT_BYTES
 
     negative = run.digen.sampling.negative_prompt
     if len(negative.encode()) > SURELY_SHORT_BYTES:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from verl_digen.algorithms.solvers import FIRST_ORDER, SCHEDULERS
 from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.config.loss import unused_settings
-from verl_digen.data.lengths import describe_dropped
+from verl_digen.data.prompts import describe_dropped
 from verl_digen.preflight.adapter import adapter_notes
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.kernels import kernel_notes

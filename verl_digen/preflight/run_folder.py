@@ -32,7 +32,7 @@ from typing import IO, Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
-from verl_digen.data.lengths import without
+from verl_digen.data.prompts import without
 from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS, digest, load_driver_state
 from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import (

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
-from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
+from verl_digen.schedulers.tiles import choose_tile, prefers_whole_base
 from verl_digen.tools.plan.gathered import gathered, may_be_whole, whole_base_bytes
 from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
 from verl_digen.tools.plan.run import Run, frozen_copies, policies_read, policies_that_follow
