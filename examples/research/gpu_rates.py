@@ -374,7 +374,7 @@ def vae(bench: Bench) -> None:
 
 
 def host(bench: Bench) -> None:
-    """Page-locking of 4 GB, by PyTorch, and of a memory file as `verl_digen.weights.shared_copy` does it; twice."""
+    """Page-locking of 4 GB, by PyTorch, and of a memory file as `verl_digen.weights.host_copies` does it; twice."""
     if DEVICE.type != "cuda":
         return bench.note("host", left_out="page-locking is a matter of CUDA devices")
     runtime: Any = torch.cuda.cudart()

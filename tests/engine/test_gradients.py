@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.engine.harness import are_equal, full_gradient
-from verl_digen.algorithms.projection import project
 from verl_digen.engine import gradients
 from verl_digen.engine.fsdp2 import recover
+from verl_digen.engine.gradients import project
 
 
 def make_module(**policy: torch.dtype) -> nn.Module:

@@ -11,8 +11,7 @@ from verl_digen.algorithms.objectives import ClampedConfig, Joint, JointRows, Lo
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
-from verl_digen.engine.rows import Samples
-from verl_digen.engine.tile_work import AllRows, TileWork
+from verl_digen.engine.rows import AllRows, Samples, TileWork
 from verl_digen.schedulers.deal import Row, deal_rows
 from verl_digen.schedulers.tiles import Grid, plan_tiles
 

@@ -204,7 +204,7 @@ def _one_copy(path: str, folder: str, trainer_first: bool) -> None:
 
     from tests.pretend import copies
     from tests.pretend.record import recording
-    from verl_digen.weights.host_pool import ALIGNMENT_BYTES
+    from verl_digen.weights.host_copies import ALIGNMENT_BYTES
 
     to_host = copies.to_host
     copied: list[int] = []

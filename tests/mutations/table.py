@@ -106,7 +106,6 @@ ALGORITHMS: tuple[Line, ...] = (
     ("step_cache.reusable", given(is_sde="[False] * len(is_sde)"), "a recorded step takes an old velocity"),
     ("tree.node", swap(">", ">="), "leaves of a tree split one step late"),
     ("tree.tree_advantages", swap("level.mean()", "own.mean()"), "nodes are compared with the mean over their leaves"),
-    ("projection.project", given(offset="None"), "every shard is projected as if it were the first"),
     ("sde._euler_maruyama", result("(2 - result[0], *result[1:])"), "the drift has the wrong sign"),
     ("sde._euler_maruyama", result("(*result[:2], result[2].square())"), "noise grows with the step, not its root"),
     ("sde.sde_step", given(storage_dtype="None"), "x is rounded after its log-prob is taken"),
@@ -197,7 +196,7 @@ ENGINE: tuple[Line, ...] = (
     ("rows.make_rows", passes(conditions="[pairs[0][0] for _ in pairs]"), "all rows of a tile have one prompt"),
     ("rows.row_advantages", given(samples="samples[::-1]"), "rows have others' advantages", "transaction: serial_loop"),
     (
-        "tile_work.joint_columns",
+        "rows.joint_columns",
         swap("values", "values.flip(0)"),
         "numbers of a tile's rows end in the wrong places",
         "joint",
@@ -229,6 +228,7 @@ ENGINE: tuple[Line, ...] = (
     ),
     ("optimizer.update", given(is_finite="True"), "the loss scale only grows", "loss_scale: scale_halves"),
     ("export.merge", swap("+", "-"), "an adapter is merged with the wrong sign"),
+    ("gradients.project", given(offset="None"), "every shard is projected as if it were the first", "projection"),
     ("optimizer.settle", skip(), "a run keeps the optimizer implementation of its checkpoint"),
     ("arrival.close", drop("_thread.shutdown"), "a fetch outlives its batch"),
     ("arrival.request", swap("number & (number + 1) == 0", "False"), "the first tile waits for all samples"),
@@ -268,8 +268,13 @@ WEIGHTS: tuple[Line, ...] = (
     ("checksum.Checksum.add", given(tensor="tensor.abs()"), "signs are not in the checksum"),
     ("buckets._aligned", result("result - ALIGNMENT_BYTES"), "pieces of a bucket overlap", "gloo: buckets"),
     ("gloo.of", swap("len(generations) == 1", "True"), "a new rank is left out", ": gloo_group"),
-    ("shared_copy._is_equal", result("True"), "other weights are taken for these", ": other_weights"),
-    ("shared_copy._find", swap("whole[0] == READY", "True"), "an incomplete copy is taken", ": not_completed"),
+    ("host_copies._is_equal", result("True"), "other weights are taken for these", "shared_copy: other_weights"),
+    (
+        "host_copies._find",
+        swap("whole[0] == READY", "True"),
+        "an incomplete copy is taken",
+        "shared_copy: not_completed",
+    ),
 )
 
 PROCESSES: tuple[Line, ...] = (

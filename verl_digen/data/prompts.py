@@ -31,9 +31,7 @@ from omegaconf import DictConfig
 from verl_digen.data.files import COMPRESSED, MAX_CHARACTERS_SHOWN, rows_of, shown
 from verl_digen.data.splits import TRAIN, resolve
 from verl_digen.data.tables import dataset_rows
-from verl_digen.inputs.hub import SCHEME, HubName, load_saved
-from verl_digen.inputs.tables import SCHEME as TABLE
-from verl_digen.inputs.tables import TableImage
+from verl_digen.inputs.tables import HUB, TABLE, HubName, TableImage, load_saved
 from verl_digen.require import require
 from verl_digen.types import PromptRow
 
@@ -130,7 +128,7 @@ def quoted_text(text: str) -> str:
 
 
 def _read_one(name: str, key: str, columns: Columns) -> list[PromptRow]:
-    if name.startswith(SCHEME):
+    if name.startswith(HUB):
         hub = HubName.parse(name, key)
         source, folder = hub.name.partition("/")[2], Path.cwd()
         remedy = "check its name, subset and split, and that this machine reaches the hub"

@@ -31,8 +31,7 @@ from verl_digen.engine.fragment import FragmentSample, fragment_rows
 from verl_digen.engine.memory import TileMemory
 from verl_digen.engine.points import Picks, Points
 from verl_digen.engine.recompute import ALL, Recomputation
-from verl_digen.engine.rows import Fetch, Samples, make_rows, text_order
-from verl_digen.engine.tile_work import AllRows, TileWork
+from verl_digen.engine.rows import AllRows, Fetch, Samples, TileWork, make_rows, text_order
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory

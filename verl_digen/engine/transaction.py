@@ -41,8 +41,7 @@ from verl_digen.engine.loss import DiffusionLoss, LossTerms
 from verl_digen.engine.points import Points
 from verl_digen.engine.policies import Evaluated, Outputs, PolicyForward, moved
 from verl_digen.engine.recompute import Recomputation
-from verl_digen.engine.rows import padded_tokens, tile_rows
-from verl_digen.engine.tile_work import Exchange, TileWork
+from verl_digen.engine.rows import Exchange, TileWork, padded_tokens, tile_rows
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.types import TrainingRows, Transitions
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from verl_digen.config import SamplingConfig
-from verl_digen.inputs.tables import SCHEME
+from verl_digen.inputs.tables import TABLE
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require
 
@@ -80,15 +80,15 @@ def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None
 
     limits = IMAGE_SIZES[model.spec.image_sizes].limits if model.spec.num_images[1] else None
     places = {path: prompt for prompt in prompts for path in (*prompt.images, *prompt.pair)}
-    files = [path for path in places if not path.startswith(SCHEME)]
-    parsed = {path: TableImage.parse(path) for path in reversed(places) if path.startswith(SCHEME)}
+    files = [path for path in places if not path.startswith(TABLE)]
+    parsed = {path: TableImage.parse(path) for path in reversed(places) if path.startswith(TABLE)}
     tables = {(table.source, table.column): path for path, table in parsed.items()}
     if limits is None:
         files = files[:: -(-len(files) // MAX_OPENED) or 1]
 
     def check(path: str) -> None:
         try:
-            size = source_image(path) if path.startswith(SCHEME) else file_size_px(path)
+            size = source_image(path) if path.startswith(TABLE) else file_size_px(path)
             if limits is not None and isinstance(size, tuple) and path in places[path].images:
                 limits.check(*size, path)
         except ValueError as error:

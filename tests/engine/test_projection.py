@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from verl_digen.algorithms.projection import project, signs
+from verl_digen.engine.gradients import project, signs
 
 
 def serial_projection(name, tensor):
