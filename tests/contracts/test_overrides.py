@@ -39,7 +39,7 @@ OVERRIDDEN = {
     "engine.sharded:ShardedTransformer": "initialize _build_module _build_lora_module _build_fsdp_module "
     "_build_optimizer disable_adapter to optimizer_step get_per_tensor_param",
     "model_config:DiffusionModelConfig": "_mutable_fields",
-    "engine.whole_groups:WholeGroup": "unshard wait_for_unshard _to_sharded",
+    "engine.whole_base:WholeGroup": "unshard wait_for_unshard _to_sharded",
     "engine.worker:DiffusionWorker": "init_model compute_ref_log_prob update_weights",
     "models.checkpoint:Experts": "forward",
     "models.kernels:Int8Linear": "forward",
