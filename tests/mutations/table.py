@@ -90,7 +90,7 @@ SCHEDULERS: tuple[Line, ...] = (
     ("deal.deal_rows", given(whole_samples="False"), "samples are cut without time-step parallelism"),
     ("tiles.plan_tiles", swap("most - len(own)", "0"), "a rank without rows has no tile, and the others wait for it"),
     ("tiles._ordered", result("sorted(rows)"), "prompts of unlike lengths share tiles"),
-    ("tiles._cost", given(is_whole="False"), "a whole base is thought to be gathered at every tile", "tile_choice"),
+    ("tiles._cost", given(is_whole="False"), "a whole base is thought to be gathered at every tile"),
     ("durations.parts_s", swap("variance > MIN_SIZE_VARIANCE", "False"), "a call has no fixed part"),
 )
 
@@ -199,7 +199,6 @@ ENGINE: tuple[Line, ...] = (
         "rows.joint_columns",
         swap("values", "values.flip(0)"),
         "numbers of a tile's rows end in the wrong places",
-        "joint",
     ),
     (
         "policies.without_adapter",
@@ -207,7 +206,7 @@ ENGINE: tuple[Line, ...] = (
         "LoRA's reference is the policy itself",
         "transaction: lora_kl",
     ),
-    ("copies.swapped_in", drop("_write", 2), "a copy's weights stay in the module", "shadow"),
+    ("copies.swapped_in", drop("_write", 2), "a copy's weights stay in the module"),
     ("copies.follow_batch", swap("decay.is_due(before, k)", "True"), "a reference is renewed after every batch"),
     ("copies.state_dict", result("{}"), "policies that follow are not saved"),
     (
@@ -228,7 +227,7 @@ ENGINE: tuple[Line, ...] = (
     ),
     ("optimizer.update", given(is_finite="True"), "the loss scale only grows", "loss_scale: scale_halves"),
     ("export.merge", swap("+", "-"), "an adapter is merged with the wrong sign"),
-    ("gradients.project", given(offset="None"), "every shard is projected as if it were the first", "projection"),
+    ("gradients.project", given(offset="None"), "every shard is projected as if it were the first"),
     ("optimizer.settle", skip(), "a run keeps the optimizer implementation of its checkpoint"),
     ("arrival.close", drop("_thread.shutdown"), "a fetch outlives its batch"),
     ("arrival.request", swap("number & (number + 1) == 0", "False"), "the first tile waits for all samples"),

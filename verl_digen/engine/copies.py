@@ -14,7 +14,7 @@
 - `swapped_in` puts a copy in place of the weights and back again. With `reshard_after_forward=false` FSDP2 keeps
   gathered parameters beyond a forward; so both ways start by resharding, and the next forward gathers again.
 
-Invariants (tests/engine/test_copies.py, test_shadow.py): a copy follows only steps that changed the weights; after
+Invariants (tests/engine/test_copies.py): a copy follows only steps that changed the weights; after
 `swapped_in` the weights are bitwise what they were, also if the body raised.
 """
 

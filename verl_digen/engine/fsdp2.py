@@ -18,7 +18,7 @@ assumes that the forward still runs, so a reader of the shards would get gathere
 
 Invariants
 - (tests/contracts/test_private_names.py): the functions do the same with every PyTorch that can work.
-- (tests/engine/test_shadow.py, test_gradients.py, test_assistant.py): afterwards a module's parameters are its shards;
+- (tests/engine/test_copies.py, test_gradients.py, test_assistant.py): afterwards a module's parameters are its shards;
   with `keeps` each unit gathers once, and the outputs are the same.
 """
 

@@ -242,7 +242,7 @@ def project(name: str, shard: Tensor, offset: Sequence[int] | None = None) -> Te
     - The projections of two tensors differ by about the norm of the tensors' difference: the mean square over random
       signs is the squared norm.
 
-    Invariants (tests/engine/test_projection.py): shards add up to the whole; linear; a permutation changes it.
+    Invariants (tests/engine/test_gradients.py): shards add up to the whole; linear; a permutation changes it.
 
     Args:
         offset: position of the shard's first element in the whole tensor; None: `shard` is the whole.

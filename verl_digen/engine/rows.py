@@ -226,7 +226,7 @@ class TileWork:
 
     A joint column is made of numbers of rows on all ranks and in all tiles, before the tiles train.
 
-    Invariant (tests/engine/test_joint.py): the column does not depend on how rows are spread over tiles and ranks.
+    Invariant (tests/engine/test_rows.py): the column does not depend on how rows are spread over tiles and ranks.
     """
 
     samples: Samples

@@ -69,7 +69,7 @@ class PrefixCache:
     - No memory of the solver is kept with them: the first step of a window is stochastic, and reads none.
     - Processes that share the collectives of a forward keep the same entries, since they get the same calls.
 
-    Invariants (tests/sampling/test_prefix_cache.py): an entry is what running the steps gives, bitwise; none outlives
+    Invariants (tests/sampling/test_prefix.py): an entry is what running the steps gives, bitwise; none outlives
     the weights it was made with.
 
     Bound: `max_bytes` in all. The entry that was used least recently goes first.

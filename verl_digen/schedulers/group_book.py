@@ -54,7 +54,7 @@ class Headstart:
     - Of the first batch only the training is known. One group that is late would cost more than its own step: after so
       wrong a prediction the trainer does not trust its assists (`verl_digen.schedulers.foresight`).
 
-    Invariant (tests/schedulers/test_headstart.py): groups that are begun early make no run longer, by more than 1 %.
+    Invariant (tests/schedulers/test_group_book.py): groups that are begun early make no run longer, by more than 1 %.
 
     Args:
         num_groups: groups of a batch.

@@ -222,7 +222,7 @@ def choose_tile(
     - Rows of one fragment are counted, in whole tiles: no block is recomputed for room that no row takes.
     - Extents that the user gives are kept: blocks are recomputed until that tile fits.
 
-    Invariants (tests/schedulers/test_tile_choice.py): no other pair that fits is cheaper, or as cheap with fewer blocks
+    Invariants (tests/schedulers/test_tiles.py): no other pair that fits is cheaper, or as cheap with fewer blocks
     recomputed; without a limit nothing is recomputed. O(blocks).
 
     Args:
