@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing of a rank's rows into tiles; the choice of recomputed blocks and rows per tile, compared with all that fit."""
+"""Packing of a rank's rows into tiles, and the choice of their size, compared with all others that fit."""
 
 import random
 from collections import Counter
