@@ -21,7 +21,7 @@ from verl.utils import tensordict_utils as tu
 from verl_digen.agent_loop.manager import DiffusionAgentLoopManager
 from verl_digen.algorithms.advantages import compute_advantage
 from verl_digen.data.rows import ROW, object_column
-from verl_digen.engine.row_batch import pack_rows
+from verl_digen.engine.verl_batches import pack_rows
 from verl_digen.preflight import checked
 from verl_digen.require import require
 from verl_digen.sampling.outputs import training_rows

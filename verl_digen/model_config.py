@@ -28,8 +28,7 @@ from verl.workers.config import MtpConfig
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.models import load_model, read_pipeline
-from verl_digen.models.json_file import read_object
-from verl_digen.models.locate import locate, locate_configs, locate_index
+from verl_digen.models.locate import locate, locate_configs, locate_index, read_object
 from verl_digen.require import require
 from verl_digen.user_modules import import_user_modules
 

@@ -116,7 +116,7 @@ def _register_trainers() -> None:
 
 
 def _register_engine() -> None:
-    importlib.import_module("verl_digen.engine.register")
+    importlib.import_module("verl_digen.engine.engine")
 
 
 def _register_replicas() -> None:

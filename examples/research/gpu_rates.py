@@ -49,11 +49,11 @@ from verl_digen.engine.rows import Samples
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import checkpoint, load_model
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.checkpoint import fill_randomly
 from verl_digen.models.flops import forward_flops, peak_flops
 from verl_digen.models.kernels import set_kernels
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.published import write_configs
-from verl_digen.models.random_weights import fill
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.sampling.fp8 import Fp8Layers
 from verl_digen.sampling.requests import plain_request
@@ -92,7 +92,7 @@ def draw_network(folder: Path, architecture: str, dtype: torch.dtype) -> Any:
     place of `load_network`."""
     network = checkpoint.make_meta_network(folder, architecture, dtype)
     if sum(one.numel() for one in network.parameters()) > MOST_ON_DEVICE:
-        return fill(network).eval()
+        return fill_randomly(network).eval()
     weights = {}
     for name, tensor in network.state_dict().items():
         weights[name] = torch.empty_like(tensor, device=DEVICE) if tensor.is_meta else tensor.to(DEVICE)
@@ -374,7 +374,7 @@ def vae(bench: Bench) -> None:
 
 
 def host(bench: Bench) -> None:
-    """Page-locking of 4 GB, by PyTorch, and of a memory file as `verl_digen.weights.shared_copy` does it; twice."""
+    """Page-locking of 4 GB, by PyTorch, and of a memory file as `verl_digen.weights.host_copies` does it; twice."""
     if DEVICE.type != "cuda":
         return bench.note("host", left_out="page-locking is a matter of CUDA devices")
     runtime: Any = torch.cuda.cudart()

@@ -70,7 +70,7 @@ class QueueClient:
         self._blocking: Reference | None = None
 
     def cancel_calls(self) -> None:
-        """Counterpart of `verl_digen.store.controller.cancel_calls`."""
+        """Counterpart of `verl_digen.store.client.cancel_calls`."""
         if self._blocking is not None:
             self._blocking.answer.cancel()
 

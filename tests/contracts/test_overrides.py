@@ -39,11 +39,11 @@ OVERRIDDEN = {
     "engine.sharded:ShardedTransformer": "initialize _build_module _build_lora_module _build_fsdp_module "
     "_build_optimizer disable_adapter to optimizer_step get_per_tensor_param",
     "model_config:DiffusionModelConfig": "_mutable_fields",
-    "engine.whole_groups:WholeGroup": "unshard wait_for_unshard _to_sharded",
+    "engine.whole_base:WholeGroup": "unshard wait_for_unshard _to_sharded",
     "engine.worker:DiffusionWorker": "init_model compute_ref_log_prob update_weights",
-    "models.experts:Experts": "forward",
-    "models.int8:Int8Linear": "forward",
-    "models.int8:_Product": "forward setup_context backward _backward_cls",
+    "models.checkpoint:Experts": "forward",
+    "models.kernels:Int8Linear": "forward",
+    "models.kernels:_Product": "forward setup_context backward _backward_cls",
     "config.placement:TypedPools": "create_resource_pool",
     "preflight.callback:Preflight": "on_run_start on_job_start on_job_end",
     "recipe_source:RecipeSlot": "scheme load_config is_config is_group available list",
@@ -53,8 +53,8 @@ OVERRIDDEN = {
     "reward.manager:DiffusionRewardLoopWorker": "_init_reward_fn compute_score",
     "reward.manager:DiffusionRewardLoopManager": "_init_reward_loop_workers reward_loop_worker_handles "
     "compute_rm_score",
-    "rollout.adapter:DiffusersServerAdapter": "resume release update_weights",
-    "rollout.adapter:NoWeightsSent": "resume release update_weights",
+    "rollout.replica:DiffusersServerAdapter": "resume release update_weights",
+    "rollout.replica:NoWeightsSent": "resume release update_weights",
     "rollout.birth:PlacedReplica": "get_ray_class_with_init_args",
     "rollout.replica:DiffusersReplica": "launch_servers",
     "trainer.disaggregated:DisaggregatedTrainer": "on_step_end _setup _get_n_gpus_for_throughput on_step_begin step "

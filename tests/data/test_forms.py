@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from verl_digen.data import splits, tables
 from verl_digen.data.prompts import Columns, default_source, read_prompts
 from verl_digen.data.splits import name_splits, resolve
-from verl_digen.inputs.hub import HubName
+from verl_digen.inputs.tables import HubName
 from verl_digen.trainer import dataset
 
 TRAIN, VAL = "data.train_files", "data.val_files"

@@ -14,8 +14,8 @@ from PIL import Image
 
 from verl_digen.data.prompts import Columns, read_prompts
 from verl_digen.inputs import tables as image_tables
-from verl_digen.inputs.hub import HubName
 from verl_digen.inputs.images import MAX_PIXELS, read_images, source_image
+from verl_digen.inputs.tables import HubName
 
 COLOURS = ["red", "green", "blue", "white", "black"]
 

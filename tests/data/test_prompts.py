@@ -7,8 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from verl_digen.data.lengths import describe_dropped, find_too_long, without
-from verl_digen.data.prompts import count_repeated, default_ground_truth, default_source, read_prompts
+from verl_digen.data.prompts import (
+    count_repeated,
+    default_ground_truth,
+    default_source,
+    describe_dropped,
+    find_too_long,
+    read_prompts,
+    without,
+)
 from verl_digen.data.rows import loop_columns, loop_row, prompt_batch, prompt_rows
 from verl_digen.trainer import dataset as dataset_module
 from verl_digen.trainer.dataset import DiffusionPromptDataset

@@ -30,15 +30,14 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 from tests.tags import make_facts
 from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.metric import numbers
-from verl_digen.algorithms.projection import project
 from verl_digen.algorithms.window import Window
+from verl_digen.engine.copies import local_shards
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.engine.gradients import Gradient, put, take
+from verl_digen.engine.gradients import Gradient, project, put, take
 from verl_digen.engine.points import Picks
 from verl_digen.engine.rows import Fetch, Samples
-from verl_digen.engine.shadow import local_shards
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model

@@ -34,9 +34,8 @@ from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.tree import Tree
 from verl_digen.algorithms.window import Window
 from verl_digen.engine import memory
-from verl_digen.engine.assistant import Assistant, deal_samples
-from verl_digen.engine.gathered import gathered_bytes
-from verl_digen.engine.generator import RankGenerator
+from verl_digen.engine.assistant import Assistant, RankGenerator, deal_samples
+from verl_digen.engine.fsdp2 import gathered_bytes
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.loaded import PromptEncoder
 from verl_digen.sampling.sampler import Sampler

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the weights by policy: when they follow, what is kept and saved."""
+"""Copies of the weights by policy: when they follow, what is kept and saved, and one in place of the weights."""
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+from tests.engine.harness import assert_equal
 from verl_digen.algorithms.ema import Decay, ema_decay
 from verl_digen.config import EmaConfig
-from verl_digen.engine.copies import PolicyCopies
-from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.engine.copies import PolicyCopies, ShadowWeights, local_shards
+from verl_digen.engine.fsdp2 import recover
 
 
 def make_copies(
@@ -89,3 +92,48 @@ def test_copies_that_follow_are_saved_and_a_missing_one_starts_from_the_weights(
     assert "no copy of policy average" in caplog.text
     other.follow_batch(4)
     assert number(other, "old") == 1.0, "these steps were followed before the checkpoint"
+
+
+@pytest.fixture
+def layers() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    layers[1].bias.requires_grad_(False)
+    return layers
+
+
+def test_holds_the_trainable_weights_alone(layers: nn.Module):
+    assert set(ShadowWeights(layers).shards) == {"0.weight", "0.bias", "1.weight"}
+
+
+def test_swapped_in_shows_the_copy_and_gives_back(layers: nn.Module):
+    shadow = ShadowWeights(layers)
+    with torch.no_grad():
+        layers[0].weight.mul_(3)
+    trained = layers[0].weight.clone()
+    with shadow.swapped_in(layers):
+        torch.testing.assert_close(layers[0].weight, trained / 3)
+    assert torch.equal(layers[0].weight, trained)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_gives_back_after_a_forward_that_failed(layers: nn.Module, one_rank: None, reshards: bool):
+    """An exception leaves FSDP2 with gathered parameters, which are not the weights."""
+    for unit in (layers[1], layers):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=reshards)
+    shadow = ShadowWeights(layers)
+    with torch.no_grad():
+        layers[0].weight.add_(1)
+    trained = {name: shard.clone() for name, shard in local_shards(layers).items()}
+    inputs = torch.ones(1, 2)
+    right = layers(inputs)
+
+    def fail(*unused: object) -> None:
+        raise KeyError
+
+    handle = layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError), shadow.swapped_in(layers):
+        layers(inputs)
+    handle.remove()
+    recover(layers)  # as `abort` does
+    assert_equal(local_shards(layers), trained)
+    assert torch.equal(layers(inputs), right)

@@ -17,8 +17,8 @@ from tests.rollout.test_encoders import note_turns
 from tests.rollout.test_server import GUIDED, SAMPLING, generate, make_requests, make_server
 from tests.sampling.runs import assert_bitwise
 from tests.tags import changed
+from verl_digen.engine.assistant import RankGenerator
 from verl_digen.engine.copies import AVERAGE, CURRENT
-from verl_digen.engine.generator import RankGenerator
 from verl_digen.processes.relays import Work
 from verl_digen.rollout.batcher import Withdrawn
 from verl_digen.trainer import generating

@@ -26,8 +26,7 @@ from tests.engine.test_generating import SEED, Rank, drawn, server_of
 from tests.grid import IN_GRID
 from tests.rollout.test_server import make_requests
 from tests.sampling.runs import assert_bitwise
-from verl_digen.models import int8
-from verl_digen.models.int8 import store_int8
+from verl_digen.models.kernels import quantise, store_int8
 
 INT8 = {**LORA, "int8_base": True}
 
@@ -127,7 +126,7 @@ def test_ranks_share_it(one_rank, tiny_qwen_image, tmp_path):
 def test_a_network_without_values_gets_int8_of_the_same_shapes():
     real, meta = nn.Linear(24, 16), nn.Linear(24, 16, device="meta")
     for layer in (real, meta):
-        int8._store(layer)
+        quantise(layer)
     assert [value.is_meta for value in meta.buffers()] == [True, True]
     for mine, given in zip(real.buffers(), meta.buffers(), strict=True):
         assert (mine.shape, mine.stride(), mine.dtype) == (given.shape, given.stride(), given.dtype)

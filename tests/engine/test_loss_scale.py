@@ -24,7 +24,7 @@ from tests.engine.harness import (
 )
 from tests.tiny_models import build_tiny
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.engine.loss_scale import FIRST, GROWTH_STEPS, LARGEST, LossScale
+from verl_digen.engine.optimizer import FIRST_SCALE, GROWTH_STEPS, LARGEST_SCALE, LossScale
 
 FP16 = {"mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}}
 ADAPTER = {"lora_rank": 4, "lora_alpha": 8}
@@ -83,9 +83,9 @@ def test_scale_halves_at_an_overflow_and_doubles_after_good_steps():
 
 
 def test_scale_has_bounds():
-    largest = LossScale(LARGEST, GROWTH_STEPS - 1)
+    largest = LossScale(LARGEST_SCALE, GROWTH_STEPS - 1)
     largest.update(is_finite=True)
-    assert largest.value == LARGEST
+    assert largest.value == LARGEST_SCALE
     with pytest.raises(RuntimeError, match=r"mixed_precision\.param_dtype=bf16"):
         LossScale(1.0).update(is_finite=False)
 
@@ -101,7 +101,7 @@ def test_gradient_in_fp16_is_that_of_fp32(one_rank: None, tiny_sd3: Path, batch:
     engine = fp16_engine(tiny_sd3, model, digen)
     found, output = gradients(engine, batch)
     assert 0 < distance(found, expected) < 0.02
-    assert output["metrics"]["loss_scale"] == FIRST and "loss_scale" not in wanted["metrics"]
+    assert output["metrics"]["loss_scale"] == FIRST_SCALE and "loss_scale" not in wanted["metrics"]
     norm = sum(value.double().square().sum().item() for value in found.values()) ** 0.5
     assert_same_projection(output["metrics"] | {"grad_norm": norm}, found)
     masters = {value.dtype for name, value in engine.module.named_parameters() if not model or "lora_" in name}
@@ -142,7 +142,7 @@ def test_overflow_skips_the_step_and_halves_the_scale(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]  # it is expected
     assert_equal(weights(engine), before)
     assert_equal(weights(engine, policy="average"), average)
-    scale_of(engine).value = FIRST
+    scale_of(engine).value = FIRST_SCALE
     metrics = train(engine, batch)[0]["metrics"]
     assert metrics["num_skipped_updates"] == 0 and scale_of(engine).num_good_steps == 1
     assert (engine.state.num_updates, engine.state.num_skipped) == (1, 1)
@@ -218,7 +218,7 @@ def gradient_on_two_ranks(path: Path, folder: Path) -> Any:
 @pytest.mark.slow
 def test_two_ranks_skip_together_and_have_the_gradient_of_one(one_rank: None, tiny_sd3: Path, tmp_path: Path):
     found = on_two_ranks([overflow_on_one_rank, gradient_on_two_ranks], tiny_sd3, tmp_path)
-    assert found["overflow_on_one_rank"] == [(True, 1, FIRST / 2, 0, FIRST / 2, 1)] * 2
+    assert found["overflow_on_one_rank"] == [(True, 1, FIRST_SCALE / 2, 0, FIRST_SCALE / 2, 1)] * 2
     plain = make_engine(tiny_sd3)
     perturb(plain)
     assert distance(found["gradient_on_two_ranks"], gradients(plain, batch_of(tiny_sd3))[0]) < 0.02

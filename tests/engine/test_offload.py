@@ -37,7 +37,7 @@ def _copy_after_offload(folder: str) -> None:
     from torch import nn
     from verl.utils.fsdp_utils import offload_fsdp2_model_to_cpu
 
-    from verl_digen.engine.shadow import ShadowWeights
+    from verl_digen.engine.copies import ShadowWeights
 
     module = nn.Linear(3, 4).to("pretend")
     weights = {name: tensor.detach().cpu() for name, tensor in module.named_parameters()}
@@ -56,7 +56,7 @@ def _uneven_shards(folder: str) -> None:
     import torch
     from verl.utils.fsdp_utils import load_fsdp2_model_to_gpu, offload_fsdp2_model_to_cpu
 
-    from verl_digen.engine.shadow import local_shards
+    from verl_digen.engine.copies import local_shards
 
     module = _sharded(folder, rank=1, world_size=2)  # one of 3 rows is this rank's, padded to 2
     weights = {name: shard.cpu() for name, shard in local_shards(module).items()}
@@ -169,7 +169,7 @@ class Sharers:
     @staticmethod
     def frozen(module: Any) -> list[Any]:
         """Frozen parameters, this rank's part."""
-        from verl_digen.engine.shadow import local_shard
+        from verl_digen.engine.copies import local_shard
 
         return [local_shard(value) for value in module.parameters() if not value.requires_grad]
 
@@ -204,7 +204,7 @@ def _one_copy(path: str, folder: str, trainer_first: bool) -> None:
 
     from tests.pretend import copies
     from tests.pretend.record import recording
-    from verl_digen.weights.host_pool import ALIGNMENT_BYTES
+    from verl_digen.weights.host_copies import ALIGNMENT_BYTES
 
     to_host = copies.to_host
     copied: list[int] = []
@@ -243,8 +243,8 @@ def test_trainer_and_replica_hold_the_frozen_base_once_and_copy_it_once(
 def _train_in_turns(path: str, folder: str) -> None:
     import torch
 
+    from verl_digen.engine.copies import local_shard
     from verl_digen.engine.export import full_weights
-    from verl_digen.engine.shadow import local_shard
 
     def numbers(engine: Any) -> dict[str, Any]:
         return {name: local_shard(value).cpu() for name, value in engine.module.named_parameters()}

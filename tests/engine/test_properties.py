@@ -33,7 +33,7 @@ from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import FragmentSample
-from verl_digen.engine.gathered import reshard
+from verl_digen.engine.fsdp2 import reshard
 from verl_digen.engine.rows import Fetch, Samples
 from verl_digen.types import Geometry
 

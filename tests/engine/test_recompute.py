@@ -14,7 +14,7 @@ from verl.workers.engine.fsdp import transformer_impl
 from tests.engine.harness import LORA, assert_equal, digen_section, gradients, make_batch, make_engine
 from verl_digen.engine.recompute import Recomputation, recompute_from_host
 from verl_digen.model_config import DiffusionModelConfig
-from verl_digen.models.experts import Experts
+from verl_digen.models.checkpoint import Experts
 from verl_digen.platforms import device_memory
 
 RECOMPUTES = {"recompute_blocks": "all"}

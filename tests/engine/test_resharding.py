@@ -27,10 +27,9 @@ from tests.engine.harness import (
 )
 from tests.engine.sequence_cases import CASES, batch_of, build
 from tests.grid import in_grid
-from verl_digen.engine.copies import CURRENT
+from verl_digen.engine.copies import CURRENT, local_shard
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.saved_state import METADATA
-from verl_digen.engine.shadow import local_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

@@ -26,7 +26,7 @@ from tests.engine.harness import (
 )
 from verl_digen.algorithms.metric import numbers
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.engine.gathered import gathered_bytes
+from verl_digen.engine.fsdp2 import gathered_bytes
 from verl_digen.engine.gradients import eps_numbers
 
 pytestmark = pytest.mark.slow

@@ -33,10 +33,9 @@ from tests.engine.harness import (
 )
 from tests.engine.harness import begin as begin_batch
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.engine.loss_scale import LossScale
-from verl_digen.engine.row_batch import pack_rows, unpack_rows
+from verl_digen.engine.optimizer import LossScale
 from verl_digen.engine.rows import make_rows
-from verl_digen.engine.verl_batches import own_objective
+from verl_digen.engine.verl_batches import own_objective, pack_rows, unpack_rows
 from verl_digen.types import TrainingRows
 
 pytestmark = pytest.mark.slow

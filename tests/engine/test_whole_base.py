@@ -30,7 +30,7 @@ from verl_digen.engine.fsdp2 import groups_of, units_of
 from verl_digen.engine.memory import TileMemory
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
-from verl_digen.schedulers.tile_choice import choose_tile
+from verl_digen.schedulers.tiles import choose_tile
 
 pytestmark = [
     pytest.mark.slow,

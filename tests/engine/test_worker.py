@@ -37,8 +37,8 @@ from tests.engine.harness import (
 )
 from verl_digen.algorithms.metric import from_plain, numbers
 from verl_digen.engine import worker as worker_module
-from verl_digen.engine.row_batch import pack_rows
 from verl_digen.engine.rows import make_rows
+from verl_digen.engine.verl_batches import pack_rows
 from verl_digen.engine.worker import DiffusionWorker
 
 GROUP_SIZE = 3

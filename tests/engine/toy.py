@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from verl_digen import models
 from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
-from verl_digen.models.experts import Experts
+from verl_digen.models.checkpoint import Experts
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec
 from verl_digen.types import Condition, Geometry
 

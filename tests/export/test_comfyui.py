@@ -20,7 +20,7 @@ from tests.tiny_models import build_tiny
 from verl_digen.engine.export import PEFT_PREFIX
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
-from verl_digen.models.experts import networks_of
+from verl_digen.models.checkpoint import networks_of
 from verl_digen.tools.export.comfyui import NAMES, comfyui_tensors, require_known
 from verl_digen.tools.export.formats import MAX_ROWS, model_card, validations
 from verl_digen.tools.export.saved_run import SavedRun

@@ -11,7 +11,7 @@ from torch.nn import functional
 from tests.grid import in_grid
 from tests.models.cases import CASES, PROMPTS, Loaded
 from verl_digen.models import kernels
-from verl_digen.models.experts import networks_of
+from verl_digen.models.checkpoint import networks_of
 from verl_digen.models.kernels import block_classes, compute_exactly, set_kernels
 
 ONE = (PROMPTS[0], PROMPTS[0], PROMPTS[0])

@@ -26,8 +26,8 @@ from tests.models.cases import CPU, Loaded
 from tests.tiny_models import build_tiny
 from verl_digen.models import MODELS, load_model, model_class
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.checkpoint import NUM_DRAWN, RANDOM_MARKER, RANDOM_STD, draw_weight
 from verl_digen.models.locate import HUB_ID, locate, locate_configs, locate_index
-from verl_digen.models.random_weights import MARKER, NUM_DRAWN, STD, draw
 from verl_digen.models.spec import Tokens
 from verl_digen.tools.plan.networks import ENCODERS, Part, count_parts
 
@@ -128,7 +128,7 @@ def drawn(tmp_path: Path) -> Path:
     build_tiny("sd3", folder)
     for file in (folder / "transformer").glob("*.safetensors"):
         file.unlink()
-    (folder / "transformer" / MARKER).touch()
+    (folder / "transformer" / RANDOM_MARKER).touch()
     return folder
 
 
@@ -140,15 +140,15 @@ def test_every_process_draws_the_same_network_without_a_file_of_weights(drawn: P
     values = dict(one.named_parameters())
     assert values["norm_out.linear.bias"].eq(0).all() and values["transformer_blocks.0.attn.to_q.bias"].eq(0).all()
     weight = values["transformer_blocks.0.attn.to_q.weight"].float()
-    assert abs(weight.std().item() / STD - 1) < 0.1 and abs(weight.mean().item()) < STD / 5
+    assert abs(weight.std().item() / RANDOM_STD - 1) < 0.1 and abs(weight.mean().item()) < RANDOM_STD / 5
 
 
 def test_tensors_of_one_shape_differ_and_one_longer_than_what_is_drawn_repeats_it():
     shape = torch.Size((8, 16))
-    assert not torch.equal(draw("a.weight", shape, torch.float32), draw("b.weight", shape, torch.float32))
-    long = draw("a.weight", torch.Size((NUM_DRAWN + 5, 1)), torch.float32).flatten()
+    assert not torch.equal(draw_weight("a.weight", shape, torch.float32), draw_weight("b.weight", shape, torch.float32))
+    long = draw_weight("a.weight", torch.Size((NUM_DRAWN + 5, 1)), torch.float32).flatten()
     assert torch.equal(long[:5], long[NUM_DRAWN:]) and not torch.equal(long[:5], long[5:10])
-    assert draw("norm.weight", torch.Size((4,)), torch.float32).eq(1).all()
+    assert draw_weight("norm.weight", torch.Size((4,)), torch.float32).eq(1).all()
 
 
 COMMIT = "0" * 40

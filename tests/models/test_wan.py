@@ -16,7 +16,7 @@ from tests.tiny_models import build_tiny
 from verl_digen.engine.recompute import Recomputation
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
-from verl_digen.models.experts import Experts
+from verl_digen.models.checkpoint import Experts
 from verl_digen.types import Geometry
 
 CLIP = Geometry(32, 32, 5)

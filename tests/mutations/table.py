@@ -90,7 +90,7 @@ SCHEDULERS: tuple[Line, ...] = (
     ("deal.deal_rows", given(whole_samples="False"), "samples are cut without time-step parallelism"),
     ("tiles.plan_tiles", swap("most - len(own)", "0"), "a rank without rows has no tile, and the others wait for it"),
     ("tiles._ordered", result("sorted(rows)"), "prompts of unlike lengths share tiles"),
-    ("tile_choice._cost", given(is_whole="False"), "a whole base is thought to be gathered at every tile"),
+    ("tiles._cost", given(is_whole="False"), "a whole base is thought to be gathered at every tile"),
     ("durations.parts_s", swap("variance > MIN_SIZE_VARIANCE", "False"), "a call has no fixed part"),
 )
 
@@ -106,7 +106,6 @@ ALGORITHMS: tuple[Line, ...] = (
     ("step_cache.reusable", given(is_sde="[False] * len(is_sde)"), "a recorded step takes an old velocity"),
     ("tree.node", swap(">", ">="), "leaves of a tree split one step late"),
     ("tree.tree_advantages", swap("level.mean()", "own.mean()"), "nodes are compared with the mean over their leaves"),
-    ("projection.project", given(offset="None"), "every shard is projected as if it were the first"),
     ("sde._euler_maruyama", result("(2 - result[0], *result[1:])"), "the drift has the wrong sign"),
     ("sde._euler_maruyama", result("(*result[:2], result[2].square())"), "noise grows with the step, not its root"),
     ("sde.sde_step", given(storage_dtype="None"), "x is rounded after its log-prob is taken"),
@@ -197,10 +196,9 @@ ENGINE: tuple[Line, ...] = (
     ("rows.make_rows", passes(conditions="[pairs[0][0] for _ in pairs]"), "all rows of a tile have one prompt"),
     ("rows.row_advantages", given(samples="samples[::-1]"), "rows have others' advantages", "transaction: serial_loop"),
     (
-        "tile_work.joint_columns",
+        "rows.joint_columns",
         swap("values", "values.flip(0)"),
         "numbers of a tile's rows end in the wrong places",
-        "joint",
     ),
     (
         "policies.without_adapter",
@@ -208,7 +206,7 @@ ENGINE: tuple[Line, ...] = (
         "LoRA's reference is the policy itself",
         "transaction: lora_kl",
     ),
-    ("shadow.swapped_in", drop("_write", 2), "a copy's weights stay in the module"),
+    ("copies.swapped_in", drop("_write", 2), "a copy's weights stay in the module"),
     ("copies.follow_batch", swap("decay.is_due(before, k)", "True"), "a reference is renewed after every batch"),
     ("copies.state_dict", result("{}"), "policies that follow are not saved"),
     (
@@ -227,8 +225,9 @@ ENGINE: tuple[Line, ...] = (
         "the old weights are those of the last batch",
         ": old_weights",
     ),
-    ("loss_scale.update", given(is_finite="True"), "the loss scale only grows", ": scale_halves"),
+    ("optimizer.update", given(is_finite="True"), "the loss scale only grows", "loss_scale: scale_halves"),
     ("export.merge", swap("+", "-"), "an adapter is merged with the wrong sign"),
+    ("gradients.project", given(offset="None"), "every shard is projected as if it were the first"),
     ("optimizer.settle", skip(), "a run keeps the optimizer implementation of its checkpoint"),
     ("arrival.close", drop("_thread.shutdown"), "a fetch outlives its batch"),
     ("arrival.request", swap("number & (number + 1) == 0", "False"), "the first tile waits for all samples"),
@@ -238,7 +237,7 @@ ENGINE: tuple[Line, ...] = (
         "a rank with fewer batches leaves the others alone in their forwards",
         ": as_many",
     ),
-    ("gathered.forwards", given(keeps="False"), "an assist gathers the weights at every step", "assistant: gathers"),
+    ("fsdp2.forwards", given(keeps="False"), "an assist gathers the weights at every step", "assistant: gathers"),
     ("checkpoint.base_fingerprint", result("''"), "an adapter is resumed on any base", ": refused"),
     ("checkpoint.clear", skip(), "a save that failed leaves a folder", ": full_disk"),
     ("checkpoint._remove_earlier", skip(), "earlier checkpoints stay", ": earlier_starts"),
@@ -266,10 +265,15 @@ WEIGHTS: tuple[Line, ...] = (
     ("receiving._check", skip(), "an abandoned update keeps its thread", "transfer"),
     ("sending.check", skip(), "a sender waits for a receiver that died", "transfer: receiver_that_died"),
     ("checksum.Checksum.add", given(tensor="tensor.abs()"), "signs are not in the checksum"),
-    ("buckets._aligned", result("result - ALIGNMENT_BYTES"), "pieces of a bucket overlap", "gloo: buckets"),
-    ("gloo.of", swap("len(generations) == 1", "True"), "a new rank is left out", ": gloo_group"),
-    ("shared_copy._is_equal", result("True"), "other weights are taken for these", ": other_weights"),
-    ("shared_copy._find", swap("whole[0] == READY", "True"), "an incomplete copy is taken", ": not_completed"),
+    ("gloo._aligned", result("result - ALIGNMENT_BYTES"), "pieces of a bucket overlap", ": buckets"),
+    ("gloo.MeetingPoint.of", swap("len(generations) == 1", "True"), "a new rank is left out", ": gloo_group"),
+    ("host_copies._is_equal", result("True"), "other weights are taken for these", "shared_copy: other_weights"),
+    (
+        "host_copies._find",
+        swap("whole[0] == READY", "True"),
+        "an incomplete copy is taken",
+        "shared_copy: not_completed",
+    ),
 )
 
 PROCESSES: tuple[Line, ...] = (

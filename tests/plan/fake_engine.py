@@ -41,7 +41,7 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.recompute import ALL, Recomputation
 from verl_digen.engine.sharded import sequence_mesh
 from verl_digen.model_config import DiffusionModelConfig
-from verl_digen.models.experts import networks_of
+from verl_digen.models.checkpoint import networks_of
 from verl_digen.models.published import write_configs
 from verl_digen.models.sequence import split_networks
 from verl_digen.sampling.requests import planned_geometry

@@ -11,7 +11,7 @@ from verl_digen.hardware.torch_support import TorchFacts, torch_facts, torch_has
 from verl_digen.platforms import cpu_device
 from verl_digen.platforms.cpu import CpuPlatform
 from verl_digen.platforms.module_memory import DeviceMemory
-from verl_digen.weights.host_pool import HostPool
+from verl_digen.weights.host_copies import HostPool
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,7 @@ from tests.chaos.loop import run_in_virtual_time
 from tests.tags import make_facts
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.rollout.batcher import RequestBatcher, Withdrawn
-from verl_digen.rollout.bursts import Bursts
+from verl_digen.rollout.batcher import Bursts, RequestBatcher, Withdrawn
 from verl_digen.sampling.sampler import SamplingStopped
 from verl_digen.types import Burst, CleanRecord, Generation, Geometry, SampleRequest, Sampling, Trajectory
 

@@ -23,7 +23,7 @@ from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.tiny import build_tiny
 from verl_digen.sampling.fp8 import Fp8Layers
-from verl_digen.sampling.prefix_cache import PrefixCache, prefix_of
+from verl_digen.sampling.prefix import PrefixCache, prefix_of
 from verl_digen.sampling.recording import initial_seed, noise_seed
 from verl_digen.sampling.sampler import Sampler, score_rows
 from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, Trajectory

@@ -17,8 +17,16 @@ from verl_digen.schedulers.types import BatchReport
 from verl_digen.store.conditions import own_condition_keys, put_condition
 from verl_digen.store.keys import CONDITIONS, TRAIN, VAL, SampleName, own_condition_key
 from verl_digen.store.prompts import Listing, PromptStatus, list_partition, publish_status, submit_prompts, to_listing
-from verl_digen.store.samples import clear, fetch_columns, from_batch, put_samples, put_tags, to_batch
-from verl_digen.store.tags import from_entry, to_entry
+from verl_digen.store.samples import (
+    clear,
+    fetch_columns,
+    from_batch,
+    from_entry,
+    put_samples,
+    put_tags,
+    to_batch,
+    to_entry,
+)
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.published import PublishedSamples
 from verl_digen.types import CleanRecord, PathRecord, RewardCall, Trajectory

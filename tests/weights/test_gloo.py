@@ -11,8 +11,7 @@ import torch
 from ray.exceptions import RayError
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-from verl_digen.weights.buckets import Bucket, from_buckets, to_buckets
-from verl_digen.weights.gloo import MeetingPoint, Member
+from verl_digen.weights.gloo import Bucket, MeetingPoint, Member, from_buckets, to_buckets
 
 pytestmark = pytest.mark.slow
 

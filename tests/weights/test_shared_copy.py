@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tests.engine import harness  # noqa: F401 - its forkserver has imported PyTorch
-from verl_digen.weights import shared_copy as module
-from verl_digen.weights.shared_copy import SharedCopy, shared_copy
+from verl_digen.weights import host_copies as module
+from verl_digen.weights.host_copies import SharedCopy, shared_copy
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_digen.data.tables import csv_rows, parquet_rows
-from verl_digen.inputs.hub import PATTERN as HUB_NAME
-from verl_digen.inputs.hub import SCHEME as HUB
+from verl_digen.inputs.tables import HUB, HUB_NAME
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
 """Suffixes of prompt files, in any case."""

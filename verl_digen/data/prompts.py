@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read prompts from files (`verl_digen.data.splits`), and interpret the columns of a row.
+"""Read prompts from files (`verl_digen.data.splits`), interpret the columns of a row, and find prompts that are longer
+than the model reads.
 
 | column | means | else |
 | --- | --- | --- |
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,9 +31,7 @@ from omegaconf import DictConfig
 from verl_digen.data.files import COMPRESSED, MAX_CHARACTERS_SHOWN, rows_of, shown
 from verl_digen.data.splits import TRAIN, resolve
 from verl_digen.data.tables import dataset_rows
-from verl_digen.inputs.hub import SCHEME, HubName, load_saved
-from verl_digen.inputs.tables import SCHEME as TABLE
-from verl_digen.inputs.tables import TableImage
+from verl_digen.inputs.tables import HUB, TABLE, HubName, TableImage, load_saved
 from verl_digen.require import require
 from verl_digen.types import PromptRow
 
@@ -129,7 +128,7 @@ def quoted_text(text: str) -> str:
 
 
 def _read_one(name: str, key: str, columns: Columns) -> list[PromptRow]:
-    if name.startswith(SCHEME):
+    if name.startswith(HUB):
         hub = HubName.parse(name, key)
         source, folder = hub.name.partition("/")[2], Path.cwd()
         remedy = "check its name, subset and split, and that this machine reaches the hub"
@@ -291,3 +290,65 @@ def _text(value: Any) -> str | None:
         is_text = [isinstance(part, dict) and isinstance(part.get("text"), str) for part in content]
         return "".join(part["text"] for part in content) if content and all(is_text) else None
     return content if isinstance(content, str) else None
+
+
+SURELY_SHORT_BYTES = 200
+"""A prompt this long fits every model: a token is a byte or more, and none reads fewer than 256. (Eight quotations in
+one can be too much for HunyuanVideo 1.5, whose encoder then says so.)"""
+
+PromptCheck = Callable[[str], None]
+"""Raises ValueError for a text that is longer than the model reads."""
+
+
+@dataclass(frozen=True)
+class TooLong:
+    """A prompt that the model would not read to its end."""
+
+    prompt: PromptRow
+    reason: str
+
+
+def find_too_long(prompts: Iterable[PromptRow], load_check: Callable[[], PromptCheck]) -> list[TooLong]:
+    """The prompts that are too long, or have a negative prompt that is.
+
+    Args:
+        load_check: called at most once, and only if a prompt is not surely short: it loads tokenizers.
+    """
+    found: list[TooLong] = []
+    reasons: dict[str, str] = {}
+    check: PromptCheck | None = None
+    for prompt in prompts:
+        texts = [prompt.text] if prompt.negative is None else [prompt.text, prompt.negative]
+        for text in texts:
+            if len(text.encode()) <= SURELY_SHORT_BYTES:
+                continue
+            if text not in reasons:
+                check = check or load_check()
+                reasons[text] = _reason(text, check)
+            if reasons[text]:
+                found.append(TooLong(prompt, reasons[text]))
+                break
+    return found
+
+
+def without(prompts: Sequence[PromptRow], too_long: Sequence[TooLong]) -> list[PromptRow]:
+    """Prompts that are not too long."""
+    dropped = {id(one.prompt) for one in too_long}
+    return [prompt for prompt in prompts if id(prompt) not in dropped]
+
+
+def describe_dropped(key: str, too_long: Sequence[TooLong], num_prompts: int) -> str:
+    """One sentence on the prompts of `key` that were dropped, the first of them by its place."""
+    first = too_long[0]
+    return (
+        f"data.filter_overlong_prompts=true: {len(too_long)} of {num_prompts} prompts of {key} are left out, the first "
+        f"in {first.prompt.place}: {first.reason}"
+    )
+
+
+def _reason(text: str, check: PromptCheck) -> str:
+    try:
+        check(text)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -24,7 +24,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_digen.data.files import SUFFIXES, kind_of, shown
-from verl_digen.inputs.hub import SCHEME, HubName
+from verl_digen.inputs.tables import HUB, HubName
 
 TRAIN, VAL = "data.train_files", "data.val_files"
 SPLITS: Mapping[str, Sequence[str]] = {TRAIN: ("train",), VAL: ("test", "validation", "val")}
@@ -70,7 +70,7 @@ def name_splits(config: DictConfig) -> None:
 
 
 def _resolve_one(name: str, key: str) -> str:
-    if name.startswith(SCHEME):
+    if name.startswith(HUB):
         return str(HubName.parse(name, key).with_split(SPLITS[key][0]))
     path = Path(os.path.expanduser(name))
     try:

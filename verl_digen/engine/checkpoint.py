@@ -40,11 +40,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
-from verl_digen.engine.copies import CURRENT, PolicyCopies
-from verl_digen.engine.loss_scale import LossScale
-from verl_digen.engine.optimizer import implementations, settle
+from verl_digen.engine.copies import CURRENT, PolicyCopies, local_shard
+from verl_digen.engine.optimizer import LossScale, implementations, settle
 from verl_digen.engine.saved_state import SavedState, cause_of
-from verl_digen.engine.shadow import local_shard
 from verl_digen.require import require
 
 logger = logging.getLogger(__name__)

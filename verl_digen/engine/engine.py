@@ -45,16 +45,16 @@ from verl.workers.engine import EngineRegistry
 from verl_digen.algorithms.advantages import effective_samples
 from verl_digen.algorithms.metric import Metric, Reduce
 from verl_digen.engine import gradients, memory
+from verl_digen.engine.build import RowFlops
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.engine.gathered import forwards, gathered_bytes
+from verl_digen.engine.fsdp2 import forwards, gathered_bytes
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.points import points_of
 from verl_digen.engine.policies import PolicyForward
-from verl_digen.engine.row_flops import RowFlops
 from verl_digen.engine.rows import Fetch, tile_rows
 from verl_digen.engine.teacher import load_teacher
 from verl_digen.engine.transaction import GradientTransaction

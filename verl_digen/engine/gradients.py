@@ -15,6 +15,7 @@ one that was not; `drop` clears it in every place; the projection is the same on
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,11 +28,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from verl_digen.algorithms.projection import project
+from verl_digen.engine.copies import local_shard
 from verl_digen.engine.export import plain_name
-from verl_digen.engine.fsdp2 import groups_of, parameters_of, units_of
-from verl_digen.engine.gathered import reshard
-from verl_digen.engine.shadow import local_shard
+from verl_digen.engine.fsdp2 import groups_of, parameters_of, reshard, units_of
 
 FREE_OF_EPS = 10.0
 """RMS over eps from which a parameter counts as free of eps: eps is at most a tenth of Adam's denominator."""
@@ -42,7 +41,7 @@ Gradient = dict[tuple[int, str], Tensor]
 def _places(module: nn.Module) -> Iterator[tuple[tuple[int, str], Any, str]]:
     """(key, owner, attribute) of every place where a piece of the gradient may be."""
     trained = (parameter for parameter in parameters_of(module) if parameter.sharded_param.requires_grad)
-    for number, parameter in enumerate(trained):  # numbers stay where frozen ones move, see `whole_groups`
+    for number, parameter in enumerate(trained):  # numbers stay where frozen ones move, see `whole_base`
         yield (number, "sharded"), parameter.sharded_param, "grad"
         yield (number, "accumulated"), parameter, "unsharded_accumulated_grad"
         if hasattr(parameter, "_unsharded_param"):  # made by the first forward
@@ -152,7 +151,7 @@ def unreduced_bytes(module: nn.Module) -> int:
 
 @torch.no_grad()
 def projection(module: nn.Module) -> Tensor:
-    """[] fp32: the fixed ±1 projection (`verl_digen.algorithms.projection`) of the whole reduced gradient, by the
+    """[] fp32: the fixed ±1 projection (`project`) of the whole reduced gradient, by the
     checkpoint's names; the same on all ranks. Nothing is gathered: one all-reduce of one number per mesh."""
     reshard(module)
     mine: dict[tuple[Any, Any], Tensor] = {}
@@ -215,3 +214,41 @@ def eps_numbers(found: Sequence[tuple[float, int]], *, eps: float, clip_factor: 
         "grad_rms_to_eps": rms / eps if eps else math.inf,
         "eps_bound_share": sum(count for square, count in found if square / count < bound**2) / count,
     }
+
+
+ODD_1, ODD_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47
+"""Multipliers of splitmix64 (Steele, Lea, Flood 2014), as signed integers."""
+
+
+def signs(name: str, numbers: Tensor) -> Tensor:
+    """[...] int64 numbers of rows, say, of what has this name -> [...] fp32 signs, 1 or -1, on the same device."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
+    mixed = numbers * ODD_1 + seed  # int64 wraps around
+    mixed = (mixed ^ (mixed >> 30)) * ODD_2
+    mixed = mixed ^ (mixed >> 27)
+    return 1.0 - 2.0 * (mixed * ODD_1 < 0).float()
+
+
+@torch.no_grad()
+def project(name: str, shard: Tensor, offset: Sequence[int] | None = None) -> Tensor:
+    """Share of `shard` in the fixed ±1 projection of the tensor `name`: [] fp32 (fp64 for an fp64 tensor), on its
+    device.
+
+        p = sum over tensors and their elements [i, j, ...] of sign(name, 0, i) sign(name, 1, j) ... * element
+
+    - A sign depends only on the tensor's name, an axis and the element's number on it in the whole tensor. So a sharded
+      tensor is projected shard by shard: the shards' projections sum to the whole's, however it is sharded. And it
+      costs little more than reading the tensor: signs are made per row and column, not per element.
+    - The projections of two tensors differ by about the norm of the tensors' difference: the mean square over random
+      signs is the squared norm.
+
+    Invariants (tests/engine/test_gradients.py): shards add up to the whole; linear; a permutation changes it.
+
+    Args:
+        offset: position of the shard's first element in the whole tensor; None: `shard` is the whole.
+    """
+    total = shard.to(torch.promote_types(shard.dtype, torch.float32))
+    for axis in reversed(range(shard.dim())):
+        numbers = torch.arange(shard.shape[axis], device=shard.device) + (offset[axis] if offset else 0)
+        total = total @ signs(f"{name} {axis}", numbers).to(total.dtype)
+    return total

@@ -23,8 +23,7 @@ from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.recompute import ALL
-from verl_digen.engine.rows import Fetch
-from verl_digen.engine.tile_work import TileWork
+from verl_digen.engine.rows import Fetch, TileWork
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.schedulers.deal import Row
 

@@ -6,7 +6,7 @@
   it does not exist: it is made by the first step and then stays on the device beside every tile.
 - Blocks: rows are measured with all blocks recomputed. What each block saves is seen while it is recomputed; one more
   rehearsal, with one row and as few blocks recomputed as that shows to fit, scales these numbers to what they are
-  outside of recomputation. `schedulers.tile_choice` chooses from both.
+  outside of recomputation. `schedulers.tiles` chooses from both.
 - Two rows are rehearsed only where the peak of one shows, on every rank, that they fit: at most, all that the first
   row took beyond what was allocated before comes again.
 - A rehearsal that runs out of memory on the only rank leaves one row, and one with kept blocks leaves fewer of them. On
@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 from verl.utils.device import get_device_id
 
+from verl_digen.engine.copies import local_shard
 from verl_digen.engine.recompute import ALL, Recomputation
-from verl_digen.engine.shadow import local_shard
 from verl_digen.platforms import device_memory
 from verl_digen.platforms.device_memory import MARGIN
 from verl_digen.schedulers.deal import Row

@@ -10,7 +10,7 @@ a module with such shards is offloaded by blocking copies.
 
 A frozen base that one rank holds whole is copied to the host once, at the first offload. An offload puts that copy in
 place of the frozen parameters, which are then host tensors like all others, and copies the adapter alone. A sleeping
-replica of this node shares the copy if it has equal weights (`verl_digen.weights.shared_copy`). So nothing may write to
+replica of this node shares the copy if it has equal weights (`verl_digen.weights.host_copies`). So nothing may write to
 a frozen parameter on the host, and a change of one on the device is lost at the next offload.
 
 Invariants (tests/engine/test_offload.py): host copies of offloaded weights, and weights that return to the device, are
@@ -31,7 +31,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.device import get_device_name
 
 from verl_digen.platforms.module_memory import host_copies, name_on_node, parameters_of
-from verl_digen.weights.host_pool import pool_for
+from verl_digen.weights.host_copies import pool_for
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@
   except the number of tiles where lengths of texts are kept apart.
 - Rows whose texts are of like length share tiles, so that little is padded (`verl_digen.schedulers.tiles`).
 - Rows per tile and recomputed blocks under `auto` are chosen from measurements, see `verl_digen.engine.memory` and
-  `verl_digen.schedulers.tile_choice`. All ranks measure together, with masked tiles, once per sampling and text length:
+  `verl_digen.schedulers.tiles`. All ranks measure together, with masked tiles, once per sampling and text length:
   the longest prompt of all ranks' rows, rounded up to `TEXT_STEP` tokens unless all are of one length. Later prompts
   are as long at most, or are measured too. On a CPU the rows are fixed, and nothing is recomputed.
 
@@ -31,15 +31,12 @@ from verl_digen.engine.fragment import FragmentSample, fragment_rows
 from verl_digen.engine.memory import TileMemory
 from verl_digen.engine.points import Picks, Points
 from verl_digen.engine.recompute import ALL, Recomputation
-from verl_digen.engine.rows import Fetch, Samples, make_rows
-from verl_digen.engine.texts import text_order
-from verl_digen.engine.tile_work import AllRows, TileWork
+from verl_digen.engine.rows import AllRows, Fetch, Samples, TileWork, make_rows, text_order
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory
 from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
-from verl_digen.schedulers.tile_choice import TileChoice, choose_tile
-from verl_digen.schedulers.tiles import Tile, plan_tiles
+from verl_digen.schedulers.tiles import Tile, TileChoice, choose_tile, plan_tiles
 from verl_digen.types import Sampling, TrainingRows
 
 logger = logging.getLogger(__name__)

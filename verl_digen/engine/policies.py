@@ -22,7 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from verl_digen.algorithms.sde import SdeStep
-from verl_digen.engine.shadow import ShadowWeights
+from verl_digen.engine.copies import ShadowWeights
 from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.sampler import row_velocity, score_rows

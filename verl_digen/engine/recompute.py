@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from verl.utils.device import get_device_name
 
-from verl_digen.models.experts import networks_of
+from verl_digen.models.checkpoint import networks_of
 from verl_digen.platforms import device_memory
 
 ALL = sys.maxsize

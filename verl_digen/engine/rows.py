@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of samples -> the rows of a tile.
+"""Records of samples -> the rows of a tile, and a fragment's work as a rank sees it.
 
 - A row is one (sample, point) pair. `verl_digen.schedulers.tiles` plans the rows of each tile by numbers alone; this
   module gathers their tensors, one tile at a time.
 - A filler (padding) tile repeats an existing row, with mask 0.
+- Lengths of the rows' texts decide how samples are ordered, so that tiles need little padding.
 
 Invariants (tests/engine/test_rows.py)
 - The rows of all tiles of a plan are the rows of the samples, each once; a filler's row has mask 0.
@@ -20,9 +21,12 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from verl_digen.algorithms.objectives import JointRows
 from verl_digen.engine.arrival import Arrival
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.points import Picks, Points
+from verl_digen.models.base import DiffusionModel
+from verl_digen.schedulers.deal import Row
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.store.conditions import ConditionPair, fetch_conditions
 from verl_digen.store.samples import fetch_columns
@@ -154,3 +158,104 @@ def tile_rows(points: Points, samples: Samples, tile: Tile, places: Mapping[int,
     ]
     rows = make_rows(points, samples, picks)
     return replace(rows, mask=torch.zeros(len(rows))) if tile.is_filler else rows
+
+
+def text_order(model: DiffusionModel, pair: ConditionPair) -> tuple[int, ...]:
+    """Lengths of a sample's texts, the longest first, then each; () where all are of one length for the network.
+
+    Example: a prompt of 40 tokens and a negative prompt of 5
+        text_order(model, pair)  # (40, 40, 5)
+    """
+    lengths = [length for condition in pair if condition is not None for length in model.text_lengths(condition)]
+    return (max(lengths), *lengths) if lengths else ()
+
+
+def padded_tokens(model: DiffusionModel, rows: TrainingRows) -> tuple[int, int]:
+    """(text tokens that a forward of the rows reads, padding among them); negative prompts are included.
+
+    Example: prompts of 40 and 30 tokens without guidance
+        padded_tokens(model, rows)  # (80, 10)
+    """
+    branches = [list(rows.conditions)]
+    if rows.sampling.is_guided and rows.negative_conditions is not None:
+        branches.append(list(rows.negative_conditions))
+    if not model.keeps_lengths_apart:  # both branches in one forward
+        branches = [[condition for branch in branches for condition in branch]]
+    total = padding = 0
+    for branch in branches:
+        for lengths in zip(*(model.text_lengths(condition) for condition in branch), strict=True):
+            total += max(lengths) * len(lengths)
+            padding += max(lengths) * len(lengths) - sum(lengths)
+    return total, padding
+
+
+Exchange = Callable[[Tensor], Tensor]
+"""Sum of a tensor over the data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """All M rows of a fragment, the same on every rank."""
+
+    rows: Sequence[Row]
+    groups: Sequence[str]
+    """uid of each sample, by `Row.sample`."""
+    advantages: Tensor
+    """[samples] fp32, or [samples, K] with a tree."""
+
+    def joint(self, scalars: Tensor) -> JointRows:
+        """The rows with one number each, `scalars` [M]; on its device."""
+        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(self.groups))}
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, device=scalars.device)
+
+        samples, points = [row.sample for row in self.rows], [row.point for row in self.rows]
+        return JointRows(
+            scalars=scalars,
+            samples=column(samples),
+            groups=column([numbers[self.groups[sample]] for sample in samples]),
+            points=column(points),
+            advantages=row_advantages(self.advantages, samples, points).to(scalars.device),
+        )
+
+
+@dataclass(frozen=True)
+class TileWork:
+    """Tiles of this rank and the samples of their rows; every rank has the same number of tiles.
+
+    A joint column is made of numbers of rows on all ranks and in all tiles, before the tiles train.
+
+    Invariant (tests/engine/test_rows.py): the column does not depend on how rows are spread over tiles and ranks.
+    """
+
+    samples: Samples
+    places: Mapping[int, int]
+    """`Row.sample`, a sample's number in the plan -> its index in `samples`."""
+    tiles: Sequence[Tile]
+    all_rows: AllRows
+    recomputed: Mapping[int, int]
+    """`Row.bucket` -> blocks recomputed in backward."""
+
+    @property
+    def num_rows(self) -> int:
+        """Unmasked rows, over all ranks."""
+        return len(self.all_rows.rows)
+
+    def joint_columns(
+        self, scalars: Sequence[Tensor], combine: Callable[[JointRows], Tensor], exchange: Exchange
+    ) -> list[Tensor]:
+        """The joint column of each of this rank's tiles, [N] fp32 each.
+
+        Args:
+            scalars: per tile one number for each row, [N] fp32.
+            combine: makes the column of all rows.
+        """
+        index = {(row.sample, row.point): number for number, row in enumerate(self.all_rows.rows)}
+        places = [torch.tensor([index[row.sample, row.point] for row in tile.rows]) for tile in self.tiles]
+        found = torch.zeros(self.num_rows, device=scalars[0].device)
+        for tile, place, values in zip(self.tiles, places, scalars, strict=True):
+            if not tile.is_filler:  # its row is in another tile, too
+                found[place.to(found.device)] = values
+        column = combine(self.all_rows.joint(exchange(found)))
+        return [column[place.to(column.device)] for place in places]

@@ -29,7 +29,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
-from verl_digen.engine import whole_groups
 from verl_digen.engine.build import (
     add_adapter,
     build_transformer,
@@ -38,16 +37,14 @@ from verl_digen.engine.build import (
     keep_input_dtypes,
 )
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
-from verl_digen.engine.copies import AVERAGE, CURRENT, PolicyCopies
+from verl_digen.engine.copies import AVERAGE, CURRENT, PolicyCopies, ShadowWeights
 from verl_digen.engine.export import NamedTensors, export
 from verl_digen.engine.gradients import exempt_unused
-from verl_digen.engine.loss_scale import LossScale
 from verl_digen.engine.offload import offload_safely
-from verl_digen.engine.optimizer import with_fused
+from verl_digen.engine.optimizer import LossScale, with_fused
 from verl_digen.engine.policies import without_adapter
 from verl_digen.engine.recompute import Recomputation
-from verl_digen.engine.shadow import ShadowWeights
-from verl_digen.engine.whole_base import WholeBase
+from verl_digen.engine.whole_base import WholeBase, release_frozen
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.kernels import compute_exactly
@@ -143,7 +140,7 @@ class ShardedTransformer(FSDPEngine):
         if self.use_ulysses_sp:
             split_networks(self.model, module, sequence_mesh(self.ulysses_sequence_parallel_size))
         sharded = self._shard(module)
-        self.scaler = None  # verl's, for fp16; see `verl_digen.engine.loss_scale`
+        self.scaler = None  # verl's, for fp16; see `verl_digen.engine.optimizer`
         keep_input_dtypes(sharded)
         offload_safely(sharded, keeps_base=self._is_lora)
         return sharded
@@ -163,7 +160,7 @@ class ShardedTransformer(FSDPEngine):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """verl's `to`; the host may read what was offloaded when it returns."""
         if device == "cpu" and model:
-            whole_groups.release(self.module)
+            release_frozen(self.module)
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if device == "cpu" and (model or optimizer):
             get_platform().synchronize()

@@ -25,7 +25,7 @@ from verl.utils.device import get_device_id
 from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.engine.copies import PolicyCopies
 from verl_digen.engine.export import ADAPTER
-from verl_digen.models.json_file import read_object
+from verl_digen.models.locate import read_object
 from verl_digen.models.lora_file import peft_scale
 from verl_digen.require import require
 

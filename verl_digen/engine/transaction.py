@@ -35,15 +35,13 @@ from torch import Tensor, nn
 from verl_digen.algorithms.metric import Metric, combine_tiles
 from verl_digen.algorithms.objectives import Joint
 from verl_digen.engine import gradients
-from verl_digen.engine.gathered import kept_after_backward, recover
+from verl_digen.engine.fsdp2 import kept_after_backward, recover
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
 from verl_digen.engine.points import Points
 from verl_digen.engine.policies import Evaluated, Outputs, PolicyForward, moved
 from verl_digen.engine.recompute import Recomputation
-from verl_digen.engine.rows import tile_rows
-from verl_digen.engine.texts import padded_tokens
-from verl_digen.engine.tile_work import Exchange, TileWork
+from verl_digen.engine.rows import Exchange, TileWork, padded_tokens, tile_rows
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.types import TrainingRows, Transitions
 

@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choice whether the frozen base under an adapter is kept whole on every rank (`actor_rollout_ref.model.whole_base`).
 
-- A sharded base is gathered in the forward and the backward of every tile. A whole one is gathered once, see
-  `whole_groups`, and takes its size in the compute dtype beside its shard.
+- A sharded base is gathered in the forward and the backward of every tile. A whole one is gathered once, and takes its
+  size in the compute dtype beside its shard.
 - auto is decided at the first tile, from the memory that `memory` measures with a sharded base: whole where the tiles
-  that fit beside it are the cheaper ones (`schedulers.tile_choice`), and never where no row fits beside it. On a CPU
+  that fit beside it are the cheaper ones (`schedulers.tiles`), and never where no row fits beside it. On a CPU
   memory does not limit a tile: whole where it takes at most `memory.UNREDUCED_SHARE` of the free memory.
 - Tiles of another kind (longer prompts, larger samples) are measured with a sharded base, too. If no row of theirs fits
   beside the whole one, the base is sharded from then on.
 - auto leaves it sharded on one shard per replica, where nothing is sent, and with PyTorch 2.11, where the model's
   config refuses true.
 
-Invariant (tests/engine/test_whole_base.py): all ranks decide alike, from the same numbers.
+FSDP2 communicates the parameters of a unit as one group, and gathers it in every forward and backward. `split_frozen`
+moves the frozen parameters of each unit to a group of their own, whose gathered memory stays; `merge_frozen` moves them
+back.
+
+- Shards stay: weights, checkpoints, export, and copies are read and written there, as before.
+- `release_frozen` frees the gathered memory: before the device is handed over, and where shards of frozen parameters
+  change. The next forward gathers once more, the same values.
+- Units have several groups from PyTorch 2.12 on (`FSDP2_HAS_SEVERAL_GROUPS`); with 2.11 nothing may be split.
+
+Invariants (tests/engine/test_whole_base.py): all ranks decide alike, from the same numbers; the gradient bitwise equals
+the sharded base's; a tile gathers the trained parameters alone; after `merge_frozen` a unit has one group again, with
+all of its parameters.
 """
 
 from __future__ import annotations
@@ -19,16 +30,134 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from verl_digen.engine import memory, whole_groups
+from verl_digen.engine import memory
+from verl_digen.engine.fsdp2 import groups_of, parameters_of, reshard, set_groups, units_of
 from verl_digen.engine.memory import TileMemory
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
-from verl_digen.schedulers.tile_choice import TileChoice, prefers_whole_base
+from verl_digen.schedulers.tiles import TileChoice, prefers_whole_base
 
 logger = logging.getLogger(__name__)
+
+
+class WholeGroup(FSDPParamGroup):
+    """Parameters of one unit that are gathered at most once between two calls of `release_frozen`."""
+
+    is_whole = False
+    """True while the gathered memory holds the values of the shards."""
+
+    def unshard(self, async_op: bool = False) -> None:
+        """FSDP2's `unshard`; nothing is gathered that is there."""
+        if not self.is_whole:
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        """FSDP2's `wait_for_unshard`."""
+        if self.is_whole:
+            self._to_unsharded()
+            return
+        super().wait_for_unshard()
+        self.is_whole = self.is_unsharded
+
+    def _to_sharded(self) -> None:
+        """Put the shards in place of the gathered parameters, whose memory stays."""
+        if not self.is_whole:
+            super()._to_sharded()
+        elif not self.is_sharded:
+            for parameter in self.fsdp_params:
+                parameter._setattr_on_modules(parameter.sharded_param)
+                parameter.sharded_state = ShardedState.SHARDED
+            self._sharded_state = ShardedState.SHARDED
+
+    def release(self) -> None:
+        """Free the gathered memory."""
+        self._to_sharded()
+        for parameter in self.fsdp_params:
+            parameter.free_unsharded_param()
+        self.is_whole = False
+
+
+def split_frozen(module: nn.Module) -> None:
+    """Keep the frozen parameters of every unit gathered from the next forward on. Between two tiles only."""
+    reshard(module)
+    for unit in _units(module):
+        if _is_split(unit):
+            continue
+        (group,) = groups_of(unit)
+        frozen = [parameter for parameter in group.fsdp_params if not parameter.sharded_param.requires_grad]
+        if not frozen:
+            continue
+        whole = WholeGroup(
+            [],
+            group.modules,
+            group.mesh_info,
+            group.post_forward_mesh_info,
+            group.device,
+            None,
+            group.mp_policy,
+            group.offload_policy,
+        )
+        whole.fsdp_params = frozen
+        group.fsdp_params = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
+        set_groups(unit, [group, whole] if group.fsdp_params else [whole])
+
+
+def merge_frozen(module: nn.Module) -> None:
+    """Shard all parameters again, and free the gathered memory. Between two tiles only."""
+    reshard(module)
+    for unit in _units(module):
+        if not _is_split(unit):
+            continue
+        *others, whole = groups_of(unit)
+        whole.release()
+        group = (
+            others[0]
+            if others
+            else FSDPParamGroup(
+                [],
+                whole.modules,
+                whole.mesh_info,
+                whole.post_forward_mesh_info,
+                whole.device,
+                None,
+                whole.mp_policy,
+                whole.offload_policy,
+            )
+        )
+        group.fsdp_params = [*group.fsdp_params, *whole.fsdp_params]
+        set_groups(unit, [group])
+
+
+def release_frozen(module: nn.Module) -> None:
+    """Free the gathered memory of frozen parameters; the next forward gathers them again."""
+    for unit in _units(module):
+        if _is_split(unit):
+            groups_of(unit)[-1].release()
+
+
+def frozen_bytes(module: nn.Module) -> int:
+    """Bytes of all frozen parameters, gathered."""
+    total = 0
+    for parameter in parameters_of(module):
+        if not parameter.sharded_param.requires_grad:
+            dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+            total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor's numel counts the whole
+    return total
+
+
+def _units(module: nn.Module) -> list[Any]:
+    """FSDP2's state of every unit that has parameters."""
+    return [unit for unit in units_of(module) if groups_of(unit)]
+
+
+def _is_split(unit: Any) -> bool:
+    return isinstance(groups_of(unit)[-1], WholeGroup)
 
 
 class WholeBase:
@@ -40,7 +169,7 @@ class WholeBase:
 
     def __init__(self, module: nn.Module, wanted: bool | str):
         self.module = module
-        self.num_bytes = whole_groups.frozen_bytes(module)
+        self.num_bytes = frozen_bytes(module)
         """Bytes of the whole base."""
         self.is_kept: bool | None = wanted if isinstance(wanted, bool) else None
         """True if the base is whole from the next tile on; None: not decided yet."""
@@ -49,7 +178,7 @@ class WholeBase:
         if self.is_kept is None and not (can_gain and FSDP2_HAS_SEVERAL_GROUPS):
             self.is_kept = False
         if self.is_kept:
-            whole_groups.split(module)
+            split_frozen(module)
             self._tell("model.whole_base=true")
 
     @property
@@ -60,7 +189,7 @@ class WholeBase:
     def release(self) -> None:
         """Free the gathered memory; the next forward gathers again."""
         if self.is_kept:
-            whole_groups.release(self.module)
+            release_frozen(self.module)
 
     def decide_by_free_memory(self) -> None:
         """Decide where no tile is measured. Collective, unless that is decided."""
@@ -72,11 +201,11 @@ class WholeBase:
         """Result of `measure`, during which the base is sharded."""
         if not self.is_kept:
             return measure()
-        whole_groups.merge(self.module)
+        merge_frozen(self.module)
         try:
             return measure()
         finally:
-            whole_groups.split(self.module)
+            split_frozen(self.module)
 
     def choose(self, found: TileMemory, choose: Callable[..., TileChoice], num_rows: int) -> TileChoice:
         """Tiles of measured rows; decides, or gives the whole base up if none of these rows fits beside it.
@@ -98,13 +227,13 @@ class WholeBase:
             gains = prefers_whole_base(sharded(), whole, num_blocks=found.num_blocks, num_rows=num_rows)
             self._decide(fits and gains, room)
         elif not fits:
-            whole_groups.merge(self.module)
+            merge_frozen(self.module)
             self._decide(False, room)
         return whole if self.is_kept else sharded()
 
     def _decide(self, is_kept: bool, why: str) -> None:
         if is_kept:
-            whole_groups.split(self.module)
+            split_frozen(self.module)
         self.is_kept = is_kept
         self._tell(why)
 

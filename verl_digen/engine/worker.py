@@ -41,17 +41,16 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from verl_digen.algorithms.metric import Metric, Plain, plain
 from verl_digen.engine import rendezvous
-from verl_digen.engine.assistant import Assistant
+from verl_digen.engine.assistant import Assistant, RankGenerator
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.engine.generator import RankGenerator
 from verl_digen.engine.rows import Fetch, fetch_samples
 from verl_digen.engine.verl_batches import own_objective
 from verl_digen.hardware.transfers import send_as_bytes
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
-from verl_digen.rollout.adapter import NoWeightsSent
 from verl_digen.rollout.registry import REPLICAS, TRAINER
+from verl_digen.rollout.replica import NoWeightsSent
 from verl_digen.store.conditions import fetch_conditions
 from verl_digen.types import Generation, SampleRequest, Stored
 

@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from verl_digen.inputs.tables import SCHEME as TABLE
-from verl_digen.inputs.tables import read_table_image
+from verl_digen.inputs.tables import TABLE, read_table_image
 
 MAX_IDENTIFIED = 65536
 """Number of images whose hash a process remembers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""References to images in a column of a table, and the bytes behind one.
+"""Datasets of the Hugging Face hub, references to images in a column of a table, and the bytes behind one.
 
     table:SOURCE#COLUMN[ROW][ITEM]     e.g. table:/data/train.parquet#images[12][0]
 
@@ -20,18 +20,78 @@ from __future__ import annotations
 import os.path
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from verl_digen.inputs.hub import SCHEME as HUB
-from verl_digen.inputs.hub import HubName, load_saved
+HUB = "hf://"
+HUB_FORM = f"{HUB}OWNER/NAME[@REVISION][/CONFIG][:SPLIT]"
+HUB_NAME = re.compile(
+    r"hf://(?:datasets/)?(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<config>[\w.-]+))?"
+    r"(?::(?P<split>\S+))?"
+)
 
-SCHEME = "table:"
-FORM = f"{SCHEME}SOURCE#COLUMN[ROW][ITEM]"
-PATTERN = re.compile(r"table:(?P<source>.+)#(?P<column>[^#]+)\[(?P<row>\d+)\]\[(?P<item>\d+)\]")
+
+@dataclass(frozen=True)
+class HubName:
+    """A dataset of the hub. Downloads are kept in the cache of the `datasets` library, and its variables hold (HF_HOME,
+    HF_TOKEN, HF_HUB_OFFLINE).
+
+    Example:
+        HubName.parse("hf://me/words/en:train[:100]", key)  # HubName("me/words", None, "en", "train[:100]")
+    """
+
+    name: str
+    """OWNER/NAME."""
+    revision: str | None
+    """A branch, tag or commit; None is the newest."""
+    config: str | None
+    """The subset; None is the only or the default one."""
+    split: str | None
+    """A split or a slice of one, in the library's notation."""
+
+    @staticmethod
+    def parse(text: str, key: str) -> HubName:
+        """Read `HUB_FORM`; "datasets/" in front of the owner, as in the hub's own addresses, may be left out.
+
+        Raises:
+            ValueError: another form.
+        """
+        match = HUB_NAME.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"{key} must name a dataset of the hub by {HUB_FORM}, got {text!r}; write e.g. {key}=hf://owner/name:train"
+            )
+        return HubName(**match.groupdict())
+
+    def with_split(self, default: str) -> HubName:
+        """A copy with the split `default` where it has none."""
+        return self if self.split else replace(self, split=default)
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        config = f"/{self.config}" if self.config else ""
+        return f"{HUB}{self.name}{revision}{config}" + (f":{self.split}" if self.split else "")
+
+    def load(self) -> Any:
+        """The dataset, downloaded if it is not in the cache. The library's errors pass."""
+        import datasets  # 1 s, and users of files do not need it
+
+        return datasets.load_dataset(self.name, self.config, split=self.split, revision=self.revision)
+
+
+def load_saved(folder: str) -> Any:
+    """The dataset that `Dataset.save_to_disk` wrote. The library's errors pass."""
+    import datasets  # 1 s, and users of files do not need it
+
+    return datasets.load_from_disk(folder)
+
+
+TABLE = "table:"
+TABLE_FORM = f"{TABLE}SOURCE#COLUMN[ROW][ITEM]"
+TABLE_IMAGE = re.compile(r"table:(?P<source>.+)#(?P<column>[^#]+)\[(?P<row>\d+)\]\[(?P<item>\d+)\]")
 PARQUET = ".parquet"
 KEPT_GROUPS = 4
 """Row groups of an image column that a process keeps: some 100 images each, as the `datasets` library writes them."""
@@ -55,15 +115,15 @@ class TableImage:
         Raises:
             ValueError: another form.
         """
-        match = PATTERN.fullmatch(reference)
+        match = TABLE_IMAGE.fullmatch(reference)
         if match is None:
             raise ValueError(
-                f"an image of a table must be written {FORM}, got {reference!r}; write the row and the item"
+                f"an image of a table must be written {TABLE_FORM}, got {reference!r}; write the row and the item"
             )
         return TableImage(match["source"], match["column"], int(match["row"]), int(match["item"]))
 
     def __str__(self) -> str:
-        return f"{SCHEME}{self.source}#{self.column}[{self.row}][{self.item}]"
+        return f"{TABLE}{self.source}#{self.column}[{self.row}][{self.item}]"
 
     def relative_to(self, folder: Path) -> TableImage:
         """A copy whose source is absolute; a relative one lies in `folder`."""

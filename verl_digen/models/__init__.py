@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
-from verl_digen.models.json_file import read_object
+from verl_digen.models.locate import read_object
 from verl_digen.require import require
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor, nn
 
 from verl_digen.models import checkpoint
-from verl_digen.models.experts import Experts
+from verl_digen.models.checkpoint import Experts
 from verl_digen.models.loaded import SILENT, AudioDecoder, Decoder, PromptEncoder
 from verl_digen.models.sizes import check_size, num_video_tokens, video_latent_shape
 from verl_digen.models.spec import ModelSpec

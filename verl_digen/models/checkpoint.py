@@ -4,6 +4,9 @@
 - Errors name `actor_rollout_ref.model.path`, the key of the folder.
 - A network has the same dtypes as from diffusers' own loader, however it is filled: modules that the class keeps in
   fp32 stay fp32, and so do tables that no checkpoint holds.
+- Random weights of a published size serve measurements of speed and memory where nothing can be downloaded:
+  `load_network` draws the weights of a folder that holds `RANDOM_MARKER` beside its config, the same in every process.
+  A network of 41 GB then takes no room on a disk. Norms are 1, biases 0, all else is normal numbers.
 
 Invariant (tests/models): the meta network filled with the loaded one's state dict equals it in values, dtypes and
 tables.
@@ -12,16 +15,90 @@ tables.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import diffusers
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 
-from verl_digen.models import random_weights
-from verl_digen.models.json_file import read_object
+from verl_digen.models.locate import read_object
+
+
+class Experts(nn.Module):
+    """Networks of one class, each for a part of the schedule, as one module.
+
+    - Wrappers of a transformer (FSDP2, peft, a weight receiver) wrap this module: parameter names get the expert's name
+      as prefix.
+    - One forward runs one whole expert, chosen by the caller with `DiffusionModel.expert_of`.
+
+    Invariant (tests/models/test_wan.py): the expert that does not run gets no gradient and does not affect the result.
+
+    Args:
+        networks: name -> network, all of one diffusers class, in the order of `DiffusionModel.expert_of`.
+    """
+
+    def __init__(self, networks: Mapping[str, nn.Module]):
+        super().__init__()
+        self.names = tuple(networks)
+        for name, network in networks.items():
+            self.add_module(name, network)
+        first: Any = networks[self.names[0]]
+        self.config = first.config
+        """Config of the first expert; read by verl's FSDP2 wrapping."""
+        self._no_split_modules: list[str] = first._no_split_modules
+        """Class names of the blocks FSDP2 shards one by one."""
+
+    def forward(self, *, expert: int, **inputs: Any) -> Any:
+        """Run expert number `expert` on its own inputs."""
+        return self.get_submodule(self.names[expert])(**inputs)
+
+
+def networks_of(module: Any) -> list[Any]:
+    """The diffusers networks of what `DiffusionModel.load_transformer` returns, which peft may wrap, in the order of
+    `expert_of`."""
+    module = module.get_base_model() if hasattr(module, "get_base_model") else module
+    return [module.get_submodule(name) for name in module.names] if isinstance(module, Experts) else [module]
+
+
+RANDOM_MARKER = "RANDOM_WEIGHTS"
+"""File in a network's folder: its weights are drawn when it is loaded."""
+RANDOM_STD = 0.02
+NUM_DRAWN = 1 << 24
+"""Numbers that are drawn; the tensors of a network repeat them, each from a place of its own."""
+
+
+def fill_randomly(network: nn.Module) -> nn.Module:
+    """Give every parameter on the meta device a value on the CPU."""
+    drawn = {
+        name: draw_weight(name, parameter.shape, parameter.dtype)
+        for name, parameter in network.named_parameters()
+        if parameter.is_meta
+    }
+    network.load_state_dict(drawn, strict=False, assign=True)
+    return network
+
+
+def draw_weight(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The value of one tensor, a function of its name and shape."""
+    value = torch.empty(shape, dtype=dtype)
+    if value.ndim < 2:
+        return value.fill_(1.0 if name.endswith("weight") else 0.0)
+    rest, place = value.view(-1), crc32(name.encode()) % NUM_DRAWN
+    while len(rest):
+        part = _drawn(dtype)[place : place + len(rest)]
+        rest[: len(part)] = part
+        rest, place = rest[len(part) :], 0
+    return value
+
+
+@cache
+def _drawn(dtype: torch.dtype) -> Tensor:
+    return torch.randn(NUM_DRAWN, generator=torch.Generator().manual_seed(7)).mul_(RANDOM_STD).to(dtype)
 
 
 def read_config(path: Path, name: str) -> dict[str, Any]:
@@ -69,8 +146,8 @@ def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...])
 
 def load_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn.Module:
     """Load the diffusers network in `folder`, in eval mode on the CPU."""
-    if (folder / random_weights.MARKER).exists():
-        return random_weights.fill(make_meta_network(folder, architecture, dtype))
+    if (folder / RANDOM_MARKER).exists():
+        return fill_randomly(make_meta_network(folder, architecture, dtype))
     return getattr(diffusers, architecture).from_pretrained(folder, dtype=dtype, low_cpu_mem_usage=True).eval()
 
 

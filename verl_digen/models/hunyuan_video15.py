@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import Collated, PromptCheck, PromptEncoder
-from verl_digen.models.hunyuan_video import Hunyuan
+from verl_digen.models.hunyuan_video import SEQUENCE_PLAN, Hunyuan
 from verl_digen.models.hunyuan_video15_forward import keep_tokens_in_place
-from verl_digen.models.hunyuan_video_forward import SEQUENCE_PLAN
 from verl_digen.models.spec import (
     JOINT_ATTENTION,
     MODULATION,

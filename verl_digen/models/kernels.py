@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a loaded network: attention by diffusers' dispatcher, repeated blocks compiled one by one, exact fp32.
+"""Kernels of a loaded network: attention by diffusers' dispatcher, repeated blocks compiled one by one, exact fp32,
+and frozen weights in int8 under an adapter.
 
 - Only a block's forward is compiled. Hooks around it (FSDP2), recomputation in backward and the loop over blocks stay
   as they are; names of parameters, too. Compiled code reads parameters at each call, so weights may change in place,
@@ -22,13 +23,14 @@ import logging
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.attention_dispatch import attention_backend
 from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
-from torch import nn
+from torch import Tensor, nn
 
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
 from verl_digen.models.base import DiffusionModel
-from verl_digen.models.experts import networks_of
+from verl_digen.models.checkpoint import networks_of
 from verl_digen.patches import attention_gradient
 
 logger = logging.getLogger(__name__)
@@ -114,3 +116,66 @@ def _compile_blocks(network: nn.Module) -> int:
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=COMPILER)
     return len(blocks)
+
+
+LARGEST_INT8 = 127
+SMALLEST_CHANNEL = 1e-12
+"""Least largest number of a channel: channels of zeros have a scale, too."""
+
+
+def store_int8(module: nn.Module) -> None:
+    """Turn the linear layers of all networks of `module`, on any device, into `Int8Linear`, one after the other
+    (`actor_rollout_ref.model.int8_base`): one byte a parameter in place of two.
+
+    - A weight [out, in] is int8 x one scale per output channel: its largest number / 127, rounded to bf16. The layers
+      are the `nn.Linear` of the blocks that repeat. Biases, norms and what is outside the blocks stay as they are.
+    - A layer multiplies its weight out in forward and again in backward, for which autograd keeps the int8 alone.
+    - int8 and scales are buffers: FSDP2 neither shards nor gathers them, verl sends rank 0's to the other ranks, and
+      no checkpoint holds them. Adapters are saved for the checkpoint's own weights.
+
+    Invariant (tests/engine/test_int8.py): output and gradients equal a linear layer's with the weight multiplied out.
+    """
+    for layer in repeated_linears(module):
+        quantise(layer)
+
+
+def quantise(layer: nn.Linear) -> None:
+    """Turn one layer into `Int8Linear`."""
+    number, scale = _quantised(layer.weight.detach())
+    del layer.weight
+    layer.register_buffer("weight", number, persistent=False)
+    layer.register_buffer("scale", scale, persistent=False)
+    layer.__class__ = Int8Linear
+
+
+def _quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    if weight.is_meta:  # a plan makes hundreds: there is nothing to calculate
+        return torch.empty_like(weight, dtype=torch.int8), weight.new_empty(len(weight), 1, dtype=torch.bfloat16)
+    weight = weight.float()
+    scale = (weight.abs().amax(1, keepdim=True).clamp_min(SMALLEST_CHANNEL) / LARGEST_INT8).to(torch.bfloat16)
+    return (weight / scale).round().clamp(-LARGEST_INT8, LARGEST_INT8).to(torch.int8), scale
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer whose frozen weight is int8 [out, in] x `scale` [out, 1]; made by `store_int8`."""
+
+    scale: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _Product.apply(input, self.weight, self.scale, self.bias)  # type: ignore[no-any-return]
+
+
+class _Product(torch.autograd.Function):
+    """`F.linear` with a weight that is multiplied out in forward and in backward, and kept in between as int8."""
+
+    @staticmethod
+    def forward(rows: Tensor, number: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(rows, number * scale.to(rows.dtype), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.number, ctx.scale, _ = inputs  # no saved tensors, which hooks would count or move to the host
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return gradient @ (ctx.number * ctx.scale.to(gradient.dtype)), None, None, None

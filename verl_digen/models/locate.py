@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local folder of the checkpoint at `actor_rollout_ref.model.path`.
+"""Local folder of the checkpoint at `actor_rollout_ref.model.path`, and its JSON files.
 
 A local folder is used in place, an hdfs:// address is copied by verl, and anything else of the form ORG/NAME is a
 repository of the Hugging Face hub: its files come from the hub's cache, and are downloaded into it once per node. Only
@@ -9,12 +9,37 @@ fp16.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from verl_digen.models.json_file import read_object
+
+def read_object(file: Path, key: str) -> dict[str, Any]:
+    """Read the object in a JSON file.
+
+    Args:
+        key: config key of the file's folder, e.g. "actor_rollout_ref.model.path".
+
+    Raises:
+        ValueError: the file cannot be read, is not JSON, or holds something other than an object.
+    """
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{key} must hold a readable {file.name}, got {str(file)!r}, which is damaged ({error}); complete the "
+            "download"
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{key} must hold a {file.name} with a JSON object, got a {type(value).__name__} in {str(file)!r}; "
+            "complete the download"
+        )
+    return value
+
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -25,7 +25,7 @@ from verl_digen.models.base import Collated, Decoder, PromptEncoder
 from verl_digen.models.loaded import Decoded
 from verl_digen.models.sizes import num_video_tokens
 from verl_digen.models.wan import SEQUENCE, Wan
-from verl_digen.models.wan_frames import frame_latents, load_frame_encoder
+from verl_digen.models.wan_image import frame_latents, load_frame_encoder
 from verl_digen.require import require
 from verl_digen.types import Condition, Geometry
 

@@ -5,7 +5,7 @@ Tensors stay the objects they are; their storage is emptied. Weights that never 
 the first release, and kept there: after that a release copies nothing, and a return costs one copy to the device.
 Weights that every update replaces are not copied at all where an update follows: after a return their numbers are
 undefined until then. Where none follows they are copied at every release.
-Processes of one node with equal weights share a copy (`verl_digen.weights.shared_copy`), one for the parameters of each
+Processes of one node with equal weights share a copy (`verl_digen.weights.host_copies`), one for the parameters of each
 module and one for its buffers. A trainer that offloads a frozen base shares it, too (`verl_digen.engine.offload`).
 
 Invariants (tests/platforms/test_module_memory.py): a release frees every byte; a return gives back every number that no
@@ -22,8 +22,7 @@ import ray
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from verl_digen.weights.host_pool import HostPool, pool_for
-from verl_digen.weights.shared_copy import SharedCopy, shared_copy
+from verl_digen.weights.host_copies import HostPool, SharedCopy, pool_for, shared_copy
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
-from verl_digen.models.json_file import read_object
+from verl_digen.models.locate import read_object
 from verl_digen.models.lora_file import check_lora_file
 from verl_digen.preflight.inputs import has_checkpoint
 from verl_digen.preflight.model import KEY, load_configs, model_section, trains_all

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.algorithms.objectives import objective_names
-from verl_digen.data.lengths import SURELY_SHORT_BYTES, PromptCheck, TooLong, find_too_long
+from verl_digen.data.prompts import SURELY_SHORT_BYTES, PromptCheck, TooLong, find_too_long
 from verl_digen.preflight.model import check_prompt_images, load_configs, model_of
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require, suggestion

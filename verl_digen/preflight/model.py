@@ -16,7 +16,7 @@ from verl_digen.config import SamplingConfig
 from verl_digen.config.sampling import unused_settings
 from verl_digen.inputs.images import file_size_px, source_image
 from verl_digen.inputs.sizes import IMAGE_SIZES
-from verl_digen.inputs.tables import SCHEME, TableImage
+from verl_digen.inputs.tables import TABLE, TableImage
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.locate import locate_configs
@@ -221,15 +221,15 @@ def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None
     limits at most `MAX_OPENED`, and of a column of a table the first one. Others are checked when they are drawn."""
     limits = IMAGE_SIZES[model.spec.image_sizes].limits if model.spec.num_images[1] else None
     places = {path: prompt for prompt in prompts for path in (*prompt.images, *prompt.pair)}
-    files = [path for path in places if not path.startswith(SCHEME)]
-    parsed = {path: TableImage.parse(path) for path in reversed(places) if path.startswith(SCHEME)}
+    files = [path for path in places if not path.startswith(TABLE)]
+    parsed = {path: TableImage.parse(path) for path in reversed(places) if path.startswith(TABLE)}
     tables = {(table.source, table.column): path for path, table in parsed.items()}
     if limits is None:
         files = files[:: -(-len(files) // MAX_OPENED) or 1]
 
     def check(path: str) -> None:
         try:
-            size = source_image(path) if path.startswith(SCHEME) else file_size_px(path)
+            size = source_image(path) if path.startswith(TABLE) else file_size_px(path)
             if limits is not None and isinstance(size, tuple) and path in places[path].images:
                 limits.check(*size, path)
         except ValueError as error:

@@ -26,7 +26,7 @@ from verl_digen.processes.cluster import joins_cluster
 from verl_digen.require import refusing, require, require_one_of, suggestion
 from verl_digen.rollout.registry import REPLICAS, TRAINER
 from verl_digen.rollout.vllm_omni.settings import check_settings, check_versions
-from verl_digen.sampling.batch_rules import groups_are_alike
+from verl_digen.sampling.requests import groups_are_alike
 
 COLOCATED = "digen_colocated"
 """`trainer.v1.trainer_mode` with which trainer and replicas take turns on the same devices."""

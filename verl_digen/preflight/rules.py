@@ -20,7 +20,7 @@ from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryV
 from verl_digen.algorithms.solvers import FIRST_ORDER, SCHEDULERS
 from verl_digen.config import DigenConfig, SamplingConfig, digen_config
 from verl_digen.config.sampling import unused_settings
-from verl_digen.data.lengths import describe_dropped
+from verl_digen.data.prompts import describe_dropped
 from verl_digen.preflight import (
     adapter,
     agent_loop,

@@ -35,7 +35,7 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
-from verl_digen.data.lengths import without
+from verl_digen.data.prompts import without
 from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS, digest, load_driver_state
 from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint

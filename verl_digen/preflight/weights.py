@@ -13,9 +13,8 @@ from zipfile import is_zipfile
 
 from safetensors import SafetensorError, safe_open
 
-from verl_digen.models.json_file import read_object
-from verl_digen.models.locate import INDEX
-from verl_digen.models.random_weights import MARKER
+from verl_digen.models.checkpoint import RANDOM_MARKER
+from verl_digen.models.locate import INDEX, read_object
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import first_of, require
 
@@ -47,7 +46,7 @@ def check_weights(run: StartConfig) -> None:
         _check_no_pointers(part)
         if READS_TEXT.search(entry[1]) and not any(file for form in VOCABULARIES for file in part.glob(form)):
             raise _lacks(f"the vocabulary of its {name}", part, f"has none of {', '.join(VOCABULARIES)}")
-        if WEIGHTLESS.search(entry[1]) or (part / MARKER).exists():
+        if WEIGHTLESS.search(entry[1]) or (part / RANDOM_MARKER).exists():
             continue
         trains = name.startswith("transformer")
         _check_plain(part / "config.json", "weights that train" if trains else "encoders in plain weights")

@@ -24,12 +24,57 @@ Bound: at most one pending request per caller, because each caller waits for its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
+from verl_digen.hardware.transfers import send_as_bytes
+from verl_digen.processes.bundles import outcomes
 from verl_digen.processes.calls import tell
-from verl_digen.rollout.bursts import Bursts
-from verl_digen.types import Generation, SampleRequest, Sampling
+from verl_digen.types import Burst, Generation, SampleRequest, Sampling
+
+
+class Bursts:
+    """Counter of the arrivals of requests that were announced to come together.
+
+    A caller that sends several requests at the same time names them (`SampleRequest.burst`), so that a replica starts
+    them as soon as the last one is there, instead of waiting whether another one comes.
+
+    Invariant (tests/rollout/test_batcher.py): a burst counts as complete from the arrival of its last request on,
+    however many of the earlier ones have started, ended or been cancelled meanwhile.
+
+    Example:
+        bursts = Bursts()
+        bursts.arrive(Burst("7", 2))                       # the first of two
+        bursts.are_complete([Burst("7", 2)])               # False
+        bursts.arrive(Burst("7", 2))
+        bursts.are_complete([Burst("7", 2)])               # True
+        bursts.are_complete([Burst("7", 2), None])         # False: more requests may follow one without a burst
+    """
+
+    def __init__(self) -> None:
+        self._missing: dict[str, int] = {}
+        """Name -> requests that have not arrived, of bursts that have begun and are not complete."""
+
+    def arrive(self, burst: Burst | None) -> None:
+        """Count one request."""
+        if burst is None:
+            return
+        missing = self._missing.get(burst.name, burst.size) - 1
+        if missing > 0:
+            self._missing[burst.name] = missing
+        else:
+            self._missing.pop(burst.name, None)
+
+    def are_complete(self, bursts: Iterable[Burst | None]) -> bool:
+        """True if each of the requests that wait belongs to a burst that has arrived whole."""
+        return all(burst is not None and burst.name not in self._missing for burst in bursts)
+
+    def forget_all_but(self, bursts: Iterable[Burst | None]) -> None:
+        """Forget incomplete bursts without a request in `bursts`: their other requests may never come."""
+        names = {burst.name for burst in bursts if burst is not None}
+        self._missing = {name: missing for name, missing in self._missing.items() if name in names}
+
 
 Answers = Awaitable[Sequence[Generation | Exception]]
 """Answers in the order of the requests, with an exception for a request that failed alone."""
@@ -206,3 +251,61 @@ class RequestBatcher:
         taken = {id(entry) for entry in batch}
         self._pending = [entry for entry in self._pending if id(entry) not in taken]
         return batch
+
+
+class BatchingServer:
+    """Base of the servers of our own back ends, actors that collect requests into batches. Method names are verl's.
+
+    Args:
+        max_batch_size: samples of a batch. wait_s: see `RequestBatcher`.
+    """
+
+    def __init__(self, *, max_batch_size: int, wait_s: float):
+        send_as_bytes()
+        self._batcher = RequestBatcher(self._generate_batch, max_batch_size=max_batch_size, wait_s=wait_s)
+
+    async def _generate_batch(self, requests: Sequence[SampleRequest], should_stop: Callable[[], bool]) -> Answers:
+        """Run a batch -> its answers, for which the next batch does not wait."""
+        raise NotImplementedError
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+    ) -> Generation:
+        """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's."""
+        return await self._batcher.submit(sampling_params["request"])
+
+    async def generate_all(self, requests: Sequence[SampleRequest]) -> list[Any]:
+        """Generate samples -> `outcomes`."""
+        return await outcomes([self._batcher.submit(request) for request in requests])
+
+    async def abort_request(self, request_id: str) -> None:
+        """Cancel the sample `UID_INDEX`: its caller gets `Withdrawn`."""
+        uid, _, index = request_id.rpartition("_")
+        self._batcher.withdraw(uid, int(index))
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        """Stop starting batches. Work in flight is finished, not discarded."""
+        self._batcher.pause()
+
+    async def resume_generation(self) -> None:
+        """Start batches again."""
+        self._batcher.resume()
+
+    async def clear_kv_cache(self) -> None:
+        """No-op: diffusion has no KV cache."""
+
+    release_kv_cache = resume_kv_cache = clear_kv_cache
+
+    async def start_profile(self, **kwargs: Any) -> None:
+        """No-op: generation is profiled through verl's profiler of the trainer ranks."""
+
+    stop_profile = start_profile
+
+    async def ready(self) -> bool:
+        """True once the constructor is done."""
+        return True

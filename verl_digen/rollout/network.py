@@ -15,8 +15,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype
-from verl_digen.models.int8 import store_int8
-from verl_digen.models.kernels import compute_exactly, set_kernels
+from verl_digen.models.kernels import compute_exactly, set_kernels, store_int8
 from verl_digen.sampling.fp8 import Fp8Layers, require_fp8
 from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.receiver import WeightReceiver

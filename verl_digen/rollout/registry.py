@@ -39,9 +39,9 @@ TRAINER = "trainer"
 """The trainer's own ranks generate, with the weights that they train."""
 
 REPLICAS = {
-    TRAINER: ReplicaEntry("verl_digen.trainer.generating.TrainerReplica", "verl_digen.rollout.adapter.NoWeightsSent"),
+    TRAINER: ReplicaEntry("verl_digen.trainer.generating.TrainerReplica", "verl_digen.rollout.replica.NoWeightsSent"),
     "diffusers": ReplicaEntry(
-        "verl_digen.rollout.replica.DiffusersReplica", "verl_digen.rollout.adapter.DiffusersServerAdapter"
+        "verl_digen.rollout.replica.DiffusersReplica", "verl_digen.rollout.replica.DiffusersServerAdapter"
     ),
     "vllm_omni": ReplicaEntry(
         "verl_digen.rollout.vllm_omni.replica.vLLMOmniReplica",

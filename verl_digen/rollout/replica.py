@@ -1,18 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.rollout.name=diffusers`: one server actor per replica, on the device of its worker."""
+"""`actor_rollout_ref.rollout.name=diffusers`: one server actor per replica, on the device of its worker, and
+the trainer-side sender that streams new weights to it.
+
+The rank that has the server's device sends all tensors, by CUDA IPC or in shared memory (`verl_digen.weights.sending`);
+Ray carries calls alone.
+"""
 
 from __future__ import annotations
 
+import logging
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import ray
+import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import Tensor
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.device import is_support_ipc
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.replica import RolloutMode
 
 from verl_digen.rollout.birth import PlacedReplica, birth_variables, cpu_threads, reserved_device
+from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.rollout.server import DiffusersServer
+from verl_digen.weights.checksum import Manifest
+from verl_digen.weights.sending import Wire
+
+logger = logging.getLogger(__name__)
 
 
 def server_name(replica_rank: int) -> str:
@@ -58,3 +77,80 @@ class DiffusersReplica(PlacedReplica):
         self.servers = [server]
         self._server_handle = server
         self._server_address = server_name(self.replica_rank)
+
+
+class DiffusersServerAdapter(BaseRollout):
+    """verl's per-rank handle on the rollout; constructor and methods are verl's."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **kwargs: Any):
+        super().__init__(config, model_config, device_mesh, **kwargs)
+        # a replica on its own devices has an explicit rank and switches on request
+        self._takes_turns = replica_rank < 0
+        self.replica_rank = torch.distributed.get_rank() if self._takes_turns else replica_rank
+        self.is_leader_rank = True  # verl asks; a replica has one rank
+        self.sleep_level = 1
+        self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
+        digen = self.model_config.digen
+        self._timeout_s = digen.rollout.update_timeout_s
+        self._replica = ReplicaHandle(server_name(self.replica_rank), digen.deadlines.blip_s)
+
+    async def resume(self, tags: list[str]) -> None:
+        """Wake the server before its weights are replaced."""
+        if "weights" in tags:
+            self._replica.find_successor()
+            await self._replica.call("wake_up")
+
+    async def release(self) -> None:
+        """Put the server to sleep."""
+        await self._replica.call("sleep")
+
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
+        wire_format: str = "named_tensors",
+        **kwargs: Any,
+    ) -> None:
+        """Send all `weights` as version `global_steps`. A server on its own devices stages them until
+        `activate_weights`; one that shares devices with the trainer loads each as it arrives.
+
+        Raises:
+            RuntimeError: the server found a tensor missing, unknown or of another shape, or took none for
+                `digen.rollout.update_timeout_s`.
+        """
+        if wire_format != "named_tensors":
+            raise ValueError(f"the diffusers replica takes full tensors only, got wire_format={wire_format!r}")
+        started_s = time.perf_counter()
+        self._replica.find_successor()
+        with tempfile.TemporaryDirectory(prefix="digen-weights-") as folder:  # readable by this user alone
+            wire = Wire(
+                handle=f"ipc://{folder}/update.sock",
+                use_shm=not is_support_ipc(),
+                is_live=self._takes_turns,
+                dtype=self._wire_dtype,
+                max_bucket_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+                timeout_s=self._timeout_s,
+            )
+            await self._replica.call("begin_update", wire.handle, wire.use_shm, wire.is_live)
+            total = await self._replica.send(weights, wire)
+        if total is not None:
+            manifest = Manifest(kwargs["global_steps"], total.num_tensors, total.value)
+            await self._replica.call("commit_update" if self._takes_turns else "seal_update", manifest)
+            logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)
+
+
+class NoWeightsSent(BaseRollout):
+    """verl's handle of a rank that generates itself, see `DiffusionWorker.update_weights`."""
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **kwargs: Any):
+        super().__init__(config, model_config, device_mesh, **kwargs)
+        self.server = ReplicaHandle(server_name(0), self.model_config.digen.deadlines.blip_s)
+
+    async def resume(self, tags: list[str]) -> None:
+        """No-op: nothing sleeps that verl could wake."""
+
+    async def release(self) -> None:
+        """See `resume`."""
+
+    async def update_weights(self, weights: Any, **kwargs: Any) -> None:
+        """Refuse: the weights are there."""
+        raise RuntimeError("the trainer's ranks generate with the weights that they train; nothing may be sent to them")

@@ -25,13 +25,13 @@ from verl.plugin.platform import get_platform
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
-from verl_digen.rollout.batching import BatchingServer
+from verl_digen.rollout.batcher import BatchingServer
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.encoders import Encoders
 from verl_digen.rollout.network import Intake, load_network, open_checkpoint
 from verl_digen.rollout.prompt_cache import Conditions, conditions_of
 from verl_digen.rollout.samples import Answers, SampleMaker
-from verl_digen.sampling.prefix_cache import PrefixCache
+from verl_digen.sampling.prefix import PrefixCache
 from verl_digen.types import Condition, SampleRequest
 from verl_digen.weights.checksum import Manifest
 

@@ -5,7 +5,7 @@
   from `score_rows`, all velocities of rows from `row_velocity`. They share `DiffusionModel.velocity` and `sde_step`.
 - A step costs one forward for the whole batch, both guidance branches in it, or one per branch (`branches`). Each
   row's own window decides whether a step is stochastic; other rows take the ODE step.
-- Steps before a window run once for the samples of a group that start alike, by themselves (`prefix_cache`), and steps
+- Steps before a window run once for the samples of a group that start alike, by themselves (`PrefixCache`), and steps
   that samples of a tree share run as one (`prefix`). Steps that are not stochastic are `Sampling.solver`'s.
 - Steps outside a window may pass without a forward (`Sampling.outside`): the solver passes over some, and others take a
   row's last velocity again, as the row's own `StepCache` says. The rows that evaluate the network share a forward;
@@ -39,8 +39,7 @@ from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import DiffusionModel
 from verl_digen.sampling.branches import ONE_FORWARD, GuidanceBranches
 from verl_digen.sampling.fp8 import Fp8Layers
-from verl_digen.sampling.prefix import Lanes, SharedPrefix
-from verl_digen.sampling.prefix_cache import PrefixCache
+from verl_digen.sampling.prefix import Lanes, PrefixCache, SharedPrefix
 from verl_digen.sampling.recording import Denoised, initial_seed, noise_seed, trained_latents
 from verl_digen.sampling.requests import check_batch
 from verl_digen.types import Condition, SampleRequest, Sampling, TrainingRows, Trajectory, Transitions
@@ -212,7 +211,7 @@ class Sampler:
     ) -> Tensor:
         """Latents [B, ...] with those of rows that wait for their window as they are at its start.
 
-        Each run has one row, so that its latents do not depend on the batch (`prefix_cache`).
+        Each run has one row, so that its latents do not depend on the batch (`PrefixCache`).
         """
         prefix = batch.prefix
         if not prefix.waiting:

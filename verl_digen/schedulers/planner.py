@@ -18,8 +18,8 @@
 
 - `GroupBook` keeps the state of each group and sample; the planner decides when its methods are called, and for whom.
 - Staleness: a group of batch b begun under version v is b - v versions stale; `BatchRules.stale_allowance` and
-  `verl_digen.schedulers.headstart` say how many may be. A begun group stays with its version: slots that have it take
-  its samples before they load a newer one; if no slot has it any more, the group is restarted.
+  `Headstart` say how many may be. A begun group stays with its version: slots that have it take its samples before
+  they load a newer one; if no slot has it any more, the group is restarted.
 - Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `digen.tag.policy` says what
   the trainer does then.
 - Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped.

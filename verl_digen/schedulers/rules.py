@@ -147,7 +147,7 @@ class BatchRules:
     num_trainer_ranks: int = 1
     """Ranks of the trainer, which share the samples of an assist."""
     assist_spans_groups: bool = True
-    """False: all samples of an assist are of one group, see `verl_digen.sampling.batch_rules`."""
+    """False: all samples of an assist are of one group, see `verl_digen.sampling.requests`."""
     max_group_refills: int = 0
     """`digen.max_refills_per_step`: maximum number of prompts drawn in one batch to replace dropped groups."""
 

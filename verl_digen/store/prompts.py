@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import transfer_queue as tq
 
-from verl_digen.store.tags import from_entry, is_sample
+from verl_digen.store.samples import from_entry, is_sample
 from verl_digen.types import SampleTag
 
 Status = Literal["pending", "running", "finished", "failure"]

@@ -10,8 +10,16 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import Dataset
 
-from verl_digen.data.lengths import PromptCheck, describe_dropped, find_too_long, without
-from verl_digen.data.prompts import VERLS_NAMES, Columns, count_repeated, read_prompts
+from verl_digen.data.prompts import (
+    VERLS_NAMES,
+    Columns,
+    PromptCheck,
+    count_repeated,
+    describe_dropped,
+    find_too_long,
+    read_prompts,
+    without,
+)
 from verl_digen.data.rows import batch_columns
 from verl_digen.types import PromptRow
 

@@ -35,8 +35,7 @@ from verl_digen.config.pool_sizes import num_data_parallel_ranks, num_reward_dev
 from verl_digen.errors import ReplicasLost
 from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
 from verl_digen.reward.named import pool_entries
-from verl_digen.sampling.batch_rules import batch_rules
-from verl_digen.sampling.requests import condition_key, rows_per_group
+from verl_digen.sampling.requests import batch_rules, condition_key, rows_per_group
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules

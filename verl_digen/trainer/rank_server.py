@@ -14,8 +14,7 @@ from ray.exceptions import RayActorError
 from verl_digen.errors import describe
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.processes.relays import Together, Work
-from verl_digen.rollout.batcher import Answers
-from verl_digen.rollout.batching import BatchingServer
+from verl_digen.rollout.batcher import Answers, BatchingServer
 from verl_digen.types import SampleRequest
 
 

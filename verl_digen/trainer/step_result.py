@@ -92,7 +92,7 @@ def utilisation(
     | trainer | forward and backward of every trained row | `perf/train_s`, in the engine's calls |
     | generator | all denoise steps of the trained samples | `perf/generate_s`, in which any sample was generated |
 
-    Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.row_flops`), text
+    Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.build`), text
     encoding, decoding, and discarded samples. The time excludes nothing. Samples that the trainer generated are work of
     neither pool; `perf/generate_s` includes their time, so with assistance the generator's share is a lower bound.
 

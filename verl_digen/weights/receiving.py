@@ -29,7 +29,7 @@ from torch import Tensor
 
 from verl_digen.weights.bucketed import BoundedSocket, BucketedWeightReceiver
 from verl_digen.weights.checksum import Checksum, Manifest
-from verl_digen.weights.host_pool import pool_for
+from verl_digen.weights.host_copies import pool_for
 
 STOP_S = 30.0
 """Timeout for the thread of a cancelled update, which may be copying a bucket."""

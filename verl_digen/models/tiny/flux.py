@@ -10,7 +10,7 @@ from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from verl_digen.models.tiny.text import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
+from verl_digen.models.tiny.encoders import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
 from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn, image_vae
 
 CLIP_WIDTH = 16

@@ -12,7 +12,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl_digen.models.tiny.text import VOCABULARY_SIZE, chat_tokenizer
+from verl_digen.models.tiny.encoders import VOCABULARY_SIZE, chat_tokenizer
 from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn
 
 WIDTH = 16

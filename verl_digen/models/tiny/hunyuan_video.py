@@ -9,7 +9,7 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import LlamaConfig, LlamaModel
 
-from verl_digen.models.tiny.text import (
+from verl_digen.models.tiny.encoders import (
     CORPUS,
     LANGUAGE_MODEL,
     TEXT_WIDTH,

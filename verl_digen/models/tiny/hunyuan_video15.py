@@ -16,8 +16,16 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from verl_digen.models.hunyuan_video15 import SYSTEM_MESSAGE
-from verl_digen.models.tiny.image_encoders import SIGLIP_WIDTH, WithProcessor, siglip_processor, siglip_vision
-from verl_digen.models.tiny.text import LANGUAGE_MODEL, TEXT_WIDTH, chat_tokenizer, t5_encoder
+from verl_digen.models.tiny.encoders import (
+    LANGUAGE_MODEL,
+    SIGLIP_WIDTH,
+    TEXT_WIDTH,
+    WithProcessor,
+    chat_tokenizer,
+    siglip_processor,
+    siglip_vision,
+    t5_encoder,
+)
 from verl_digen.models.tiny.weights import drawn
 
 LATENT_CHANNELS = 4

@@ -22,7 +22,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from verl_digen.models.tiny.text import TEXT_WIDTH, VOCABULARY_SIZE
+from verl_digen.models.tiny.encoders import TEXT_WIDTH, VOCABULARY_SIZE
 from verl_digen.models.tiny.weights import drawn
 
 CHANNELS = 8

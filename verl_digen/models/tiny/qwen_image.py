@@ -14,7 +14,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from verl_digen.models.tiny.text import CHAT_TOKENS, LANGUAGE_MODEL, TEXT_WIDTH, byte_tokenizer
+from verl_digen.models.tiny.encoders import CHAT_TOKENS, LANGUAGE_MODEL, TEXT_WIDTH, byte_tokenizer
 from verl_digen.models.tiny.weights import drawn
 
 LATENT_CHANNELS = 4

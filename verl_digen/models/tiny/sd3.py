@@ -7,7 +7,7 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from verl_digen.models.tiny.text import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
+from verl_digen.models.tiny.encoders import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
 from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn, image_vae
 
 CLIP_WIDTHS = (8, 16)

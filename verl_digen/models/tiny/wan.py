@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
-from verl_digen.models.tiny.text import TEXT_WIDTH, t5_tokenizer, umt5_encoder
+from verl_digen.models.tiny.encoders import TEXT_WIDTH, t5_tokenizer, umt5_encoder
 from verl_digen.models.tiny.weights import draw_weights, drawn
 
 LATENT_CHANNELS = 4

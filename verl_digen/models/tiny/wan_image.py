@@ -8,8 +8,14 @@ from typing import Any
 
 from diffusers.pipelines.wan.pipeline_wan_i2v import WanImageToVideoPipeline
 
-from verl_digen.models.tiny.image_encoders import CLIP_WIDTH, WithProcessor, clip_vision, clip_vision_processor
-from verl_digen.models.tiny.text import t5_tokenizer, umt5_encoder
+from verl_digen.models.tiny.encoders import (
+    CLIP_WIDTH,
+    WithProcessor,
+    clip_vision,
+    clip_vision_processor,
+    t5_tokenizer,
+    umt5_encoder,
+)
 from verl_digen.models.tiny.wan import (
     LATENT_CHANNELS,
     TI2V_FLOW_SHIFT,

@@ -8,7 +8,7 @@ from diffusers.pipelines.z_image.pipeline_z_image import ZImagePipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl_digen.models.tiny.text import LANGUAGE_MODEL, TEXT_WIDTH, chat_tokenizer
+from verl_digen.models.tiny.encoders import LANGUAGE_MODEL, TEXT_WIDTH, chat_tokenizer
 from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn, image_vae
 
 

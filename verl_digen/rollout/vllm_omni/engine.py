@@ -33,7 +33,7 @@ from vllm_omni.diffusion.sched import RequestScheduler, StepScheduler
 from vllm_omni.diffusion.sched.base_scheduler import BaseScheduler
 from vllm_omni.diffusion.sched.interface import RequestBatchSamplingParamsKey, SchedulerRequestState
 
-from verl_digen.rollout.bursts import Bursts
+from verl_digen.rollout.batcher import Bursts
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import ORDER
 from verl_digen.types import Burst, SampleRequest

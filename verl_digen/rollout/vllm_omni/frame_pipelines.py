@@ -34,8 +34,7 @@ from vllm_omni.diffusion.distributed.utils import get_local_device
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.hunyuan_video15_image import HunyuanVideo15ImageToVideo
 from verl_digen.models.wan_first_frame import WanFirstFrame
-from verl_digen.models.wan_frames import frame_pipeline
-from verl_digen.models.wan_image import WanImageToVideo
+from verl_digen.models.wan_image import WanImageToVideo, frame_pipeline
 from verl_digen.patches import vllm_omni_wan_index
 from verl_digen.rollout.vllm_omni.edit_pipelines import restored
 from verl_digen.rollout.vllm_omni.recorder import Recording

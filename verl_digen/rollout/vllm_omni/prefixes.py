@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps before the window, once for the samples of a group: `verl_digen.sampling.prefix_cache` for recordings.
+"""Steps before the window, once for the samples of a group: `verl_digen.sampling.prefix` for recordings.
 
 | pipeline | the first sample of a group | the others, of the same batch or a later one |
 | --- | --- | --- |
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from verl_digen.rollout.vllm_omni.recorder import Recording, RecordingPipeline
-from verl_digen.sampling.prefix_cache import Prefix, PrefixCache, prefix_of
+from verl_digen.sampling.prefix import Prefix, PrefixCache, prefix_of
 from verl_digen.sampling.recording import initial_seed
 
 

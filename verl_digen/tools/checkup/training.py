@@ -5,7 +5,7 @@
   devices of `make quickstart` on this machine.
 - Stable Diffusion 3.5 medium and Qwen-Image of published size with random weights, beside what `digen plan` says of the
   same words. Configs are the published ones; the transformer's weights are drawn where it is loaded
-  (`models.random_weights`), those of the encoders and the VAE are written. On a CPU the networks are tiny.
+  (`models.checkpoint`), those of the encoders and the VAE are written. On a CPU the networks are tiny.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from verl.plugin.platform import get_platform
 
 from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support
+from verl_digen.models.checkpoint import RANDOM_MARKER, draw_weight
 from verl_digen.models.published import write_configs
-from verl_digen.models.random_weights import MARKER, draw
 from verl_digen.models.tiny import build_tiny
 from verl_digen.observe.run_files import LOG, METRICS, read_lines
 from verl_digen.tools.checkup.checks import CheckFailed, Setting
@@ -253,7 +253,7 @@ class TrueSize:
 
 
 def _sd3_tokenizers() -> dict[str, Any]:
-    from verl_digen.models.tiny.text import clip_tokenizer, t5_tokenizer
+    from verl_digen.models.tiny.encoders import clip_tokenizer, t5_tokenizer
 
     return {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(), "tokenizer_3": t5_tokenizer()}
 
@@ -294,7 +294,7 @@ def _write(size: TrueSize, folder: Path) -> None:
             config = _with_layers(config, size.text_layers)
         file.write_text(json.dumps(config))
         if file.parent.name.startswith("transformer"):
-            (file.parent / MARKER).write_text("drawn by verl_digen/models/random_weights.py\n")
+            (file.parent / RANDOM_MARKER).write_text("drawn by verl_digen/models/checkpoint.py\n")
         else:
             _write_weights(file.parent, config, size.dtype)
 
@@ -331,7 +331,7 @@ def _write_weights(folder: Path, config: dict[str, Any], dtype_name: str) -> Non
     tied = set(getattr(network, "_tied_weights_keys", None) or ())
     dtype = getattr(torch, dtype_name)
     tensors = {
-        name: draw(name, tensor.shape, dtype) if tensor.is_meta else tensor
+        name: draw_weight(name, tensor.shape, dtype) if tensor.is_meta else tensor
         for name, tensor in network.state_dict().items()
         if name not in tied
     }

@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from verl_digen.engine.export import PEFT_PREFIX
-from verl_digen.models.experts import Experts
+from verl_digen.models.checkpoint import Experts
 from verl_digen.models.locate import HUB_ID
 from verl_digen.observe.run_files import METRICS, read_lines
 from verl_digen.report.curves import thinned

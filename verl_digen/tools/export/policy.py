@@ -22,8 +22,7 @@ from verl_digen.engine.build import add_adapter
 from verl_digen.engine.copies import AVERAGE
 from verl_digen.engine.export import ADAPTER, BASE_LAYER, is_adapter, merge, mergeable, plain_name
 from verl_digen.engine.saved_state import SavedState
-from verl_digen.models.json_file import read_object
-from verl_digen.models.locate import VARIANTS
+from verl_digen.models.locate import VARIANTS, read_object
 from verl_digen.require import require, require_one_of
 from verl_digen.tools.export.saved_run import SavedRun
 

@@ -37,7 +37,7 @@ from functools import cache, partial
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
-from verl_digen.schedulers.tile_choice import choose_tile, prefers_whole_base
+from verl_digen.schedulers.tiles import choose_tile, prefers_whole_base
 from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, checkpoint_bytes, host_memory, step_traffic
 from verl_digen.tools.plan.run import Run
 

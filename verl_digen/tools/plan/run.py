@@ -28,7 +28,7 @@ from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.flops import Flops, forward_flops
-from verl_digen.models.int8 import store_int8
+from verl_digen.models.kernels import store_int8
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.platforms.module_memory import SHARING
 from verl_digen.preflight.kernels import DTYPE_DEFAULTS

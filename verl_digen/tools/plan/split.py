@@ -38,7 +38,7 @@ from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
 from verl_digen.config.pool_sizes import num_shards
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
-from verl_digen.sampling.batch_rules import batch_rules
+from verl_digen.sampling.requests import batch_rules
 from verl_digen.schedulers.rules import BatchRules
 from verl_digen.tools.plan.host import update_bytes
 from verl_digen.tools.plan.memory import Memory, plan_memory

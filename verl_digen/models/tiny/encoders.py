@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny tokenizers, with or without training on a few sentences, and tiny text encoders with random weights.
+"""Tiny tokenizers, with or without training on a few sentences, and tiny encoders of texts and pictures with random
+weights, and their processors, which need PIL alone.
 
 - `Any` stands where diffusers annotates another class than its pipelines accept.
 
@@ -8,8 +9,11 @@ Invariant (tests/models/test_parity.py): different words have different tokens, 
 
 from __future__ import annotations
 
+import json
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +22,19 @@ from transformers import (
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    CLIPVisionConfig,
+    CLIPVisionModel,
     Qwen2Tokenizer,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
     UMT5Config,
     UMT5EncoderModel,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from verl_digen.models.tiny.weights import drawn
 
@@ -128,3 +138,66 @@ def chat_tokenizer(*corpus: str) -> Any:
     tokenizer = byte_tokenizer([*corpus, "user\n", "assistant\n", *CORPUS], CHAT_TOKENS)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
+
+
+CLIP_WIDTH, SIGLIP_WIDTH = 20, 16
+SIDE_PX, PATCH_PX = 28, 14
+"""Side of the picture that an encoder sees, and of one token of it."""
+
+
+@dataclass(frozen=True)
+class WithProcessor:
+    """A pipeline without its image processor, which diffusers makes with torchvision alone, and that processor."""
+
+    pipeline: Any
+    processors: Mapping[str, tuple[str, Any]]
+    """Folder -> (its class with torchvision, processor that needs none)."""
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write the checkpoint as the pipeline of a machine with torchvision does."""
+        self.pipeline.save_pretrained(path)
+        index = Path(path) / "model_index.json"
+        parts = json.loads(index.read_text())
+        for folder, (name, processor) in self.processors.items():
+            processor.save_pretrained(Path(path) / folder)
+            parts[folder] = ["transformers", name]
+        index.write_text(json.dumps(parts, indent=2))
+
+
+def clip_vision() -> CLIPVisionModel:
+    return drawn(
+        CLIPVisionModel,
+        CLIPVisionConfig(
+            hidden_size=CLIP_WIDTH,
+            intermediate_size=2 * CLIP_WIDTH,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            image_size=SIDE_PX,
+            patch_size=PATCH_PX,
+        ),
+    )
+
+
+def clip_vision_processor() -> CLIPImageProcessorPil:
+    return CLIPImageProcessorPil(
+        size={"shortest_edge": SIDE_PX},
+        crop_size={"height": SIDE_PX, "width": SIDE_PX},  # type: ignore[arg-type]
+    )
+
+
+def siglip_vision() -> SiglipVisionModel:
+    return drawn(
+        SiglipVisionModel,
+        SiglipVisionConfig(
+            hidden_size=SIGLIP_WIDTH,
+            intermediate_size=2 * SIGLIP_WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=SIDE_PX,
+            patch_size=PATCH_PX,
+        ),
+    )
+
+
+def siglip_processor() -> SiglipImageProcessorPil:
+    return SiglipImageProcessorPil(size={"height": SIDE_PX, "width": SIDE_PX})  # type: ignore[arg-type]
