@@ -15,7 +15,7 @@ from tests.vllm_omni.conftest import RUN_SEED, request
 from verl_digen.algorithms.window import Window
 from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
-from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
+from verl_digen.rollout.vllm_omni.step_mode import TOGETHER, StepRecordingMixin
 
 
 class Pipeline:
@@ -74,6 +74,7 @@ def decode(pipeline: Recorder, states: list[StepRequestState]) -> None:
             continue
         output: Any = pipeline.post_decode(state).output
         pixels = output["payload"]["trajectory"][RECORDED]["generation"].pixels
+        assert TOGETHER not in state.extra, "states that hold each other keep their tensors until a garbage collection"
         assert pixels.shape == (*recording.latents.shape[2:], 3)
         assert (pixels == round((recording.latents.max().item() + 1) / 2 * 255)).all()
 

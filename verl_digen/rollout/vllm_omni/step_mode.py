@@ -173,6 +173,7 @@ class StepRecordingMixin(PrefixSharing):
             self._decode(first, [first])
             return
         for state, pixels in zip(states, decoded.split(1), strict=True):
+            del state.extra[TOGETHER]  # states that hold each other would keep their tensors
             state.extra[DECODED] = pixels
 
 
