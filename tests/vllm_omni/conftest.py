@@ -50,6 +50,22 @@ def request(number: int, sampling: Sampling = SAMPLING) -> SampleRequest:
     )
 
 
+def begin_recording(pipeline: Any, asked: SampleRequest, shape: Sequence[int]) -> Any:
+    """The recording of a request by a pipeline that no engine runs, with latents of that shape."""
+    from verl_digen.rollout.vllm_omni.requests import RecordingOrder
+
+    return pipeline.begin_recording(
+        RecordingOrder(asked, RUN_SEED, torch.float32),
+        shape=shape,
+        sigmas=torch.linspace(1, 0, asked.sampling.num_steps + 1),
+        device=torch.device("cpu"),
+        condition={"embeds": torch.zeros(1, 2)},
+        negative_condition=None,
+        start_s=0.0,
+        adapter=None,
+    )
+
+
 @dataclass
 class Replica:
     """One server and the trainer rank that sends it weights."""

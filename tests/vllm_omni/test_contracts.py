@@ -30,7 +30,7 @@ from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
 from vllm_omni.diffusion.worker import diffusion_worker
 
 import verl_digen
-from tests.vllm_omni.conftest import RUN_SEED, request
+from tests.vllm_omni.conftest import RUN_SEED, begin_recording, request
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.audio import Audio
 from verl_digen.patches import vllm_omni_picture_processor
@@ -307,16 +307,7 @@ def test_a_worker_first_imports_the_users_modules():
 def test_a_record_says_that_its_numbers_are_not_finite(part, number, is_refused):
     asked = replace(request(2), window=Window((), ()))
     pipeline = RecordingPipeline()
-    recording = pipeline.begin_recording(
-        RecordingOrder(asked, RUN_SEED, torch.float32),
-        shape=(2, 3),
-        sigmas=torch.linspace(1, 0, asked.sampling.num_steps + 1),
-        device=torch.device("cpu"),
-        condition={"embeds": torch.zeros(1, 2)},
-        negative_condition=None,
-        start_s=0.0,
-        adapter=None,
-    )
+    recording = begin_recording(pipeline, asked, (2, 3))
     recording.log_probs = [torch.zeros(())] * asked.sampling.num_steps
     pixels, waveform = torch.zeros(1, 3, 4, 4), np.zeros((1, 8), np.float32)
     place = {"latents": recording.latents, "pixels": pixels, "sound": waveform}[part]

@@ -11,10 +11,9 @@ from torch import nn
 from vllm_omni.diffusion.data import DiffusionOutput
 from vllm_omni.diffusion.worker.utils import StepRequestState
 
-from tests.vllm_omni.conftest import RUN_SEED, request
+from tests.vllm_omni.conftest import begin_recording, request
 from verl_digen.algorithms.window import Window
 from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording
-from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.rollout.vllm_omni.step_mode import TOGETHER, StepRecordingMixin
 
 
@@ -48,16 +47,7 @@ def make_state(pipeline: Recorder, number: int, *, size: int = 4, steps_left: in
     """The state of a request, `steps_left` before its end, whose latents are 1 / `number`."""
     asked = replace(request(number), window=Window((), ()))
     shape = (3, size, size)
-    recording = pipeline.begin_recording(
-        RecordingOrder(asked, RUN_SEED, torch.float32),
-        shape=shape,
-        sigmas=torch.linspace(1, 0, asked.sampling.num_steps + 1),
-        device=torch.device("cpu"),
-        condition={"embeds": torch.zeros(1, 2)},
-        negative_condition=None,
-        start_s=0.0,
-        adapter=None,
-    )
+    recording = begin_recording(pipeline, asked, shape)
     recording.latents = torch.full((1, *shape), 1 / number)
     recording.log_probs = [torch.zeros(())] * (asked.sampling.num_steps - steps_left)
     state = StepRequestState(f"r{number}", SimpleNamespace(), latents=recording.latents)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.algorithms.objectives import objective_names
-from verl_digen.data.prompts import SURELY_SHORT_BYTES, PromptCheck, TooLong, find_too_long
+from verl_digen.data.prompts import SURELY_SHORT_BYTES, Columns, PromptCheck, TooLong, find_too_long, read_prompts
 from verl_digen.preflight.model import check_prompt_images, load_configs, model_of
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require, suggestion
@@ -128,8 +128,6 @@ def _read_prompts(run: StartConfig, part: str) -> PromptSet:
     Raises:
         ValueError: a file is missing or malformed, or the run's negative prompt is wrong.
     """
-    from verl_digen.data.prompts import Columns, read_prompts
-
     given, most = OmegaConf.select(run.config, f"data.{part}_files"), run.config.data[f"{part}_max_samples"]
     if given is None:
         return PromptSet(part, 0, (), ())

@@ -11,9 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from zipfile import is_zipfile
 
+import torch
 from safetensors import SafetensorError, safe_open
 
-from verl_digen.models.checkpoint import RANDOM_MARKER
+from verl_digen.models.checkpoint import RANDOM_MARKER, make_meta_network
 from verl_digen.models.locate import INDEX, read_object
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import first_of, require
@@ -153,10 +154,6 @@ def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]], *, train
 @lru_cache(maxsize=4)
 def _expected(folder: Path, text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Tensors of the network with this configuration, by name."""
-    import torch
-
-    from verl_digen.models.checkpoint import make_meta_network
-
     try:
         network = make_meta_network(folder, str(json.loads(text)["_class_name"]), torch.float32)
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
