@@ -18,17 +18,15 @@ from functools import wraps
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
-
-KERNELS = (AttentionBackendName.NATIVE, AttentionBackendName._NATIVE_CUDNN)
-"""Kernels of diffusers with which PyTorch may call cuDNN."""
 
 
 def apply() -> None:
-    """Wrap diffusers' entries for these kernels in this process, once."""
+    """Wrap, in this process and once, diffusers' entries for the kernels with which PyTorch may call cuDNN."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
     backends = _AttentionBackendRegistry._backends
-    for kernel in KERNELS:
+    for kernel in (AttentionBackendName.NATIVE, AttentionBackendName._NATIVE_CUDNN):
         if not hasattr(backends[kernel], "__wrapped__"):
             backends[kernel] = _with_dense_gradient(backends[kernel])
 

@@ -66,12 +66,13 @@ def test_registries_take_what_the_plugin_files():
     assert all(isinstance(name, str) and "." in name for name in _ROLLOUT_REGISTRY.values())
 
 
-def test_importing_verl_imports_the_module_of_a_plugin_and_nothing_more_is_needed():
+def test_importing_verl_imports_the_plugin_and_the_trainers_import_no_diffusers():
     called = "verl_digen.processes.cluster"  # by the plugin; a program may import it before verl
     code = f"import hydra, sys, {called}; print('verl_digen.plugin' in sys.modules)"
     code += "; import verl; print(sys.modules['verl_digen.plugin'].FAILURES)"
+    code += "; import verl_digen.trainer.disaggregated; print('diffusers' in sys.modules)"
     made = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300)
-    assert made.stdout.splitlines()[-2:] == ["False", "[]"], made.stderr[-2000:]
+    assert made.stdout.splitlines()[-3:] == ["False", "[]", "False"], made.stderr[-2000:]
 
 
 def test_main_takes_its_primary_config_from_the_package_we_add_to():

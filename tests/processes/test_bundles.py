@@ -45,6 +45,14 @@ async def test_every_caller_of_one_pass_has_its_own_answer_or_error():
     assert isinstance(dead, ConnectionError) and dead is also_dead
 
 
+async def test_items_that_fit_into_one_bundle_are_not_cut():
+    actor = Actor()
+    bundles = Bundles(actor.halves, size=4, cut_by=lambda number: number >= 10)
+    await asyncio.gather(*map(bundles.call, (2, 12, 4)))
+    await asyncio.gather(*map(bundles.call, (2, 12, 4, 14, 6)))
+    assert actor.calls == [[2, 12, 4], [2, 4, 6], [12, 14]]
+
+
 def test_an_error_that_cannot_be_read_back_costs_no_other_answer():
     async def fails() -> None:
         raise DeadlineMissed("a call", 1.0, "key")  # more arguments than its message

@@ -171,8 +171,8 @@ class ServerClient:
         self.server = server
         self.digen = digen
         self._wants_latents, self._burst = wants_latents, burst
-        # of one group, and no more than a batch has: they end together
-        self._calls = Bundles(self._generate_all, size=digen.rollout.batch_size, key=lambda request: request.uid)
+        # no more than a batch has, and of one group where there are more: they end together
+        self._calls = Bundles(self._generate_all, size=digen.rollout.batch_size, cut_by=lambda request: request.uid)
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
         """Generate one sample; RayActorError if the replica died, or was unreachable for longer than `blip_s`."""

@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.attention_dispatch import attention_backend
-from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 from torch import Tensor, nn
 
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
@@ -53,6 +51,9 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
     Raises:
         RuntimeError: the kernel's package is missing or too old (diffusers).
     """
+    from diffusers.models.attention_dispatch import attention_backend
+    from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
+
     attention_gradient.apply()
     model.takes_masks = ATTENTION_BACKENDS[attention].takes_masks
     networks = networks_of(network)

@@ -21,9 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import diffusers
 import torch
-from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -155,6 +153,9 @@ def _pairs(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> 
         str(file),
         "train from the bare checkpoint, or save an adapter of both with peft",
     )
+    import diffusers
+    from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+
     pipeline = getattr(diffusers, model.pipeline)
     state = {name: value.clone() for name, value in tensors.items()}  # some converters scale in place
     try:

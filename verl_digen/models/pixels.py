@@ -16,8 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers.image_processor import VaeImageProcessor
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 from PIL import Image
 from torch import Tensor
 
@@ -41,6 +39,8 @@ def from_pixels(pixels: Tensor, device: torch.device, dtype: torch.dtype) -> Ten
 
 def fitted(picture: Image.Image, geometry: Geometry) -> Tensor:
     """uint8 [H, W, 3] of the run's size: scaled (Lanczos) until it covers the size, then the middle of it."""
+    from diffusers.image_processor import VaeImageProcessor
+
     resized: Any = VaeImageProcessor().resize(picture, geometry.height_px, geometry.width_px, resize_mode="crop")
     return torch.from_numpy(np.array(resized))
 
@@ -129,6 +129,8 @@ def load_image_decoder(
     Args:
         unpack: latents as the transformer reads them -> [B, C, H, W]. pack: the way back.
     """
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
     vae: Any = AutoencoderKL.from_pretrained(folder, dtype=dtype)
     vae.eval().to(device)
 

@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers.models._modeling_parallel import ContextParallelConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
@@ -103,6 +102,8 @@ def split_networks(model: DiffusionModel, module: nn.Module, mesh: DeviceMesh) -
         module: the model's network or experts, in peft's wrapper or none.
         mesh: dimensions `MESH_DIMS`. All its devices must run the same forwards on equal rows.
     """
+    from diffusers.models._modeling_parallel import ContextParallelConfig
+
     layout = model.spec.sequence
     assert layout is not None
     model.sequence_size = mesh.size()

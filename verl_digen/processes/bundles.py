@@ -37,6 +37,7 @@ class Bundles(Generic[Item]):
         send: items -> an outcome of each, in order; an exception is raised at its caller.
         size: maximum items of a bundle.
         key: of an item; those of a bundle have the same.
+        cut_by: of an item; those of a bundle have the same where more than `size` wait.
 
     Example:
         scores = Bundles(worker.score.remote, size=32)
@@ -49,8 +50,9 @@ class Bundles(Generic[Item]):
         *,
         size: int = MAX_ITEMS,
         key: Callable[[Item], Hashable] = lambda item: None,
+        cut_by: Callable[[Item], Hashable] = lambda item: None,
     ):
-        self._send, self._size, self._key = send, size, key
+        self._send, self._size, self._key, self._cut_by = send, size, key, cut_by
         self._waiting: list[tuple[Item, asyncio.Future[Any]]] = []
         self._sending: set[asyncio.Task[None]] = set()
 
@@ -69,8 +71,9 @@ class Bundles(Generic[Item]):
 
     def _begin(self) -> None:
         bundles: dict[Hashable, list[tuple[Item, asyncio.Future[Any]]]] = {}
+        fits = len(self._waiting) <= self._size
         for entry in self._waiting:
-            bundles.setdefault(self._key(entry[0]), []).append(entry)
+            bundles.setdefault((self._key(entry[0]), fits or self._cut_by(entry[0])), []).append(entry)
         self._waiting = []
         for bundle in bundles.values():
             for start in range(0, len(bundle), self._size):

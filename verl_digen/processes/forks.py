@@ -75,7 +75,8 @@ serve(own_path=own, **given)
 
 LIBRARIES = (
     *("torch.distributed.fsdp", "torch.utils.tensorboard", "torchdata.stateful_dataloader", "tensordict"),
-    *("transformers", "diffusers", "peft", "datasets", "fastapi", "uvicorn", "aiohttp"),
+    *("transformers", "diffusers.models.autoencoders.autoencoder_kl", "peft", "datasets"),
+    *("fastapi", "uvicorn", "aiohttp"),
 )
 """Imported when the server starts: they do nothing with the variables that Ray gives to a worker."""
 MODULES = (

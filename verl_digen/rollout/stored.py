@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-import diffusers
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -112,6 +111,8 @@ def _files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _identity(model: DiffusionModel, dtype: torch.dtype) -> str:
     """Hash of what a condition depends on besides its prompt."""
+    import diffusers
+
     libraries = [torch.__version__, transformers.__version__, diffusers.__version__]
     found = sha256(json.dumps([model.spec.title, str(dtype), libraries]).encode())
     for name in sorted(model.index):
