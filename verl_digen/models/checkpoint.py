@@ -146,8 +146,8 @@ def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...])
 
 
 def network_class(architecture: str) -> Any:
-    """diffusers' class of that name. Every import of diffusers in this package that the driver could reach is inside a
-    function: it takes half a second, and the driver needs none of it."""
+    """diffusers' class of that name. What a trainer imports has its imports of diffusers inside functions: they take half
+    a second, in every process."""
     import diffusers
 
     return getattr(diffusers, architecture)
