@@ -146,8 +146,8 @@ def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...])
 
 
 def network_class(architecture: str) -> Any:
-    """diffusers' class of that name. What a trainer imports has its imports of diffusers inside functions: they take half
-    a second, in every process."""
+    """diffusers' class of that name. What a trainer imports has its imports of diffusers inside functions: each process
+    would spend half a second on them."""
     import diffusers
 
     return getattr(diffusers, architecture)
