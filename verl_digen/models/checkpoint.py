@@ -117,9 +117,9 @@ def read_config(path: Path, name: str) -> dict[str, Any]:
 def read_network_config(path: Path, folder: str) -> dict[str, Any]:
     """Constructor arguments of the diffusers network in `folder`: the config file's, and the class's defaults for
     arguments that an older file lacks; the network is built with the same ones."""
-    config = read_config(path, f"{folder}/config.json")
     import diffusers
 
+    config = read_config(path, f"{folder}/config.json")
     if not hasattr(diffusers, name := str(config.get("_class_name"))):
         raise ValueError(
             f"actor_rollout_ref.model.path must hold a {folder}/config.json that names a network of diffusers, got "
@@ -145,24 +145,24 @@ def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...])
         )
 
 
-def network_class(architecture: str) -> Any:
+def diffusers_class(name: str) -> Any:
     """diffusers' class of that name. What a trainer imports has its imports of diffusers inside functions: each process
     would spend half a second on them."""
     import diffusers
 
-    return getattr(diffusers, architecture)
+    return getattr(diffusers, name)
 
 
 def load_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn.Module:
     """Load the diffusers network in `folder`, in eval mode on the CPU."""
     if (folder / RANDOM_MARKER).exists():
         return fill_randomly(make_meta_network(folder, architecture, dtype))
-    return network_class(architecture).from_pretrained(folder, dtype=dtype, low_cpu_mem_usage=True).eval()
+    return diffusers_class(architecture).from_pretrained(folder, dtype=dtype, low_cpu_mem_usage=True).eval()
 
 
 def make_meta_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn.Module:
     """Build the network without weights: parameters on the meta device, buffers and tables real, on the CPU."""
-    network = network_class(architecture)
+    network = diffusers_class(architecture)
     with init_empty_weights(include_buffers=False):
         module = network.from_config(network.load_config(folder)).eval()
     for name, tensor in module.state_dict(keep_vars=True).items():  # without tables that no checkpoint holds
@@ -173,7 +173,7 @@ def make_meta_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn
 
 def kept_in_fp32(name: str, architecture: str) -> bool:
     """True if diffusers loads the parameter `name` in fp32 for any requested dtype."""
-    return not set(network_class(architecture)._keep_in_fp32_modules or ()).isdisjoint(name.split("."))
+    return not set(diffusers_class(architecture)._keep_in_fp32_modules or ()).isdisjoint(name.split("."))
 
 
 def in_one_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from verl_digen.models.checkpoint import diffusers_class
 from verl_digen.require import first_of, require
 
 if TYPE_CHECKING:
@@ -147,16 +148,15 @@ def _load(file: Path) -> dict[str, Tensor]:
 
 def _pairs(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> dict[str, Pair]:
     """The matrices of each layer, by the layer's name in the network."""
+    from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
+
     require(
         len(model.experts) == 1,
         f"{KEY} must be a peft folder for a checkpoint of {len(model.experts)} networks, of which a file names none",
         str(file),
         "train from the bare checkpoint, or save an adapter of both with peft",
     )
-    import diffusers
-    from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
-
-    pipeline = getattr(diffusers, model.pipeline)
+    pipeline = diffusers_class(model.pipeline)
     state = {name: value.clone() for name, value in tensors.items()}  # some converters scale in place
     try:
         if hasattr(pipeline, "lora_state_dict"):

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.checkpoint import diffusers_class
 from verl_digen.models.loaded import TILE_PX
 from verl_digen.types import Geometry
 
@@ -196,9 +197,7 @@ def _trace(model: DiffusionModel, geometry: Geometry, dtype: torch.dtype) -> int
 @contextmanager
 def _without_weights(class_name: str, mode: FakeTensorMode) -> Iterator[list[nn.Module]]:
     """Context in which `from_pretrained` of a diffusers class reads the config alone -> the networks that it made."""
-    import diffusers
-
-    network_class: Any = getattr(diffusers, class_name)
+    network_class = diffusers_class(class_name)
     made: list[nn.Module] = []
 
     def from_config(folder: Any, *, dtype: torch.dtype, **unused: Any) -> nn.Module:
