@@ -22,7 +22,7 @@ from verl_digen.types import Geometry
 
 PICTURE = Geometry(64, 96)
 EXACT = torch.float64
-"""In fp32 the rounding of a batch is not that of one picture; by how much, depends on the processor."""
+"""Precision of the comparisons: in fp32 the rounding of a batch differs from that of one picture, by processor."""
 
 
 def pictures(geometry: Geometry) -> list[Image.Image]:
