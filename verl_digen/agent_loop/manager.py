@@ -265,10 +265,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     async def _publish_rows(self, samples: Sequence[ScoredSample], step: int) -> None:
         """Put trajectories, and the prompt's conditions if one of the samples carries them, into TransferQueue."""
-        for sample in samples:
-            for key, pair in sample.conditions.items():
-                await put_condition(key, *pair)
-        await put_samples({_key(sample): (sample.trajectory, sample.tag) for sample in samples}, step)
+        rows = {_key(sample): (sample.trajectory, sample.tag) for sample in samples}
+        conditions = [put_condition(key, *pair) for sample in samples for key, pair in sample.conditions.items()]
+        await asyncio.gather(put_samples(rows, step), *conditions)
 
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
     async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:

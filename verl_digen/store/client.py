@@ -3,6 +3,7 @@
 
 - TransferQueue makes the client in a process's first call, and other threads see it before it can be used: a second
   call meanwhile fails with "Storage manager not initialized". So the first call of a process runs alone.
+- A put takes four round trips, whatever is in it: those that an event loop begins in one pass go as one (`put`).
 - Its client waits for the controller without a deadline, so a controller that died or hangs would stop every process
   that calls it. The driver asks for heartbeats (`verl_digen.processes.supervision`) and cancels its own calls here.
 
@@ -13,11 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import ray
 import transfer_queue as tq
+from torch import Tensor
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from verl_digen.processes.bundles import Bundles
 
 Result = TypeVar("Result")
 
@@ -46,6 +52,45 @@ class FirstAlone:
 
 CLIENT = FirstAlone()
 """Calls of this process that several threads may make."""
+
+
+class Row(NamedTuple):
+    """Tag and columns under one key."""
+
+    tag: Mapping[str, Any]
+    columns: Mapping[str, Tensor] | None = None
+    """None leaves what is there."""
+
+
+Rows = tuple[str, Mapping[str, Row]]
+"""(partition, key -> row); of one put all rows have columns, of the same names, or none has."""
+
+
+def _like(rows: Rows) -> Any:
+    """Partition, and shape of each column, that the rows of one put share."""
+    partition, by_key = rows
+    columns = next(iter(by_key.values())).columns
+    return partition, None if columns is None else tuple((name, one.shape) for name, one in columns.items())
+
+
+async def _put_all(given: Sequence[Rows]) -> list[None]:
+    rows = {key: row for _, by_key in given for key, row in by_key.items()}
+    columns = [dict(row.columns) for row in rows.values() if row.columns is not None]
+    await tq.async_kv_batch_put(
+        keys=list(rows),
+        partition_id=given[0][0],
+        fields=list_of_dict_to_tensordict(columns) if columns else None,
+        tags=[dict(row.tag) for row in rows.values()],
+    )
+    return [None] * len(given)
+
+
+_PUTS: WeakKeyDictionary[asyncio.AbstractEventLoop, Bundles[Rows]] = WeakKeyDictionary()
+
+
+async def put(partition: str, rows: Mapping[str, Row]) -> None:
+    """Store rows by key. Puts of this process's event loop that begin in one pass are one; it fails for all of them."""
+    await _PUTS.setdefault(asyncio.get_running_loop(), Bundles(_put_all, key=_like)).call((partition, rows))
 
 
 def start(config: Any) -> None:

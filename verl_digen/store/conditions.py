@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from tensordict import TensorDict
+import transfer_queue as tq
 from torch import Tensor
 
-from verl_digen.store.client import CLIENT
+from verl_digen.store.client import CLIENT, Row, put
 from verl_digen.store.keys import CONDITIONS, own_condition_key
 from verl_digen.types import Condition
 
@@ -42,19 +42,13 @@ def from_columns(columns: dict[str, Tensor]) -> ConditionPair:
 
 async def put_condition(key: str, positive: Condition, negative: Condition | None) -> None:
     """Store one prompt's conditions. Idempotent: the key stands for the content."""
-    import transfer_queue as tq  # starts a client process-wide; kept out of module import
-
-    columns = to_columns(positive, negative)
-    row = TensorDict({name: tensor.unsqueeze(0) for name, tensor in columns.items()}, batch_size=1)
-    await tq.async_kv_batch_put(keys=[key], partition_id=CONDITIONS, fields=row, tags=[{}])
+    await put(CONDITIONS, {key: Row({}, to_columns(positive, negative))})
 
 
 def own_condition_keys(uids: Collection[str]) -> frozenset[str]:
     """Keys of the conditions that these groups have for themselves and that are stored. Lists the partition."""
     if not uids:
         return frozenset()
-    import transfer_queue as tq
-
     starts = tuple(own_condition_key(uid, "") for uid in uids)
     return frozenset(key for key in tq.kv_list(CONDITIONS).get(CONDITIONS, {}) if key.startswith(starts))
 
@@ -65,8 +59,6 @@ def fetch_conditions(keys: Sequence[str]) -> dict[str, ConditionPair]:
     Raises:
         RuntimeError: a key without conditions: its group was published incompletely.
     """
-    import transfer_queue as tq
-
     distinct = list(dict.fromkeys(keys))
     rows = CLIENT.run(lambda: tq.kv_batch_get(keys=distinct, partition_id=CONDITIONS))
     if len(rows) != len(distinct):

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import transfer_queue as tq
 
+from verl_digen.store.client import Row, put
 from verl_digen.store.samples import from_entry, is_sample
 from verl_digen.types import SampleTag
 
@@ -59,7 +60,7 @@ async def publish_status(partition: str, uid: str, status: PromptStatus) -> None
         tag["error"] = status.error
     if status.is_generated:
         tag["is_generated"] = True
-    await tq.async_kv_put(key=uid, partition_id=partition, tag=tag)
+    await put(partition, {uid: Row(tag)})
 
 
 def list_partition(partition: str) -> Listing:

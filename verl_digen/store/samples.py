@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import transfer_queue as tq
 from torch import Tensor
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from transfer_queue import KVBatchMeta
 
 from verl_digen.algorithms.outside import Outside
-from verl_digen.store.client import CLIENT
+from verl_digen.store.client import CLIENT, Row, put
 from verl_digen.store.keys import TRAIN
 from verl_digen.types import Geometry, RewardCall, SampleFacts, SampleTag, Sampling, Trajectory
 from verl_digen.types.settings import EpisodeFacts, Turn
@@ -97,10 +98,6 @@ def is_sample(entry: Mapping[str, Any]) -> bool:
     return TAG in entry
 
 
-if TYPE_CHECKING:
-    from transfer_queue import KVBatchMeta
-
-
 async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step: int) -> None:
     """Store samples for the trainer's ranks.
 
@@ -108,24 +105,12 @@ async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step:
         samples: key -> trajectory and tag.
         step: the optimizer step that they are for.
     """
-    import transfer_queue as tq  # starts a client process-wide; kept out of module import
-
-    rows = [trajectory.record.columns() for trajectory, _ in samples.values()]
-    await tq.async_kv_batch_put(
-        keys=list(samples),
-        partition_id=TRAIN,
-        fields=list_of_dict_to_tensordict(rows),
-        tags=[to_entry(tag, step) for _, tag in samples.values()],
-    )
+    await put(TRAIN, {key: Row(to_entry(tag, step), one.record.columns()) for key, (one, tag) in samples.items()})
 
 
 async def put_tags(partition: str, tags: Mapping[str, SampleTag], step: int) -> None:
     """Store the tags of samples that are not trained; `step` is the number of optimizer steps taken."""
-    import transfer_queue as tq
-
-    await tq.async_kv_batch_put(
-        keys=list(tags), partition_id=partition, tags=[to_entry(tag, step) for tag in tags.values()]
-    )
+    await put(partition, {key: Row(to_entry(tag, step)) for key, tag in tags.items()})
 
 
 def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[Tensor]]:
@@ -137,8 +122,6 @@ def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str]) -> 
     Raises:
         RuntimeError: a sample is not there.
     """
-    import transfer_queue as tq
-
     data = CLIENT.run(lambda: tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=list(names)))
     if len(data) != len(keys):
         raise RuntimeError(f"{len(keys)} samples are to be trained, but TransferQueue has {len(data)} of them")
@@ -147,15 +130,11 @@ def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str]) -> 
 
 def clear(partition: str, keys: Sequence[str]) -> None:
     """Remove entries; unknown keys are ignored."""
-    import transfer_queue as tq
-
     tq.kv_clear(keys=list(keys), partition_id=partition)
 
 
 def to_batch(partition: str, tags: Mapping[str, SampleTag], step: int) -> KVBatchMeta:
     """Describe stored samples as verl's loop takes them; `tags`: key -> tag."""
-    from transfer_queue import KVBatchMeta
-
     entries = [to_entry(tag, step) for tag in tags.values()]
     return KVBatchMeta(partition_id=partition, keys=list(tags), tags=entries)
 
