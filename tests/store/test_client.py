@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of TransferQueue from two threads: the first one of a process runs alone."""
+"""Calls of TransferQueue: the first one of a process runs alone, and puts of one pass of the event loop are one."""
 
+import asyncio
 import threading
 
 import pytest
+import torch
+import transfer_queue as tq
 
-from verl_digen.store.client import FirstAlone
+from verl_digen.store.client import FirstAlone, Row, put
 
 TIMEOUT_S = 60
 
@@ -48,3 +51,30 @@ def test_after_a_call_that_failed_the_next_one_runs_alone_too():
 
 def fail() -> None:
     raise ValueError("no controller")
+
+
+def test_puts_of_one_pass_are_one_call_of_each_partition_and_shape(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    async def store(keys, partition_id, fields, tags):
+        calls.append((partition_id, dict(zip(keys, tags, strict=True)), fields and fields["x"].tolist()))
+        if partition_id == "full":
+            raise RuntimeError("no memory is left")
+
+    async def run():
+        rows = {key: Row({"tag": key}, {"x": torch.tensor(x)}) for key, x in (("a", [1]), ("b", [2]), ("c", [3, 4]))}
+        puts = [put("train", {key: row}) for key, row in rows.items()]
+        puts += [put("train", {"a": Row({"is": "status"})}), put("full", {"d": Row({})}), put("full", {"e": Row({})})]
+        return await asyncio.gather(*puts, return_exceptions=True)
+
+    monkeypatch.setattr(tq, "async_kv_batch_put", store)
+    for _ in range(2):  # in two event loops
+        outcomes = asyncio.run(run())
+        assert outcomes[:4] == [None] * 4 and [str(error) for error in outcomes[4:]] == ["no memory is left"] * 2
+        assert calls == [
+            ("train", {"a": {"tag": "a"}, "b": {"tag": "b"}}, [[1], [2]]),
+            ("train", {"c": {"tag": "c"}}, [[3, 4]]),
+            ("train", {"a": {"is": "status"}}, None),
+            ("full", {"d": {}, "e": {}}, None),
+        ]
+        calls.clear()

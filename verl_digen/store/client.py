@@ -67,10 +67,10 @@ Rows = tuple[str, Mapping[str, Row]]
 
 
 def _like(rows: Rows) -> Any:
-    """Partition, and shape of each column, that the rows of one put share."""
+    """Partition, and shape and dtype of each column, that the rows of one put share."""
     partition, by_key = rows
     columns = next(iter(by_key.values())).columns
-    return partition, None if columns is None else tuple((name, one.shape) for name, one in columns.items())
+    return partition, None if columns is None else tuple((name, one.shape, one.dtype) for name, one in columns.items())
 
 
 async def _put_all(given: Sequence[Rows]) -> list[None]:
