@@ -57,7 +57,9 @@ def test_puts_of_one_pass_are_one_call_of_each_partition_and_shape(monkeypatch: 
     calls = []
 
     async def store(keys, partition_id, fields, tags):
-        calls.append((partition_id, dict(zip(keys, tags, strict=True)), fields and fields["x"].tolist()))
+        calls.append(
+            (partition_id, dict(zip(keys, tags, strict=True)), None if fields is None else fields["x"].tolist())
+        )
         if partition_id == "full":
             raise RuntimeError("no memory is left")
 
