@@ -171,10 +171,7 @@ def collect(run_dir: Path) -> dict[str, Any]:
 
 def written_now() -> dict[str, str]:
     """When a page was written, and by which version."""
-    return {
-        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "version": version("verl-digen"),
-    }
+    return {"written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), "version": version("verl-digen")}
 
 
 def render(data: dict[str, Any], view: str = "report", *, is_live: bool = False) -> str:

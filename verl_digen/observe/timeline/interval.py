@@ -43,18 +43,7 @@ Pool = Literal["generator", "reward", "trainer", "driver"]
 """Owner of a lane."""
 
 Kind = Literal[
-    "train",
-    "assist",
-    "generate",
-    "commit",
-    "score",
-    "wake",
-    "sleep",
-    "publish",
-    "validate",
-    "save",
-    "wait",
-    "step",
+    "train", "assist", "generate", "commit", "score", "wake", "sleep", "publish", "validate", "save", "wait", "step"
 ]
 """Activity of a lane:
 

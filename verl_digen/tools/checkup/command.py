@@ -136,12 +136,7 @@ def check_devices(args: Namespace) -> int:
     names = [name for name in args.only or names if name not in args.skip]
     folder = Path(tempfile.mkdtemp(prefix="digen_doctor_")) if args.out is None else args.out.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    setting = Setting(
-        folder=folder,
-        num_devices=num_devices,
-        architecture=args.architecture,
-        is_cpu=device == "cpu",
-    )
+    setting = Setting(folder=folder, num_devices=num_devices, architecture=args.architecture, is_cpu=device == "cpu")
     print(f"{num_devices} x {device}; {len(names)} checks, logs in {folder}", flush=True)
     outcomes = report(names, run_checks(names, setting, budget_s=args.budget), args.out)
     _write(args.json, {"device": device, "num_devices": num_devices, "checks": list(map(asdict, outcomes))})

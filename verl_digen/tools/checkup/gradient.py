@@ -143,11 +143,7 @@ def _samples(checkpoint: Path) -> Samples:
     trajectories, _ = sampler.sample(requests, conditions, None, version=0)
     columns = [one.record.columns() for one in trajectories if isinstance(one.record, PathRecord)]
     described = [
-        FragmentSample(
-            key=str(number),
-            facts=with_experts(model, one).facts,
-            reward=REWARDS[number],
-        )
+        FragmentSample(key=str(number), facts=with_experts(model, one).facts, reward=REWARDS[number])
         for number, one in enumerate(trajectories)
     ]
     return Samples(

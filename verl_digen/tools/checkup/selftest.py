@@ -271,11 +271,7 @@ def images_read_at(pipeline: Any, side_px: int, sources: Sequence[tuple[int, int
 
 
 def _run_pipeline(
-    model: DiffusionModel,
-    images: Sequence[SourceImage],
-    geometry: Geometry,
-    device: torch.device,
-    dtype: torch.dtype,
+    model: DiffusionModel, images: Sequence[SourceImage], geometry: Geometry, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Latents of the model's own pipeline for PROMPTS and the sampler's initial noise."""
     pipeline = load_pipeline(model, geometry, dtype).to(device)
@@ -342,11 +338,7 @@ def pictures_of(model: DiffusionModel, pictures: Sequence[Image.Image]) -> Any:
 
 
 def _rows(
-    model: DiffusionModel,
-    paths: Sequence[PathRecord],
-    conditions: Sequence[Condition],
-    sampling: Sampling,
-    expert: int,
+    model: DiffusionModel, paths: Sequence[PathRecord], conditions: Sequence[Condition], sampling: Sampling, expert: int
 ) -> tuple[TrainingRows, Tensor]:
     """All trained steps of one expert, sample after sample, and their recorded log-probs; advantage 1 for the first
     sample, -1 for the second."""

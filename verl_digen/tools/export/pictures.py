@@ -35,11 +35,7 @@ from verl_digen.weights.checksum import Checksum
 
 
 def changed(
-    digen: DigenConfig,
-    *,
-    seed: int | None = None,
-    num_steps: int | None = None,
-    size_px: tuple[int, int] | None = None,
+    digen: DigenConfig, *, seed: int | None = None, num_steps: int | None = None, size_px: tuple[int, int] | None = None
 ) -> DigenConfig:
     """The run's settings with others in their place; None keeps the run's.
 

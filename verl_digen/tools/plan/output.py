@@ -286,9 +286,4 @@ def _split_json(plan: Plan) -> dict[str, Any] | None:
 
 
 def _phase_json(phase: Phase) -> dict[str, Any]:
-    return {
-        "items": phase.items,
-        "row_bytes": phase.row_bytes,
-        "num_rows": phase.num_rows,
-        "total_bytes": phase.total,
-    }
+    return {"items": phase.items, "row_bytes": phase.row_bytes, "num_rows": phase.num_rows, "total_bytes": phase.total}

@@ -109,11 +109,7 @@ def _picture(path: Path) -> NDArray[np.uint8]:
     with Image.open(path) as image:
         frames = (
             [_rgb(frame.copy()) for frame in ImageSequence.Iterator(image)]
-            if path.suffix.lower()
-            not in (
-                ".tif",
-                ".tiff",
-            )
+            if path.suffix.lower() not in (".tif", ".tiff")
             else [_rgb(image)]
         )
     return frames[0] if len(frames) == 1 else np.stack(frames)

@@ -22,14 +22,7 @@ from pathlib import Path
 
 from verl_digen.require import require
 from verl_digen.schedulers.simulation import TECHNIQUES
-from verl_digen.tools.simulate.cluster import (
-    Outcome,
-    Split,
-    baselines,
-    best_baseline,
-    ladder,
-    run_split,
-)
+from verl_digen.tools.simulate.cluster import Outcome, Split, baselines, best_baseline, ladder, run_split
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
 from verl_digen.tools.simulate.splits import WORTH_CHANGING, best_split, parse_pool
 
@@ -56,9 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--generator", help="devices that generate")
     parser.add_argument(
-        "--techniques",
-        default=",".join(TECHNIQUES),
-        help="added one by one, some of %(default)s (default: all)",
+        "--techniques", default=",".join(TECHNIQUES), help="added one by one, some of %(default)s (default: all)"
     )
     parser.add_argument("--prompts", type=int, help="prompts of a step, in place of the profile's")
     parser.add_argument("--samples-per-prompt", type=int, help="in place of the profile's")
