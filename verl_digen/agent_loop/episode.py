@@ -231,11 +231,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
     def _images(
         self, instruction: Instruction, row: PromptRow, previous: NDArray[np.uint8] | None
     ) -> tuple[SourceImage, ...]:
-        """The images that a turn edits.
-
-        Raises:
-            EpisodeFailed: it asks for a previous picture in the first turn.
-        """
+        """The images that a turn edits. Raises EpisodeFailed: it asks for a previous picture in the first turn."""
         given = instruction.images
         if given is None:
             given = () if not self._edits else row.images if previous is None else (PREVIOUS,)

@@ -49,11 +49,7 @@ def holds_images(kind: pyarrow.DataType) -> bool:
 
 
 def require_form(kind: pyarrow.DataType, where: str) -> None:
-    """Require the hub's fields in a column of structs, or lists of them.
-
-    Raises:
-        ValueError: others.
-    """
+    """Require the hub's fields in a column of structs, or lists of them. Raises ValueError for others."""
     from pyarrow import types
 
     if types.is_nested(kind) and not types.is_struct(kind):
@@ -107,11 +103,7 @@ def _numbers(chunk: pyarrow.Array) -> Iterator[int | None]:
 def parquet_rows(
     path: Path, key: str, kept: frozenset[str], images: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of every row of a parquet file; see `rows_of_table`.
-
-    Raises:
-        ValueError: it is not readable.
-    """
+    """(place, row) of every row of a parquet file; see `rows_of_table`. Raises ValueError if it is not readable."""
     import pyarrow.lib  # a heavy import that text users do not need
     import pyarrow.parquet
 

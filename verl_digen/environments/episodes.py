@@ -61,11 +61,7 @@ class UnknownEpisode(RuntimeError):
 
 
 class EpisodeHost:
-    """See the module.
-
-    Args:
-        device: device of what episodes share.
-    """
+    """See the module; `device` is that of what episodes share."""
 
     def __init__(self, config: EnvironmentConfig, device: torch.device):
         self._class = environment_class(config)
@@ -130,11 +126,7 @@ class EpisodeHost:
 
 
 class EnvironmentWorker(EpisodeHost):
-    """Process of environments.
-
-    Args:
-        config: verl's.
-    """
+    """Process of environments; `config` is verl's."""
 
     def __init__(self, config: DictConfig):
         environment = digen_config(config).environment
@@ -200,11 +192,7 @@ class OpenEpisode:
         self._pictures: list[Picture] = []
 
     async def reset(self) -> Instruction:
-        """Begin the episode.
-
-        Raises:
-            EpisodeFailed, RunStopped: see the module.
-        """
+        """Begin the episode. Raises EpisodeFailed and RunStopped, see the module."""
         await self._tried(None)
         return self._asked[0]
 

@@ -110,11 +110,7 @@ class TableImage:
 
     @staticmethod
     def parse(reference: str) -> TableImage:
-        """Inverse of `str`.
-
-        Raises:
-            ValueError: another form.
-        """
+        """Inverse of `str`. Raises ValueError for another form."""
         match = TABLE_IMAGE.fullmatch(reference)
         if match is None:
             raise ValueError(

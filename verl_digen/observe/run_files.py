@@ -75,11 +75,7 @@ def audio_path(path: Path) -> Path:
 
 
 def pictured_steps(run_dir: Path, prefix: str) -> list[int]:
-    """Steps with a JSON file of pictures, ascending.
-
-    Args:
-        prefix: `VALIDATION` or `TRAINING`.
-    """
+    """Steps with a JSON file of pictures, ascending. `prefix`: `VALIDATION` or `TRAINING`."""
     numbers = (path.stem.removeprefix(prefix) for path in (run_dir / IMAGES).glob(f"{prefix}*.json"))
     return sorted(int(number) for number in numbers if number.isdecimal())
 

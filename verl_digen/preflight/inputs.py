@@ -123,11 +123,7 @@ def num_steps(run: StartConfig) -> int:
 
 
 def _read_prompts(run: StartConfig, part: str) -> PromptSet:
-    """Read them.
-
-    Raises:
-        ValueError: a file is missing or malformed, or the run's negative prompt is wrong.
-    """
+    """Read the prompts. Raises ValueError: a file is missing or malformed, or the run's negative prompt is wrong."""
     given, most = OmegaConf.select(run.config, f"data.{part}_files"), run.config.data[f"{part}_max_samples"]
     if given is None:
         return PromptSet(part, 0, (), ())

@@ -181,11 +181,7 @@ OF_REWARDS: tuple[Rule, ...] = (
 
 
 def check_plannable(config: DictConfig) -> None:
-    """Run the rules that need no checkpoint.
-
-    Raises:
-        ValueError: the messages that a run would be refused with.
-    """
+    """Run the rules that need no checkpoint. Raises ValueError: the messages that a run would be refused with."""
     left_out = {*OF_MODEL, *OF_RUN}
     if OmegaConf.select(config, "data.train_files") is None:
         left_out.add(inputs.check_prompts)

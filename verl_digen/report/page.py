@@ -114,11 +114,7 @@ def write_report(run_dir: Path, path: Path) -> None:
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write a page in place of the one that is there.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
+    """Write a page in place of the one that is there. Raises OSError if `path` cannot be written."""
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -138,11 +134,7 @@ def refresh_report(run_dir: Path) -> float:
 
 
 def collect(run_dir: Path) -> dict[str, Any]:
-    """All that the page shows.
-
-    Raises:
-        ValueError: `run_dir` is no run's, or a file in it is broken.
-    """
+    """All that the page shows. Raises ValueError: `run_dir` is no run's, or a file in it is broken."""
     require(
         is_run(run_dir),
         f"RUN must be the folder of a run, its trainer.default_local_dir, with a {METRICS}",

@@ -76,11 +76,7 @@ class Usage:
 
 
 def step_window(intervals: Iterable[Interval], step: int) -> Span:
-    """Start and end of a step.
-
-    Raises:
-        ValueError: the step has no `step` interval, or one of 0 s.
-    """
+    """Start and end of a step. Raises ValueError: the step has no `step` interval, or one of 0 s."""
     frames = [interval for interval in intervals if interval.kind == "step" and interval.step == step]
     if not frames:
         raise ValueError(f"step {step} must have a `step` interval, which the driver writes at its end, got none")

@@ -101,11 +101,7 @@ class Recorder:
         return opened
 
     def end(self, opened: OpenInterval) -> None:
-        """Close an interval now.
-
-        Raises:
-            RuntimeError: it has ended already.
-        """
+        """Close an interval now. Raises RuntimeError if it has ended already."""
         with self._lock:
             if self._open.pop(id(opened), None) is None:
                 raise RuntimeError(f"{opened.begun.name} has ended already")

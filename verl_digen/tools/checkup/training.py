@@ -214,11 +214,7 @@ def _note_plan(setting: Setting, text: bytes) -> None:
 
 
 def conclude(steps: Sequence[Mapping[str, float]], num_devices: int, rewards: Sequence[float] = ()) -> str:
-    """Metrics of the steps -> figure.
-
-    Raises:
-        CheckFailed: no step has a gradient, or rewards differ from `rewards`.
-    """
+    """Metrics of the steps -> figure. Raises CheckFailed: no step has a gradient, or rewards differ from `rewards`."""
     norms = [step["actor/grad_norm"] for step in steps]
     updates = [step["actor/grad_norm"] for step in steps if step["actor/num_skipped_updates"] == 0]  # fp16 may overflow
     if not updates or not all(math.isfinite(norm) and norm > 0 for norm in updates):

@@ -60,21 +60,13 @@ class Received:
 
 
 def check_update(setting: Setting) -> str:
-    """Send an update each way to a process of its own.
-
-    Raises:
-        CheckFailed: it did not arrive, or not as it was sent.
-    """
+    """Send an update each way to a process of its own. Raises CheckFailed: it did not arrive, or not as it was sent."""
     in_a_process = partial(ProcessPoolExecutor, 1, mp_context=multiprocessing.get_context("spawn"))
     return round_trips(CPU_UPDATE_MB if setting.is_cpu else UPDATE_MB, in_a_process)
 
 
 def round_trips(size_mb: int, receiver: Callable[[], Executor]) -> str:
-    """Send an update each way -> figure.
-
-    Args:
-        receiver: makes what runs the receiver, at the same time as the sender.
-    """
+    """Send an update each way -> figure. `receiver`: makes what runs the receiver, at the same time as the sender."""
     speeds = {}
     for is_live in (True, False):
         name = "live" if is_live else "staged"

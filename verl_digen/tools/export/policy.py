@@ -53,11 +53,7 @@ class BaseWeights:
         return found
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor `name`, on the CPU.
-
-        Raises:
-            ValueError: the checkpoint has none of this name.
-        """
+        """The tensor `name`, on the CPU. Raises ValueError if the checkpoint has none of this name."""
         file, inner = self._place(name)
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_tensor(inner)

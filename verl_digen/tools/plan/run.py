@@ -406,11 +406,7 @@ def _bytes(condition: Condition, dtype: torch.dtype) -> int:
 
 
 def record_bytes(request: SampleRequest, latent_bytes: int) -> int:
-    """Bytes of the record that a sample of `request` leaves.
-
-    Args:
-        latent_bytes: bytes of one latent.
-    """
+    """Bytes of the record that a sample of `request` leaves. `latent_bytes`: bytes of one latent."""
     num_steps, nothing = request.sampling.num_steps, torch.empty(0)
     kept = trained_latents(request.window)
     record = record_trajectory(

@@ -287,11 +287,7 @@ def run_profile(run: Run, memory: Memory, device: str, mfu: float, reward_s: flo
 
 
 def split_lines(plan: SplitPlan, words: str) -> list[str]:
-    """The proposal for people.
-
-    Args:
-        words: to type for the best split, if it is proposed.
-    """
+    """The proposal for people. `words`: to type for the best split, if it is proposed."""
     ways = [] if plan.given is None else [f"{plan.given} takes {plan.given_s:.1f} s a step"]
     if plan.together_s is not None:
         ways.append(f"{plan.together}, in turns, {plan.together_s:.1f} s")

@@ -109,11 +109,7 @@ def load_profile(name: str) -> Profile:
 
 
 def windowed(profile: Profile, num_trained_steps: int) -> Profile:
-    """The profile with another number of trained steps.
-
-    Raises:
-        ValueError: more steps than a sample has.
-    """
+    """The profile with another number of trained steps. Raises ValueError: more steps than a sample has."""
     require(
         1 <= num_trained_steps <= profile.numbers.num_steps,
         f"trained steps must lie in [1, {profile.numbers.num_steps}], the denoise steps of profile {profile.name}",

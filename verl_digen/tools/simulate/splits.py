@@ -119,11 +119,7 @@ def type_overrides(trainer: Pool, generator: Pool) -> list[str]:
 
 
 def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
-    """Parse `16` or `16xH20`.
-
-    Raises:
-        ValueError: the text is not a pool; the message names `option`.
-    """
+    """Parse `16` or `16xH20`. Raises ValueError, which names `option`, if the text is not a pool."""
     match = re.fullmatch(r"(\d+)(?:x(\w+))?", text)
     require(match is not None, f"{option} must be a number of devices, or e.g. 16xH20", text, "write a number")
     assert match is not None
@@ -133,11 +129,7 @@ def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
 
 
 def known_device(option: str, device: str) -> str:
-    """Return `device` if it is in `PEAK_TFLOPS`.
-
-    Raises:
-        ValueError: it is not; the message names `option`.
-    """
+    """Return `device` if it is in `PEAK_TFLOPS`, else raise ValueError, which names `option`."""
     require(
         device in PEAK_TFLOPS, f"{option} must name a device type of {', '.join(PEAK_TFLOPS)}", device, "choose one"
     )

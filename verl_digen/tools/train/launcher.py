@@ -91,11 +91,7 @@ class Console:
         self._seen: set[str] = set()
 
     def read(self, line: str, now_s: float) -> str | None:
-        """Text to show for a line of the output; None: nothing.
-
-        Args:
-            now_s: seconds since the start.
-        """
+        """Text to show for a line of the output; None: nothing. `now_s`: seconds since the start."""
         text = COLOUR.sub("", line).rstrip()
         found = PROCESS.match(text)
         text = REPEATED.sub("", text[found.end() :] if found else text)
@@ -270,11 +266,7 @@ class Launch:
 
 
 def launch(words: Sequence[str], *, show: Callable[[str], None], main: Sequence[str] = MAIN) -> Ended:
-    """Run verl's main with these words to its end.
-
-    Args:
-        show: gets each text for a person.
-    """
+    """Run verl's main with these words to its end. `show`: gets each text for a person."""
     return Launch([*main, *words], show).run()
 
 

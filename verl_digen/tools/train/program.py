@@ -89,11 +89,7 @@ class Run:
 
     @property
     def best(self) -> int:
-        """Step of the best validation.
-
-        Raises:
-            ValueError: there is none yet.
-        """
+        """Step of the best validation. Raises ValueError if there is none yet."""
         found = self.summary["best_step"]
         require(
             found is not None, f"{self.folder} must have a validation", "none", "set trainer.test_freq, or wait for it"
