@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -52,13 +53,12 @@ def _named_loops(path: str) -> dict[str, str]:
     )
     form = "write a list of {name: NAME, _target_: package.module.Class}"
     with refusing(f"{key} must be a YAML file", path, form):
-        entries = OmegaConf.to_container(OmegaConf.load(path))
+        entries: Any = OmegaConf.to_container(OmegaConf.load(path))
     is_list = isinstance(entries, list) and all(
         isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("_target_"), str)
         for entry in entries
     )
-    if not isinstance(entries, list) or not is_list:
-        raise ValueError(f"{key} must list agent loops with a name and a _target_ each, got {entries!r}; {form}")
+    require(is_list, f"{key} must list agent loops with a name and a _target_ each", entries, form)
     return {entry["name"]: entry["_target_"] for entry in entries}
 
 

@@ -12,12 +12,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.pool_sizes import (
     REPLICA_KEY,
+    asked_devices,
     num_data_parallel_ranks,
-    num_environment_devices,
     num_function_devices,
     num_generator_devices,
     num_replica_devices,
-    num_reward_devices,
     num_trainer_devices,
 )
 from verl_digen.preflight.model import model_of
@@ -64,8 +63,7 @@ def check_device(run: StartConfig) -> None:
     )
     if platform == "cpu" and alone:
         num_gpus = OmegaConf.select(run.config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
-        needed = num_trainer_devices(run.config) + num_generator_devices(run.config)
-        needed += num_reward_devices(run.config, run.digen.reward) + num_environment_devices(run.digen.environment)
+        needed = sum(asked_devices(run.config, run.digen, has_own_replicas=True).values())
         require(
             isinstance(num_gpus, int) and num_gpus >= needed,
             f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",

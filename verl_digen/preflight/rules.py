@@ -169,15 +169,9 @@ OF_RUN: tuple[Rule, ...] = (
 )
 """Rules about the machine of the run."""
 OF_REWARDS: tuple[Rule, ...] = (
-    rewards.check_rewards,
-    rewards.check_combination,
-    rewards.check_group_rewards,
-    rewards.check_timeshared,
-    rewards.check_watching,
-    rewards.check_latents,
-    rewards.check_reward_model,
+    *(rewards.check_rewards, rewards.check_combination, rewards.check_watching, rewards.check_reward_model),
 )
-"""Rules about the rewards that train."""
+"""Rules that need the rewards that train; others have nothing to check without one."""
 
 
 def check_plannable(config: DictConfig) -> None:
