@@ -210,9 +210,9 @@ def run(args: Namespace) -> int:
             found = summarise(runs, args.warm_up)
             saved = {"words": sys.argv[1:], "modes": found, "runs": list(map(asdict, runs))}
             (out / "bench.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
-    except (ValueError, RunFailed) as error:
+    except RunFailed as error:
         print(f"digen bench: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 1
     finally:
         if found:  # of whole repeats, whatever happened to the next one
             print(f"\n{table(found)}\n\n{out / 'bench.json'}")

@@ -55,9 +55,6 @@ def run(args: Namespace) -> int:
     chosen = {name: getattr(args, name) for name in ("step", "policy", "base", "format", "dtype", "output")}
     try:
         folder = export(args.run_dir, **chosen)
-    except ValueError as error:
-        print(f"digen export: {error}", file=sys.stderr)
-        return 2
     except WRITE_ERRORS as error:
         print(f"digen export: nothing was exported: {error}; make room, or name another --output", file=sys.stderr)
         return 2

@@ -28,7 +28,6 @@ Exit code 0 if it fits or the memory is not known, 1 if it does not fit, 2 if it
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -51,11 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    try:
-        plan = make_plan(args.words)
-    except ValueError as error:
-        print(f"digen plan: {error}", file=sys.stderr)
-        return 2
+    plan = make_plan(args.words)
     print(json.dumps(to_json(plan), indent=2) if args.json else to_text(plan))
     return 1 if plan.memory.fits is False or plan.host_fits is False else 0
 

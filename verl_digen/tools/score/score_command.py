@@ -63,14 +63,10 @@ def run(args: Namespace) -> int:
     from verl_digen.tools.score.files import find, prompts_of
     from verl_digen.tools.score.rewards import LocalRewards, chosen_device, parse
 
-    try:
-        entries = parse(args.reward)
-        paths = find(args.files)
-        rows = prompts_of(paths, prompt=args.prompt, prompt_file=args.prompts)
-        rewards = LocalRewards(entries, chosen_device(args.device))
-    except ValueError as error:
-        print(f"digen score: {error}", file=sys.stderr)
-        return 2
+    entries = parse(args.reward)
+    paths = find(args.files)
+    rows = prompts_of(paths, prompt=args.prompt, prompt_file=args.prompts)
+    rewards = LocalRewards(entries, chosen_device(args.device))
     with _quiet():
         lines = asyncio.run(_score_all(rewards, paths, rows))
     show = as_json if args.json else as_table

@@ -14,7 +14,6 @@ two pools with a barrier.
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from math import inf
@@ -61,18 +60,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    try:
-        profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
-        if args.window is not None:
-            profile = windowed(profile, args.window)
-        if args.reward_s is not None:
-            require(0 <= args.reward_s < inf, "--reward-s must be >= 0", args.reward_s, "give seconds")
-            profile = profile.changed(score_s=args.reward_s)
-        runs = simulate_all(profile, args)
-    except ValueError as error:
-        print(f"digen simulate: {error}", file=sys.stderr)
-        return 2
-    print(table(profile, runs))
+    profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
+    if args.window is not None:
+        profile = windowed(profile, args.window)
+    if args.reward_s is not None:
+        require(0 <= args.reward_s < inf, "--reward-s must be >= 0", args.reward_s, "give seconds")
+        profile = profile.changed(score_s=args.reward_s)
+    print(table(profile, simulate_all(profile, args)))
     return 0
 
 
