@@ -101,11 +101,7 @@ def _write(file: str | None, found: dict[str, Any]) -> None:
 
 def selftest(name: str) -> int:
     """Print a line per check of the tiny checkpoint `name`; returns the exit code."""
-    try:  # before imports that take seconds
-        require_one_of("digen doctor --selftest", name, sorted(BUILDERS))
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    require_one_of("--selftest", name, sorted(BUILDERS))  # before imports that take seconds
     from verl_digen.tools.checkup.selftest import run_selftest  # imports diffusers' pipelines
 
     checks = []
@@ -120,18 +116,14 @@ def selftest(name: str) -> int:
 
 
 def check_devices(args: Namespace) -> int:
-    """Exit code: 0 if all checks passed, 1 if one failed or there is no device, 2 for a bad option."""
-    try:
-        require_one_of("digen doctor --architecture", args.architecture, sorted(BUILDERS))
-        for option in ("skip", "only"):
-            for name in getattr(args, option):
-                require_one_of(f"digen doctor --{option}", name, CHECKS)
-        if args.json not in (None, "-"):
-            parent = Path(args.json).absolute().parent
-            require(parent.is_dir(), "digen doctor --json must be in a folder that is there", args.json, "make it")
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    """Exit code: 0 if all checks passed, 1 if one failed or there is no device. Raises ValueError for a bad option."""
+    require_one_of("--architecture", args.architecture, sorted(BUILDERS))
+    for option in ("skip", "only"):
+        for name in getattr(args, option):
+            require_one_of(f"--{option}", name, CHECKS)
+    if args.json not in (None, "-"):
+        parent = Path(args.json).absolute().parent
+        require(parent.is_dir(), "--json must be in a folder that is there", args.json, "make it")
     found = find_devices(args.device)
     if found is None:
         return 1
