@@ -167,9 +167,10 @@ def _of_images(schema: pyarrow.Schema, images: Sequence[str]) -> list[str]:
 
 
 def dataset_rows(
-    load: Callable[[], Any], name: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
+    load: Callable[[], Any], name: str, typed: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of a dataset of the `datasets` library; pictures are not decoded. See `rows_of_table`.
+    """(place, row) of a dataset of the `datasets` library, `typed` in places; pictures are not decoded. See
+    `rows_of_table`.
 
     Raises:
         ValueError: it cannot be loaded.
@@ -179,7 +180,7 @@ def dataset_rows(
     except Exception as error:  # the library raises what its loaders, file systems and the network do
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{key}: {name!r} is not a dataset that can be loaded ({reason}); {remedy}") from error
-    return rows_of_table(table, name, kept, images=images)
+    return ((f"{place} of {typed!r}", row) for place, row in rows_of_table(table, name, kept, images=images))
 
 
 def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -49,8 +49,11 @@ def check_adapter(run: StartConfig) -> None:
         check_lora_file(model_config.lora_file, model, network)
     adapted = build_on_meta(network, model_config)
     if model_config.lora_adapter_path is not None and model_config.lora_file is None:
-        folder = Path(model_config.lora_adapter_path)
-        compare(FOLDER, folder, _shapes_in(folder), saved_shapes(adapted))
+        from peft import get_peft_model_state_dict
+
+        own = get_peft_model_state_dict(adapted, save_embedding_layers=False)  # under the names that peft saves
+        shapes = {name: tuple(value.shape) for name, value in own.items()}
+        _compare(Path(model_config.lora_adapter_path), shapes)
 
 
 def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> PeftModel:
@@ -113,8 +116,9 @@ def _check_settings(model_config: DiffusionModelConfig, given: LoraConfig) -> No
         )
 
 
-def compare(key: str, folder: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Require the tensors `own` in a file that has `found`: name -> shape."""
+def _compare(folder: Path, own: Mapping[str, tuple[int, ...]]) -> None:
+    """Require the tensors `own`, name -> shape, in the adapter's file."""
+    found = _shapes_in(folder)
     fit = {name for name, shape in own.items() if found.get(name) == shape}
     if len(fit) == len(own) == len(found):
         return
@@ -123,20 +127,10 @@ def compare(key: str, folder: Path, found: Mapping[str, Any], own: Mapping[str, 
         for shapes in (found, own)
     ]
     raise ValueError(
-        f"{key} must hold the {len(own)} tensors of the adapter that trains, got {str(folder)!r}, of whose "
+        f"{FOLDER} must hold the {len(own)} tensors of the adapter that trains, got {str(folder)!r}, of whose "
         f"{len(found)} tensors {len(fit)} fit: it has {listed[0]}; the network takes {listed[1]}; rename them, or take "
         "an adapter of this network, with the rank and the layers in its adapter_config.json"
     )
-
-
-def saved_shapes(adapted: PeftModel) -> dict[str, tuple[int, ...]]:
-    """Tensors of an adapter as peft saves them: name -> shape."""
-    from peft import get_peft_model_state_dict
-
-    return {
-        name: tuple(value.shape)
-        for name, value in get_peft_model_state_dict(adapted, save_embedding_layers=False).items()
-    }
 
 
 def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:

@@ -116,7 +116,7 @@ def check_words(overrides: Sequence[str], own: Words) -> Any:
 
 def split_words_of(split: SplitPlan, overrides: Sequence[str], own: Words) -> str:
     """Words to type for the proposed split, in place of `gpus`; or why a run would refuse them."""
-    from verl_digen.tools.plan.compose import POOL_KEYS
+    from verl_digen.tools.simulate.splits import POOL_KEYS
 
     words = list(split.overrides)
     kept = [word for word in overrides if word.partition("=")[0].lstrip("+") not in POOL_KEYS]

@@ -20,6 +20,8 @@ from verl_digen.hardware.devices import DEVICE_GB, Pool
 from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
 from verl_digen.tools.simulate.splits import (
     NODE_SIZE,
+    POOL_KEYS,
+    Shape,
     arrange,
     parse_pool,
     pool_overrides,
@@ -40,10 +42,6 @@ MEASURED_MFU = {"Stable Diffusion 3, SD3Transformer2DModel": (3e9, 0.21)}
 training, docs/gpu_results.md), in place of the assumed one."""
 PROMPT_TOKENS = 128
 """Assumed length of a prompt, for networks that read prompts without padding."""
-POOL_KEYS = (
-    *("trainer.nnodes", "trainer.n_gpus_per_node"),
-    *("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"),
-)
 
 
 @dataclass(frozen=True)
@@ -208,8 +206,7 @@ def _pools(words: Words, split: bool) -> list[str]:
         gpus,
         "give trainer.nnodes and trainer.n_gpus_per_node",
     )
-    keys = POOL_KEYS if split else POOL_KEYS[:2]
-    return [f"{key}={num_nodes if key.endswith('nnodes') else num_devices // num_nodes}" for key in keys]
+    return pool_overrides(*[Shape(num_nodes, num_devices // num_nodes)] * (1 + split))
 
 
 @contextmanager

@@ -30,7 +30,11 @@ from verl_digen.tools.simulate.profile import Profile
 NODE_SIZE = 8
 """Devices of a node where nothing says how many it has."""
 
-ROLLOUT = "actor_rollout_ref.rollout"
+POOL_KEYS = (
+    *("trainer.nnodes", "trainer.n_gpus_per_node"),
+    *("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"),
+)
+"""Keys of the trainer's pool, and of the replicas'."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,10 @@ def _fits(nodes: Sequence[int], sizes: Sequence[int]) -> bool:
     return True
 
 
-def pool_overrides(trainer: Shape, generator: Shape) -> list[str]:
-    """Overrides that give verl's main these shapes."""
-    return [
-        f"trainer.nnodes={trainer.nnodes}",
-        f"trainer.n_gpus_per_node={trainer.per_node}",
-        f"{ROLLOUT}.nnodes={generator.nnodes}",
-        f"{ROLLOUT}.n_gpus_per_node={generator.per_node}",
-    ]
+def pool_overrides(*shapes: Shape) -> list[str]:
+    """Overrides that give verl's main a trainer and replicas of these shapes; of one shape alone a trainer."""
+    numbers = (number for shape in shapes for number in (shape.nnodes, shape.per_node))
+    return [f"{key}={number}" for key, number in zip(POOL_KEYS, numbers, strict=False)]
 
 
 def type_overrides(trainer: Pool, generator: Pool) -> list[str]:
