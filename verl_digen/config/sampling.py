@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.objectives import OLD_LOG_PROBS, LossConfig, find_objective, objective_names
@@ -201,9 +204,6 @@ def loss_settings(section: Mapping[str, Any]) -> LossConfig:
     Raises:
         ValueError: there is no such loss, it has no such setting, or a value breaks a rule.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     loss = find_objective(section["name"]).loss
     known = _settings_of(loss.config)
     own = {name: value for name, value in section.items() if name in known}

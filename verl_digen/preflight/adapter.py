@@ -11,6 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
@@ -24,7 +27,6 @@ from verl_digen.require import require, suggestion
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
-    from torch import nn
 
     from verl_digen.models.base import DiffusionModel
 
@@ -62,8 +64,6 @@ def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> Pef
     Raises:
         ValueError: peft refuses it, or it trains more than an adapter.
     """
-    import torch
-
     from verl_digen.engine.build import add_adapter
 
     given = model_config.lora_config()
@@ -90,8 +90,6 @@ def _listed(names: Any) -> Any:
 
 
 def _linear(network: nn.Module, names: Collection[str]) -> list[str]:
-    from torch import nn
-
     return [name for name, module in network.named_modules() if name in names and isinstance(module, nn.Linear)]
 
 
@@ -135,7 +133,6 @@ def _compare(folder: Path, own: Mapping[str, tuple[int, ...]]) -> None:
 
 def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
     """Tensors of an adapter's file: name -> shape."""
-    import torch
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
     file = next((file for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME) if (file := folder / name).is_file()), None)
@@ -184,8 +181,6 @@ def adapter_notes(run: StartConfig) -> list[str]:
 
 def load_on_meta(path: str) -> tuple[DiffusionModel, nn.Module]:
     """The model at `path` and its network on the meta device, of the checkpoint's configs alone."""
-    import torch
-
     model = load_configs(path)
     return model, model.load_structure(torch.float32)
 

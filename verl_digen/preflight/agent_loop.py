@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
@@ -63,8 +64,6 @@ def _named_loops(path: str) -> dict[str, str]:
 
 
 def _check_importable(name: str, target: str) -> None:
-    from hydra.utils import get_class
-
     from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 
     remedy = "repair it, or put its folder on PYTHONPATH"

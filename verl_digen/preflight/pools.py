@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.utils.import_utils import import_external_libs
 
 from verl_digen.config.pool_sizes import (
     REPLICA_KEY,
@@ -201,7 +202,6 @@ def check_weight_package(run: StartConfig) -> None:
 def _registered_engines(section: DictConfig) -> set[str]:
     """Names of the engines that send weights between pools and whose packages are installed."""
     from verl.checkpoint_engine import CheckpointEngineRegistry
-    from verl.utils.import_utils import import_external_libs
 
     key = "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module"
     module = section.custom_backend_module
