@@ -5,7 +5,7 @@ Ray actors, and an episode from its client's side (`OpenEpisode`): a worker that
 | event in the process | consequence |
 | --- | --- |
 | `begin` | an environment is made and reset, under an id that is used once |
-| `step` of an unknown id | `UnknownEpisode`: this process was started again since |
+| `step` of an unknown id | `RuntimeError`: this process was started again since |
 | a call raises, takes `digen.environment.step_timeout_s`, or returns something malformed | the caller gets the error |
 | more than `digen.environment.concurrent` calls | they wait; the timeout begins after the wait |
 
@@ -56,10 +56,6 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-class UnknownEpisode(RuntimeError):
-    """The process does not know the episode."""
-
-
 class EpisodeHost:
     """See the module; `device` is that of what episodes share."""
 
@@ -85,10 +81,10 @@ class EpisodeHost:
         """Give the environment the picture of its turn.
 
         Raises:
-            UnknownEpisode: this process was started again since. What the environment raises.
+            RuntimeError: this process was started again since. What the environment raises.
         """
         if episode not in self._episodes:
-            raise UnknownEpisode(f"the process does not know episode {episode}; it was started again")
+            raise RuntimeError(f"the process does not know episode {episode}; it was started again")
         environment = self._episodes[episode]
         return self._checked_result(await self._run(lambda: environment.step(picture)))
 
@@ -144,7 +140,7 @@ def start_environments(config: DictConfig, digen: DigenConfig) -> list[Any]:
     Args:
         config: verl's, with an environment. digen: its `digen:` section.
     """
-    # Ray's own retry reaches the restarted process, which answers `UnknownEpisode`
+    # Ray's own retry reaches the restarted process, which does not know the episode
     options = pool_options(PoolSettings(num_gpus=digen.environment.num_gpus), digen)
     worker = RestartingActor(EnvironmentWorker, 1, **options)
     return [

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import DigenConfig
+from verl_digen.environments.built_in import environment_class, environment_settings
 from verl_digen.models import load_model
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.start_config import StartConfig
@@ -97,8 +98,6 @@ def check_branches(run: StartConfig) -> None:
 
 def check_environment(run: StartConfig) -> None:
     """Require an environment that can be made, and a run whose every part knows episodes."""
-    from verl_digen.environments.built_in import environment_class, environment_settings
-
     digen = run.digen
     if not digen.environment.is_on:
         return
