@@ -14,9 +14,18 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
+
+import verl  # noqa: F401 - loads the plugin, and with it the recipes
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import DictConfig, read_write
+from omegaconf.errors import OmegaConfBaseException
+from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 from verl_digen.hardware.devices import DEVICE_GB, Pool
+from verl_digen.models.flops import device_type
+from verl_digen.preflight.start_config import check_recipes
 from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
 from verl_digen.tools.simulate.splits import (
     NODE_SIZE,
@@ -28,9 +37,6 @@ from verl_digen.tools.simulate.splits import (
     pooled_nodes,
     type_overrides,
 )
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 GB = 10**9
 
@@ -151,14 +157,6 @@ def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
     Raises:
         ValueError: Hydra cannot compose it; with the first line of Hydra's message.
     """
-    import verl  # noqa: F401 - loads the plugin, and with it the recipes
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from omegaconf import read_write
-    from omegaconf.errors import OmegaConfBaseException
-
-    from verl_digen.preflight.start_config import check_recipes
-
     overrides = list(overrides)
     with platform_of(words), initialize_config_module("verl.trainer.config", version_base=None):
         try:
@@ -213,8 +211,6 @@ def _pools(words: Words, split: bool) -> list[str]:
 def platform_of(words: Words) -> Iterator[None]:
     """Set the platform that the run is planned for: this machine's, or NVIDIA's if `words` name accelerators and it has
     none."""
-    from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
-
     here = get_platform()
     if here.device_name != "cpu" or not words.names_accelerator:
         yield
@@ -244,10 +240,6 @@ def device_of(words: Words) -> tuple[str | None, int | None]:
 
     Without an accelerator, here or in `words`, the memory is this machine's.
     """
-    from verl.plugin.platform import get_platform
-
-    from verl_digen.models.flops import device_type
-
     here, kind, found = get_platform(), None, None
     if words.types is not None:
         kind, found = words.types[0], min(DEVICE_GB[kind] for kind in words.types) * GB
