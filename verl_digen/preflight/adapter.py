@@ -17,6 +17,7 @@ from torch import nn
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
+from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import read_object
 from verl_digen.models.lora_file import check_lora_file
 from verl_digen.preflight.inputs import has_checkpoint
@@ -27,8 +28,6 @@ from verl_digen.require import require, suggestion
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
-
-    from verl_digen.models.base import DiffusionModel
 
 FOLDER = f"{KEY}.lora_adapter_path"
 ALL_LINEAR = "all-linear"

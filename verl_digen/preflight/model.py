@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,6 +19,7 @@ from verl_digen.inputs.sizes import IMAGE_SIZES
 from verl_digen.inputs.tables import TABLE, TableImage
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
+from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import locate_configs
 from verl_digen.models.sequence import TRAINER_KEY, check_sequence
 from verl_digen.preflight.start_config import StartConfig, typed_keys
@@ -26,9 +27,6 @@ from verl_digen.require import require, require_one_of, suggestion
 from verl_digen.rollout.vllm_omni.served import require_bound, require_served
 from verl_digen.sampling.requests import geometry_of, planned_geometry
 from verl_digen.types import PromptRow
-
-if TYPE_CHECKING:
-    from verl_digen.models.base import DiffusionModel
 
 KEY = "actor_rollout_ref.model"
 FETCHED = "hdfs://"

@@ -18,7 +18,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from verl_digen.observe.run_files import CHECKPOINT
-from verl_digen.tools.export.export_command import add_run_arguments, require_empty, written_whole
+from verl_digen.tools.export.export_command import add_run_arguments
 
 NAME = "sample"
 
@@ -51,6 +51,7 @@ def run(args: Namespace) -> int:
     """Draw and say where."""
     import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
 
+    from verl_digen.tools.export.formats import require_empty, written_whole
     from verl_digen.tools.export.pictures import Painter, changed, rows_of, save_pictures
     from verl_digen.tools.export.saved_run import open_run
 

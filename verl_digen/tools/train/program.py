@@ -152,8 +152,10 @@ class Run:
         return [Image.fromarray((filmstrip(one) if one.ndim == 4 else one).cpu().numpy()) for one in drawn]
 
     def export(self, **options: Any) -> Path:
-        """Export a checkpoint -> the folder that was written; options are those of `export_command.export`."""
-        from verl_digen.tools.export.export_command import export
+        """Export a checkpoint -> the folder that was written; options are those of `formats.export`."""
+        import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
+
+        from verl_digen.tools.export.formats import export
 
         return export(self.folder, **options)
 
