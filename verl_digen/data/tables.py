@@ -80,14 +80,11 @@ def table_references(column: Iterable[pyarrow.Array], source: str, name: str) ->
 
 def parquet_references(file: pyarrow.parquet.ParquetFile, path: Path, name: str) -> list[References]:
     """References of all rows of a column of a parquet file; see the module for what is read."""
-    leaves = [leaf.path for leaf in map(file.schema.column, range(len(file.schema))) if _is_in(leaf.path, name)]
+    everything = (file.schema.column(number).path for number in range(len(file.schema)))
+    leaves = [path for path in everything if f"{path}.".startswith(f"{name}.")]
     cheap = [leaf for leaf in leaves if leaf.rpartition(".")[2] == "path"] or leaves[:1]
     batches = file.iter_batches(batch_size=ROWS_AT_ONCE, columns=cheap)
     return table_references((batch.column(0) for batch in batches), str(path.absolute()), name)
-
-
-def _is_in(leaf: str, name: str) -> bool:
-    return leaf == name or leaf.startswith(f"{name}.")
 
 
 def _numbers(chunk: pyarrow.Array) -> Iterator[int | None]:
