@@ -360,11 +360,7 @@ class DigenConfig:
 
     @cached_property
     def loss_settings(self) -> LossConfig:
-        """Settings of the policy loss, of its own class.
-
-        Raises:
-            ValueError: there is no such loss, or it has no such setting.
-        """
+        """Settings of the policy loss, of its own class. ValueError if there is no such loss or setting."""
         return loss_settings(self.loss)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -66,11 +66,7 @@ def digen_config(config: DictConfig) -> DigenConfig:
 
 
 def _built(merged: Any, problems: list[str]) -> DigenConfig:
-    """Build the dataclasses; all problems, old and new, are raised at once, one per section.
-
-    Raises:
-        ValueError: a paragraph per problem.
-    """
+    """Build the dataclasses. ValueError has all problems, old and new, at once, a paragraph each."""
     sections, values = {}, {}
     for name in merged:
         node = merged._get_node(name)

@@ -164,11 +164,7 @@ def _check_devices(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -
 
 
 def type_resource(key: str, accelerator: str | None) -> str | None:
-    """The cluster's resource for a type; None for any type.
-
-    Raises:
-        RunStopped: the cluster has no resource of that name.
-    """
+    """The cluster's resource for a type; None for any type. RunStopped if the cluster has none of that name."""
     if accelerator is None:
         return None
     resources = ray.cluster_resources()

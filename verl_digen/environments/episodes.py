@@ -135,11 +135,7 @@ def environment_pool(handles: Sequence[Any], deadlines: DeadlinesConfig) -> Work
 
 
 def start_environments(config: DictConfig, digen: DigenConfig) -> list[Any]:
-    """Start the environment workers of a run -> their handles.
-
-    Args:
-        config: verl's, with an environment. digen: its `digen:` section.
-    """
+    """Start the environment workers of a run that has an environment -> their handles."""
     # Ray's own retry reaches the restarted process, which does not know the episode
     options = pool_options(PoolSettings(num_gpus=digen.environment.num_gpus), digen)
     worker = RestartingActor(EnvironmentWorker, 1, **options)
@@ -193,11 +189,7 @@ class OpenEpisode:
         return self._asked[0]
 
     async def step(self, picture: Picture) -> TurnResult:
-        """Give the environment the picture of the next turn.
-
-        Raises:
-            EpisodeFailed, EpisodeDiverged, RunStopped: see the module.
-        """
+        """Give the environment the picture of the next turn. Raises EpisodeFailed, EpisodeDiverged, RunStopped."""
         result = await self._tried(picture)
         assert result is not None
         self._pictures.append(picture)

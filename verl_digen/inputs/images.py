@@ -50,11 +50,7 @@ class SourceImage:
     """File's bytes of a generated picture, which travels with its request; None: they lie at `reference`."""
 
     def read(self) -> Image.Image:
-        """Read the image as RGB, turned as EXIF says.
-
-        Raises:
-            ValueError: the image is missing, or its content does not match `digest`.
-        """
+        """Read the image as RGB, turned as EXIF says. ValueError if it is missing, or does not match `digest`."""
         content = _content(self.reference) if self.content is None else self.content
         if sha256(content).hexdigest() != self.digest:
             raise ValueError(
@@ -96,11 +92,7 @@ def source_image(reference: str) -> SourceImage:
 
 
 def file_size_px(path: str) -> tuple[int, int]:
-    """(width, height) of an image as it is shown, from the head of its file alone.
-
-    Raises:
-        ValueError: it cannot be read, or is no picture.
-    """
+    """(width, height) of an image as it is shown, from its file's head alone. ValueError if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return _size(path, file)

@@ -124,11 +124,7 @@ def checkpoint_dir(run_dir: Path, step: int | str) -> Path:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that a resume takes, as verl finds it; None without one.
-
-    Raises:
-        ValueError: the pointer is damaged.
-    """
+    """The checkpoint that a resume takes, as verl finds it; None without one. ValueError if the pointer is damaged."""
     path = run_dir / POINTER
     if not path.is_file():
         return None

@@ -58,11 +58,7 @@ def check_adapter(run: StartConfig) -> None:
 
 
 def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> PeftModel:
-    """The adapter around a network on the meta device.
-
-    Raises:
-        ValueError: peft refuses it, or it trains more than an adapter.
-    """
+    """The adapter around a network on the meta device. ValueError if peft refuses it, or it trains more than that."""
     from verl_digen.engine.build import add_adapter
 
     given = model_config.lora_config()

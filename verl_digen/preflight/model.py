@@ -145,11 +145,7 @@ def model_of(config: DictConfig) -> DiffusionModel | None:
 
 
 def load_configs(path: str) -> DiffusionModel:
-    """The model of a checkpoint, from its configs alone.
-
-    Raises:
-        ValueError: they do not belong to a supported pipeline, or are damaged.
-    """
+    """The model of a checkpoint, from its configs alone. ValueError if they are damaged, or of no known pipeline."""
     folder = locate_configs(path)
     try:
         return load_model(folder)

@@ -40,11 +40,7 @@ class StartConfig:
 
     @property
     def digen(self) -> DigenConfig:
-        """The `digen:` section.
-
-        Raises:
-            ValueError: it cannot be parsed; the same for every rule, so it is shown once.
-        """
+        """The `digen:` section. ValueError if it cannot be parsed; the same for every rule, so it is shown once."""
         if isinstance(self._parsed, ValueError):
             raise self._parsed
         return self._parsed
@@ -119,11 +115,7 @@ def _names(words: list[Any]) -> list[str]:
 
 
 def check_recipes(config: DictConfig) -> None:
-    """Require one recipe of an algorithm or a model, in front, and none twice.
-
-    Raises:
-        ValueError: the message says in which order to name them.
-    """
+    """Require one recipe of an algorithm or a model, in front, and none twice; says in which order to name them."""
     names = named_recipes(config)
     said = f"recipe={AND.join(names)}"
     section = OmegaConf.select(config, "digen")

@@ -16,11 +16,7 @@ from verl_digen.reward.named import load
 
 
 def environment_class(config: EnvironmentConfig) -> type[Environment]:
-    """The class that the config names.
-
-    Raises:
-        ValueError: no such name, a module or file that cannot be loaded, or another kind of object.
-    """
+    """The class that the config names. ValueError if it cannot be loaded, or is another kind of object."""
     target = config.target
     assert target is not None
     if config.path is None:

@@ -111,11 +111,7 @@ class Check:
 
 
 def check_numerics(setting: Setting) -> str:
-    """Run the self-test of the setting's architecture in both dtypes.
-
-    Raises:
-        CheckFailed: a number is beyond its bound.
-    """
+    """Run the self-test of the setting's architecture in both dtypes. CheckFailed if a number is beyond its bound."""
     return _test(setting.architecture)
 
 

@@ -140,11 +140,7 @@ TENSOR_MB = 64
 
 
 def check_sleeping(setting: Setting) -> str:
-    """Let a server and larger weights sleep and wake.
-
-    Raises:
-        CheckFailed: memory stayed or did not come back, or numbers changed.
-    """
+    """Let a server and larger weights sleep and wake. CheckFailed if memory stayed or is lost, or numbers changed."""
     device = own_device(get_platform().device_name)
     figure = sleep_and_wake(CPU_ASLEEP_MB if setting.is_cpu else ASLEEP_MB, device)
     if device.type != "cpu":

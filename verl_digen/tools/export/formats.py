@@ -304,11 +304,7 @@ def partial_of(folder: Path) -> Path:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write to, renamed to `folder` at the end, or removed if the body raised.
-
-    Raises:
-        ValueError: see `require_empty`.
-    """
+    """A folder to write to, renamed to `folder` at the end, or removed if the body raised; see `require_empty`."""
     folder = folder.absolute()
     require_empty(folder)
     partial = partial_of(folder)

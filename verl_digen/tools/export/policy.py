@@ -105,11 +105,7 @@ NOT_RANK_0 = 1
 
 
 class PolicyWeights:
-    """Weights of policy `name`.
-
-    Raises:
-        ValueError: the checkpoint lacks files or this policy, or is of another network.
-    """
+    """Weights of policy `name`. ValueError if the checkpoint lacks files or this policy, or is of another network."""
 
     def __init__(self, run: SavedRun, name: str):
         self._run, self._saved = run, SavedState(run.actor)

@@ -239,11 +239,7 @@ class Tile:
 
 
 def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> Tile:
-    """The engine's choice, from planned bytes in place of measured ones.
-
-    Args:
-        beside: what else is on the device while it trains.
-    """
+    """The engine's choice, from planned bytes in place of measured ones. `beside`: what else the device holds."""
     settings, activations = run.settings, run.measured.training
     num_blocks, fixed = len(activations.blocks), _fixed_blocks(run, device_bytes)
     when = _when_to_reduce(run, resident, device_bytes)

@@ -46,11 +46,7 @@ class Plan:
 
 
 def make_plan(words: Sequence[str]) -> Plan:
-    """Plan the run that these words would start.
-
-    Raises:
-        ValueError: a config, checkpoint or setting that cannot be planned.
-    """
+    """Plan the run that these words would start. ValueError if a config, checkpoint or setting cannot be planned."""
     own, overrides = split_words(words)
 
     def read(*more: str) -> Run:

@@ -71,11 +71,7 @@ def run(args: Namespace) -> int:
 
 
 def chosen_profile(args: Namespace) -> Profile:
-    """The profile; of a run, with the run's devices in place of missing ones.
-
-    Raises:
-        ValueError: there is no such profile or run.
-    """
+    """The profile; of a run, with the run's devices in place of missing ones. ValueError if there is none."""
     require(
         (args.run is None) == (args.device is None),
         "--run needs --device, the type of the run's devices, and no profile does",

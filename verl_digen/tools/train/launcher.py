@@ -271,11 +271,7 @@ def launch(words: Sequence[str], *, show: Callable[[str], None], main: Sequence[
 
 
 def summary(run_dir: Path, command: Sequence[str], exit_code: int) -> Iterator[str]:
-    """Lines for the end of a run: the best validation, where to look, and how to go on.
-
-    Args:
-        command: the words that started it.
-    """
+    """Lines for the end of a run that `command` started: the best validation, where to look, and how to go on."""
     rewards = [(row["val/reward"], row["step"]) for row in read_lines(run_dir / METRICS) if "val/reward" in row]
     if rewards:
         best, step = max(rewards)

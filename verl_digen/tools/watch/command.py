@@ -59,11 +59,7 @@ def run(args: Namespace) -> int:
 
 
 def free_port(host: str, port: int) -> socket.socket:
-    """Listen on `port`, or on the next one that is free.
-
-    Raises:
-        ValueError: none of them is, or the address is not of this machine.
-    """
+    """Listen on `port`, or the next free one. ValueError if none is, or the address is not of this machine."""
     require(0 < port <= 65535, "--port must lie in [1, 65535]", port, f"{PORT} is usual")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     problem = None
