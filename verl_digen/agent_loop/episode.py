@@ -118,11 +118,8 @@ def _condition_key(facts: SampleFacts) -> str:
 
 
 def joined(turns: Sequence[Trajectory]) -> Trajectory:
-    """The turns of an episode as one trajectory; settings, seed and condition are the first one's.
-
-    Raises:
-        RuntimeError: turns of several weight versions, or pictures of several sizes.
-    """
+    """The turns of an episode as one trajectory; settings, seed and condition are the first one's. RuntimeError for
+    turns of several weight versions, or pictures of several sizes."""
     facts = [turn.facts for turn in turns]
     first = facts[0]
     versions = {version for turn in facts for version in (turn.version, turn.last_version)}

@@ -44,11 +44,8 @@ def digen_schema() -> DictConfig:
 
 
 def digen_config(config: DictConfig) -> DigenConfig:
-    """Validate the `digen:` section of verl's composed config, after importing the user's modules.
-
-    Raises:
-        ValueError: an unknown key, a value of the wrong type, or a broken rule; or a module that cannot be imported.
-    """
+    """Validate the `digen:` section of verl's composed config, after importing the user's modules. ValueError for an
+    unknown key, a value of the wrong type, a broken rule, or a module that cannot be imported."""
     import_user_modules(OmegaConf.select(config, KEY))
     section: Any = OmegaConf.select(config, "digen")
     require(

@@ -108,11 +108,7 @@ def share_options(share: float) -> dict[str, Any]:
 
 
 def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:
-    """Check that the cluster has enough devices, every pool's type, and enough devices of it.
-
-    Raises:
-        RunStopped: the cluster has too few devices, or none of a type, or a pool asks for more than a node has.
-    """
+    """Check that the cluster has enough devices, every pool's type, and enough devices of it, else raise RunStopped."""
     placement = digen.placement
     num_generator = num_generator_devices(config) if is_disaggregated else 0
     pools = (

@@ -78,11 +78,7 @@ class EpisodeHost:
         return await self._run(reset)
 
     async def step(self, episode: str, picture: Picture) -> TurnResult:
-        """Give the environment the picture of its turn.
-
-        Raises:
-            RuntimeError: this process was started again since. What the environment raises.
-        """
+        """Give the environment the picture of its turn. RuntimeError if this process was started again since."""
         if episode not in self._episodes:
             raise RuntimeError(f"the process does not know episode {episode}; it was started again")
         environment = self._episodes[episode]

@@ -76,11 +76,8 @@ class PromptInputs:
 
 @lru_cache(maxsize=MAX_IDENTIFIED)
 def source_image(reference: str) -> SourceImage:
-    """Identify an image by its content, which is read once per process.
-
-    Raises:
-        ValueError: it cannot be read, is no picture, or has more than `MAX_PIXELS`.
-    """
+    """Identify an image by its content, read once per process. ValueError if it is no picture, or beyond
+    `MAX_PIXELS`."""
     content = _content(reference)
     width, height = _size(reference, io.BytesIO(content))
     if width * height > MAX_PIXELS:

@@ -134,11 +134,8 @@ class TableImage:
 
 
 def read_table_image(reference: str) -> bytes:
-    """The bytes of the image file that `reference` names.
-
-    Raises:
-        ValueError: a malformed reference, a table that cannot be read, or no image at that place.
-    """
+    """The bytes of the image file that `reference` names. ValueError for a malformed reference, a table that cannot be
+    read, or no image at that place."""
     image = TableImage.parse(reference)
     try:
         value = _value(image)

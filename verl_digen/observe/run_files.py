@@ -92,11 +92,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """JSON objects of `metrics.jsonl` or `warnings.jsonl`, in order; [] without a file. A last line without its end is
-    left out: it is being written, or the disk was full.
-
-    Raises:
-        ValueError: another line is no JSON object with a step.
-    """
+    left out: it is being written, or the disk was full. ValueError if another is no JSON object with a step."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     found = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):

@@ -105,11 +105,7 @@ class PromptSet:
 
 def prompts_of(run: StartConfig, part: str) -> PromptSet:
     """The prompts of `data.PART_files`, PART being train or val. An empty set if a run does not validate and names
-    none. Files are read once per run.
-
-    Raises:
-        ValueError: as `_read_prompts`.
-    """
+    none. Files are read once per run. Raises as `_read_prompts`."""
     if part not in run.prompts:
         run.prompts[part] = _read_prompts(run, part)
     return run.prompts[part]

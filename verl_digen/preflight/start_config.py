@@ -92,11 +92,7 @@ def typed_keys(config: DictConfig, section: str) -> set[str]:
 
 def named_recipes(config: DictConfig) -> list[str]:
     """The recipes of a run, in order, as its command line or its YAML names them; empty where the config has no record
-    of them.
-
-    Raises:
-        ValueError: the command line names others than those that Hydra took.
-    """
+    of them. ValueError if the command line names others than those that Hydra took."""
     given = [word for word in command_line(config) if GROUP_WORD.match(word)]
     value = OverridesParser.create().parse_overrides([given[-1]])[0].value() if given else None
     typed = _names(value if isinstance(value, list) else [value])

@@ -104,12 +104,7 @@ PLOTLY = "package_data/plotly.min.js"
 
 
 def write_report(run_dir: Path, path: Path) -> None:
-    """Write the report of a run's folder.
-
-    Raises:
-        ValueError: `run_dir` is no run's, or a file in it is broken.
-        OSError: `path` cannot be written.
-    """
+    """Write the report of a run's folder. ValueError if it is none, or broken; OSError if `path` cannot be written."""
     write_page(render(collect(run_dir)), path)
 
 

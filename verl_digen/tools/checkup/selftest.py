@@ -116,11 +116,8 @@ def check_numerics(setting: Setting) -> str:
 
 
 def check_architectures(setting: Setting) -> str:
-    """Run the self-test of every architecture; on a CPU only of the setting's.
-
-    Raises:
-        CheckFailed: a number of one is beyond its bound, or one raised an error.
-    """
+    """Run the self-test of every architecture; on a CPU only of the setting's. CheckFailed if a number of one is beyond
+    its bound, or one raised an error."""
     names = [setting.architecture] if setting.is_cpu else sorted(BUILDERS)
     failed = {}
     context = multiprocessing.get_context("spawn")  # a fork cannot use a device that its parent has

@@ -99,11 +99,8 @@ RUNS = {
 
 
 def check_run(setting: Setting) -> str:
-    """Make the run of the check that the setting's folder is named for.
-
-    Raises:
-        CheckFailed: it ended with an error, without its steps or a gradient, or with other rewards than are due.
-    """
+    """Make the run of the check that the setting's folder is named for. CheckFailed if it ended with an error, without
+    its steps or a gradient, or with other rewards than are due."""
     run = RUNS[setting.folder.name]
     if run.checkpoint is None and not Path("examples/tiny_qwen_image/checkpoint").is_dir():
         raise CheckFailed("the quick start's checkpoint is not in this folder: start it in the checkout's folder")

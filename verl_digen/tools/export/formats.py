@@ -264,12 +264,8 @@ def export(
     dtype: str | None = None,
     output: Path | None = None,
 ) -> Path:
-    """Export a checkpoint -> the folder that was written.
-
-    Raises:
-        ValueError: no run, no such checkpoint, policy or format, or `output` holds something.
-        OSError: the folder cannot be written.
-    """
+    """Export a checkpoint -> the folder that was written. ValueError if there is no such run, checkpoint, policy or
+    format, or `output` holds something; OSError if the folder cannot be written."""
     if dtype is not None:
         require_one_of("--dtype", dtype, DTYPES)
     saved = open_run(run_dir, step, base)

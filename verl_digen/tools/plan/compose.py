@@ -152,11 +152,8 @@ def _typed_pools(text: str) -> dict[str, Any]:
 
 
 def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
-    """Compose the config as verl's main does, with Hydra's record of the command line, which checks read.
-
-    Raises:
-        ValueError: Hydra cannot compose it; with the first line of Hydra's message.
-    """
+    """Compose the config as verl's main does, with Hydra's record of the command line, which checks read. ValueError,
+    with the first line of Hydra's message, if it cannot be composed."""
     overrides = list(overrides)
     with platform_of(words), initialize_config_module("verl.trainer.config", version_base=None):
         try:
