@@ -12,8 +12,9 @@
 | `metrics.jsonl` | numbers of each step |
 | `warnings.jsonl` | warnings of the driver |
 | `timeline.jsonl` | intervals of each step (`verl_digen.observe.timeline`) |
-| `images/step_000010/val-00003.png` | a validation sample; a GIF beside it, if it is a video |
+| `images/step_000010/val-00003.png` | a validation sample; of a video a GIF beside it, and a WAV if it has sound |
 | `images/step_000010.json`, `.png` | prompts and rewards of that validation's samples; their grid |
+| `images/before_after.png` | first and last validation side by side |
 | `images/train_000010/p00000072-003.png` | sample 3 of a training group |
 | `images/train_000010.json`, `.png` | best and worst of some groups and the rewards of the step; their grid |
 | `report.html` | all of it on one page (`verl_digen.report`) |
