@@ -43,7 +43,7 @@ class Command(Protocol):
     def add_arguments(self, parser: ArgumentParser) -> None: ...
 
     def run(self, args: Namespace) -> int:
-        """Run the subcommand; returns the exit code."""
+        """Run the subcommand; returns the exit code. Raises ValueError where its words cannot be carried out."""
         ...
 
 
@@ -115,10 +115,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
         import_user_modules()
-    except ValueError as error:
-        print(f"digen {args.command}: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    try:
         with _terminable():
             code = args.function(args)
         sys.stdout.flush()  # raises here if the reader closed the pipe, not while Python exits
@@ -129,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(f"digen {args.command}: interrupted", file=sys.stderr)
         return EXIT_TERMINATED if isinstance(stopped, Terminated) else EXIT_INTERRUPTED
+    except ValueError as error:  # rule, value and remedy
+        print(f"digen {args.command}: {error}", file=sys.stderr)
+        return EXIT_REFUSED
     except OSError as error:  # a named file or folder cannot be read or written
         print(f"digen {args.command}: {error}; name another file or folder", file=sys.stderr)
         return EXIT_REFUSED

@@ -182,11 +182,7 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         self._by_hand._save_checkpoint()
 
     def _evaluate(self, method: str, batch: DataProto, names: Mapping[str, str], **keys: Any) -> DataProto:
-        """The ranks' outputs for the batch's rows, [N, K, ...].
-
-        Args:
-            names: column -> output.
-        """
+        """The ranks' outputs for the batch's rows, [N, K, ...]. `names`: column -> output."""
         rows = tu.assign_non_tensor(self._rows(batch), **keys)
         found = getattr(self._by_hand.actor_rollout_wg, method)(rows)
         return _columns(**{column: found[name].unflatten(0, (len(batch), -1)) for column, name in names.items()})

@@ -136,10 +136,7 @@ class DiffusionModelConfig(BaseConfig):
         self.digen = _to_digen(self.digen)
         for key in ("use_remove_padding", "use_fused_kernels"):
             _require(
-                not self[key],
-                f"{key} must be false: rows of a diffusion batch have one size",
-                self[key],
-                "drop it",
+                not self[key], f"{key} must be false: rows of a diffusion batch have one size", self[key], "drop it"
             )
         self._check_recomputation()
         index = self.local_path if "://" in self.path else locate_index(os.path.expanduser(self.path))
@@ -197,21 +194,11 @@ class DiffusionModelConfig(BaseConfig):
         given = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
         given |= {f"lora.{name}": self.lora.get(name) for name in ("alpha", "merge")}
         unknown = sorted(self.lora.keys() - LORA_KEYS)
-        _require(
-            not unknown,
-            f"lora must hold no keys but {', '.join(sorted(LORA_KEYS))}",
-            unknown,
-            "drop the others",
-        )
+        _require(not unknown, f"lora must hold no keys but {', '.join(sorted(LORA_KEYS))}", unknown, "drop the others")
         self.lora = {"rank": 0, "alpha": self.lora_alpha, "merge": False} | self.lora
         rank, nested = self.lora_rank, self.lora["rank"]
         for key, value in (("lora_rank", rank), ("lora.rank", nested)):
-            _require(
-                isinstance(value, int) and value >= 0,
-                f"{key} must be an integer >= 0",
-                value,
-                "0 turns LoRA off",
-            )
+            _require(isinstance(value, int) and value >= 0, f"{key} must be an integer >= 0", value, "0 turns LoRA off")
         _require(
             not (rank and nested) or rank == nested,
             "lora_rank and lora.rank must not contradict each other",
@@ -300,10 +287,7 @@ class DiffusionModelConfig(BaseConfig):
 
     def lora_config(self) -> LoraConfig:
         """The adapter to train, for peft. Call with `lora_rank` > 0 only."""
-        from peft import (
-            LoraConfig,
-            PeftConfig,
-        )  # 2 s of imports that the agent loop's processes can do without
+        from peft import LoraConfig, PeftConfig  # 2 s of imports that the agent loop's processes can do without
 
         if self.lora_file is not None:
             return self.read_lora_file().config

@@ -21,7 +21,7 @@ class Watched:
         self.verdict: Verdict = simulate(world, self._watch, resumes)
         trainer = self.simulation.trainer
         self.saved = trainer.saved
-        self.intervals = trainer._recorder.drain().intervals
+        self.intervals = trainer._recorder.drain()
 
     def _watch(self, simulation: Simulation) -> None:
         self.simulation = simulation

@@ -18,8 +18,8 @@ from verl_digen.models import load_model
 from verl_digen.tools.checkup import training
 from verl_digen.tools.checkup.checks import CHECKS
 from verl_digen.tools.checkup.training import RUNS, SMALL, TRUE_SIZES
-from verl_digen.tools.plan.command import check_words
 from verl_digen.tools.plan.compose import Words
+from verl_digen.tools.plan.output import check_words
 
 ROOT = Path(__file__).resolve().parents[2]
 H100 = Words(gpus=1, device="H100")

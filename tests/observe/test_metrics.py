@@ -12,8 +12,7 @@ from verl_digen.observe.metrics import (
     call_metrics,
     perf_metrics,
     reward_metrics,
-    sharing_metrics,
-    skipping_metrics,
+    spared_metrics,
     staleness_metrics,
     training_metrics,
     tree_metrics,
@@ -59,15 +58,15 @@ def test_calls_of_rewards_are_counted_once_however_many_samples_share_them():
 def test_shared_steps_are_a_share_of_all_steps_and_told_with_shared_noise_only():
     shared = replace(SAMPLING, shared_initial_noise=True)
     tags = [make_tag(sampling=shared, num_shared_steps=number) for number in (0, 4, 4)]
-    assert sharing_metrics(tags) == {"rollout/shared_step_share": pytest.approx(8 / 30)}
-    assert sharing_metrics([make_tag()]) == {}
+    assert spared_metrics(tags) == {"rollout/shared_step_share": pytest.approx(8 / 30)}
+    assert spared_metrics([make_tag()]) == {}
 
 
 def test_skipped_steps_are_a_share_of_all_steps_and_told_where_steps_may_be_skipped():
     cheap = replace(SAMPLING, outside=Outside(cache=0.1))
     tags = [make_tag(sampling=cheap, num_skipped_steps=number) for number in (0, 3, 6)]
-    assert skipping_metrics(tags) == {"rollout/skipped_step_share": pytest.approx(9 / 30)}
-    assert skipping_metrics([make_tag()]) == {}
+    assert spared_metrics(tags) == {"rollout/skipped_step_share": pytest.approx(9 / 30)}
+    assert spared_metrics([make_tag()]) == {}
 
 
 def test_values_of_a_trees_nodes_spread_by_depth_and_edges_are_counted_once():

@@ -16,9 +16,8 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.published import checkpoint_folder, repositories
 from verl_digen.preflight import check
 from verl_digen.sampling.recording import trained_latents
-from verl_digen.tools.plan import command
 from verl_digen.tools.plan.compose import MFU, Words, compose_run, device_of, mfu_of, platform_of, split_words
-from verl_digen.tools.plan.output import to_text
+from verl_digen.tools.plan.output import make_plan, to_text
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +38,7 @@ def small(path) -> list[str]:
 
 
 def test_a_local_folder_is_planned_from_its_own_files(tiny_qwen_image):
-    plan = command.make_plan([*small(tiny_qwen_image), "gpus=2xH100", "trainer.total_training_steps=50"])
+    plan = make_plan([*small(tiny_qwen_image), "gpus=2xH100", "trainer.total_training_steps=50"])
     out = to_text(plan)
     assert "2 H100 do both" in out and "FITS" in out and "at 40% of the peak of H100" in out
     hours = re.search(r"50 steps in .*, (\S+) GPU-hours", out)
@@ -88,11 +87,11 @@ def test_a_trajectory_holds_both_parts_of_a_video_with_sound(tiny_ltx2, capsys):
 
 
 def test_seconds_are_those_of_a_measured_share_of_the_peak_where_there_is_one(tiny_qwen_image, tmp_path):
-    plan = command.make_plan([*small(build_tiny("sd3", tmp_path / "sd3")), "gpus=1", "device=H100"])
+    plan = make_plan([*small(build_tiny("sd3", tmp_path / "sd3")), "gpus=1", "device=H100"])
     assert plan.mfu == 0.21 and plan.time.training_s == pytest.approx(plan.time.training_flops / (0.21 * 989e12))
     assert mfu_of(plan.run.measured.title, 8_000_000_000) == MFU, "3.5 large is another network"
     words = [*small(tiny_qwen_image), "gpus=1", "device=H100"]
-    assert [command.make_plan([*words, *own]).mfu for own in ([], ["mfu=0.3"])] == [MFU, 0.3]
+    assert [make_plan([*words, *own]).mfu for own in ([], ["mfu=0.3"])] == [MFU, 0.3]
 
 
 def test_accelerators_are_planned_as_on_a_machine_that_has_them():
@@ -219,5 +218,5 @@ def test_a_network_is_made_once_and_once_more_with_an_adapter(tiny_qwen_image, m
     compute = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
     words = [*small(tiny_qwen_image), f"actor_rollout_ref.model.lora_rank={rank}", "gpus=1", "gpu_mem=80"]
     dtypes = [f"++{compute}=bf16", "actor_rollout_ref.rollout.dtype=bfloat16"]
-    command.make_plan([*words, *dtypes])
+    make_plan([*words, *dtypes])
     assert len(made) == num_made

@@ -23,8 +23,8 @@ from verl_digen.data.rows import loop_columns
 from verl_digen.models import load_model
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.store.conditions import to_columns
-from verl_digen.tools.plan import command
 from verl_digen.tools.plan.memory import plan_memory
+from verl_digen.tools.plan.output import make_plan
 from verl_digen.tools.plan.run import turn_geometry
 from verl_digen.tools.plan.split import plan_time
 from verl_digen.types import PromptRow, SampleRequest
@@ -86,7 +86,7 @@ def play(client: Client, folder: Path) -> list[Episode]:
 def test_a_step_moves_and_computes_what_real_episodes_do(tmp_path):
     checkpoint = build_tiny("qwen_image_edit_plus", tmp_path / "checkpoint")
     words = [*WORDS, f"actor_rollout_ref.model.path={checkpoint}"]
-    settings = command.make_plan(words).run.settings
+    settings = make_plan(words).run.settings
     client = Client(checkpoint, settings.digen)
     episodes = play(client, tmp_path)
     records = [episode.generation.trajectory.record for episode in episodes]
@@ -96,7 +96,7 @@ def test_a_step_moves_and_computes_what_real_episodes_do(tmp_path):
 
     model = load_model(checkpoint)
     of_images = model.num_image_text_tokens(turn_geometry(settings.digen, model))
-    plan = command.make_plan([*words, f"prompt_tokens={longest - of_images}"])
+    plan = make_plan([*words, f"prompt_tokens={longest - of_images}"])
     assert plan.run.num_trained_rows == sum(len(record.sigmas) for record in records) > NUM_PROMPTS * NUM_TURNS
     assert plan.time.generating_flops == len(client.requests) * NUM_STEPS * plan.run.measured.flops.forward
     stored = sum(column.nbytes for record in records for column in record.columns().values())

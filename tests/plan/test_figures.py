@@ -9,9 +9,8 @@ import pytest
 
 from tests.grid import in_grid
 from tests.plan.tracker import CASES, DEVICE_BYTES, GB, tile_bytes
-from verl_digen.tools.plan.command import make_plan
 from verl_digen.tools.plan.memory import Memory, plan_memory
-from verl_digen.tools.plan.output import Plan
+from verl_digen.tools.plan.output import Plan, make_plan
 from verl_digen.tools.plan.run import Run
 
 pytestmark = pytest.mark.long

@@ -17,9 +17,9 @@ from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import AdvantageConfig, GapConfig, KlConfig, SamplingConfig
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.schedulers.rules import StalenessConfig
-from verl_digen.tools.plan.command import split_words_of
 from verl_digen.tools.plan.compose import Words, split_words
 from verl_digen.tools.plan.memory import plan_memory
+from verl_digen.tools.plan.output import split_words_of
 from verl_digen.tools.plan.split import plan_split, plan_time, run_profile, split_lines, with_split
 from verl_digen.tools.simulate.cluster import run_colocated, run_split, sample_s, simulated_rules, train_s
 from verl_digen.tools.simulate.splits import SEARCH_STEPS, Limits, placed_splits

@@ -23,6 +23,7 @@ from verl_digen.preflight.inputs import check_prompts
 from verl_digen.preflight.kernels import check_precision
 from verl_digen.preflight.machine import check_cpus, require_devices, reserved_cpus
 from verl_digen.preflight.model import check_model
+from verl_digen.preflight.pools import check_device
 from verl_digen.preflight.rules import check_plannable, notes
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.unread import effect_problems
@@ -520,6 +521,17 @@ def test_a_run_asks_for_no_more_devices_than_the_machine_has(start):
     split = start("recipe=digen_flowgrpo+disaggregated", "trainer.n_gpus_per_node=8")
     with pytest.raises(ValueError, match=r"\(8\) \+ actor_rollout_ref\.rollout\.nnodes x .* shared by the pools"):
         require_devices(StartConfig(split), 8)
+
+
+def test_a_cpu_has_a_logical_device_for_every_rank_and_replica(start, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("verl_digen.processes.cluster.find_bootstrap_address", lambda folder: None)
+    devices = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.n_gpus_per_node=3")
+    config = start("recipe=digen_flowgrpo+disaggregated", *devices, "++ray_kwargs.ray_init.num_gpus=5")
+    check_device(StartConfig(config))
+    config.ray_kwargs.ray_init.num_gpus = 4
+    with pytest.raises(ValueError, match=r"num_gpus must be >= 5, the devices of the run, .*got 4"):
+        check_device(StartConfig(config))
 
 
 @pytest.fixture

@@ -61,6 +61,14 @@ def test_an_unknown_model_is_answered_with_the_list(capsys, name, said):
     assert "must be one of flux2_klein, flux_dev, " in err and said in err
 
 
+def test_a_fault_of_the_model_keeps_its_traceback(capsys, monkeypatch):
+    def fail(name):
+        raise ValueError("of the network")
+
+    monkeypatch.setattr("verl_digen.tools.checkup.selftest.run_selftest", fail)
+    assert main(["doctor", "--selftest", "sd3"]) == 1 and "Traceback" in capsys.readouterr().err
+
+
 def test_an_unknown_model_is_told_before_anything_heavy_is_imported():
     code = "import sys; from verl_digen.cli import main; main(['doctor', '--selftest', '?']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -22,7 +22,7 @@ from verl_digen.config import digen_config
 from verl_digen.environments.episodes import EnvironmentWorker
 from verl_digen.preflight import check
 from verl_digen.reward.manager import DiffusionRewardManager, RewardPoolWorker
-from verl_digen.tools.plan.command import make_plan
+from verl_digen.tools.plan.output import make_plan
 from verl_digen.user_modules import GROUP, KEY, import_user_modules
 
 pytestmark = pytest.mark.slow

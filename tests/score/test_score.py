@@ -15,7 +15,7 @@ from verl_digen.observe.run_files import image_path
 from verl_digen.reward.scorers import jpeg_compressibility
 from verl_digen.tools.score import files
 from verl_digen.tools.score.files import prompts_of
-from verl_digen.tools.score.score_command import summary_of
+from verl_digen.tools.score.rewards import summary_of
 from verl_digen.trainer.validation import draw_pictures
 
 OWN = """
@@ -152,12 +152,12 @@ def test_the_summary_of_nothing_has_no_numbers():
 
 def test_memory_holds_few_files_at_once(folder, capsys, monkeypatch):
     """Chunks of one file give the scores that one chunk of all gives; groups stay whole."""
-    from verl_digen.tools.score import score_command
+    from verl_digen.tools.score import rewards
 
     (folder / "prompts.txt").write_text("a\nb\na\nb")
     words = ("{diversity: 1, jpeg_compressibility: 1}", folder / "out", "--prompts", folder / "prompts.txt", "--json")
     together = score(capsys, *words)
-    monkeypatch.setattr(score_command, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(rewards, "CHUNK_BYTES", 1)
     assert score(capsys, *words) == together
 
 

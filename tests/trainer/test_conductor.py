@@ -63,7 +63,7 @@ def test_an_assist_of_several_groups_is_one_call_and_each_group_fails_by_itself(
     assert len(set(pools.generated)) == len(pools.generated), "no sample is generated twice"
     for outcome in outcomes:
         assert {f"conditions of {uid}" for uid in outcome.groups} <= outcome.condition_keys
-    intervals = [one for one in conductor.recorder.drain().intervals if one.kind == "assist"]
+    intervals = [one for one in conductor.recorder.drain() if one.kind == "assist"]
     assert [one.group_ids for one in intervals] == [tuple(dict(call)) for call in calls]
     assert [one.num_samples for one in intervals] == sizes and {one.lane.name for one in intervals} == {"trainer/0"}
 
@@ -283,7 +283,7 @@ async def test_a_batch_that_lost_every_slot_stays_open_and_goes_on_with_one_that
 def test_the_timeline_shows_who_generated_trained_and_waited():
     conductor = make_conductor(Pools())
     run(conductor)
-    intervals = conductor.recorder.drain().intervals
+    intervals = conductor.recorder.drain()
     kinds = {(interval.lane.pool, interval.kind) for interval in intervals}
     assert kinds >= {
         ("generator", "generate"),
@@ -308,14 +308,14 @@ async def test_a_lost_slot_idles_under_that_reason_until_another_replica_takes_i
     pools = Pools(lose_slot_at=0)
     conductor = make_conductor(pools, num_prompts=2)
     await conductor.run_batch()
-    lost = waits_of(conductor.recorder.drain().intervals, "generator/1")
+    lost = waits_of(conductor.recorder.drain(), "generator/1")
     pools.staged = 1
     joining = Joining("s1b", Lane("generator", 1, "here", 1), ["s1b"])
     pools.slot_versions |= {"s1b": 1}
     await conductor.publish(1, lost_slots=["s1"], joining=[joining])
     joined_s = conductor.recorder.now_s()
     await conductor.run_batch()
-    after = conductor.recorder.drain().intervals
+    after = conductor.recorder.drain()
     assert [reason for reason, _, _ in lost] == ["slot_lost"]
     waits = waits_of(after, "generator/1")
     assert [end_s < joined_s for reason, _, end_s in waits if reason == "slot_lost"] == [True], "it ends as one joins"
@@ -335,7 +335,7 @@ def test_a_slot_of_a_replica_that_is_given_up_stays_lost_when_its_own_chunk_ends
     pools.generate = generate_slowly
     _, took_s, conductor = run_hanging(pools, num_batches=1, replicas=[["s0"], replica])
     assert took_s >= 60.0
-    intervals = conductor.recorder.drain().intervals
+    intervals = conductor.recorder.drain()
     assert waits_of(intervals, "generator/1")[-1] == ("slot_lost", 50.0, took_s)
 
 

@@ -74,7 +74,7 @@ def test_a_checkpoint_that_fails_leaves_its_interval(path):
     trainer.fails = True
     with pytest.raises(OSError, match="no space left"):
         trainer._save_checkpoint()
-    (interval,) = trainer._recorder.drain().intervals
+    (interval,) = trainer._recorder.drain()
     assert (interval.kind, interval.detail) == ("save", {"failed": "OSError"})
 
 
@@ -106,7 +106,7 @@ def test_a_lane_that_still_waits_for_the_same_has_one_interval():
     for reason, step in (("scoring", 1), ("scoring", 1), ("prompts", 1), ("prompts", 2)):
         idle.wait(lane, reason, step)
     idle.stop(lane)
-    assert [(one.reason, one.step) for one in noting.drain().intervals] == [
+    assert [(one.reason, one.step) for one in noting.drain()] == [
         ("scoring", 1),
         ("prompts", 1),
         ("prompts", 2),

@@ -36,10 +36,7 @@ class WithConditions:
 
 
 async def generate_batch(
-    batch: DataProto,
-    loop: Any,
-    rewards: SampleRewards | None,
-    score: Callable[..., Awaitable[tuple[Score, Any]]],
+    batch: DataProto, loop: Any, rewards: SampleRewards | None, score: Callable[..., Awaitable[tuple[Score, Any]]]
 ) -> DataProto:
     """Samples of the rows, in order, as `to_dataproto` has them; one that fails fails all, once all have ended.
 

@@ -137,11 +137,7 @@ class ChunkRunner(Generic[Generated, Scored]):
             self.on_settled(order)
 
     def adopt(self, order: ChunkOrder, generated: Mapping[int, Generated], failure: str = "") -> GeneratedChunk:
-        """Take samples of `order` that were generated elsewhere, and start scoring them.
-
-        Args:
-            failure: why the missing samples were not generated.
-        """
+        """Take samples of `order` that were generated elsewhere, and score them; `failure`: why others are missing."""
         scoring = {index: asyncio.create_task(self.score_sample(order, sample)) for index, sample in generated.items()}
         self._scoring[order.chunk_id] = order, scoring
         missing = [index for index in order.samples if index not in generated]

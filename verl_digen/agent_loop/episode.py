@@ -118,11 +118,8 @@ def _condition_key(facts: SampleFacts) -> str:
 
 
 def joined(turns: Sequence[Trajectory]) -> Trajectory:
-    """The turns of an episode as one trajectory; settings, seed and condition are the first one's.
-
-    Raises:
-        RuntimeError: turns of several weight versions, or pictures of several sizes.
-    """
+    """The turns of an episode as one trajectory; settings, seed and condition are the first one's. RuntimeError for
+    turns of several weight versions, or pictures of several sizes."""
     facts = [turn.facts for turn in turns]
     first = facts[0]
     versions = {version for turn in facts for version in (turn.version, turn.last_version)}
@@ -231,11 +228,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
     def _images(
         self, instruction: Instruction, row: PromptRow, previous: NDArray[np.uint8] | None
     ) -> tuple[SourceImage, ...]:
-        """The images that a turn edits.
-
-        Raises:
-            EpisodeFailed: it asks for a previous picture in the first turn.
-        """
+        """The images that a turn edits. Raises EpisodeFailed: it asks for a previous picture in the first turn."""
         given = instruction.images
         if given is None:
             given = () if not self._edits else row.images if previous is None else (PREVIOUS,)

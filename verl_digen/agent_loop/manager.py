@@ -336,9 +336,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """All samples of a chunk reach the replica together; None with an agent loop that has several turns, or a way
         of its own."""
         is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
-        if not is_single:
-            return None
-        return Burst(str(order.chunk_id), len(order.samples))
+        return Burst(str(order.chunk_id), len(order.samples)) if is_single else None
 
     async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> None:
         try:

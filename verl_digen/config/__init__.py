@@ -20,7 +20,7 @@
 | `deadlines` | `verl_digen/processes/deadlines.py` |
 """
 
-from verl_digen.config.digen import DigenConfig, EnvironmentConfig, PlacementConfig, TspConfig
+from verl_digen.config.digen import DigenConfig, EnvironmentConfig, TspConfig
 from verl_digen.config.load import digen_config, digen_schema
 from verl_digen.config.reward import PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig
@@ -34,7 +34,6 @@ __all__ = [
     "EnvironmentConfig",
     "GapConfig",
     "KlConfig",
-    "PlacementConfig",
     "PoolSettings",
     "QueueConfig",
     "RewardConfig",

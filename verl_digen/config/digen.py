@@ -240,11 +240,7 @@ class DigenConfig:
         return self.compile if self.rollout.compile is None else self.rollout.compile
 
     def check_points(self) -> None:
-        """Require points that the schedule has, samples that differ, one choice of them, and a KL term that is defined.
-
-        Raises:
-            ValueError: a broken rule, or there is no such loss.
-        """
+        """Require points that the schedule has, samples that differ, one choice of them, and a defined KL term."""
         loss = f"with digen.loss.name={self.loss_name}"
         if find_objective(self.loss_name).select is not all_samples:
             why = f"{loss}, which chooses samples itself"
@@ -360,11 +356,7 @@ class DigenConfig:
 
     @cached_property
     def loss_settings(self) -> LossConfig:
-        """Settings of the policy loss, of its own class.
-
-        Raises:
-            ValueError: there is no such loss, or it has no such setting.
-        """
+        """Settings of the policy loss, of its own class. ValueError if there is no such loss or setting."""
         return loss_settings(self.loss)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -373,10 +365,6 @@ class DigenConfig:
 
     @property
     def denominator(self) -> Denominator:
-        """Source of `old_log_prob`, from the loss, `old_log_probs` and the staleness of samples; see
-        `verl_digen.algorithms.objectives.denominator`.
-
-        Raises:
-            ValueError: the three do not go together.
-        """
+        """Source of `old_log_prob`, from the loss, `old_log_probs` and the staleness of samples, see
+        `verl_digen.algorithms.objectives.denominator`. ValueError if the three do not go together."""
         return choose_denominator(self.loss_name, self.loss_settings, self.old_log_probs, self.staleness.max_versions)

@@ -6,16 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from verl_digen.config.digen import DigenConfig
 from verl_digen.config.sampling import check_loss_section
 from verl_digen.require import require, suggestion
 from verl_digen.user_modules import KEY, import_user_modules
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 
 MAY_BE_INFINITE = frozenset({"digen.loss.advantage_clip"})
 """Keys that may be infinite, which means: no bound."""
@@ -29,7 +28,6 @@ def _schema() -> DictConfig:
 
 def digen_schema() -> DictConfig:
     """`DigenConfig` as a config that can be merged into: typed, and closed to unknown keys."""
-    from omegaconf import DictConfig, OmegaConf
 
     def open_for_values(node: DictConfig) -> None:
         OmegaConf.set_readonly(node, False)  # frozen dataclasses make read-only nodes
@@ -46,14 +44,8 @@ def digen_schema() -> DictConfig:
 
 
 def digen_config(config: DictConfig) -> DigenConfig:
-    """Validate the `digen:` section of verl's composed config, after importing the user's modules.
-
-    Raises:
-        ValueError: an unknown key, a value of the wrong type, or a broken rule; or a module that cannot be imported.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+    """Validate the `digen:` section of verl's composed config, after importing the user's modules. ValueError for an
+    unknown key, a value of the wrong type, a broken rule, or a module that cannot be imported."""
     import_user_modules(OmegaConf.select(config, KEY))
     section: Any = OmegaConf.select(config, "digen")
     require(
@@ -71,13 +63,7 @@ def digen_config(config: DictConfig) -> DigenConfig:
 
 
 def _built(merged: Any, problems: list[str]) -> DigenConfig:
-    """Build the dataclasses; all problems, old and new, are raised at once, one per section.
-
-    Raises:
-        ValueError: a paragraph per problem.
-    """
-    from omegaconf import DictConfig, OmegaConf
-
+    """Build the dataclasses. ValueError has all problems, old and new, at once, a paragraph each."""
     sections, values = {}, {}
     for name in merged:
         node = merged._get_node(name)
@@ -109,8 +95,6 @@ def _not_finite(key: str, value: Any) -> Iterator[str]:
 
 def _named(error: Any) -> str:
     """Reword OmegaConf's message about a key: the key as typed, and a known one that is close."""
-    from omegaconf.errors import ConfigKeyError
-
     hint = ""
     if isinstance(error, ConfigKeyError) and error.parent_node is not None:
         hint = suggestion(str(error.key), [str(name) for name in error.parent_node])

@@ -108,11 +108,7 @@ def share_options(share: float) -> dict[str, Any]:
 
 
 def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:
-    """Check that the cluster has enough devices, every pool's type, and enough devices of it.
-
-    Raises:
-        RunStopped: the cluster has too few devices, or none of a type, or a pool asks for more than a node has.
-    """
+    """Check that the cluster has enough devices, every pool's type, and enough devices of it, else raise RunStopped."""
     placement = digen.placement
     num_generator = num_generator_devices(config) if is_disaggregated else 0
     pools = (
@@ -164,11 +160,7 @@ def _check_devices(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -
 
 
 def type_resource(key: str, accelerator: str | None) -> str | None:
-    """The cluster's resource for a type; None for any type.
-
-    Raises:
-        RunStopped: the cluster has no resource of that name.
-    """
+    """The cluster's resource for a type; None for any type. RunStopped if the cluster has none of that name."""
     if accelerator is None:
         return None
     resources = ray.cluster_resources()

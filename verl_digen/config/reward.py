@@ -146,11 +146,7 @@ class RewardConfig:
 
 
 def reward_entry(name: str, value: Any, section: str = FUNCTIONS) -> RewardEntry:
-    """Read one entry of the mapping `section`.
-
-    Raises:
-        ValueError: a broken rule.
-    """
+    """Read one entry of the mapping `section`. Raises ValueError for a broken rule."""
     key = f"{section}.{name}"
     if not isinstance(value, Mapping):
         return RewardEntry(name, _number(key, value), name, {}, None, section=section)

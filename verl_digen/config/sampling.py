@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.objectives import OLD_LOG_PROBS, LossConfig, find_objective, objective_names
@@ -185,25 +188,14 @@ recorded. With stale samples auto is rollout, see `verl_digen.algorithms.objecti
 
 
 def check_loss_section(section: Mapping[str, Any]) -> None:
-    """Require values that fit the loss, if there is one of this name.
-
-    Raises:
-        ValueError: a broken rule, with key, value and remedy.
-    """
+    """Require values that fit the loss, if there is one of this name."""
     require_one_of("digen.loss.old_log_probs", section["old_log_probs"], OLD_LOG_PROBS)
     if section["name"] in objective_names():
         loss_settings(section)
 
 
 def loss_settings(section: Mapping[str, Any]) -> LossConfig:
-    """Settings of the chosen loss.
-
-    Raises:
-        ValueError: there is no such loss, it has no such setting, or a value breaks a rule.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
+    """Settings of the chosen loss. ValueError if there is no such loss or setting, or a value breaks a rule."""
     loss = find_objective(section["name"]).loss
     known = _settings_of(loss.config)
     own = {name: value for name, value in section.items() if name in known}

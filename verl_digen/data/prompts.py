@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -128,20 +128,20 @@ def quoted_text(text: str) -> str:
 
 
 def _read_one(name: str, key: str, columns: Columns) -> list[PromptRow]:
+    kept = columns.known, columns.pictures
     if name.startswith(HUB):
         hub = HubName.parse(name, key)
         source, folder = hub.name.partition("/")[2], Path.cwd()
         remedy = "check its name, subset and split, and that this machine reaches the hub"
-        rows = _placed(dataset_rows(hub.load, str(hub), key, columns.known, columns.pictures, remedy), name)
+        rows = dataset_rows(hub.load, str(hub), name, key, *kept, remedy)
     else:
         path = Path(os.path.expanduser(name))
         source, folder = default_source(path), path.absolute().parent
         if path.is_dir():
-            saved, remedy = str(path.absolute()), "save the dataset again"
-            load = partial(load_saved, saved)
-            rows = _placed(dataset_rows(load, saved, key, columns.known, columns.pictures, remedy), name)
+            saved = str(path.absolute())
+            rows = dataset_rows(partial(load_saved, saved), saved, name, key, *kept, "save the dataset again")
         else:
-            rows = rows_of(path, key, columns.known, columns.pictures)
+            rows = rows_of(path, key, *kept)
     prompts = []
     for place, row in rows:
         row = {columns.prompt: row} if isinstance(row, str) else row
@@ -149,10 +149,6 @@ def _read_one(name: str, key: str, columns: Columns) -> list[PromptRow]:
     if not prompts:
         raise ValueError(f"{key} must name files with at least one prompt, but {name!r} is empty; add prompts")
     return prompts
-
-
-def _placed(rows: Iterator[tuple[str, Any]], name: str) -> Iterator[tuple[str, Any]]:
-    return ((f"{place} of {name!r}", row) for place, row in rows)
 
 
 def _to_prompt(

@@ -49,11 +49,7 @@ def holds_images(kind: pyarrow.DataType) -> bool:
 
 
 def require_form(kind: pyarrow.DataType, where: str) -> None:
-    """Require the hub's fields in a column of structs, or lists of them.
-
-    Raises:
-        ValueError: others.
-    """
+    """Require the hub's fields in a column of structs, or lists of them. Raises ValueError for others."""
     from pyarrow import types
 
     if types.is_nested(kind) and not types.is_struct(kind):
@@ -84,14 +80,11 @@ def table_references(column: Iterable[pyarrow.Array], source: str, name: str) ->
 
 def parquet_references(file: pyarrow.parquet.ParquetFile, path: Path, name: str) -> list[References]:
     """References of all rows of a column of a parquet file; see the module for what is read."""
-    leaves = [leaf.path for leaf in map(file.schema.column, range(len(file.schema))) if _is_in(leaf.path, name)]
+    everything = (file.schema.column(number).path for number in range(len(file.schema)))
+    leaves = [path for path in everything if f"{path}.".startswith(f"{name}.")]
     cheap = [leaf for leaf in leaves if leaf.rpartition(".")[2] == "path"] or leaves[:1]
     batches = file.iter_batches(batch_size=ROWS_AT_ONCE, columns=cheap)
     return table_references((batch.column(0) for batch in batches), str(path.absolute()), name)
-
-
-def _is_in(leaf: str, name: str) -> bool:
-    return leaf == name or leaf.startswith(f"{name}.")
 
 
 def _numbers(chunk: pyarrow.Array) -> Iterator[int | None]:
@@ -107,11 +100,7 @@ def _numbers(chunk: pyarrow.Array) -> Iterator[int | None]:
 def parquet_rows(
     path: Path, key: str, kept: frozenset[str], images: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of every row of a parquet file; see `rows_of_table`.
-
-    Raises:
-        ValueError: it is not readable.
-    """
+    """(place, row) of every row of a parquet file; see `rows_of_table`. Raises ValueError if it is not readable."""
     import pyarrow.lib  # a heavy import that text users do not need
     import pyarrow.parquet
 
@@ -175,9 +164,10 @@ def _of_images(schema: pyarrow.Schema, images: Sequence[str]) -> list[str]:
 
 
 def dataset_rows(
-    load: Callable[[], Any], name: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
+    load: Callable[[], Any], name: str, typed: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of a dataset of the `datasets` library; pictures are not decoded. See `rows_of_table`.
+    """(place, row) of a dataset of the `datasets` library, `typed` in places; pictures are not decoded. See
+    `rows_of_table`.
 
     Raises:
         ValueError: it cannot be loaded.
@@ -187,7 +177,7 @@ def dataset_rows(
     except Exception as error:  # the library raises what its loaders, file systems and the network do
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{key}: {name!r} is not a dataset that can be loaded ({reason}); {remedy}") from error
-    return rows_of_table(table, name, kept, images=images)
+    return ((f"{place} of {typed!r}", row) for place, row in rows_of_table(table, name, kept, images=images))
 
 
 def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from verl_digen.reward.base import NoSettings
 from verl_digen.types import PromptRow
 
 PREVIOUS = "previous"
@@ -60,11 +61,6 @@ class TurnResult:
     """Inputs of the next turn; needed unless `done`."""
     details: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log; the last turn's become parts `environment/NAME` of the sample's reward."""
-
-
-@dataclass(frozen=True)
-class NoSettings:
-    """Settings of an environment that has none."""
 
 
 class Environment(ABC):

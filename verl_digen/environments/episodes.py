@@ -5,7 +5,7 @@ Ray actors, and an episode from its client's side (`OpenEpisode`): a worker that
 | event in the process | consequence |
 | --- | --- |
 | `begin` | an environment is made and reset, under an id that is used once |
-| `step` of an unknown id | `UnknownEpisode`: this process was started again since |
+| `step` of an unknown id | `RuntimeError`: this process was started again since |
 | a call raises, takes `digen.environment.step_timeout_s`, or returns something malformed | the caller gets the error |
 | more than `digen.environment.concurrent` calls | they wait; the timeout begins after the wait |
 
@@ -56,16 +56,8 @@ logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
 
-class UnknownEpisode(RuntimeError):
-    """The process does not know the episode."""
-
-
 class EpisodeHost:
-    """See the module.
-
-    Args:
-        device: device of what episodes share.
-    """
+    """See the module; `device` is that of what episodes share."""
 
     def __init__(self, config: EnvironmentConfig, device: torch.device):
         self._class = environment_class(config)
@@ -86,13 +78,9 @@ class EpisodeHost:
         return await self._run(reset)
 
     async def step(self, episode: str, picture: Picture) -> TurnResult:
-        """Give the environment the picture of its turn.
-
-        Raises:
-            UnknownEpisode: this process was started again since. What the environment raises.
-        """
+        """Give the environment the picture of its turn. RuntimeError if this process was started again since."""
         if episode not in self._episodes:
-            raise UnknownEpisode(f"the process does not know episode {episode}; it was started again")
+            raise RuntimeError(f"the process does not know episode {episode}; it was started again")
         environment = self._episodes[episode]
         return self._checked_result(await self._run(lambda: environment.step(picture)))
 
@@ -130,11 +118,7 @@ class EpisodeHost:
 
 
 class EnvironmentWorker(EpisodeHost):
-    """Process of environments.
-
-    Args:
-        config: verl's.
-    """
+    """Process of environments; `config` is verl's."""
 
     def __init__(self, config: DictConfig):
         environment = digen_config(config).environment
@@ -147,12 +131,8 @@ def environment_pool(handles: Sequence[Any], deadlines: DeadlinesConfig) -> Work
 
 
 def start_environments(config: DictConfig, digen: DigenConfig) -> list[Any]:
-    """Start the environment workers of a run -> their handles.
-
-    Args:
-        config: verl's, with an environment. digen: its `digen:` section.
-    """
-    # Ray's own retry reaches the restarted process, which answers `UnknownEpisode`
+    """Start the environment workers of a run that has an environment -> their handles."""
+    # Ray's own retry reaches the restarted process, which does not know the episode
     options = pool_options(PoolSettings(num_gpus=digen.environment.num_gpus), digen)
     worker = RestartingActor(EnvironmentWorker, 1, **options)
     return [
@@ -200,20 +180,12 @@ class OpenEpisode:
         self._pictures: list[Picture] = []
 
     async def reset(self) -> Instruction:
-        """Begin the episode.
-
-        Raises:
-            EpisodeFailed, RunStopped: see the module.
-        """
+        """Begin the episode. Raises EpisodeFailed and RunStopped, see the module."""
         await self._tried(None)
         return self._asked[0]
 
     async def step(self, picture: Picture) -> TurnResult:
-        """Give the environment the picture of the next turn.
-
-        Raises:
-            EpisodeFailed, EpisodeDiverged, RunStopped: see the module.
-        """
+        """Give the environment the picture of the next turn. Raises EpisodeFailed, EpisodeDiverged, RunStopped."""
         result = await self._tried(picture)
         assert result is not None
         self._pictures.append(picture)

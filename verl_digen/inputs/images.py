@@ -50,11 +50,7 @@ class SourceImage:
     """File's bytes of a generated picture, which travels with its request; None: they lie at `reference`."""
 
     def read(self) -> Image.Image:
-        """Read the image as RGB, turned as EXIF says.
-
-        Raises:
-            ValueError: the image is missing, or its content does not match `digest`.
-        """
+        """Read the image as RGB, turned as EXIF says. ValueError if it is missing, or does not match `digest`."""
         content = _content(self.reference) if self.content is None else self.content
         if sha256(content).hexdigest() != self.digest:
             raise ValueError(
@@ -80,11 +76,8 @@ class PromptInputs:
 
 @lru_cache(maxsize=MAX_IDENTIFIED)
 def source_image(reference: str) -> SourceImage:
-    """Identify an image by its content, which is read once per process.
-
-    Raises:
-        ValueError: it cannot be read, is no picture, or has more than `MAX_PIXELS`.
-    """
+    """Identify an image by its content, read once per process. ValueError if it is no picture, or beyond
+    `MAX_PIXELS`."""
     content = _content(reference)
     width, height = _size(reference, io.BytesIO(content))
     if width * height > MAX_PIXELS:
@@ -96,11 +89,7 @@ def source_image(reference: str) -> SourceImage:
 
 
 def file_size_px(path: str) -> tuple[int, int]:
-    """(width, height) of an image as it is shown, from the head of its file alone.
-
-    Raises:
-        ValueError: it cannot be read, or is no picture.
-    """
+    """(width, height) of an image as it is shown, from its file's head alone. ValueError if it cannot be read."""
     try:
         with Path(path).open("rb") as file:
             return _size(path, file)

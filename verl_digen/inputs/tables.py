@@ -110,11 +110,7 @@ class TableImage:
 
     @staticmethod
     def parse(reference: str) -> TableImage:
-        """Inverse of `str`.
-
-        Raises:
-            ValueError: another form.
-        """
+        """Inverse of `str`. Raises ValueError for another form."""
         match = TABLE_IMAGE.fullmatch(reference)
         if match is None:
             raise ValueError(
@@ -138,11 +134,8 @@ class TableImage:
 
 
 def read_table_image(reference: str) -> bytes:
-    """The bytes of the image file that `reference` names.
-
-    Raises:
-        ValueError: a malformed reference, a table that cannot be read, or no image at that place.
-    """
+    """The bytes of the image file that `reference` names. ValueError for a malformed reference, a table that cannot be
+    read, or no image at that place."""
     image = TableImage.parse(reference)
     try:
         value = _value(image)

@@ -1,13 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best and worst sample of a few training groups, as files that an agent loop worker writes while it has the pixels.
-
-    RUN_DIR/images/train_000010/p00000072-003.png    sample 3 of group p00000072, trained in step 10; a GIF for a video
-    RUN_DIR/images/train_000010.png                  all of them, with rewards and captions, drawn after the step
-
-| key | meaning |
-| --- | --- |
-| `digen.logged_groups_every` | steps from one step whose groups are shown to the next |
-| `digen.num_logged_groups` | groups of such a step |
+"""Best and worst sample of a few training groups, as files (`run_files`) that an agent loop worker writes while it has
+the pixels; their grid is drawn after the step. Every `digen.logged_groups_every` steps `digen.num_logged_groups` groups
+are shown.
 
 Invariants (tests/observe/test_group_pictures.py): after the last sample of a group the files are the best and the worst
 of what was offered, at most two, whatever the order; no pixels are kept.

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures and videos of fixed validation prompts over time: a file per prompt, grids, and before/after.
-
-    RUN_DIR/images/step_000010/val-00003.png     written by the agent loop worker that generated it
-    RUN_DIR/images/step_000010/val-00003.gif     beside it, if it is a video
-    RUN_DIR/images/step_000010/val-00003.wav     beside it, if the video has sound, which a GIF cannot hold
-    RUN_DIR/images/step_000010.png               grid of that validation, with captions and rewards
-    RUN_DIR/images/before_after.png              first and last validation side by side
+"""Pictures and videos of fixed validation prompts over time: a file per prompt (`run_files`), which the agent loop
+worker writes that generated it, grids with captions and rewards, and before/after.
 
 - A picture of a prompt with images stands at the right of these in its PNG.
 - A video's PNG is its filmstrip: `STRIP_FRAMES` frames side by side, the first and the last among them.

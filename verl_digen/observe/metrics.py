@@ -77,23 +77,16 @@ def staleness_metrics(tags: Sequence[SampleTag], trained_version: int) -> dict[s
     }
 
 
-def sharing_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
-    """Share of the denoising steps for which another sample's forward served; {} if samples start from noise of their
-    own."""
-    sharing = [tag for tag in tags if tag.facts.sampling.shared_initial_noise]
-    if not sharing:
-        return {}
-    num_steps = sum(tag.facts.sampling.num_steps * len(tag.generations) for tag in tags)
-    return {"rollout/shared_step_share": sum(tag.facts.num_shared_steps for tag in sharing) / num_steps}
-
-
-def skipping_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
-    """Share of the denoising steps without an evaluation of the network; {} if every step has one. Steps that another
-    sample ran are not among them."""
-    if not any(tag.facts.sampling.outside.skips for tag in tags):
-        return {}
-    num_steps = sum(tag.facts.sampling.num_steps * len(tag.generations) for tag in tags)
-    return {"rollout/skipped_step_share": sum(tag.facts.num_skipped_steps for tag in tags) / num_steps}
+def spared_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
+    """Shares of the denoising steps that cost no forward: `rollout/shared_step_share`, for which another sample's
+    served, where samples start from shared noise; `rollout/skipped_step_share`, of the others, where steps are skipped.
+    """
+    num_steps, found = sum(tag.facts.sampling.num_steps * len(tag.generations) for tag in tags), dict[str, float]()
+    if sharing := [tag for tag in tags if tag.facts.sampling.shared_initial_noise]:
+        found["rollout/shared_step_share"] = sum(tag.facts.num_shared_steps for tag in sharing) / num_steps
+    if any(tag.facts.sampling.outside.skips for tag in tags):
+        found["rollout/skipped_step_share"] = sum(tag.facts.num_skipped_steps for tag in tags) / num_steps
+    return found
 
 
 def tree_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:

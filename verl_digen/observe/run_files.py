@@ -12,8 +12,9 @@
 | `metrics.jsonl` | numbers of each step |
 | `warnings.jsonl` | warnings of the driver |
 | `timeline.jsonl` | intervals of each step (`verl_digen.observe.timeline`) |
-| `images/step_000010/val-00003.png` | a validation sample; a GIF beside it, if it is a video |
+| `images/step_000010/val-00003.png` | a validation sample; of a video a GIF beside it, and a WAV if it has sound |
 | `images/step_000010.json`, `.png` | prompts and rewards of that validation's samples; their grid |
+| `images/before_after.png` | first and last validation side by side |
 | `images/train_000010/p00000072-003.png` | sample 3 of a training group |
 | `images/train_000010.json`, `.png` | best and worst of some groups and the rewards of the step; their grid |
 | `report.html` | all of it on one page (`verl_digen.report`) |
@@ -75,11 +76,7 @@ def audio_path(path: Path) -> Path:
 
 
 def pictured_steps(run_dir: Path, prefix: str) -> list[int]:
-    """Steps with a JSON file of pictures, ascending.
-
-    Args:
-        prefix: `VALIDATION` or `TRAINING`.
-    """
+    """Steps with a JSON file of pictures, ascending. `prefix`: `VALIDATION` or `TRAINING`."""
     numbers = (path.stem.removeprefix(prefix) for path in (run_dir / IMAGES).glob(f"{prefix}*.json"))
     return sorted(int(number) for number in numbers if number.isdecimal())
 
@@ -96,11 +93,7 @@ def replace_text(path: Path, text: str) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """JSON objects of `metrics.jsonl` or `warnings.jsonl`, in order; [] without a file. A last line without its end is
-    left out: it is being written, or the disk was full.
-
-    Raises:
-        ValueError: another line is no JSON object with a step.
-    """
+    left out: it is being written, or the disk was full. ValueError if another is no JSON object with a step."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     found = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
@@ -128,11 +121,7 @@ def checkpoint_dir(run_dir: Path, step: int | str) -> Path:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint that a resume takes, as verl finds it; None without one.
-
-    Raises:
-        ValueError: the pointer is damaged.
-    """
+    """The checkpoint that a resume takes, as verl finds it; None without one. ValueError if the pointer is damaged."""
     path = run_dir / POINTER
     if not path.is_file():
         return None

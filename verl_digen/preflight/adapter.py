@@ -11,9 +11,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
+
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
+from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import read_object
 from verl_digen.models.lora_file import check_lora_file
 from verl_digen.preflight.inputs import has_checkpoint
@@ -24,9 +28,6 @@ from verl_digen.require import require, suggestion
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
-    from torch import nn
-
-    from verl_digen.models.base import DiffusionModel
 
 FOLDER = f"{KEY}.lora_adapter_path"
 ALL_LINEAR = "all-linear"
@@ -49,18 +50,15 @@ def check_adapter(run: StartConfig) -> None:
         check_lora_file(model_config.lora_file, model, network)
     adapted = build_on_meta(network, model_config)
     if model_config.lora_adapter_path is not None and model_config.lora_file is None:
-        folder = Path(model_config.lora_adapter_path)
-        compare(FOLDER, folder, _shapes_in(folder), saved_shapes(adapted))
+        from peft import get_peft_model_state_dict
+
+        own = get_peft_model_state_dict(adapted, save_embedding_layers=False)  # under the names that peft saves
+        shapes = {name: tuple(value.shape) for name, value in own.items()}
+        _compare(Path(model_config.lora_adapter_path), shapes)
 
 
 def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> PeftModel:
-    """The adapter around a network on the meta device.
-
-    Raises:
-        ValueError: peft refuses it, or it trains more than an adapter.
-    """
-    import torch
-
+    """The adapter around a network on the meta device. ValueError if peft refuses it, or it trains more than that."""
     from verl_digen.engine.build import add_adapter
 
     given = model_config.lora_config()
@@ -87,8 +85,6 @@ def _listed(names: Any) -> Any:
 
 
 def _linear(network: nn.Module, names: Collection[str]) -> list[str]:
-    from torch import nn
-
     return [name for name, module in network.named_modules() if name in names and isinstance(module, nn.Linear)]
 
 
@@ -113,8 +109,9 @@ def _check_settings(model_config: DiffusionModelConfig, given: LoraConfig) -> No
         )
 
 
-def compare(key: str, folder: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Require the tensors `own` in a file that has `found`: name -> shape."""
+def _compare(folder: Path, own: Mapping[str, tuple[int, ...]]) -> None:
+    """Require the tensors `own`, name -> shape, in the adapter's file."""
+    found = _shapes_in(folder)
     fit = {name for name, shape in own.items() if found.get(name) == shape}
     if len(fit) == len(own) == len(found):
         return
@@ -123,25 +120,14 @@ def compare(key: str, folder: Path, found: Mapping[str, Any], own: Mapping[str, 
         for shapes in (found, own)
     ]
     raise ValueError(
-        f"{key} must hold the {len(own)} tensors of the adapter that trains, got {str(folder)!r}, of whose "
+        f"{FOLDER} must hold the {len(own)} tensors of the adapter that trains, got {str(folder)!r}, of whose "
         f"{len(found)} tensors {len(fit)} fit: it has {listed[0]}; the network takes {listed[1]}; rename them, or take "
         "an adapter of this network, with the rank and the layers in its adapter_config.json"
     )
 
 
-def saved_shapes(adapted: PeftModel) -> dict[str, tuple[int, ...]]:
-    """Tensors of an adapter as peft saves them: name -> shape."""
-    from peft import get_peft_model_state_dict
-
-    return {
-        name: tuple(value.shape)
-        for name, value in get_peft_model_state_dict(adapted, save_embedding_layers=False).items()
-    }
-
-
 def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
     """Tensors of an adapter's file: name -> shape."""
-    import torch
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
     file = next((file for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME) if (file := folder / name).is_file()), None)
@@ -190,8 +176,6 @@ def adapter_notes(run: StartConfig) -> list[str]:
 
 def load_on_meta(path: str) -> tuple[DiffusionModel, nn.Module]:
     """The model at `path` and its network on the meta device, of the checkpoint's configs alone."""
-    import torch
-
     model = load_configs(path)
     return model, model.load_structure(torch.float32)
 

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.config import DigenConfig
+from verl_digen.environments.built_in import environment_class, environment_settings
 from verl_digen.models import load_model
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.start_config import StartConfig
@@ -52,19 +55,16 @@ def _named_loops(path: str) -> dict[str, str]:
     )
     form = "write a list of {name: NAME, _target_: package.module.Class}"
     with refusing(f"{key} must be a YAML file", path, form):
-        entries = OmegaConf.to_container(OmegaConf.load(path))
+        entries: Any = OmegaConf.to_container(OmegaConf.load(path))
     is_list = isinstance(entries, list) and all(
         isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("_target_"), str)
         for entry in entries
     )
-    if not isinstance(entries, list) or not is_list:
-        raise ValueError(f"{key} must list agent loops with a name and a _target_ each, got {entries!r}; {form}")
+    require(is_list, f"{key} must list agent loops with a name and a _target_ each", entries, form)
     return {entry["name"]: entry["_target_"] for entry in entries}
 
 
 def _check_importable(name: str, target: str) -> None:
-    from hydra.utils import get_class
-
     from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop
 
     remedy = "repair it, or put its folder on PYTHONPATH"
@@ -98,8 +98,6 @@ def check_branches(run: StartConfig) -> None:
 
 def check_environment(run: StartConfig) -> None:
     """Require an environment that can be made, and a run whose every part knows episodes."""
-    from verl_digen.environments.built_in import environment_class, environment_settings
-
     digen = run.digen
     if not digen.environment.is_on:
         return

@@ -80,11 +80,8 @@ class Preflight(Callback):
 
 
 def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
-    """Check a start, and claim its folder -> notes, and the lock, which holds as long as it is open.
-
-    Raises:
-        ValueError: the config cannot run, or not in this folder.
-    """
+    """Check a start, and claim its folder -> notes, and the lock, which holds while open. ValueError if it cannot
+    run."""
     found = notes(check(config))
     lock, of_folder = claim(config)
     return [*found, *of_folder], lock

@@ -105,11 +105,7 @@ class PromptSet:
 
 def prompts_of(run: StartConfig, part: str) -> PromptSet:
     """The prompts of `data.PART_files`, PART being train or val. An empty set if a run does not validate and names
-    none. Files are read once per run.
-
-    Raises:
-        ValueError: as `_read_prompts`.
-    """
+    none. Files are read once per run. Raises as `_read_prompts`."""
     if part not in run.prompts:
         run.prompts[part] = _read_prompts(run, part)
     return run.prompts[part]
@@ -123,11 +119,7 @@ def num_steps(run: StartConfig) -> int:
 
 
 def _read_prompts(run: StartConfig, part: str) -> PromptSet:
-    """Read them.
-
-    Raises:
-        ValueError: a file is missing or malformed, or the run's negative prompt is wrong.
-    """
+    """Read the prompts. Raises ValueError: a file is missing or malformed, or the run's negative prompt is wrong."""
     given, most = OmegaConf.select(run.config, f"data.{part}_files"), run.config.data[f"{part}_max_samples"]
     if given is None:
         return PromptSet(part, 0, (), ())

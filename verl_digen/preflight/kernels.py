@@ -34,7 +34,7 @@ at 512 px by up to 1.4e-5, and HunyuanVideo's by up to 4.4e-5 (simulated: noise 
 velocities). fp16 has three more bits."""
 COARSENESS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-SIZE_KEY = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
+SIZE_KEY = f"{FSDP}.ulysses_sequence_parallel_size"
 KEY, ROLLOUT_KEY = "digen.attention_backend", "digen.rollout.attention_backend"
 OMNI_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
 """Environment variable that chooses vLLM-Omni's attention where no setting does."""
@@ -58,9 +58,8 @@ class Side:
 def sides(run: StartConfig) -> Iterator[Side]:
     """The trainer, and the replicas unless they are vLLM-Omni's."""
     digen = run.digen
-    precision = OmegaConf.select(run.config, "actor_rollout_ref.actor.fsdp_config.mixed_precision") or {}
-    dtype = (DTYPE_DEFAULTS | dict(precision))["param_dtype"]
     size = run.config.actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size
+    dtype = _dtype_names(run.config)["param_dtype"]
     yield Side(KEY, digen.attention_backend, digen.compile, "digen.compile", dtype, True, size)
     if run.config.actor_rollout_ref.rollout.name == "diffusers":
         own, compiles = digen.rollout.attention_backend, digen.rollout.compile
@@ -83,7 +82,7 @@ def check_kernels(run: StartConfig) -> None:
     for side in sides(run):
         check_use(side.key, side.attention, trains=side.trains, dtype=side.dtype, device=device)
         if side.size > 1:
-            check_split(side.key, side.attention, SIZE_KEY, needs_masks=False)
+            _check_split(side, needs_masks=False)
     if run.config.actor_rollout_ref.rollout.name != "vllm_omni":
         return
     why = ", which compiles by actor_rollout_ref.rollout.enforce_eager"
@@ -134,7 +133,7 @@ def check_kernel_model(run: StartConfig) -> None:
             "leave it out",
         )
         if side.size > 1 and spec.sequence is not None and spec.sequence.splits_prompts and model.pads_texts:
-            check_split(side.key, side.attention, SIZE_KEY, needs_masks=True)
+            _check_split(side, needs_masks=True)
 
 
 def kernel_notes(run: StartConfig) -> list[str]:
@@ -180,28 +179,20 @@ def check_use(key: str, name: str, *, trains: bool, dtype: str, device: str) -> 
     )
 
 
-def check_split(key: str, name: str, size_key: str, *, needs_masks: bool) -> None:
-    """Raise ValueError if the kernel cannot train where devices share a row's tokens.
-
-    Args:
-        size_key: key of the number of these devices. needs_masks: prompts are padded.
-    """
-    split = ATTENTION_BACKENDS[name].split
+def _check_split(side: Side, *, needs_masks: bool) -> None:
+    """Require a kernel that trains where devices share a row's tokens; `needs_masks`: prompts are padded."""
     able = [
-        each
-        for each, backend in ATTENTION_BACKENDS.items()
+        name
+        for name, backend in ATTENTION_BACKENDS.items()
         if backend.split is not None and (backend.split.takes_masks or not needs_masks)
     ]
-    asked = [
-        "diffusers can run on a row's tokens split over devices",
-        "with its backward",
-        *(["under the mask of prompts that are padded for it"] if needs_masks else []),
-    ]
+    padded = ", under the mask of prompts that are padded for it" if needs_masks else ""
     require(
-        name in able and split is not None,
-        f"{key} must be a kernel that {', '.join(asked)}",
-        name,
-        f"choose one of {', '.join(able)}, or set {size_key} to 1",
+        side.attention in able,
+        f"{side.key} must be a kernel that diffusers can run on a row's tokens split over devices, with its backward"
+        f"{padded}",
+        side.attention,
+        f"choose one of {', '.join(able)}, or set {SIZE_KEY} to 1",
     )
 
 
@@ -238,20 +229,16 @@ def _version(package: Package) -> tuple[int, ...] | None:
     return tuple(int(number) for number in numbers if number.isdigit())
 
 
-def compute_dtype(config: DictConfig) -> torch.dtype:
-    """dtype in which the trainer computes."""
-    return _precision(config)["param_dtype"]
-
-
 def check_precision(run: StartConfig) -> None:
     """Require fp32 sums and fp32 trained weights of training in fp16."""
-    if compute_dtype(run.config) != torch.float16:
+    computed, summed = _precision(run.config)
+    if computed != torch.float16:
         return
     require(
-        _precision(run.config)["reduce_dtype"] == torch.float32,
+        summed == torch.float32,
         f"{FSDP}.mixed_precision.reduce_dtype must be fp32 with {FSDP}.mixed_precision.param_dtype=fp16: sums of "
         "scaled gradients overflow",
-        DTYPE_NAMES[_precision(run.config)["reduce_dtype"]],
+        DTYPE_NAMES[summed],
         "set it to fp32",
     )
     stored = PrecisionType.to_dtype(run.config.actor_rollout_ref.actor.fsdp_config.model_dtype)
@@ -266,7 +253,7 @@ def check_precision(run: StartConfig) -> None:
 
 def precision_notes(config: DictConfig, digen: DigenConfig) -> list[str]:
     """Notes on dtypes that may be unintended."""
-    trained, served = compute_dtype(config), PrecisionType.to_dtype(config.actor_rollout_ref.rollout.dtype)
+    trained, served = _precision(config)[0], PrecisionType.to_dtype(config.actor_rollout_ref.rollout.dtype)
     found = _noise_notes(digen, max(trained, served, key=COARSENESS.__getitem__))
     if trained != served:
         found.append(
@@ -307,7 +294,12 @@ def _noise_notes(digen: DigenConfig, coarser: torch.dtype) -> list[str]:
     ]
 
 
-def _precision(config: DictConfig) -> dict[str, torch.dtype]:
-    """param_dtype and reduce_dtype of the trainer."""
-    given = OmegaConf.select(config, f"{FSDP}.mixed_precision") or {}
-    return {name: PrecisionType.to_dtype(value) for name, value in {**DTYPE_DEFAULTS, **given}.items()}
+def _dtype_names(config: DictConfig) -> dict[str, str]:
+    """param_dtype and reduce_dtype of the trainer, as typed."""
+    return {**DTYPE_DEFAULTS, **(OmegaConf.select(config, f"{FSDP}.mixed_precision") or {})}
+
+
+def _precision(config: DictConfig) -> tuple[torch.dtype, torch.dtype]:
+    """dtypes in which the trainer computes, and sums gradients."""
+    names = _dtype_names(config)
+    return PrecisionType.to_dtype(names["param_dtype"]), PrecisionType.to_dtype(names["reduce_dtype"])

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import ray
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.pool_sizes import (
@@ -161,8 +162,6 @@ def tracker_notes(config: DictConfig) -> list[str]:
 
 def check_address(run: StartConfig) -> None:
     """Require a cluster that can be reached where verl's main joins one, and no settings for a new one."""
-    import ray
-
     settings = run.config.ray_kwargs.ray_init
     if ray.is_initialized():  # a program's own
         return

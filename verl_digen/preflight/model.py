@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,14 +19,14 @@ from verl_digen.inputs.sizes import IMAGE_SIZES
 from verl_digen.inputs.tables import TABLE, TableImage
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
+from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import locate_configs
+from verl_digen.models.sequence import TRAINER_KEY, check_sequence
 from verl_digen.preflight.start_config import StartConfig, typed_keys
 from verl_digen.require import require, require_one_of, suggestion
+from verl_digen.rollout.vllm_omni.served import require_bound, require_served
 from verl_digen.sampling.requests import geometry_of, planned_geometry
 from verl_digen.types import PromptRow
-
-if TYPE_CHECKING:
-    from verl_digen.models.base import DiffusionModel
 
 KEY = "actor_rollout_ref.model"
 FETCHED = "hdfs://"
@@ -45,9 +45,6 @@ def check_model(run: StartConfig) -> None:
     )
     if model is None:
         return
-    from verl_digen.models.sequence import check_sequence
-    from verl_digen.rollout.vllm_omni.served import require_bound, require_served
-
     if run.config.actor_rollout_ref.rollout.name == "vllm_omni":
         serving = require_served(model.pipeline)
         lora = {"rank": section.lora_rank, "merge": False} | OmegaConf.to_container(section.lora, throw_on_missing=True)  # type: ignore[operator]
@@ -148,12 +145,7 @@ def model_of(config: DictConfig) -> DiffusionModel | None:
 
 
 def load_configs(path: str) -> DiffusionModel:
-    """The model of a checkpoint, from its configs alone.
-
-    Raises:
-        ValueError: they do not belong to a supported pipeline, or are damaged.
-    """
-
+    """The model of a checkpoint, from its configs alone. ValueError if they are damaged, or of no known pipeline."""
     folder = locate_configs(path)
     try:
         return load_model(folder)
@@ -242,8 +234,6 @@ def _check_pictures(model: DiffusionModel, prompts: Sequence[PromptRow]) -> None
 
 def _check_takers(run: StartConfig, model: DiffusionModel) -> None:
     """Require a network that takes prompts with images, if ranks share rows."""
-    from verl_digen.models.sequence import TRAINER_KEY
-
     layout, title = model.spec.sequence, model.spec.title
     if layout is not None and not layout.takes_images:
         row = TRAINER_KEY, 1, ", whose tokens are not split", f"set it to 1, {IMAGES_REMEDY}"

@@ -9,15 +9,15 @@ from importlib.util import find_spec
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.utils.import_utils import import_external_libs
 
 from verl_digen.config.pool_sizes import (
     REPLICA_KEY,
+    asked_devices,
     num_data_parallel_ranks,
-    num_environment_devices,
     num_function_devices,
     num_generator_devices,
     num_replica_devices,
-    num_reward_devices,
     num_trainer_devices,
 )
 from verl_digen.preflight.model import model_of
@@ -64,8 +64,7 @@ def check_device(run: StartConfig) -> None:
     )
     if platform == "cpu" and alone:
         num_gpus = OmegaConf.select(run.config, "ray_kwargs.ray_init.num_gpus", throw_on_missing=True)
-        needed = num_trainer_devices(run.config) + num_generator_devices(run.config)
-        needed += num_reward_devices(run.config, run.digen.reward) + num_environment_devices(run.digen.environment)
+        needed = sum(asked_devices(run.config, run.digen, has_own_replicas=True).values())
         require(
             isinstance(num_gpus, int) and num_gpus >= needed,
             f"ray_kwargs.ray_init.num_gpus must be >= {needed}, the devices of the run, where there is no accelerator",
@@ -203,7 +202,6 @@ def check_weight_package(run: StartConfig) -> None:
 def _registered_engines(section: DictConfig) -> set[str]:
     """Names of the engines that send weights between pools and whose packages are installed."""
     from verl.checkpoint_engine import CheckpointEngineRegistry
-    from verl.utils.import_utils import import_external_libs
 
     key = "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module"
     module = section.custom_backend_module

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from verl.utils.import_utils import load_extern_object
 
 from verl_digen.config import RewardEntry
 from verl_digen.config.pool_sizes import has_reward_model, num_reward_model_devices
@@ -213,8 +214,6 @@ def _check_weights(config: DictConfig, entry: RewardEntry) -> None:
 
 def _check_custom(config: DictConfig) -> None:
     """Require the user's file, and load its function as reward workers will."""
-    from verl.utils.import_utils import load_extern_object
-
     section = config.reward.custom_reward_function
     path, name = section.path, section.name
     is_module = isinstance(path, str) and path.startswith(MODULE_PREFIX)
@@ -401,8 +400,6 @@ def _check_servers(run: StartConfig) -> None:
 
 
 def _custom_takes_router(config: DictConfig) -> bool:
-    from verl.utils.import_utils import load_extern_object
-
     section = config.reward.custom_reward_function
     try:
         return takes_router(load_extern_object(section.path, section.name))

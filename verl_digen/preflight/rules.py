@@ -169,23 +169,13 @@ OF_RUN: tuple[Rule, ...] = (
 )
 """Rules about the machine of the run."""
 OF_REWARDS: tuple[Rule, ...] = (
-    rewards.check_rewards,
-    rewards.check_combination,
-    rewards.check_group_rewards,
-    rewards.check_timeshared,
-    rewards.check_watching,
-    rewards.check_latents,
-    rewards.check_reward_model,
+    *(rewards.check_rewards, rewards.check_combination, rewards.check_watching, rewards.check_reward_model),
 )
-"""Rules about the rewards that train."""
+"""Rules that need the rewards that train; others have nothing to check without one."""
 
 
 def check_plannable(config: DictConfig) -> None:
-    """Run the rules that need no checkpoint.
-
-    Raises:
-        ValueError: the messages that a run would be refused with.
-    """
+    """Run the rules that need no checkpoint. Raises ValueError: the messages that a run would be refused with."""
     left_out = {*OF_MODEL, *OF_RUN}
     if OmegaConf.select(config, "data.train_files") is None:
         left_out.add(inputs.check_prompts)

@@ -179,12 +179,8 @@ def continue_notes(run: StartConfig) -> list[str]:
 
 
 def claim(config: DictConfig) -> tuple[IO[str], list[str]]:
-    """Hold the run's folder, and move the files of a run that this start does not continue -> the lock, which holds
-    as long as it is open, and notes.
-
-    Raises:
-        ValueError: a live process holds the folder, or the files cannot be moved.
-    """
+    """Hold the run's folder, and move the files of a run that this start does not continue -> the lock, which holds as
+    long as it is open, and notes. ValueError if a live process holds the folder, or the files cannot be moved."""
     run_dir = Path(config.trainer.default_local_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     lock, notes = _hold(run_dir)

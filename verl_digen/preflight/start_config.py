@@ -40,11 +40,7 @@ class StartConfig:
 
     @property
     def digen(self) -> DigenConfig:
-        """The `digen:` section.
-
-        Raises:
-            ValueError: it cannot be parsed; the same for every rule, so it is shown once.
-        """
+        """The `digen:` section. ValueError if it cannot be parsed; the same for every rule, so it is shown once."""
         if isinstance(self._parsed, ValueError):
             raise self._parsed
         return self._parsed
@@ -96,11 +92,7 @@ def typed_keys(config: DictConfig, section: str) -> set[str]:
 
 def named_recipes(config: DictConfig) -> list[str]:
     """The recipes of a run, in order, as its command line or its YAML names them; empty where the config has no record
-    of them.
-
-    Raises:
-        ValueError: the command line names others than those that Hydra took.
-    """
+    of them. ValueError if the command line names others than those that Hydra took."""
     given = [word for word in command_line(config) if GROUP_WORD.match(word)]
     value = OverridesParser.create().parse_overrides([given[-1]])[0].value() if given else None
     typed = _names(value if isinstance(value, list) else [value])
@@ -119,11 +111,7 @@ def _names(words: list[Any]) -> list[str]:
 
 
 def check_recipes(config: DictConfig) -> None:
-    """Require one recipe of an algorithm or a model, in front, and none twice.
-
-    Raises:
-        ValueError: the message says in which order to name them.
-    """
+    """Require one recipe of an algorithm or a model, in front, and none twice; says in which order to name them."""
     names = named_recipes(config)
     said = f"recipe={AND.join(names)}"
     section = OmegaConf.select(config, "digen")

@@ -173,8 +173,7 @@ VALUES: dict[str, Value] = {
     f"{ACTOR}.optim.weight_decay": Value(NotNegative, "1e-4 is flow_grpo's"),
     f"{ACTOR}.optim.clip_grad": Value(Positive, "1.0 is usual"),
     f"{ACTOR}.optim.betas": Value(
-        Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)],
-        "[0.9,0.999] is usual",
+        Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)], "[0.9,0.999] is usual"
     ),
     f"{ACTOR}.optim.lr_scheduler_type": Value(Literal["constant", "cosine"], "choose one of these"),
     f"{ACTOR}.optim.lr_warmup_steps": Value(Warmup | None, "-1 takes the ratio"),

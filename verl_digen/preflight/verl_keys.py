@@ -9,6 +9,7 @@ import importlib.util
 from typing import Any
 
 from omegaconf import OmegaConf
+from verl.utils.import_utils import load_class_from_fqn, load_extern_object
 
 from verl_digen import plugin
 from verl_digen.config.pool_sizes import num_trainer_devices
@@ -75,8 +76,6 @@ def check_optimizer(run: StartConfig) -> None:
 
 def check_callback(run: StartConfig) -> None:
     """Require that the class that is called after a checkpoint can be imported."""
-    from verl.utils.import_utils import load_class_from_fqn
-
     key, name = "trainer.checkpoint_callback_class", run.config.trainer.checkpoint_callback_class
     with refusing(f"{key} must be a class that can be imported", name, "give package.module.Class, or null"):
         if name:
@@ -129,8 +128,6 @@ def check_classes(run: StartConfig) -> None:
 
 
 def _check_class(section: str, module: str, ours: str, path: Any, name: Any) -> None:
-    from verl.utils.import_utils import load_extern_object
-
     importlib.import_module("verl.trainer.ppo.v1")  # which imports the modules of ours, and not the other way round
     remedy = "leave both keys to the recipes"
     if path == f"pkg://{module}":

@@ -40,11 +40,7 @@ def rounded(value: float | None) -> float | None:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """Rows of a run's metrics.jsonl, by step; of a step with two the newer one.
-
-    Raises:
-        ValueError: a line is no JSON object with a step.
-    """
+    """Rows of a run's metrics.jsonl, by step; of a step with two the newer one. ValueError if one has no step."""
     rows = {row["step"]: row for row in read_lines(path)}
     return [rows[step] for step in sorted(rows)]
 

@@ -104,21 +104,12 @@ PLOTLY = "package_data/plotly.min.js"
 
 
 def write_report(run_dir: Path, path: Path) -> None:
-    """Write the report of a run's folder.
-
-    Raises:
-        ValueError: `run_dir` is no run's, or a file in it is broken.
-        OSError: `path` cannot be written.
-    """
+    """Write the report of a run's folder. ValueError if it is none, or broken; OSError if `path` cannot be written."""
     write_page(render(collect(run_dir)), path)
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write a page in place of the one that is there.
-
-    Raises:
-        OSError: `path` cannot be written.
-    """
+    """Write a page in place of the one that is there. Raises OSError if `path` cannot be written."""
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -138,11 +129,7 @@ def refresh_report(run_dir: Path) -> float:
 
 
 def collect(run_dir: Path) -> dict[str, Any]:
-    """All that the page shows.
-
-    Raises:
-        ValueError: `run_dir` is no run's, or a file in it is broken.
-    """
+    """All that the page shows. Raises ValueError: `run_dir` is no run's, or a file in it is broken."""
     require(
         is_run(run_dir),
         f"RUN must be the folder of a run, its trainer.default_local_dir, with a {METRICS}",
@@ -171,10 +158,7 @@ def collect(run_dir: Path) -> dict[str, Any]:
 
 def written_now() -> dict[str, str]:
     """When a page was written, and by which version."""
-    return {
-        "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "version": version("verl-digen"),
-    }
+    return {"written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"), "version": version("verl-digen")}
 
 
 def render(data: dict[str, Any], view: str = "report", *, is_live: bool = False) -> str:

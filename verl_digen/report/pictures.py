@@ -132,10 +132,7 @@ def _fitting(
     """Steps that are shown and their pictures: as many as fit, at least the first and the last."""
     chosen = thinned(steps, MAX_STEPS)
     encoded = {step: encode(step) for step in chosen}
-    while len(chosen) > 2 and (size := sum(map(_chars, map(encoded.__getitem__, chosen)))) > most_chars:
+    sizes = {step: sum(len(picture) for picture in pictures if picture) for step, pictures in encoded.items()}
+    while len(chosen) > 2 and (size := sum(map(sizes.__getitem__, chosen))) > most_chars:
         chosen = thinned(chosen, max(2, min(len(chosen) - 1, int(len(chosen) * most_chars / size))))
     return chosen, [encoded[step] for step in chosen]
-
-
-def _chars(pictures: Sequence[str | None]) -> int:
-    return sum(len(picture) for picture in pictures if picture)

@@ -14,7 +14,6 @@ Exit code 0, or 2 if nothing could be written.
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -37,16 +36,12 @@ def run(args: Namespace) -> int:
 
     default = args.runs[0] / REPORT if len(args.runs) == 1 else Path(COMPARISON)
     path = default if args.out is None else args.out
-    try:
-        if args.out is not None:
-            fits = not path.is_dir() and path.absolute().parent.is_dir()
-            require(fits, "--out must be a file in a folder that is there", str(path), "name another file")
-        if len(args.runs) == 1:
-            write_report(args.runs[0], path)
-        else:
-            write_page(render(compare(named(args.runs)), "comparison"), path)
-    except (OSError, ValueError) as error:
-        print(f"digen report: {error}", file=sys.stderr)
-        return 2
+    if args.out is not None:
+        fits = not path.is_dir() and path.absolute().parent.is_dir()
+        require(fits, "--out must be a file in a folder that is there", str(path), "name another file")
+    if len(args.runs) == 1:
+        write_report(args.runs[0], path)
+    else:
+        write_page(render(compare(named(args.runs)), "comparison"), path)
     print(path)
     return 0

@@ -116,12 +116,7 @@ def totals(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
 
 
 def state_of(run_dir: Path, step: int, steps: int | None) -> tuple[str, str]:
-    """(state, reason).
-
-    Args:
-        step: the newest one.
-        steps: planned.
-    """
+    """(state, reason) after `step` of the planned `steps`."""
     if (run_dir / END).is_file():
         found = json.loads((run_dir / END).read_text(encoding="utf-8"))
         return found["state"], found["reason"]

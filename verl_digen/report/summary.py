@@ -130,11 +130,7 @@ def health(rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
 def tiles(
     rows: Sequence[Mapping[str, float]], start: dict[str, Any], warnings: dict[str, Any], state: str
 ) -> list[dict[str, str]]:
-    """Tiles of `label`, `value` and `detail`; those that have a value.
-
-    Args:
-        state: of the run, as `verl_digen.report.runs` finds it.
-    """
+    """Tiles of `label`, `value` and `detail`; those that have a value. `state` is the run's, see `report.runs`."""
     trained = [row for row in rows if "reward/mean" in row]
     shown = [*_validation(rows), *_training(trained, start), *_time(rows, start, state), *_speed(trained)]
     count = len(warnings["shown"]) + warnings["num_left_out"]

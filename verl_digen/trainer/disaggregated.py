@@ -336,7 +336,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
 
     def _write_intervals(self, *own: Interval) -> list[Interval]:
         """Write what was recorded since the last call, and `own`, to disk."""
-        intervals = [*self._recorder.drain().intervals, *own]
+        intervals = [*self._recorder.drain(), *own]
         self._timeline_file.append(intervals)
         return intervals
 

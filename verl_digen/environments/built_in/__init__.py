@@ -15,21 +15,12 @@ from verl_digen.require import require_one_of, settings_of
 from verl_digen.reward.named import load
 
 
-def built_in_names() -> list[str]:
-    """Names of the files; none of them is imported."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
-
-
 def environment_class(config: EnvironmentConfig) -> type[Environment]:
-    """The class that the config names.
-
-    Raises:
-        ValueError: no such name, a module or file that cannot be loaded, or another kind of object.
-    """
+    """The class that the config names. ValueError if it cannot be loaded, or is another kind of object."""
     target = config.target
     assert target is not None
     if config.path is None:
-        require_one_of(config.key, target, built_in_names())
+        require_one_of(config.key, target, sorted(module.name for module in pkgutil.iter_modules(__path__)))
         target = f"{__name__}.{target}:ENVIRONMENT"
     found = load(target, config.key, "FILE.py:NAME or package.module.NAME")
     if not (isinstance(found, type) and issubclass(found, Environment)):

@@ -109,11 +109,8 @@ class VlmJudge(Environment):
         return Instruction(row.text)
 
     async def step(self, picture: Picture) -> TurnResult:
-        """Ask for a score and the next instruction.
-
-        Raises:
-            UnusableAnswer: no answer could be read. ServerError: the server did not answer.
-        """
+        """Ask for a score and the next instruction. UnusableAnswer if none could be read, ServerError without an
+        answer."""
         config = self.config
         frames = frames_of(picture, config.num_frames)
         parts = await picture_parts([fitted(Image.fromarray(frame), config.max_px) for frame in frames])
@@ -133,11 +130,8 @@ class VlmJudge(Environment):
 
 
 def read_verdict(reply: Reply, max_score: float) -> Verdict:
-    """Read the JSON object of an answer; a fence of Markdown around it is left out.
-
-    Raises:
-        UnusableAnswer: anything else than the two keys with values of their kind.
-    """
+    """Read the JSON object of an answer; a fence of Markdown around it is left out. UnusableAnswer for anything else
+    than the two keys with values of their kind."""
     text = reply.text
     if text.startswith(FENCE) and text.endswith(FENCE) and "\n" in text:
         text = text.partition("\n")[2].removesuffix(FENCE)

@@ -13,20 +13,16 @@ None of these modules imports a heavy library (numpy, Ray, torch).
 """
 
 from verl_digen.observe.timeline.analysis import step_metrics
-from verl_digen.observe.timeline.file import Timeline, TimelineFile, read_timeline
-from verl_digen.observe.timeline.interval import Interval, Kind, Lane, Pool
-from verl_digen.observe.timeline.recorder import Drained, OpenInterval, Recorder, UnixClock
+from verl_digen.observe.timeline.file import TimelineFile, read_timeline
+from verl_digen.observe.timeline.interval import Interval, Kind, Lane
+from verl_digen.observe.timeline.recorder import Recorder, UnixClock
 from verl_digen.schedulers.types import WaitReason
 
 __all__ = [
-    "Drained",
     "Interval",
     "Kind",
     "Lane",
-    "OpenInterval",
-    "Pool",
     "Recorder",
-    "Timeline",
     "TimelineFile",
     "UnixClock",
     "WaitReason",

@@ -76,11 +76,7 @@ class Usage:
 
 
 def step_window(intervals: Iterable[Interval], step: int) -> Span:
-    """Start and end of a step.
-
-    Raises:
-        ValueError: the step has no `step` interval, or one of 0 s.
-    """
+    """Start and end of a step. Raises ValueError: the step has no `step` interval, or one of 0 s."""
     frames = [interval for interval in intervals if interval.kind == "step" and interval.step == step]
     if not frames:
         raise ValueError(f"step {step} must have a `step` interval, which the driver writes at its end, got none")
@@ -138,11 +134,8 @@ def lane_seconds(intervals: Iterable[Interval], window: Span) -> dict[str, float
 
 
 def pool_usage(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> dict[str, Usage]:
-    """Pool -> its usage in a step, for every pool of `num_devices` with devices, in the order of `POOLS`.
-
-    Raises:
-        ValueError: there is no such pool, or its lanes stand for more devices than it has.
-    """
+    """Pool -> its usage in a step, for every pool of `num_devices` with devices, in the order of `POOLS`. ValueError if
+    there is no such pool, or its lanes stand for more devices than it has."""
     for pool in num_devices:
         if pool not in POOLS:
             raise ValueError(f"a pool with devices must be one of {', '.join(POOLS)}, got {pool!r}")

@@ -8,7 +8,6 @@ given by --out, and prints, per pool, how busy it was and what its idle time wai
 from __future__ import annotations
 
 import json
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,14 +32,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    try:
-        timeline = _open(args.run_dir)
-        out = args.run_dir / "timeline" if args.out is None else args.out
-        for step in _choose(timeline, args.step, args.run_dir):
-            print(show_step(timeline, step, out))
-    except (OSError, ValueError) as error:
-        print(f"digen timeline: {error}", file=sys.stderr)
-        return 2
+    timeline = _open(args.run_dir)
+    out = args.run_dir / "timeline" if args.out is None else args.out
+    for step in _choose(timeline, args.step, args.run_dir):
+        print(show_step(timeline, step, out))
     return 0
 
 

@@ -43,18 +43,7 @@ Pool = Literal["generator", "reward", "trainer", "driver"]
 """Owner of a lane."""
 
 Kind = Literal[
-    "train",
-    "assist",
-    "generate",
-    "commit",
-    "score",
-    "wake",
-    "sleep",
-    "publish",
-    "validate",
-    "save",
-    "wait",
-    "step",
+    "train", "assist", "generate", "commit", "score", "wake", "sleep", "publish", "validate", "save", "wait", "step"
 ]
 """Activity of a lane:
 
@@ -188,11 +177,7 @@ def to_line(interval: Interval) -> dict[str, Any]:
 
 
 def from_line(line: Mapping[str, Any]) -> Interval:
-    """The interval of a JSON object.
-
-    Raises:
-        KeyError, TypeError, ValueError: the object is not an interval.
-    """
+    """The interval of a JSON object. Raises KeyError, TypeError, ValueError: the object is not an interval."""
     values = dict(line)
     pool, _, index = values.pop("lane").partition("/")
     lane = Lane(pool, int(index), values.pop("host"), values.pop("num_devices"))

@@ -43,15 +43,6 @@ class IntervalFacts(TypedDict, total=False):
     reason: WaitReason | None
 
 
-@dataclass(frozen=True)
-class Drained:
-    """Intervals that a recorder hands over. Travels from a worker to the driver."""
-
-    intervals: list[Interval]
-    num_lost: int
-    """Intervals dropped since the last drain, because the recorder was full."""
-
-
 @dataclass(eq=False)
 class OpenInterval:
     """An interval that has begun. Made by `Recorder.begin`."""
@@ -74,10 +65,10 @@ class Recorder:
     >>> with recorder.interval("train", lane, step=3, fragment_id="f0", num_samples=24) as detail:
     ...     detail["num_tiles"] = 9
     >>> waiting = recorder.begin("wait", lane, step=3, reason="no_fragment_ready")  # ends in another callback
-    >>> len(recorder.drain().intervals)  # the training, and the waiting so far
+    >>> len(recorder.drain())  # the training, and the waiting so far
     2
     >>> recorder.end(waiting)
-    >>> len(recorder.drain().intervals)  # the rest of the waiting
+    >>> len(recorder.drain())  # the rest of the waiting
     1
     """
 
@@ -101,11 +92,7 @@ class Recorder:
         return opened
 
     def end(self, opened: OpenInterval) -> None:
-        """Close an interval now.
-
-        Raises:
-            RuntimeError: it has ended already.
-        """
+        """Close an interval now. Raises RuntimeError if it has ended already."""
         with self._lock:
             if self._open.pop(id(opened), None) is None:
                 raise RuntimeError(f"{opened.begun.name} has ended already")
@@ -125,26 +112,22 @@ class Recorder:
         finally:
             self.end(opened)
 
-    def add(self, interval: Interval) -> None:
-        """Add an interval that was timed elsewhere, by this recorder's clock."""
-        with self._lock:
-            self._note(interval)
-
-    def drain(self) -> Drained:
-        """Hand over all recorded intervals, and the part so far of open ones."""
+    def drain(self) -> list[Interval]:
+        """Hand over all recorded intervals, and the part so far of open ones; says how many were lost since the last
+        drain."""
         with self._lock:
             now_s = self.now_s()
             for opened in self._open.values():
                 if now_s > opened.begun.start_s:
                     self._note(opened.until(now_s, is_cut=True))
                     opened.begun = replace(opened.begun, start_s=now_s, end_s=now_s)
-            drained = Drained(self._noted, self._num_lost)
+            drained, num_lost = self._noted, self._num_lost
             self._noted, self._num_lost = [], 0
-        if drained.num_lost:
+        if num_lost:
             logger.warning(
                 "the timeline lost %d intervals, which show as unattributed time: a recorder holds %d; drain it "
                 "more often, or give it a larger capacity",
-                drained.num_lost,
+                num_lost,
                 self._capacity,
             )
         return drained

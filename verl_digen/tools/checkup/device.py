@@ -102,11 +102,7 @@ MAX_ERROR = 0.02
 
 
 def check_attention(setting: Setting) -> str:
-    """Compare gradients of queries, keys and values in two layouts, with a mask and without.
-
-    Raises:
-        CheckFailed: one is beyond MAX_ERROR.
-    """
+    """Compare gradients of queries, keys and values in two layouts, masked and not. CheckFailed beyond MAX_ERROR."""
     attention_gradient.apply()
     tokens = 192 if setting.is_cpu else TOKENS
     errors = {

@@ -47,11 +47,7 @@ FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
 
 
 def check_gradient(setting: Setting) -> str:
-    """Run all ranks, each in a process of its own.
-
-    Raises:
-        CheckFailed: the gradients differ, or are zero.
-    """
+    """Run all ranks, each in a process of its own. Raises CheckFailed: the gradients differ, or are zero."""
     checkpoint = build_tiny(setting.architecture, setting.folder / "checkpoint")
     context = multiprocessing.get_context("spawn")  # a fork cannot use a device that its parent has
     with ProcessPoolExecutor(setting.num_ranks, mp_context=context) as pool:
@@ -64,11 +60,7 @@ def check_gradient(setting: Setting) -> str:
 
 
 def conclude(gaps: Sequence[float]) -> str:
-    """Ranks' relative differences -> figure.
-
-    Raises:
-        CheckFailed: one is too large, or not a number.
-    """
+    """Ranks' relative differences -> figure. Raises CheckFailed: one is too large, or not a number."""
     worst = max(gaps, key=lambda gap: gap if gap == gap else math.inf)
     if not worst <= RTOL:
         raise CheckFailed(
@@ -143,11 +135,7 @@ def _samples(checkpoint: Path) -> Samples:
     trajectories, _ = sampler.sample(requests, conditions, None, version=0)
     columns = [one.record.columns() for one in trajectories if isinstance(one.record, PathRecord)]
     described = [
-        FragmentSample(
-            key=str(number),
-            facts=with_experts(model, one).facts,
-            reward=REWARDS[number],
-        )
+        FragmentSample(key=str(number), facts=with_experts(model, one).facts, reward=REWARDS[number])
         for number, one in enumerate(trajectories)
     ]
     return Samples(

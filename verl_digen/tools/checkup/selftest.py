@@ -111,20 +111,13 @@ class Check:
 
 
 def check_numerics(setting: Setting) -> str:
-    """Run the self-test of the setting's architecture in both dtypes.
-
-    Raises:
-        CheckFailed: a number is beyond its bound.
-    """
+    """Run the self-test of the setting's architecture in both dtypes. CheckFailed if a number is beyond its bound."""
     return _test(setting.architecture)
 
 
 def check_architectures(setting: Setting) -> str:
-    """Run the self-test of every architecture; on a CPU only of the setting's.
-
-    Raises:
-        CheckFailed: a number of one is beyond its bound, or one raised an error.
-    """
+    """Run the self-test of every architecture; on a CPU only of the setting's. CheckFailed if a number of one is beyond
+    its bound, or one raised an error."""
     names = [setting.architecture] if setting.is_cpu else sorted(BUILDERS)
     failed = {}
     context = multiprocessing.get_context("spawn")  # a fork cannot use a device that its parent has
@@ -271,11 +264,7 @@ def images_read_at(pipeline: Any, side_px: int, sources: Sequence[tuple[int, int
 
 
 def _run_pipeline(
-    model: DiffusionModel,
-    images: Sequence[SourceImage],
-    geometry: Geometry,
-    device: torch.device,
-    dtype: torch.dtype,
+    model: DiffusionModel, images: Sequence[SourceImage], geometry: Geometry, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """Latents of the model's own pipeline for PROMPTS and the sampler's initial noise."""
     pipeline = load_pipeline(model, geometry, dtype).to(device)
@@ -342,11 +331,7 @@ def pictures_of(model: DiffusionModel, pictures: Sequence[Image.Image]) -> Any:
 
 
 def _rows(
-    model: DiffusionModel,
-    paths: Sequence[PathRecord],
-    conditions: Sequence[Condition],
-    sampling: Sampling,
-    expert: int,
+    model: DiffusionModel, paths: Sequence[PathRecord], conditions: Sequence[Condition], sampling: Sampling, expert: int
 ) -> tuple[TrainingRows, Tensor]:
     """All trained steps of one expert, sample after sample, and their recorded log-probs; advantage 1 for the first
     sample, -1 for the second."""

@@ -99,11 +99,8 @@ RUNS = {
 
 
 def check_run(setting: Setting) -> str:
-    """Make the run of the check that the setting's folder is named for.
-
-    Raises:
-        CheckFailed: it ended with an error, without its steps or a gradient, or with other rewards than are due.
-    """
+    """Make the run of the check that the setting's folder is named for. CheckFailed if it ended with an error, without
+    its steps or a gradient, or with other rewards than are due."""
     run = RUNS[setting.folder.name]
     if run.checkpoint is None and not Path("examples/tiny_qwen_image/checkpoint").is_dir():
         raise CheckFailed("the quick start's checkpoint is not in this folder: start it in the checkout's folder")
@@ -214,11 +211,7 @@ def _note_plan(setting: Setting, text: bytes) -> None:
 
 
 def conclude(steps: Sequence[Mapping[str, float]], num_devices: int, rewards: Sequence[float] = ()) -> str:
-    """Metrics of the steps -> figure.
-
-    Raises:
-        CheckFailed: no step has a gradient, or rewards differ from `rewards`.
-    """
+    """Metrics of the steps -> figure. Raises CheckFailed: no step has a gradient, or rewards differ from `rewards`."""
     norms = [step["actor/grad_norm"] for step in steps]
     updates = [step["actor/grad_norm"] for step in steps if step["actor/num_skipped_updates"] == 0]  # fp16 may overflow
     if not updates or not all(math.isfinite(norm) and norm > 0 for norm in updates):

@@ -60,21 +60,13 @@ class Received:
 
 
 def check_update(setting: Setting) -> str:
-    """Send an update each way to a process of its own.
-
-    Raises:
-        CheckFailed: it did not arrive, or not as it was sent.
-    """
+    """Send an update each way to a process of its own. Raises CheckFailed: it did not arrive, or not as it was sent."""
     in_a_process = partial(ProcessPoolExecutor, 1, mp_context=multiprocessing.get_context("spawn"))
     return round_trips(CPU_UPDATE_MB if setting.is_cpu else UPDATE_MB, in_a_process)
 
 
 def round_trips(size_mb: int, receiver: Callable[[], Executor]) -> str:
-    """Send an update each way -> figure.
-
-    Args:
-        receiver: makes what runs the receiver, at the same time as the sender.
-    """
+    """Send an update each way -> figure. `receiver`: makes what runs the receiver, at the same time as the sender."""
     speeds = {}
     for is_live in (True, False):
         name = "live" if is_live else "staged"
@@ -148,11 +140,7 @@ TENSOR_MB = 64
 
 
 def check_sleeping(setting: Setting) -> str:
-    """Let a server and larger weights sleep and wake.
-
-    Raises:
-        CheckFailed: memory stayed or did not come back, or numbers changed.
-    """
+    """Let a server and larger weights sleep and wake. CheckFailed if memory stayed or is lost, or numbers changed."""
     device = own_device(get_platform().device_name)
     figure = sleep_and_wake(CPU_ASLEEP_MB if setting.is_cpu else ASLEEP_MB, device)
     if device.type != "cpu":

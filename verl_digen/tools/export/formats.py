@@ -14,7 +14,9 @@ An adapter of two networks (Wan2.2) is written as two adapters, in folders with 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from itertools import groupby
 from pathlib import Path
@@ -35,13 +37,16 @@ from torch import Tensor
 from verl_digen.engine.export import PEFT_PREFIX
 from verl_digen.models.checkpoint import Experts
 from verl_digen.models.locate import HUB_ID
-from verl_digen.observe.run_files import METRICS, read_lines
+from verl_digen.observe.run_files import CHECKPOINT, METRICS, read_lines
 from verl_digen.report.curves import thinned
 from verl_digen.report.summary import read_start
-from verl_digen.require import require
+from verl_digen.require import require, require_one_of
 from verl_digen.tools.export.comfyui import require_known, save_comfyui, scales_of
 from verl_digen.tools.export.policy import PolicyWeights
-from verl_digen.tools.export.saved_run import SavedRun
+from verl_digen.tools.export.saved_run import SavedRun, open_run
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Value of --dtype -> dtype of the written weights."""
 
 MAX_FILE_BYTES = 5 << 30
 """Largest safetensors file of an export; the diffusers library's own limit is 10 GB."""
@@ -247,3 +252,62 @@ def validations(metrics: Path, step: int) -> Iterator[tuple[int, str]]:
 def _table(head: tuple[str, str], rows: Any) -> str:
     lines = [head, ("---", "---"), *rows]
     return "\n".join(f"| {left} | {right} |" for left, right in lines)
+
+
+def export(
+    run_dir: Path,
+    *,
+    step: int | None = None,
+    policy: str = "current",
+    base: str | None = None,
+    format: str = "diffusers",
+    dtype: str | None = None,
+    output: Path | None = None,
+) -> Path:
+    """Export a checkpoint -> the folder that was written. ValueError if there is no such run, checkpoint, policy or
+    format, or `output` holds something; OSError if the folder cannot be written."""
+    if dtype is not None:
+        require_one_of("--dtype", dtype, DTYPES)
+    saved = open_run(run_dir, step, base)
+    require_fit(saved, format)
+    default = saved.folder / "exports" / f"{CHECKPOINT}{saved.step}-{policy}-{format}"
+    folder = (default if output is None else output).absolute()
+    require_empty(folder)
+    weights = PolicyWeights(saved, policy)
+    with written_whole(folder) as partial:
+        FORMATS[format](saved, weights, partial, None if dtype is None else DTYPES[dtype])
+        (partial / "README.md").write_text(model_card(saved, policy, format), encoding="utf-8")
+    return folder
+
+
+def require_empty(folder: Path) -> None:
+    """Raise ValueError unless `folder` is missing or empty, and no other command is writing it."""
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require(is_free, "--output must be a new or an empty folder", str(folder), "name another one")
+    partial = partial_of(folder)
+    require(
+        not partial.exists(),
+        f"{str(partial)!r} must not be there: another command writes it, or was killed",
+        "a folder",
+        "remove it, or give another --output",
+    )
+
+
+def partial_of(folder: Path) -> Path:
+    """The folder in which the content of `folder` is collected."""
+    return folder.with_name(folder.name + ".partial")
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write to, renamed to `folder` at the end, or removed if the body raised; see `require_empty`."""
+    folder = folder.absolute()
+    require_empty(folder)
+    partial = partial_of(folder)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -35,11 +35,7 @@ from verl_digen.weights.checksum import Checksum
 
 
 def changed(
-    digen: DigenConfig,
-    *,
-    seed: int | None = None,
-    num_steps: int | None = None,
-    size_px: tuple[int, int] | None = None,
+    digen: DigenConfig, *, seed: int | None = None, num_steps: int | None = None, size_px: tuple[int, int] | None = None
 ) -> DigenConfig:
     """The run's settings with others in their place; None keeps the run's.
 
@@ -58,11 +54,8 @@ def changed(
 
 
 def rows_of(run: SavedRun, texts: Sequence[str], file: str | None) -> list[PromptRow]:
-    """Prompts of the command line, else of a prompt file; numbered as validation prompts.
-
-    Raises:
-        ValueError: neither or both, or a malformed file.
-    """
+    """Prompts of the command line, else of a prompt file, numbered as validation prompts. ValueError for neither or
+    both, or a malformed file."""
     require(bool(texts) != bool(file), "one of --prompt and --prompts must be given", [*texts, file], "give one")
     if file:
         columns = Columns.of(run.config.data) if "data" in run.config else Columns()

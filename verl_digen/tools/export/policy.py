@@ -53,11 +53,7 @@ class BaseWeights:
         return found
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor `name`, on the CPU.
-
-        Raises:
-            ValueError: the checkpoint has none of this name.
-        """
+        """The tensor `name`, on the CPU. Raises ValueError if the checkpoint has none of this name."""
         file, inner = self._place(name)
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_tensor(inner)
@@ -109,11 +105,7 @@ NOT_RANK_0 = 1
 
 
 class PolicyWeights:
-    """Weights of policy `name`.
-
-    Raises:
-        ValueError: the checkpoint lacks files or this policy, or is of another network.
-    """
+    """Weights of policy `name`. ValueError if the checkpoint lacks files or this policy, or is of another network."""
 
     def __init__(self, run: SavedRun, name: str):
         self._run, self._saved = run, SavedState(run.actor)

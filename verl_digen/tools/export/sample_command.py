@@ -14,12 +14,11 @@ Exit code 0, or 2 if nothing could be drawn; then nothing is left behind.
 from __future__ import annotations
 
 import re
-import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from verl_digen.observe.run_files import CHECKPOINT
-from verl_digen.tools.export.export_command import add_run_arguments, require_empty, written_whole
+from verl_digen.tools.export.export_command import add_run_arguments
 
 NAME = "sample"
 
@@ -52,16 +51,7 @@ def run(args: Namespace) -> int:
     """Draw and say where."""
     import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
 
-    try:
-        folder = _sample(args)
-    except ValueError as error:
-        print(f"digen sample: {error}", file=sys.stderr)
-        return 2
-    print(folder)
-    return 0
-
-
-def _sample(args: Namespace) -> Path:
+    from verl_digen.tools.export.formats import require_empty, written_whole
     from verl_digen.tools.export.pictures import Painter, changed, rows_of, save_pictures
     from verl_digen.tools.export.saved_run import open_run
 
@@ -74,4 +64,5 @@ def _sample(args: Namespace) -> Path:
     painter = Painter(saved, args.policy, digen)
     with written_whole(folder) as partial:
         save_pictures(painter, rows, args.num, partial, f"{saved.folder.name}, step {saved.step}, {args.policy}")
-    return folder
+    print(folder)
+    return 0

@@ -314,11 +314,7 @@ class _Replay:
     """Tensors that the first block of a kind saved and returned, for the next one, whose own take their places."""
 
     def __init__(self, args: tuple[Any, ...], saved: Sizes, others: set[int], result: Any):
-        """Record a block.
-
-        Args:
-            others: storages that were saved before it ran.
-        """
+        """Record a block. `others`: storages that were saved before it ran."""
         self._args, self._saved, self._others, self._result = list(_sizes(args)), saved, others, result
         self._alive: list[Any] = []
 

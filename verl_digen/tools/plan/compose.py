@@ -14,21 +14,29 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
+
+import verl  # noqa: F401 - loads the plugin, and with it the recipes
+from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
+from omegaconf import DictConfig, read_write
+from omegaconf.errors import OmegaConfBaseException
+from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
 
 from verl_digen.hardware.devices import DEVICE_GB, Pool
+from verl_digen.models.flops import device_type
+from verl_digen.preflight.start_config import check_recipes
 from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
 from verl_digen.tools.simulate.splits import (
     NODE_SIZE,
+    POOL_KEYS,
+    Shape,
     arrange,
     parse_pool,
     pool_overrides,
     pooled_nodes,
     type_overrides,
 )
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 GB = 10**9
 
@@ -40,10 +48,6 @@ MEASURED_MFU = {"Stable Diffusion 3, SD3Transformer2DModel": (3e9, 0.21)}
 training, docs/gpu_results.md), in place of the assumed one."""
 PROMPT_TOKENS = 128
 """Assumed length of a prompt, for networks that read prompts without padding."""
-POOL_KEYS = (
-    *("trainer.nnodes", "trainer.n_gpus_per_node"),
-    *("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"),
-)
 
 
 @dataclass(frozen=True)
@@ -148,19 +152,8 @@ def _typed_pools(text: str) -> dict[str, Any]:
 
 
 def compose_run(overrides: Sequence[str], words: Words) -> DictConfig:
-    """Compose the config as verl's main does, with Hydra's record of the command line, which checks read.
-
-    Raises:
-        ValueError: Hydra cannot compose it; with the first line of Hydra's message.
-    """
-    import verl  # noqa: F401 - loads the plugin, and with it the recipes
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from omegaconf import read_write
-    from omegaconf.errors import OmegaConfBaseException
-
-    from verl_digen.preflight.start_config import check_recipes
-
+    """Compose the config as verl's main does, with Hydra's record of the command line, which checks read. ValueError,
+    with the first line of Hydra's message, if it cannot be composed."""
     overrides = list(overrides)
     with platform_of(words), initialize_config_module("verl.trainer.config", version_base=None):
         try:
@@ -208,16 +201,13 @@ def _pools(words: Words, split: bool) -> list[str]:
         gpus,
         "give trainer.nnodes and trainer.n_gpus_per_node",
     )
-    keys = POOL_KEYS if split else POOL_KEYS[:2]
-    return [f"{key}={num_nodes if key.endswith('nnodes') else num_devices // num_nodes}" for key in keys]
+    return pool_overrides(*[Shape(num_nodes, num_devices // num_nodes)] * (1 + split))
 
 
 @contextmanager
 def platform_of(words: Words) -> Iterator[None]:
     """Set the platform that the run is planned for: this machine's, or NVIDIA's if `words` name accelerators and it has
     none."""
-    from verl.plugin.platform import PlatformRegistry, get_platform, set_platform
-
     here = get_platform()
     if here.device_name != "cpu" or not words.names_accelerator:
         yield
@@ -247,10 +237,6 @@ def device_of(words: Words) -> tuple[str | None, int | None]:
 
     Without an accelerator, here or in `words`, the memory is this machine's.
     """
-    from verl.plugin.platform import get_platform
-
-    from verl_digen.models.flops import device_type
-
     here, kind, found = get_platform(), None, None
     if words.types is not None:
         kind, found = words.types[0], min(DEVICE_GB[kind] for kind in words.types) * GB

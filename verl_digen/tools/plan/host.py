@@ -32,14 +32,7 @@ Items = dict[str, int]
 PROMPT_CACHE = "prompt cache"
 
 
-def host_memory(
-    run: Run,
-    resident: Items,
-    networks: Items,
-    *,
-    in_turns: bool,
-    input_bytes: int,
-) -> Items:
+def host_memory(run: Run, resident: Items, networks: Items, *, in_turns: bool, input_bytes: int) -> Items:
     """Items of the fullest node.
 
     Args:

@@ -154,13 +154,7 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
         decoding=_decoding(run, of_replica, limit),
         encoding=Phase(encoders | beside_encoding, 0, 1, "prompt at a time") if in_turns else None,
         limit_bytes=limit,
-        host=host_memory(
-            run,
-            resident,
-            networks,
-            in_turns=in_turns,
-            input_bytes=_offloaded_inputs(run, tile),
-        ),
+        host=host_memory(run, resident, networks, in_turns=in_turns, input_bytes=_offloaded_inputs(run, tile)),
         step=step_traffic(run),
         is_base_whole=tile.is_base_whole,
         checkpoint_bytes=checkpoint_bytes(run),
@@ -245,11 +239,7 @@ class Tile:
 
 
 def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> Tile:
-    """The engine's choice, from planned bytes in place of measured ones.
-
-    Args:
-        beside: what else is on the device while it trains.
-    """
+    """The engine's choice, from planned bytes in place of measured ones. `beside`: what else the device holds."""
     settings, activations = run.settings, run.measured.training
     num_blocks, fixed = len(activations.blocks), _fixed_blocks(run, device_bytes)
     when = _when_to_reduce(run, resident, device_bytes)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from torch import nn
 
 from verl_digen.models.base import DiffusionModel
@@ -135,9 +137,6 @@ def count_parts(model: DiffusionModel, dtype: torch.dtype, *, as_loaded_by_us: b
 
 
 def _make_part(folder: Path, library: str, class_name: str) -> nn.Module:
-    import diffusers
-    import transformers
-
     with torch.device("meta"):  # not accelerate's init_empty_weights, under which tied weights would count twice
         if library != "transformers":  # diffusers, or the module of a pipeline with networks of its own
             owner = diffusers if library == "diffusers" else getattr(diffusers.pipelines, library)
@@ -150,8 +149,6 @@ def _make_part(folder: Path, library: str, class_name: str) -> nn.Module:
 def _loaded_dtype(network: Any, name: str, dtype: torch.dtype) -> torch.dtype:
     """Dtype in which `from_pretrained(dtype=dtype)` of transformers leaves the parameter `name`; diffusers' VAEs have
     all in `dtype`."""
-    import transformers
-
     if not isinstance(network, transformers.PreTrainedModel):
         return dtype
     in_fp32 = set(network._keep_in_fp32_modules_strict or ()) if dtype in (torch.float16, torch.bfloat16) else set()

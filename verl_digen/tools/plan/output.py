@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as a table with a verdict, and as JSON."""
+"""A plan: made of the words of a command line, as a table with a verdict, and as JSON."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from verl_digen.algorithms.outside import mean_steps_taken
-
-if TYPE_CHECKING:
-    from verl_digen.config import DigenConfig
-    from verl_digen.tools.plan.compose import Words
-    from verl_digen.tools.plan.memory import Items, Memory, Phase
-    from verl_digen.tools.plan.remedies import Remedy
-    from verl_digen.tools.plan.run import Run, Settings
-    from verl_digen.tools.plan.split import SplitPlan, StepTime
+from verl_digen.config import DigenConfig
+from verl_digen.models.published import checkpoint_folder
+from verl_digen.preflight.rules import check_plannable, check_plannable_model
+from verl_digen.tools.plan.compose import Words, compose_run, device_of, mfu_of, platform_of, split_words
+from verl_digen.tools.plan.host import Items
+from verl_digen.tools.plan.memory import Memory, Phase, plan_memory
+from verl_digen.tools.plan.remedies import Remedy, find_remedies
+from verl_digen.tools.plan.run import Run, Settings, read_run
+from verl_digen.tools.plan.split import SplitPlan, StepTime, plan_split, plan_time, split_lines
+from verl_digen.tools.simulate.splits import POOL_KEYS
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,66 @@ class Plan:
         return None if self.words.host_bytes is None else self.memory.host_bytes <= self.words.host_bytes
 
 
+def make_plan(words: Sequence[str]) -> Plan:
+    """Plan the run that these words would start. ValueError if a config, checkpoint or setting cannot be planned."""
+    own, overrides = split_words(words)
+
+    def read(*more: str) -> Run:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # verl warns about every engine whose library is missing
+            config = check_words([*overrides, *more], own)
+            with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
+                check_plannable_model(config, folder)
+            return read_run(config, own.prompt_tokens)
+
+    planned = read()
+    device, device_bytes = device_of(own)
+    memory = plan_memory(planned, device_bytes)
+    types = own.types or (None if device is None else (device, device))
+    mfu = own.mfu or mfu_of(planned.measured.title, planned.measured.counts.num_weights)
+    split = None if types is None else plan_split(planned, types, device_bytes, mfu, own.reward_s)
+    return Plan(
+        run=planned,
+        memory=memory,
+        time=plan_time(planned, device, mfu, memory.recomputed_share, types and types[1]),
+        device=device,
+        device_bytes=device_bytes,
+        mfu=mfu,
+        words=own,
+        remedies=[] if device_bytes is None else find_remedies(planned, device_bytes, read),
+        split=split,
+        split_words=split_words_of(split, overrides, own) if split is not None and split.is_proposed else "",
+    )
+
+
+def check_words(overrides: Sequence[str], own: Words) -> Any:
+    """Compose the config of these overrides and check it, as a run would before Ray starts, with the same
+    ValueError."""
+    config = compose_run(overrides, own)
+    with platform_of(own):
+        check_plannable(config)
+    return config
+
+
+def split_words_of(split: SplitPlan, overrides: Sequence[str], own: Words) -> str:
+    """Words to type for the proposed split, in place of `gpus`; or why a run would refuse them."""
+    words = list(split.overrides)
+    kept = [word for word in overrides if word.partition("=")[0].lstrip("+") not in POOL_KEYS]
+    if split.given is None:
+        recipes = [word for word in kept if word.startswith("recipe=")]
+        kept = [word for word in kept if word not in recipes]
+        named = [recipes[-1].removeprefix("recipe=").strip("[]").replace(",", "+")] if recipes else []
+        words.insert(0, f"recipe={'+'.join([*named, 'disaggregated'])}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_words([*kept, *words], replace(own, gpus=None, pools=None, device=own.types and own.types[0]))
+    except ValueError as error:
+        return f"which a run would refuse as it is: {error}"
+    return " ".join(words)
+
+
+# -- for people -------------------------------------------------------------------------------------------------
 def _selected(settings: Settings) -> str:
     if settings.num_trained_samples == settings.num_samples:
         return ""
@@ -55,7 +119,6 @@ def _passed_over(digen: DigenConfig) -> str:
     return f" ({mean_steps_taken(outside, digen.window, sampling.num_steps):.3g} evaluated on average)"
 
 
-# -- for people -------------------------------------------------------------------------------------------------
 def to_text(plan: Plan) -> str:
     """The plan as a table and a verdict."""
     settings, measured, memory = plan.run.settings, plan.run.measured, plan.memory
@@ -91,7 +154,7 @@ def to_text(plan: Plan) -> str:
         _line("a checkpoint", memory.checkpoint_bytes),
         "",
         *_seconds(plan),
-        *_split(plan),
+        *([] if plan.split is None else split_lines(plan.split, plan.split_words)),
         "",
         *_verdict(plan),
         _host_verdict(plan),
@@ -161,13 +224,6 @@ def _seconds(plan: Plan) -> list[str]:
         f"a step in {time.step_s:.1f} s or more",
         time.run_words(plan.run.settings),
     ]
-
-
-def _split(plan: Plan) -> list[str]:
-    """Lines on the best split."""
-    from verl_digen.tools.plan.split import split_lines
-
-    return [] if plan.split is None else split_lines(plan.split, plan.split_words)
 
 
 def _verdict(plan: Plan) -> list[str]:
@@ -286,9 +342,4 @@ def _split_json(plan: Plan) -> dict[str, Any] | None:
 
 
 def _phase_json(phase: Phase) -> dict[str, Any]:
-    return {
-        "items": phase.items,
-        "row_bytes": phase.row_bytes,
-        "num_rows": phase.num_rows,
-        "total_bytes": phase.total,
-    }
+    return {"items": phase.items, "row_bytes": phase.row_bytes, "num_rows": phase.num_rows, "total_bytes": phase.total}

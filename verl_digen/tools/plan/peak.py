@@ -37,11 +37,7 @@ from verl_digen.types import Geometry
 
 
 class PeakBytes(TorchDispatchMode):
-    """Count what is allocated inside the context.
-
-    Args:
-        known: tensors that are there already and do not count, nor do views of them.
-    """
+    """Count what is allocated inside the context. Tensors in `known`, and views of them, are there already."""
 
     def __init__(self, known: Iterable[Tensor] = ()):
         super().__init__()

@@ -23,15 +23,9 @@ MAX_DOUBLINGS = 6
 """Maximum number of times the devices are doubled."""
 LORA_RANK = 32
 """LoRA rank of flow_grpo."""
-LORA_WORDS = (
-    f"actor_rollout_ref.model.lora_rank={LORA_RANK}",
-    "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
-)
+LORA_WORDS = (f"actor_rollout_ref.model.lora_rank={LORA_RANK}", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16")
 """Words of a run that trains an adapter."""
-DRAW_WORDS = (
-    "actor_rollout_ref.rollout.name=trainer",
-    "actor_rollout_ref.actor.fsdp_config.param_offload=false",
-)
+DRAW_WORDS = ("actor_rollout_ref.rollout.name=trainer", "actor_rollout_ref.actor.fsdp_config.param_offload=false")
 """Words of a run whose ranks generate."""
 INT8_WORD = "actor_rollout_ref.model.int8_base=true"
 MAX_TENSOR_PARALLEL = 8

@@ -248,11 +248,8 @@ class Run:
 
 
 def read_run(config: DictConfig, prompt_tokens: int) -> Run:
-    """Read the settings of a composed config and measure its networks.
-
-    Raises:
-        ValueError: a checkpoint or a setting that cannot be planned, named by its key.
-    """
+    """Read the settings of a composed config and measure its networks. ValueError names the key that cannot be
+    planned."""
     if OmegaConf.is_missing(config.actor_rollout_ref.model, "path"):
         raise ValueError(
             "actor_rollout_ref.model.path must be a checkpoint in the diffusers format, got nothing; set it"
@@ -406,11 +403,7 @@ def _bytes(condition: Condition, dtype: torch.dtype) -> int:
 
 
 def record_bytes(request: SampleRequest, latent_bytes: int) -> int:
-    """Bytes of the record that a sample of `request` leaves.
-
-    Args:
-        latent_bytes: bytes of one latent.
-    """
+    """Bytes of the record that a sample of `request` leaves. `latent_bytes`: bytes of one latent."""
     num_steps, nothing = request.sampling.num_steps, torch.empty(0)
     kept = trained_latents(request.window)
     record = record_trajectory(

@@ -39,7 +39,6 @@ from verl_digen.config import DigenConfig
 from verl_digen.config.pool_sizes import num_shards
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.sampling.requests import batch_rules
-from verl_digen.schedulers.rules import BatchRules
 from verl_digen.tools.plan.host import update_bytes
 from verl_digen.tools.plan.memory import Memory, plan_memory
 from verl_digen.tools.plan.run import Run, Settings
@@ -242,19 +241,14 @@ def _with_devices(run: Run, num_trainer: int, num_generator: int, **values: Any)
 
 
 def _split_s(run: Run, profile: Profile, split: Split) -> float:
-    rules = run_rules(run)
-    return run_split(profile, split, rules.techniques, num_steps=SEARCH_STEPS, rules=rules).step_s
-
-
-def run_rules(run: Run) -> BatchRules:
-    """The planner's rules in the run."""
     settings = run.settings
-    return batch_rules(
+    rules = batch_rules(
         settings.digen,
         num_prompts=settings.num_prompts,
         group_size=settings.group_size,
         num_trainer_ranks=settings.num_trainer_devices // settings.sequence_parallel,
     )
+    return run_split(profile, split, rules.techniques, num_steps=SEARCH_STEPS, rules=rules).step_s
 
 
 def run_profile(run: Run, memory: Memory, device: str, mfu: float, reward_s: float = 0.0) -> Profile:
@@ -287,11 +281,7 @@ def run_profile(run: Run, memory: Memory, device: str, mfu: float, reward_s: flo
 
 
 def split_lines(plan: SplitPlan, words: str) -> list[str]:
-    """The proposal for people.
-
-    Args:
-        words: to type for the best split, if it is proposed.
-    """
+    """The proposal for people. `words`: to type for the best split, if it is proposed."""
     ways = [] if plan.given is None else [f"{plan.given} takes {plan.given_s:.1f} s a step"]
     if plan.together_s is not None:
         ways.append(f"{plan.together}, in turns, {plan.together_s:.1f} s")

@@ -2,5 +2,5 @@
 """Rewards outside a run: `digen score` scores files. No Ray.
 
 files.py     paths -> pixels and prompts         score_command.py   digen score
-                                                 rewards.py         rewards by name -> batches -> scores
+                                                 rewards.py         rewards by name -> batches -> scores -> text
 """

@@ -80,11 +80,7 @@ def _words(text: str) -> Sequence[str]:
 
 
 def read(path: Path) -> NDArray[np.uint8]:
-    """Pixels of a file, uint8 [H, W, 3], or [F, H, W, 3] for a video.
-
-    Raises:
-        ValueError: it cannot be read as what its ending says.
-    """
+    """Pixels of a file, uint8 [H, W, 3], or [F, H, W, 3] for a video. ValueError if it is not what its ending says."""
     try:
         if path.suffix.lower() == ARRAY:
             return _array(path)
@@ -109,11 +105,7 @@ def _picture(path: Path) -> NDArray[np.uint8]:
     with Image.open(path) as image:
         frames = (
             [_rgb(frame.copy()) for frame in ImageSequence.Iterator(image)]
-            if path.suffix.lower()
-            not in (
-                ".tif",
-                ".tiff",
-            )
+            if path.suffix.lower() not in (".tif", ".tiff")
             else [_rgb(image)]
         )
     return frames[0] if len(frames) == 1 else np.stack(frames)

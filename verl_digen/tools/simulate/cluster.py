@@ -108,12 +108,7 @@ def simulated_rules(profile: Profile, split: Split, techniques: Collection[str])
 
 
 def run_split(
-    profile: Profile,
-    split: Split,
-    techniques: Collection[str],
-    *,
-    num_steps: int,
-    rules: BatchRules | None = None,
+    profile: Profile, split: Split, techniques: Collection[str], *, num_steps: int, rules: BatchRules | None = None
 ) -> Outcome:
     """Simulate a disaggregated run; with "tcss", all of a batch may be begun early.
 
@@ -161,12 +156,7 @@ def _check_run(profile: Profile, split: Split, techniques: Collection[str], num_
 
 
 def durations_of(
-    profile: Profile,
-    split: Split,
-    slots: Sequence[str],
-    rules: BatchRules,
-    *,
-    has_tsp: bool,
+    profile: Profile, split: Split, slots: Sequence[str], rules: BatchRules, *, has_tsp: bool
 ) -> KnownDurations:
     """Durations of every chunk, assist and fragment that the rules allow."""
     numbers, num_ranks = profile.numbers, split.trainer.num_devices

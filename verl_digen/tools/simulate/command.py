@@ -14,7 +14,6 @@ two pools with a barrier.
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from math import inf
@@ -22,14 +21,7 @@ from pathlib import Path
 
 from verl_digen.require import require
 from verl_digen.schedulers.simulation import TECHNIQUES
-from verl_digen.tools.simulate.cluster import (
-    Outcome,
-    Split,
-    baselines,
-    best_baseline,
-    ladder,
-    run_split,
-)
+from verl_digen.tools.simulate.cluster import Outcome, Split, baselines, best_baseline, ladder, run_split
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
 from verl_digen.tools.simulate.splits import WORTH_CHANGING, best_split, parse_pool
 
@@ -56,9 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--generator", help="devices that generate")
     parser.add_argument(
-        "--techniques",
-        default=",".join(TECHNIQUES),
-        help="added one by one, some of %(default)s (default: all)",
+        "--techniques", default=",".join(TECHNIQUES), help="added one by one, some of %(default)s (default: all)"
     )
     parser.add_argument("--prompts", type=int, help="prompts of a step, in place of the profile's")
     parser.add_argument("--samples-per-prompt", type=int, help="in place of the profile's")
@@ -70,27 +60,18 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    try:
-        profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
-        if args.window is not None:
-            profile = windowed(profile, args.window)
-        if args.reward_s is not None:
-            require(0 <= args.reward_s < inf, "--reward-s must be >= 0", args.reward_s, "give seconds")
-            profile = profile.changed(score_s=args.reward_s)
-        runs = simulate_all(profile, args)
-    except ValueError as error:
-        print(f"digen simulate: {error}", file=sys.stderr)
-        return 2
-    print(table(profile, runs))
+    profile = resized(chosen_profile(args), args.prompts, args.samples_per_prompt)
+    if args.window is not None:
+        profile = windowed(profile, args.window)
+    if args.reward_s is not None:
+        require(0 <= args.reward_s < inf, "--reward-s must be >= 0", args.reward_s, "give seconds")
+        profile = profile.changed(score_s=args.reward_s)
+    print(table(profile, simulate_all(profile, args)))
     return 0
 
 
 def chosen_profile(args: Namespace) -> Profile:
-    """The profile; of a run, with the run's devices in place of missing ones.
-
-    Raises:
-        ValueError: there is no such profile or run.
-    """
+    """The profile; of a run, with the run's devices in place of missing ones. ValueError if there is none."""
     require(
         (args.run is None) == (args.device is None),
         "--run needs --device, the type of the run's devices, and no profile does",

@@ -82,8 +82,10 @@ def _numbers(config: Any, steps: Sequence[StepParts]) -> Numbers:
     digen, num_ranks, group_size = digen_config(config), num_trainer_devices(config), config.actor_rollout_ref.rollout.n
     num_steps, num_rows = digen.num_generation_steps, -(-rows_per_group(digen, group_size) // group_size)
     # a replica of k devices counts as k slots of one device each, with together its speed
-    on_slot_s = slot_sample_s(chunk for step in steps for chunk in step.chunks)
+    on_slot_s = median(seconds / number for step in steps for number, seconds in step.chunks)
     step_s = on_slot_s * num_replica_devices(config) / digen.slots_per_replica / num_steps
+    # the fullest rank has a fragment's rows / ranks, rounded up
+    fragments = ((-(-number * num_rows // num_ranks), seconds) for step in steps for number, seconds in step.fragments)
     return Numbers(
         num_prompts=config.data.train_batch_size,
         group_size=group_size,
@@ -95,7 +97,7 @@ def _numbers(config: Any, steps: Sequence[StepParts]) -> Numbers:
         min_gathering_devices=NEVER,
         step_s=step_s,
         decode_s=0.0,
-        row_s=rank_row_s((part for step in steps for part in step.fragments), num_ranks, num_rows),
+        row_s=median(seconds / on_rank for on_rank, seconds in fragments),
         gather_s=_gather_s([part for step in steps for part in step.assists], num_ranks, num_steps, step_s),
         score_s=median([seconds for step in steps for seconds in step.scores_s] or [0.0]),
         commit_s=median(step.commit_s for step in steps),
@@ -151,16 +153,3 @@ def step_parts(intervals: Iterable[Interval], step: int) -> StepParts | None:
 
 def _calls(intervals: Iterable[Interval], kind: str) -> list[tuple[int, float]]:
     return [(part.num_samples, part.duration_s) for part in intervals if part.kind == kind and part.num_samples > 0]
-
-
-def slot_sample_s(chunks: Iterable[tuple[int, float]]) -> float:
-    return median(seconds / number for number, seconds in chunks)
-
-
-def rank_row_s(fragments: Iterable[tuple[int, float]], num_ranks: int, num_rows: int) -> float:
-    """Seconds of a row on a rank; the fullest rank has a fragment's rows / ranks, rounded up.
-
-    Args:
-        num_rows: rows of a sample.
-    """
-    return median(seconds / -(-number * num_rows // num_ranks) for number, seconds in fragments)

@@ -87,11 +87,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """Load the shipped profile `name`, or the file at that path.
-
-    Raises:
-        ValueError: there is no such profile, or it is invalid.
-    """
+    """Load the shipped profile `name`, or the file at that path. ValueError if there is none, or it is invalid."""
     if name in profile_names():
         return parse_profile(name, _folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
     path = Path(name)
@@ -109,11 +105,7 @@ def load_profile(name: str) -> Profile:
 
 
 def windowed(profile: Profile, num_trained_steps: int) -> Profile:
-    """The profile with another number of trained steps.
-
-    Raises:
-        ValueError: more steps than a sample has.
-    """
+    """The profile with another number of trained steps. Raises ValueError: more steps than a sample has."""
     require(
         1 <= num_trained_steps <= profile.numbers.num_steps,
         f"trained steps must lie in [1, {profile.numbers.num_steps}], the denoise steps of profile {profile.name}",
@@ -124,11 +116,7 @@ def windowed(profile: Profile, num_trained_steps: int) -> Profile:
 
 
 def parse_profile(name: str, text: str) -> Profile:
-    """Parse a profile's JSON.
-
-    Raises:
-        ValueError: it has another form than the shipped ones, or a number is out of bounds.
-    """
+    """Parse a profile's JSON. ValueError if it has another form than the shipped ones, or a number is out of bounds."""
     with refusing(f"profile {name} must be JSON in the form of the shipped ones", text[:40], "take one as a pattern"):
         data = json.loads(text)
         entries: dict[str, Any] = dict(data["numbers"])

@@ -30,7 +30,11 @@ from verl_digen.tools.simulate.profile import Profile
 NODE_SIZE = 8
 """Devices of a node where nothing says how many it has."""
 
-ROLLOUT = "actor_rollout_ref.rollout"
+POOL_KEYS = (
+    *("trainer.nnodes", "trainer.n_gpus_per_node"),
+    *("actor_rollout_ref.rollout.nnodes", "actor_rollout_ref.rollout.n_gpus_per_node"),
+)
+"""Keys of the trainer's pool, and of the replicas'."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +102,10 @@ def _fits(nodes: Sequence[int], sizes: Sequence[int]) -> bool:
     return True
 
 
-def pool_overrides(trainer: Shape, generator: Shape) -> list[str]:
-    """Overrides that give verl's main these shapes."""
-    return [
-        f"trainer.nnodes={trainer.nnodes}",
-        f"trainer.n_gpus_per_node={trainer.per_node}",
-        f"{ROLLOUT}.nnodes={generator.nnodes}",
-        f"{ROLLOUT}.n_gpus_per_node={generator.per_node}",
-    ]
+def pool_overrides(*shapes: Shape) -> list[str]:
+    """Overrides that give verl's main a trainer and replicas of these shapes; of one shape alone a trainer."""
+    numbers = (number for shape in shapes for number in (shape.nnodes, shape.per_node))
+    return [f"{key}={number}" for key, number in zip(POOL_KEYS, numbers, strict=False)]
 
 
 def type_overrides(trainer: Pool, generator: Pool) -> list[str]:
@@ -119,11 +119,7 @@ def type_overrides(trainer: Pool, generator: Pool) -> list[str]:
 
 
 def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
-    """Parse `16` or `16xH20`.
-
-    Raises:
-        ValueError: the text is not a pool; the message names `option`.
-    """
+    """Parse `16` or `16xH20`. Raises ValueError, which names `option`, if the text is not a pool."""
     match = re.fullmatch(r"(\d+)(?:x(\w+))?", text)
     require(match is not None, f"{option} must be a number of devices, or e.g. 16xH20", text, "write a number")
     assert match is not None
@@ -133,11 +129,7 @@ def parse_pool(option: str, text: str, *, default_device: str) -> Pool:
 
 
 def known_device(option: str, device: str) -> str:
-    """Return `device` if it is in `PEAK_TFLOPS`.
-
-    Raises:
-        ValueError: it is not; the message names `option`.
-    """
+    """Return `device` if it is in `PEAK_TFLOPS`, else raise ValueError, which names `option`."""
     require(
         device in PEAK_TFLOPS, f"{option} must name a device type of {', '.join(PEAK_TFLOPS)}", device, "choose one"
     )

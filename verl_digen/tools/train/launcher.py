@@ -91,11 +91,7 @@ class Console:
         self._seen: set[str] = set()
 
     def read(self, line: str, now_s: float) -> str | None:
-        """Text to show for a line of the output; None: nothing.
-
-        Args:
-            now_s: seconds since the start.
-        """
+        """Text to show for a line of the output; None: nothing. `now_s`: seconds since the start."""
         text = COLOUR.sub("", line).rstrip()
         found = PROCESS.match(text)
         text = REPEATED.sub("", text[found.end() :] if found else text)
@@ -270,20 +266,12 @@ class Launch:
 
 
 def launch(words: Sequence[str], *, show: Callable[[str], None], main: Sequence[str] = MAIN) -> Ended:
-    """Run verl's main with these words to its end.
-
-    Args:
-        show: gets each text for a person.
-    """
+    """Run verl's main with these words to its end. `show`: gets each text for a person."""
     return Launch([*main, *words], show).run()
 
 
 def summary(run_dir: Path, command: Sequence[str], exit_code: int) -> Iterator[str]:
-    """Lines for the end of a run: the best validation, where to look, and how to go on.
-
-    Args:
-        command: the words that started it.
-    """
+    """Lines for the end of a run that `command` started: the best validation, where to look, and how to go on."""
     rewards = [(row["val/reward"], row["step"]) for row in read_lines(run_dir / METRICS) if "val/reward" in row]
     if rewards:
         best, step = max(rewards)

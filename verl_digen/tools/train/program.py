@@ -89,11 +89,7 @@ class Run:
 
     @property
     def best(self) -> int:
-        """Step of the best validation.
-
-        Raises:
-            ValueError: there is none yet.
-        """
+        """Step of the best validation. Raises ValueError if there is none yet."""
         found = self.summary["best_step"]
         require(
             found is not None, f"{self.folder} must have a validation", "none", "set trainer.test_freq, or wait for it"
@@ -156,8 +152,10 @@ class Run:
         return [Image.fromarray((filmstrip(one) if one.ndim == 4 else one).cpu().numpy()) for one in drawn]
 
     def export(self, **options: Any) -> Path:
-        """Export a checkpoint -> the folder that was written; options are those of `export_command.export`."""
-        from verl_digen.tools.export.export_command import export
+        """Export a checkpoint -> the folder that was written; options are those of `formats.export`."""
+        import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
+
+        from verl_digen.tools.export.formats import export
 
         return export(self.folder, **options)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib.resources import files
@@ -42,11 +41,7 @@ def run(args: Namespace) -> int:
     """Train and say how it went."""
     given = ((f"--{name}", vars(args)[name.replace("-", "_")]) for name in ("config-path", "config-name"))
     options = [word for name, value in given if value is not None for word in (name, value)]
-    try:
-        words = [*options, *words_of(args.words, needs_recipe=not options)]
-    except ValueError as error:
-        print(f"digen train: {error}", file=sys.stderr)
-        return 2
+    words = [*options, *words_of(args.words, needs_recipe=not options)]
     print(f"starts python -m verl.trainer.main_ppo {shlex.join(words)}", flush=True)
     ended = launch(words, show=lambda text: print(text, flush=True))
     if ended.run_dir is not None:

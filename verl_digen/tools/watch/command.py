@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -42,12 +41,8 @@ def run(args: Namespace) -> int:
 
     from verl_digen.tools.watch.pages import make_app
 
-    try:
-        require(args.root.is_dir(), "FOLDER must be a folder with runs", str(args.root), "name another, or start a run")
-        place = free_port(args.host, args.port)
-    except ValueError as error:
-        print(f"digen watch: {error}", file=sys.stderr)
-        return 2
+    require(args.root.is_dir(), "FOLDER must be a folder with runs", str(args.root), "name another, or start a run")
+    place = free_port(args.host, args.port)
     port, token = place.getsockname()[1], None if args.host in LOOPBACK else secrets.token_urlsafe(16)
     if port != args.port:
         print(f"digen watch: port {args.port} is taken")
@@ -64,11 +59,7 @@ def run(args: Namespace) -> int:
 
 
 def free_port(host: str, port: int) -> socket.socket:
-    """Listen on `port`, or on the next one that is free.
-
-    Raises:
-        ValueError: none of them is, or the address is not of this machine.
-    """
+    """Listen on `port`, or the next free one. ValueError if none is, or the address is not of this machine."""
     require(0 < port <= 65535, "--port must lie in [1, 65535]", port, f"{PORT} is usual")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     problem = None

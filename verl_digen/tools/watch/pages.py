@@ -66,11 +66,7 @@ class Pages:
         return sha256(repr([(name, signature(path)) for name, path in runs.items()]).encode()).hexdigest()[:16]
 
     def html(self, key: str, runs: dict[str, Path], make: Make) -> tuple[str, str]:
-        """(etag, HTML).
-
-        Raises:
-            ValueError: a file of a run is broken.
-        """
+        """(etag, HTML). Raises ValueError: a file of a run is broken."""
         with self._lock:
             etag = self.etag(key, runs)
             if key not in self._made or self._made[key][0] != etag:
