@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks that read a prompt's images as tokens behind the picture's.
+"""Networks that read a prompt's images as tokens behind the picture's; and the latents of a video's first frame.
 
 - A condition has "source": packed latents [tokens of all images, channels], images in the order of `Geometry.sources`;
   none without images.
@@ -80,3 +80,19 @@ class ReadsImages(DiffusionModel):
                 f"{num_given}; encode its images with the `image_px` of its request"
             )
         return source
+
+
+def frame_of(condition: Collated, shape: tuple[int, ...] | None, geometry: Geometry) -> Tensor | None:
+    """Latents [N, *shape] of the image that videos of `geometry` continue; RuntimeError if it has another size.
+
+    Args:
+        shape: None: there is no image.
+    """
+    source = condition.get("source")
+    found = None if source is None else tuple(source.shape[1:])
+    if found != shape:
+        raise RuntimeError(
+            f"a condition must have the latents of an image, {shape}, for {geometry}, got {found}; encode it with "
+            "the `size` of its request"
+        )
+    return source

@@ -27,6 +27,7 @@ from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated, PromptEncoder
 from verl_digen.models.checkpoint import check_components
+from verl_digen.models.sources import frame_of
 from verl_digen.models.spec import FlopsLayout, VllmOmniServing
 from verl_digen.models.text import one_by_one
 from verl_digen.models.wan import MAX_TEXT_TOKENS, Wan
@@ -188,15 +189,7 @@ class WanImageToVideo(Wan):
 
     def image_inputs(self, latents: Tensor, condition: Collated, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
         """Inputs of the network that come from images: [N, mask + C, F, H, W], and [N, tokens, E] or None without CLIP.
-
-        Raises:
-            RuntimeError: images of another size than the latents [N, C, F, H, W].
-        """
-        shape = (len(latents), *self._source_shape(geometry))
-        source = condition.get("source")
-        if source is None or source.shape != shape:
-            raise RuntimeError(
-                f"a condition must have the latents of an image, {shape[1:]}, for {geometry}, got "
-                f"{None if source is None else tuple(source.shape[1:])}; encode it with the `size` of its request"
-            )
+        Raises as `frame_of`."""
+        source = frame_of(condition, self._source_shape(geometry), geometry)
+        assert source is not None
         return source.to(latents.dtype), condition["image"] if self._has_clip else None
