@@ -184,19 +184,12 @@ class DiffusionModel(ABC):
     # -- the shape of the problem -------------------------------------------------------------------------
     @abstractmethod
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        """Shape of one sample's packed latents, without what its condition gives (`completed`).
-
-        Raises:
-            ValueError: a size the model cannot produce; names the key, the value and the nearest valid
-                one.
-        """
+        """Shape of one sample's packed latents, without what its condition gives (`completed`). ValueError for a size
+        the model cannot produce; names the key, the value and the nearest valid one."""
 
     def num_tokens(self, geometry: Geometry) -> int:
-        """Tokens of one sample in the network, without its prompt: the rows of packed latents [tokens, C].
-
-        Raises:
-            ValueError: as `latent_shape`.
-        """
+        """Tokens of one sample in the network, without its prompt: the rows of packed latents [tokens, C]. Raises as
+        `latent_shape`."""
         return self.latent_shape(geometry)[0]
 
     def num_audio_tokens(self, geometry: Geometry) -> int:

@@ -81,11 +81,8 @@ def _forward(
 def run_blocks(
     network: Any, blocks: Iterable[Any], hidden_states: Tensor, time: Tensor, text: Tensor, text_mask: Tensor | None
 ) -> tuple[Tensor]:
-    """The forward of both HunyuanVideos' networks behind the embedding of time and text.
-
-    Args:
-        hidden_states: [N, C, F, H, W]. time: [N, D]. text: [N, L, D]. text_mask: [N, L], 1 for tokens, or None.
-    """
+    """The forward of both HunyuanVideos' networks behind the embedding of time [N, D] and text [N, L, D].
+    `hidden_states`: [N, C, F, H, W]. `text_mask`: [N, L], 1 for tokens; None: no padding."""
     patch = (network.config.patch_size_t, network.config.patch_size, network.config.patch_size)
     grid = [size // side for size, side in zip(hidden_states.shape[2:], patch, strict=True)]
     positions, video = network.rope(hidden_states), network.x_embedder(hidden_states)

@@ -89,12 +89,8 @@ class _KeyMasked:
         attention_mask: Tensor | None,
         image_rotary_emb: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Run the attention.
-
-        Args:
-            hidden_states, encoder_hidden_states: [N, V, D] of the video, [N, T, D] of text. attention_mask: bool
-                [N, 1, 1, V + T], True for keys that take part.
-        """
+        """Run the attention. `hidden_states`, `encoder_hidden_states`: [N, V, D] of the video, [N, T, D] of text.
+        `attention_mask`: bool [N, 1, 1, V + T], True for keys that take part."""
 
         def heads(layer: nn.Module, tokens: Tensor) -> Tensor:
             return layer(tokens).unflatten(2, (attn.heads, -1))

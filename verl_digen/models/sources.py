@@ -67,11 +67,8 @@ class ReadsImages(DiffusionModel):
         return super().predict(transformer, joined, sigmas, condition, geometry)[:, : latents.shape[1]]
 
     def source_of(self, condition: Collated, geometry: Geometry) -> Tensor | None:
-        """[N, tokens of all images, channels]; None without images.
-
-        Raises:
-            RuntimeError: the images do not have the sizes of `geometry`.
-        """
+        """[N, tokens of all images, channels]; None without images. RuntimeError if the images do not have the sizes of
+        `geometry`."""
         source = condition.get("source")
         num_given = 0 if source is None else source.shape[1]
         if num_given != self.num_source_tokens(geometry):
@@ -83,11 +80,8 @@ class ReadsImages(DiffusionModel):
 
 
 def frame_of(condition: Collated, shape: tuple[int, ...] | None, geometry: Geometry) -> Tensor | None:
-    """Latents [N, *shape] of the image that videos of `geometry` continue; RuntimeError if it has another size.
-
-    Args:
-        shape: None: there is no image.
-    """
+    """Latents [N, *shape] of the image that videos of `geometry` continue, None where `shape` is; RuntimeError if it
+    has another size."""
     source = condition.get("source")
     found = None if source is None else tuple(source.shape[1:])
     if found != shape:

@@ -41,12 +41,8 @@ def load_frame_encoder(
     encode_image: Callable[[Any, PromptInputs, torch.device], Condition],
     parts: Sequence[str] = (),
 ) -> PromptEncoder:
-    """Load the encoder of texts, and of their images.
-
-    Args:
-        encode_image: diffusers' pipeline, and inputs with an image -> what the image adds to {"embeds": [L, D]}.
-        parts: folders of the encoders besides VAE and text encoder.
-    """
+    """Load the encoder of texts, and of their images. `encode_image`: diffusers' pipeline, and inputs with an image ->
+    what the image adds to {"embeds": [L, D]}. `parts`: folders of the encoders besides VAE and text encoder."""
     dtypes = {name: model.part_dtype(name, dtype) for name in ("vae", *parts)}
     pipeline: Any = WanImageToVideoPipeline.from_pretrained(
         model.path,
@@ -73,11 +69,8 @@ def load_frame_encoder(
 
 
 def frame_pipeline(model: Wan, **parts: Any) -> WanImageToVideoPipeline:
-    """diffusers' pipeline of parts that are loaded, for `frame_latents` and its `encode_image`.
-
-    Args:
-        parts: vae; image_encoder and image_processor, where the network attends to the image.
-    """
+    """diffusers' pipeline of parts that are loaded, for `frame_latents` and its `encode_image`. `parts`: vae;
+    image_encoder and image_processor, where the network attends to the image."""
     own: dict[str, Any] = dict.fromkeys(("tokenizer", "text_encoder", "scheduler")) | parts
     return WanImageToVideoPipeline(**own, expand_timesteps=model.index.get("expand_timesteps", False))
 

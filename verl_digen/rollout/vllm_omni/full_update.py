@@ -21,11 +21,8 @@ Load = Callable[[Named], set[str]]
 
 
 class FullUpdate:
-    """Full weights or an adapter, of one of two kinds.
-
-    Args:
-        dtype: the network's. staging: destination of a staged update. live: shapes of all tensors, and how they load.
-    """
+    """Full weights or an adapter, of one of two kinds. `dtype`: the network's. `staging`: destination of a staged
+    update. `live`: shapes of all tensors, and how they load."""
 
     def __init__(
         self,

@@ -169,10 +169,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
     # -- full weights -------------------------------------------------------------------------------------
     def seal_weights(self, manifest: Manifest, published: Published) -> None:
         """Check the received full weights and make them ready for `commit_weights`, as the update `published`.
-
-        Raises:
-            RuntimeError: the tensors do not match the network's; names them, and the weights that serve now.
-        """
+        RuntimeError if the tensors do not match the network's; names them, and the weights that serve now."""
         arrived, update = self._wait_for_arrival(manifest)
         self._require_unwrapped()
         update.check_complete(self._expected_shapes(None))
@@ -287,11 +284,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             self._pipeline.incoming_adapter = None
 
     def _check_bound(self, staged: Mapping[str, Tensor], scaling: float) -> tuple[int, int]:
-        """Check that the layers hold the active adapter -> checksums of what was sent, and of what they hold.
-
-        Args:
-            staged: the adapter as it was sent. scaling: factor that vLLM multiplies into B.
-        """
+        """Check that the layers hold the active adapter -> checksums of what was sent, and of what they hold. `staged`:
+        the adapter as it was sent. `scaling`: factor that vLLM multiplies into B."""
         adapted: dict[str, Any] = {name: one for name, one in self._modules() if isinstance(one, BaseLayerWithLoRA)}
         held = checksum(
             slot[0] for layer in adapted.values() for slot in (*layer.lora_a_stacked, *layer.lora_b_stacked)
