@@ -23,6 +23,8 @@ CPU = torch.device("cpu")
 WEIGHTS = {f"layer{number}": torch.full((200_000,), float(number)) for number in range(4)}
 """0.8 MB each, so that every bucket of 1 MB holds one."""
 
+SENT = Manifest(1, len(WEIGHTS), checksum(WEIGHTS.values()))
+
 KILLED_RECEIVER = """
 import os, signal, sys
 import torch
@@ -62,8 +64,7 @@ def interrupted():
 
 
 def assert_complete(receiving, staging):
-    arrived = receiving.result()
-    assert arrived.checksum == checksum(WEIGHTS.values()) and arrived.num_tensors == len(WEIGHTS)
+    receiving.finish(SENT)
     assert staging.tensors.keys() == WEIGHTS.keys()
     assert all(torch.equal(staging.tensors[name], tensor) for name, tensor in WEIGHTS.items())
 
@@ -79,10 +80,10 @@ def test_an_update_arrives_with_its_checksum(handle):
     receiving, staging = receive(handle)
     total = send(handle, WEIGHTS.items())
     assert_complete(receiving, staging)
-    receiving.result().check(Manifest(1, total.num_tensors, total.value))
+    assert (total.num_tensors, total.value) == (SENT.num_tensors, SENT.checksum)
     for manifest in (Manifest(1, 5, total.value), Manifest(1, 4, total.value + 1)):
         with pytest.raises(RuntimeError, match="were sent, but 4 with checksum"):
-            receiving.result().check(manifest)
+            receiving.finish(manifest)
 
 
 def test_a_sender_that_binds_after_its_receiver_began_is_found(handle):
@@ -103,7 +104,7 @@ def test_numbers_travel_in_the_dtype_of_the_wire_and_counters_in_their_own(handl
     receiving, staging = receive(handle)
     count = torch.arange(3)
     total = send(handle, [("a", torch.tensor([1.0, 2.0])), ("count", count)], dtype=torch.bfloat16)
-    assert receiving.result().checksum == total.value
+    receiving.finish(Manifest(1, 2, total.value))
     assert staging.tensors["a"].dtype == torch.bfloat16 and torch.equal(staging.tensors["count"], count)
 
 
@@ -113,7 +114,7 @@ def test_an_interrupted_update_is_abandoned_and_the_next_one_arrives(handle):
         send(handle, interrupted())
     first.abandon()
     with pytest.raises(RuntimeError, match="abandoned for a newer one"):
-        first.result()
+        first.finish(SENT)
     second = receive(handle)
     send(handle, WEIGHTS.items())
     assert_complete(*second)
@@ -124,7 +125,7 @@ def test_a_receiver_does_not_wait_for_a_lost_sender_beyond_its_limit(handle):
     with pytest.raises(ConnectionError):
         send(handle, interrupted())
     with pytest.raises(RuntimeError, match=r"no part of it came for 2 s; .*digen\.rollout\.update_timeout_s"):
-        receiving.result()
+        receiving.finish(SENT)
 
 
 def test_a_sender_without_a_receiver_does_not_wait_beyond_its_limit(handle):
@@ -169,7 +170,7 @@ def test_a_tensor_that_the_receiver_refuses_ends_the_update_and_the_sender_is_no
     receiving, _ = receive(handle, weights.begin_live())
     send(handle, {**WEIGHTS, "layer1": torch.zeros(3)}.items())
     with pytest.raises(RuntimeError, match=r"layer1 \(3,\) != \(200000,\); the replica holds neither"):
-        receiving.result()
+        receiving.finish(SENT)
     assert not weights.is_whole
 
 
@@ -190,6 +191,6 @@ def test_no_thread_is_left_of_an_update_that_ended(handle):
     before = threading.active_count()
     receiving, _ = receive(handle)
     send(handle, WEIGHTS.items())
-    receiving.result()
+    receiving.finish(SENT)
     receive(handle)[0].abandon()
     assert threading.active_count() == before

@@ -57,11 +57,8 @@ def read_pipeline(path: str | Path) -> str:
 
 
 def read_index(path: str | Path) -> dict[str, Any]:
-    """Content of the `model_index.json` of the checkpoint in folder `path`.
-
-    Raises:
-        ValueError: no such folder, or not a diffusers checkpoint.
-    """
+    """Content of the `model_index.json` of the checkpoint in folder `path`. ValueError if there is no such folder, or
+    it is not a diffusers checkpoint."""
     index = Path(path) / "model_index.json"
     if Path(path).is_file():
         raise ValueError(
@@ -109,10 +106,7 @@ def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> type[D
 
 
 def load_model(path: str | Path) -> DiffusionModel:
-    """The model object for the checkpoint in `path`; loads no weights.
-
-    Raises:
-        ValueError: a missing or incomplete checkpoint, or one of a pipeline without a model file.
-    """
+    """The model object for the checkpoint in `path`; loads no weights. ValueError for a missing or incomplete
+    checkpoint, or one of a pipeline without a model file."""
     index = read_index(path)
     return model_class(index["_class_name"], index)(path)

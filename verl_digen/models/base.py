@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from verl_digen.models import checkpoint
 from verl_digen.models.checkpoint import Experts
 from verl_digen.models.loaded import SILENT, AudioDecoder, Decoder, PromptEncoder
-from verl_digen.models.sizes import check_size, num_video_tokens, video_latent_shape
+from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import ModelSpec
 from verl_digen.types import Condition, Geometry
 
@@ -184,19 +184,12 @@ class DiffusionModel(ABC):
     # -- the shape of the problem -------------------------------------------------------------------------
     @abstractmethod
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        """Shape of one sample's packed latents, without what its condition gives (`completed`).
-
-        Raises:
-            ValueError: a size the model cannot produce; names the key, the value and the nearest valid
-                one.
-        """
+        """Shape of one sample's packed latents, without what its condition gives (`completed`). ValueError for a size
+        the model cannot produce; names the key, the value and the nearest valid one."""
 
     def num_tokens(self, geometry: Geometry) -> int:
-        """Tokens of one sample in the network, without its prompt: the rows of packed latents [tokens, C].
-
-        Raises:
-            ValueError: as `latent_shape`.
-        """
+        """Tokens of one sample in the network, without its prompt: the rows of packed latents [tokens, C]. Raises as
+        `latent_shape`."""
         return self.latent_shape(geometry)[0]
 
     def num_audio_tokens(self, geometry: Geometry) -> int:
@@ -383,7 +376,7 @@ class PackedModel(DiffusionModel):
 
 
 class VideoModel(DiffusionModel):
-    """Base of models whose latents are [C, F, H, W], F = 1 + (frames - 1) / stride. One frame is a picture."""
+    """Base of models of videos, whose latents are [C, F, H, W] (`video_shape`). One frame is a picture."""
 
     _num_channels: int
     _vae_scale: int
@@ -391,15 +384,19 @@ class VideoModel(DiffusionModel):
     _patch: Sequence[int]
     """[frames, height, width] of latent positions that the network reads as a token. Constructors set all four."""
 
+    def video_shape(self, geometry: Geometry) -> tuple[int, int, int, int]:
+        """[C, F, H, W] with F = 1 + (frames - 1) / stride. Raises as `latent_shape`."""
+        scale, stride = self._vae_scale, self._frame_stride
+        check_size(geometry, title=self.spec.title, px_multiple=scale * self._patch[1], frame_stride=stride)
+        num_frames = 1 + (geometry.num_frames - 1) // stride
+        return self._num_channels, num_frames, geometry.height_px // scale, geometry.width_px // scale
+
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        return video_latent_shape(
-            geometry,
-            title=self.spec.title,
-            num_channels=self._num_channels,
-            vae_scale=self._vae_scale,
-            patch_size=self._patch[1],
-            frame_stride=self._frame_stride,
-        )
+        return self.video_shape(geometry)
+
+    def tokens_of(self, latent_shape: Sequence[int]) -> int:
+        """Tokens of latents [C, F, H, W]."""
+        return math.prod(size // side for size, side in zip(latent_shape[1:], self._patch, strict=True))
 
     def num_tokens(self, geometry: Geometry) -> int:
-        return num_video_tokens(self.latent_shape(geometry), self._patch)
+        return self.tokens_of(self.latent_shape(geometry))

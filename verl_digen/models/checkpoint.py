@@ -101,11 +101,7 @@ def _drawn(dtype: torch.dtype) -> Tensor:
 
 
 def read_config(path: Path, name: str) -> dict[str, Any]:
-    """Read the JSON file `name` of the checkpoint in `path`.
-
-    Raises:
-        ValueError: the file is missing or damaged.
-    """
+    """Read the JSON file `name` of the checkpoint in `path`. ValueError if the file is missing or damaged."""
     file = path / name
     if not file.is_file():
         raise ValueError(

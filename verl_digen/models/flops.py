@@ -121,11 +121,8 @@ BOARDS_APART = re.compile(r"\b(PCIe|NVL|Laptop|Ti|D)\b", re.IGNORECASE)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak FLOP/s of one device, dense bf16, or None if it is not known.
-
-    Args:
-        device_name: the platform's name, e.g. "NVIDIA H100 80GB HBM3".
-    """
+    """Peak FLOP/s of one device, dense bf16, or None if it is not known. `device_name`: the platform's, e.g. "NVIDIA
+    H100 80GB HBM3"."""
     kind = device_type(device_name)
     return None if kind is None else PEAK_TFLOPS[kind] * 1e12
 

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -72,19 +72,27 @@ def _forward(
     Returns:
         (velocity [N, C', F, H, W],)
     """
+    time, _ = network.time_text_embed(timestep, pooled_projections, guidance)
+    text = network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
+    blocks = (*network.transformer_blocks, *network.single_transformer_blocks)
+    return run_blocks(network, blocks, hidden_states, time, text, encoder_attention_mask)
+
+
+def run_blocks(
+    network: Any, blocks: Iterable[Any], hidden_states: Tensor, time: Tensor, text: Tensor, text_mask: Tensor | None
+) -> tuple[Tensor]:
+    """The forward of both HunyuanVideos' networks behind the embedding of time [N, D] and text [N, L, D].
+    `hidden_states`: [N, C, F, H, W]. `text_mask`: [N, L], 1 for tokens; None: no padding."""
     patch = (network.config.patch_size_t, network.config.patch_size, network.config.patch_size)
     grid = [size // side for size, side in zip(hidden_states.shape[2:], patch, strict=True)]
-    positions = network.rope(hidden_states)
-    time, _ = network.time_text_embed(timestep, pooled_projections, guidance)
-    video = network.x_embedder(hidden_states)
-    text = network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
-    text, text_mask = own_share(network, text, encoder_attention_mask)
+    positions, video = network.rope(hidden_states), network.x_embedder(hidden_states)
+    text, text_mask = own_share(network, text, text_mask)
     takes_part = None
     if text_mask is not None:
         takes_part = torch.cat([torch.ones_like(video[..., 0]), text_mask], dim=1).bool()[:, None, None]
 
     recomputes = network.gradient_checkpointing and torch.is_grad_enabled()
-    for block in (*network.transformer_blocks, *network.single_transformer_blocks):
+    for block in blocks:
         given = (video, text, time, takes_part, positions)
         video, text = network._gradient_checkpointing_func(block, *given) if recomputes else block(*given)
 

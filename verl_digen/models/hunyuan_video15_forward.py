@@ -21,7 +21,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
-from verl_digen.models.sequence import own_share
+from verl_digen.models.hunyuan_video import run_blocks
 
 PROMPT_TYPE, GLYPH_TYPE, IMAGE_TYPE = 0, 1, 2
 """Type ids of the prompt's tokens, inputs of `cond_type_embed`."""
@@ -55,37 +55,23 @@ def _forward(
     Returns:
         (velocity [N, C', F, H, W],)
     """
-    patch = (network.config.patch_size_t, network.config.patch_size, network.config.patch_size)
-    grid = [size // side for size, side in zip(hidden_states.shape[2:], patch, strict=True)]
 
     def of_type(tokens: Tensor, number: int) -> Tensor:
         return tokens + network.cond_type_embed(torch.full(tokens.shape[:2], number, device=tokens.device))
 
-    positions = network.rope(hidden_states)
-    time = network.time_embed(timestep)
-    video = network.x_embedder(hidden_states)
     prompt = of_type(network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask), PROMPT_TYPE)
     glyphs = of_type(network.context_embedder_2(encoder_hidden_states_2), GLYPH_TYPE)
     parts = [(encoder_attention_mask_2, glyphs), (encoder_attention_mask, prompt)]
     if image_embeds is not None:
         parts.insert(0, (None, of_type(network.image_embedder(image_embeds), IMAGE_TYPE)))
     text = torch.cat([tokens for _, tokens in parts], dim=1)
-    text_mask = is_asked = None
+    text_mask = None
     if encoder_attention_mask is not None or encoder_attention_mask_2 is not None:
         text_mask = torch.cat(
             [torch.ones_like(tokens[..., 0]) if mask is None else mask for mask, tokens in parts], dim=1
         )
-    text, text_mask = own_share(network, text, text_mask)
-    if text_mask is not None:
-        is_asked = torch.cat([torch.ones_like(video[..., 0]), text_mask], dim=1).bool()[:, None, None]
-
-    recomputes = network.gradient_checkpointing and torch.is_grad_enabled()
-    for block in network.transformer_blocks:
-        given = (video, text, time, is_asked, positions)
-        video, text = network._gradient_checkpointing_func(block, *given) if recomputes else block(*given)
-
-    patches = network.proj_out(network.norm_out(video, time)).unflatten(1, grid).unflatten(-1, (-1, *patch))
-    return (patches.permute(0, 4, 1, 5, 2, 6, 3, 7).flatten(6, 7).flatten(4, 5).flatten(2, 3),)
+    time = network.time_embed(timestep)
+    return run_blocks(network, network.transformer_blocks, hidden_states, time, text, text_mask)
 
 
 class _KeyMasked:
@@ -103,12 +89,8 @@ class _KeyMasked:
         attention_mask: Tensor | None,
         image_rotary_emb: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Run the attention.
-
-        Args:
-            hidden_states, encoder_hidden_states: [N, V, D] of the video, [N, T, D] of text. attention_mask: bool
-                [N, 1, 1, V + T], True for keys that take part.
-        """
+        """Run the attention. `hidden_states`, `encoder_hidden_states`: [N, V, D] of the video, [N, T, D] of text.
+        `attention_mask`: bool [N, 1, 1, V + T], True for keys that take part."""
 
         def heads(layer: nn.Module, tokens: Tensor) -> Tensor:
             return layer(tokens).unflatten(2, (attn.heads, -1))

@@ -27,6 +27,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated, PromptEncoder
 from verl_digen.models.hunyuan_video15 import HunyuanVideo15
+from verl_digen.models.sources import frame_of
 from verl_digen.models.spec import MODULATION, FlopsLayout, VllmOmniServing
 from verl_digen.models.text import one_by_one
 from verl_digen.types import Condition, Geometry
@@ -131,16 +132,8 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         return self._run(transformer, joined, sigmas, read)
 
     def image_inputs(self, latents: Tensor, condition: Collated, geometry: Geometry) -> tuple[Tensor, Tensor]:
-        """Inputs of the network that come from images: latents [N, C, H, W], and SigLIP's tokens [N, tokens, I].
-
-        Raises:
-            RuntimeError: images of another size than the latents [N, C, F, H, W].
-        """
-        source = condition.get("source")
-        shape = (*latents.shape[:2], *latents.shape[3:])
-        if source is None or source.shape != shape:
-            raise RuntimeError(
-                f"a condition must have the latents of an image, {tuple(shape[1:])}, for {geometry}, got "
-                f"{None if source is None else tuple(source.shape[1:])}; encode it with the `size` of its request"
-            )
+        """Inputs of the network that come from images: latents [N, C, H, W], and SigLIP's tokens [N, tokens, I]. Raises
+        as `frame_of`."""
+        source = frame_of(condition, (latents.shape[1], *latents.shape[3:]), geometry)
+        assert source is not None
         return source.to(latents.dtype), condition["image"]

@@ -61,10 +61,7 @@ class Decoder:
 
     def in_memory(self, latents: Tensor, geometry: Geometry) -> Decoded:
         """`decode` in what memory there is: what runs out of it, one by one, and one that does, in tiles.
-
-        Raises:
-            torch.OutOfMemoryError: one in tiles does not fit, or the VAE has none.
-        """
+        torch.OutOfMemoryError if one in tiles does not fit, or the VAE has none."""
         try:
             return self.decode(latents, geometry)
         except torch.OutOfMemoryError:

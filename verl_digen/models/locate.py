@@ -18,14 +18,8 @@ from typing import Any
 
 
 def read_object(file: Path, key: str) -> dict[str, Any]:
-    """Read the object in a JSON file.
-
-    Args:
-        key: config key of the file's folder, e.g. "actor_rollout_ref.model.path".
-
-    Raises:
-        ValueError: the file cannot be read, is not JSON, or holds something other than an object.
-    """
+    """Read the object in a JSON file. `key`: config key of the file's folder, e.g. "actor_rollout_ref.model.path".
+    ValueError if the file cannot be read, is not JSON, or holds something other than an object."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -58,11 +52,8 @@ VARIANTS = ["*.fp16*"]
 
 
 def locate(path: str, *, use_shm: bool = False) -> Path:
-    """Local folder of the checkpoint at `path`, downloaded if necessary.
-
-    Raises:
-        ValueError: neither a folder nor a repository that the hub or its cache has.
-    """
+    """Local folder of the checkpoint at `path`, downloaded if necessary. ValueError if it is neither a folder nor a
+    repository that the hub or its cache has."""
     if not _is_on_hub(path):
         from verl.utils.fs import copy_to_local  # verl is not needed to read a local checkpoint
 

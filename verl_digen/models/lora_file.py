@@ -63,11 +63,7 @@ class LoraFile:
 
 
 def read_lora_file(file: Path, model: DiffusionModel) -> LoraFile:
-    """Convert a file for the network of `model`.
-
-    Raises:
-        ValueError: what it holds is no LoRA of this network.
-    """
+    """Convert a file for the network of `model`. ValueError if what it holds is no LoRA of this network."""
     from peft import LoraConfig
 
     pairs = _pairs(file, _load(file), model)

@@ -30,12 +30,11 @@ from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.audio import Audio
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, PromptCheck, PromptEncoder, VideoModel
 from verl_digen.models.loaded import AudioDecoder, Decoded
 from verl_digen.models.ltx2_parts import Parts, connected
 from verl_digen.models.pixels import decode_each
 from verl_digen.models.schedule import shifted_sigmas
-from verl_digen.models.sizes import video_latent_shape
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, stacked, text_encoder
 from verl_digen.types import Condition, Geometry
@@ -52,7 +51,7 @@ PLAIN_GUIDANCE = {
 """Arguments of the pipeline that turn its guidance off."""
 
 
-class LTX2(DiffusionModel):
+class LTX2(VideoModel):
     spec = ModelSpec(
         transformer="LTX2VideoTransformer3DModel",
         title="LTX-2",
@@ -93,6 +92,7 @@ class LTX2(DiffusionModel):
         self._mel_bins: int = audio_vae["mel_bins"] // LATENT_DOWNSAMPLE_FACTOR
         self._audio_tokens_per_s = audio_vae["sample_rate"] / audio_vae["mel_hop_length"] / LATENT_DOWNSAMPLE_FACTOR
         self._num_channels: int = self._network["in_channels"]
+        self._patch = (1, 1, 1)
         # LTX-2.3 and 2.5 have other connectors and text inputs
         self._require("transformer", self._network, use_prompt_embeddings=True, patch_size=1, patch_size_t=1)
         self._require("transformer", self._network, audio_in_channels=self._num_channels)
@@ -169,21 +169,16 @@ class LTX2(DiffusionModel):
         parts = self.parts(geometry)
         return parts.num_video + parts.num_audio, self._num_channels
 
+    def num_tokens(self, geometry: Geometry) -> int:
+        return self.latent_shape(geometry)[0]
+
     def num_audio_tokens(self, geometry: Geometry) -> int:
         # "4. Prepare latent variables" of LTX2Pipeline.__call__.
         return round(geometry.num_frames / FRAMES_PER_S * self._audio_tokens_per_s)
 
     def parts(self, geometry: Geometry) -> Parts:
         """The video's and the sound's share of packed latents. Raises as `latent_shape`."""
-        shape = video_latent_shape(
-            geometry,
-            title=self.spec.title,
-            num_channels=self._num_channels,
-            vae_scale=self._vae_scale,
-            patch_size=1,
-            frame_stride=self._frame_stride,
-        )
-        return Parts(shape[1:], self.num_audio_tokens(geometry), self._mel_bins)
+        return Parts(self.video_shape(geometry)[1:], self.num_audio_tokens(geometry), self._mel_bins)
 
     def pipeline_call(self, pipeline: Any, geometry: Geometry) -> Callable[..., Any]:
         return partial(self.parts(geometry).run_pipeline, pipeline)

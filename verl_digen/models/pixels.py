@@ -78,11 +78,8 @@ def decode_each(vae: Any, latents: Tensor) -> Decoded:
 def video_decoder(
     vae: Any, dtype: torch.dtype, device: torch.device, inverse_std: Tensor | float, mean: Tensor | float = 0.0
 ) -> Decoder:
-    """The decoder of a VAE of videos, which moves to `device`.
-
-    Args:
-        inverse_std, mean: statistics by which the network's latents are normalised.
-    """
+    """The decoder of a VAE of videos, which moves to `device`. `inverse_std`, `mean`: statistics by which the network's
+    latents are normalised."""
     vae.eval().to(device)
 
     @torch.no_grad()
@@ -124,11 +121,8 @@ def load_image_decoder(
     unpack: Callable[[Tensor, Geometry], Tensor] = lambda latents, geometry: latents,
     pack: Callable[[Tensor], Tensor] = lambda latents: latents,
 ) -> Decoder:
-    """Load the decoder of a model whose VAE is diffusers' `AutoencoderKL`.
-
-    Args:
-        unpack: latents as the transformer reads them -> [B, C, H, W]. pack: the way back.
-    """
+    """Load the decoder of a model whose VAE is diffusers' `AutoencoderKL`. `unpack`: latents as the transformer reads
+    them -> [B, C, H, W]. `pack`: the way back."""
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
     vae: Any = AutoencoderKL.from_pretrained(folder, dtype=dtype)

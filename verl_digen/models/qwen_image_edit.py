@@ -97,11 +97,8 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
         return condition
 
     def _as_seen(self, pipeline: Any, image: Image.Image, image_px: int) -> Image.Image:
-        """Return an image at the size at which the language model reads it.
-
-        Args:
-            image_px: side of the square whose area the network reads it at.
-        """
+        """Return an image at the size at which the language model reads it. `image_px`: side of the square whose area
+        the network reads it at."""
         # "3. Preprocess image" of QwenImageEditPlusPipeline.__call__; so is `_encode_image`.
         width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, image.width / image.height)
         return pipeline.image_processor.resize(image, height, width)

@@ -41,11 +41,8 @@ MESH_DIMS = ("ring", "ulysses")
 
 
 def check_sequence(model: DiffusionModel, size: int, geometry: Geometry) -> None:
-    """Check that `size` devices can share a row of this checkpoint.
-
-    Raises:
-        ValueError: a network that cannot be split, or one whose heads or tokens `size` does not divide.
-    """
+    """Check that `size` devices can share a row of this checkpoint. ValueError for a network that cannot be split, or
+    one whose heads or tokens `size` does not divide."""
     if size == 1:
         return
     layout, title = model.spec.sequence, model.spec.title
@@ -130,11 +127,7 @@ def pad_prompts(text: Tensor, mask: Tensor | None, multiple: int) -> tuple[Tenso
 
 def own_share(network: Any, text: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """This device's tokens of prompts [N, L, D] and of their mask [N, L], padded where the devices do not divide L; all
-    of them if the network is not split.
-
-    Args:
-        network: its `sequence_mesh` is None, or the mesh of `split_networks`.
-    """
+    of them if the network is not split. `network`: its `sequence_mesh` is None, or the mesh of `split_networks`."""
     mesh: DeviceMesh | None = network.sequence_mesh
     if mesh is None:
         return text, mask

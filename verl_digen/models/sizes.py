@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one rule for picture and video sizes, its error messages, and the shape of a video's latents.
+"""The one rule for picture and video sizes, and its error messages.
 
 Invariant (tests/models): an error names the config key, the value, and the nearest valid one.
 """
 
 from __future__ import annotations
-
-import math
-from collections.abc import Sequence
 
 from verl_digen.types import Geometry
 
@@ -55,28 +52,3 @@ def check_size(
                 f"digen.sampling.{key} must be at most {max_px} for this {title} checkpoint, "
                 f"got {value}; the nearest is {max_px}"
             )
-
-
-def num_video_tokens(latent_shape: Sequence[int], patch: Sequence[int]) -> int:
-    """Tokens of a video's latents [C, F, H, W] that the network reads in patches of [frames, height, width]."""
-    return math.prod(size // side for size, side in zip(latent_shape[1:], patch, strict=True))
-
-
-def video_latent_shape(
-    geometry: Geometry, *, title: str, num_channels: int, vae_scale: int, patch_size: int, frame_stride: int
-) -> tuple[int, int, int, int]:
-    """[C, F, H, W] of a video's latents: `vae_scale` px and, after the first frame, `frame_stride` frames per position.
-
-    Args:
-        patch_size: positions along a side that the network reads as one token.
-
-    Raises:
-        ValueError: see `check_size`.
-    """
-    check_size(geometry, title=title, px_multiple=vae_scale * patch_size, frame_stride=frame_stride)
-    return (
-        num_channels,
-        1 + (geometry.num_frames - 1) // frame_stride,
-        geometry.height_px // vae_scale,
-        geometry.width_px // vae_scale,
-    )

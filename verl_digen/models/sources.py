@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks that read a prompt's images as tokens behind the picture's.
+"""Networks that read a prompt's images as tokens behind the picture's; and the latents of a video's first frame.
 
 - A condition has "source": packed latents [tokens of all images, channels], images in the order of `Geometry.sources`;
   none without images.
@@ -67,11 +67,8 @@ class ReadsImages(DiffusionModel):
         return super().predict(transformer, joined, sigmas, condition, geometry)[:, : latents.shape[1]]
 
     def source_of(self, condition: Collated, geometry: Geometry) -> Tensor | None:
-        """[N, tokens of all images, channels]; None without images.
-
-        Raises:
-            RuntimeError: the images do not have the sizes of `geometry`.
-        """
+        """[N, tokens of all images, channels]; None without images. RuntimeError if the images do not have the sizes of
+        `geometry`."""
         source = condition.get("source")
         num_given = 0 if source is None else source.shape[1]
         if num_given != self.num_source_tokens(geometry):
@@ -80,3 +77,16 @@ class ReadsImages(DiffusionModel):
                 f"{num_given}; encode its images with the `image_px` of its request"
             )
         return source
+
+
+def frame_of(condition: Collated, shape: tuple[int, ...] | None, geometry: Geometry) -> Tensor | None:
+    """Latents [N, *shape] of the image that videos of `geometry` continue, None where `shape` is; RuntimeError if it
+    has another size."""
+    source = condition.get("source")
+    found = None if source is None else tuple(source.shape[1:])
+    if found != shape:
+        raise RuntimeError(
+            f"a condition must have the latents of an image, {shape}, for {geometry}, got {found}; encode it with "
+            "the `size` of its request"
+        )
+    return source

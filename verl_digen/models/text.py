@@ -31,10 +31,7 @@ def one_by_one(
     encode: Callable[[PromptInputs], Condition], check: Callable[[str], None], device: torch.device, *modules: Any
 ) -> PromptEncoder:
     """Turn an encoder of one prompt into an encoder of several, which checks and encodes each distinct prompt once.
-
-    Args:
-        modules: networks that it runs; they move to `device`.
-    """
+    `modules`: networks that it runs; they move to `device`."""
     for module in modules:
         module.eval().to(device)
 
@@ -58,11 +55,7 @@ def text_encoder(
 
 
 def only_text(inputs: PromptInputs) -> str:
-    """The text of inputs without images.
-
-    Raises:
-        ValueError: there are images.
-    """
+    """The text of inputs without images. ValueError if there are images."""
     if inputs.images:
         raise ValueError(
             f"a prompt must have no images for a model that reads text alone, got {len(inputs.images)} for "

@@ -144,11 +144,8 @@ class Wan(VideoModel):
         condition: Collated,
         **more: Tensor,
     ) -> Tensor:
-        """One forward of the expert of these rows -> [N, C, F, H, W].
-
-        Args:
-            hidden_states: [N, C', F, H, W]. timesteps: [N], or [N, tokens]. more: further inputs of the network.
-        """
+        """One forward of the expert of these rows -> [N, C, F, H, W]. `hidden_states`: [N, C', F, H, W]. `timesteps`:
+        [N], or [N, tokens]. `more`: further inputs of the network."""
         dtype = self.input_dtype(transformer)
         chosen = {}
         if len(self.experts) > 1:

@@ -23,7 +23,7 @@ from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated, Decoder, PromptEncoder
 from verl_digen.models.loaded import Decoded
-from verl_digen.models.sizes import num_video_tokens
+from verl_digen.models.sources import frame_of
 from verl_digen.models.wan import SEQUENCE, Wan
 from verl_digen.models.wan_image import frame_latents, load_frame_encoder
 from verl_digen.require import require
@@ -93,7 +93,7 @@ class WanFirstFrame(Wan):
         return (channels, num_frames - 1, *size)
 
     def num_source_tokens(self, geometry: Geometry) -> int:
-        return num_video_tokens(self._given_shape(geometry), self._patch) if geometry.sources else 0
+        return self.tokens_of(self._given_shape(geometry)) if geometry.sources else 0
 
     def num_timesteps(self, geometry: Geometry) -> int:
         return self.num_tokens(geometry) + self.num_source_tokens(geometry) if geometry.sources else 1
@@ -129,14 +129,7 @@ class WanFirstFrame(Wan):
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "6. Denoising loop" of WanImageToVideoPipeline.__call__, with `expand_timesteps`.
-        source = condition.get("source")
-        shape = self._given_shape(geometry) if geometry.sources else None
-        found = None if source is None else tuple(source.shape[1:])
-        if found != shape:
-            raise RuntimeError(
-                f"a condition must have the latents of an image, {shape}, for {geometry}, got {found}; encode it with "
-                "the `size` of its request"
-            )
+        source = frame_of(condition, self._given_shape(geometry) if geometry.sources else None, geometry)
         if source is None:
             return super().predict(transformer, latents, sigmas, condition, geometry)
         if self.sequence_size > 1:

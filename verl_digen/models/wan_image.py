@@ -27,6 +27,7 @@ from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated, PromptEncoder
 from verl_digen.models.checkpoint import check_components
+from verl_digen.models.sources import frame_of
 from verl_digen.models.spec import FlopsLayout, VllmOmniServing
 from verl_digen.models.text import one_by_one
 from verl_digen.models.wan import MAX_TEXT_TOKENS, Wan
@@ -40,12 +41,8 @@ def load_frame_encoder(
     encode_image: Callable[[Any, PromptInputs, torch.device], Condition],
     parts: Sequence[str] = (),
 ) -> PromptEncoder:
-    """Load the encoder of texts, and of their images.
-
-    Args:
-        encode_image: diffusers' pipeline, and inputs with an image -> what the image adds to {"embeds": [L, D]}.
-        parts: folders of the encoders besides VAE and text encoder.
-    """
+    """Load the encoder of texts, and of their images. `encode_image`: diffusers' pipeline, and inputs with an image ->
+    what the image adds to {"embeds": [L, D]}. `parts`: folders of the encoders besides VAE and text encoder."""
     dtypes = {name: model.part_dtype(name, dtype) for name in ("vae", *parts)}
     pipeline: Any = WanImageToVideoPipeline.from_pretrained(
         model.path,
@@ -72,11 +69,8 @@ def load_frame_encoder(
 
 
 def frame_pipeline(model: Wan, **parts: Any) -> WanImageToVideoPipeline:
-    """diffusers' pipeline of parts that are loaded, for `frame_latents` and its `encode_image`.
-
-    Args:
-        parts: vae; image_encoder and image_processor, where the network attends to the image.
-    """
+    """diffusers' pipeline of parts that are loaded, for `frame_latents` and its `encode_image`. `parts`: vae;
+    image_encoder and image_processor, where the network attends to the image."""
     own: dict[str, Any] = dict.fromkeys(("tokenizer", "text_encoder", "scheduler")) | parts
     return WanImageToVideoPipeline(**own, expand_timesteps=model.index.get("expand_timesteps", False))
 
@@ -188,15 +182,7 @@ class WanImageToVideo(Wan):
 
     def image_inputs(self, latents: Tensor, condition: Collated, geometry: Geometry) -> tuple[Tensor, Tensor | None]:
         """Inputs of the network that come from images: [N, mask + C, F, H, W], and [N, tokens, E] or None without CLIP.
-
-        Raises:
-            RuntimeError: images of another size than the latents [N, C, F, H, W].
-        """
-        shape = (len(latents), *self._source_shape(geometry))
-        source = condition.get("source")
-        if source is None or source.shape != shape:
-            raise RuntimeError(
-                f"a condition must have the latents of an image, {shape[1:]}, for {geometry}, got "
-                f"{None if source is None else tuple(source.shape[1:])}; encode it with the `size` of its request"
-            )
+        Raises as `frame_of`."""
+        source = frame_of(condition, self._source_shape(geometry), geometry)
+        assert source is not None
         return source.to(latents.dtype), condition["image"] if self._has_clip else None

@@ -83,11 +83,8 @@ class Reward(ABC):
 
     @classmethod
     def settings(cls, arguments: Mapping[str, Any], key: str) -> Any:
-        """The entry's arguments as its settings, an instance of `config_class`.
-
-        Raises:
-            ValueError: an unknown argument, a value of the wrong type, or a broken rule; the message begins with `key`.
-        """
+        """The entry's arguments as its settings, an instance of `config_class`. ValueError for an unknown argument, a
+        value of the wrong type, or a broken rule; the message begins with `key`."""
         return settings_of(cls, cls.config_class, arguments, key)
 
     def __init__(self, config: Any, device: torch.device):
@@ -153,11 +150,8 @@ def _modules(value: Any, depth: int) -> Iterator[nn.Module]:
 
 
 def frames_of(pixels: NDArray[np.uint8], at_most: int | None = None) -> NDArray[np.uint8]:
-    """[F, H, W, 3] of a picture [H, W, 3] (F = 1) or a video [F, H, W, 3].
-
-    Args:
-        at_most: take this many frames, evenly spaced with the first and the last; one frame is the middle one.
-    """
+    """[F, H, W, 3] of a picture [H, W, 3] (F = 1) or a video [F, H, W, 3]. `at_most`: take this many frames, evenly
+    spaced with the first and the last; one frame is the middle one."""
     frames = pixels if pixels.ndim == 4 else pixels[None]
     if at_most is None or len(frames) <= at_most:
         return frames

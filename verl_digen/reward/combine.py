@@ -21,11 +21,8 @@ KEY = "digen.reward.combine"
 
 
 def find_combination(config: RewardConfig) -> Combination | None:
-    """The user's function; None for a weighted sum.
-
-    Raises:
-        ValueError: it cannot be loaded, or not be called with two mappings.
-    """
+    """The user's function; None for a weighted sum. ValueError if it cannot be loaded, or not be called with two
+    mappings."""
     if config.combine in COMBINED:
         return None
     found: Any = load(config.combine, KEY, f"one of {', '.join(COMBINED)}, or package.module.function")
@@ -49,14 +46,8 @@ def _takes_two(found: Any) -> bool:
 
 
 def combined(combination: Combination, values: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """The reward of one sample by the user's function.
-
-    Args:
-        values: reward -> value of those that scored the sample, details left out.
-
-    Raises:
-        RunStopped: the function raised, or returned no finite number.
-    """
+    """The reward of one sample by the user's function. `values`: reward -> value of those that scored the sample,
+    details left out. RunStopped if the function raised, or returned no finite number."""
     trained = {name: weight for name, weight in weights.items() if weight != 0 and name in values}
     try:
         found = float(combination({name: values[name] for name in trained}, trained))

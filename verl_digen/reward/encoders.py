@@ -80,19 +80,11 @@ class FrameReward(Reward):
     def frame_scores(
         self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
     ) -> Tensor:
-        """Score frames; [N].
-
-        Args:
-            owners: the position in `batch` of the sample that each frame belongs to.
-        """
+        """Score frames; [N]. `owners`: the position in `batch` of the sample that each frame belongs to."""
 
 
 class PictureEncoder:
-    """A model of transformers whose `pooler_output` is a picture's feature.
-
-    Args:
-        prepare: makes its inputs.
-    """
+    """A model of transformers whose `pooler_output` is a picture's feature. `prepare`: makes its inputs."""
 
     def __init__(self, model: Any, prepare: Prepare, device: torch.device, dtype: str):
         self._model = model.to(device, DTYPES[dtype]).eval().requires_grad_(False)
@@ -108,12 +100,8 @@ class PictureEncoder:
 
 
 class ClipEncoder(PictureEncoder):
-    """A CLIP model with what prepares its inputs.
-
-    Args:
-        tokenizer: None for pictures alone; the text encoder is then dropped.
-        clean: what becomes of a prompt before it is split into tokens.
-    """
+    """A CLIP model with what prepares its inputs. `tokenizer`: None for pictures alone; the text encoder is then
+    dropped. `clean`: what becomes of a prompt before it is split into tokens."""
 
     def __init__(
         self,
@@ -208,11 +196,7 @@ def load_head(state: Mapping[str, Tensor], width: int, key: str, path: str) -> n
 
 
 def load_state(module: nn.Module, state: Mapping[str, Tensor], key: str, path: str, kind: str) -> None:
-    """Give a network these tensors, without a copy.
-
-    Raises:
-        ValueError: a tensor is missing, too many or of another shape.
-    """
+    """Give a network these tensors, without a copy. ValueError if a tensor is missing, too many or of another shape."""
     own = module.state_dict()
     shapes = sorted(name for name in own if name in state and own[name].shape != state[name].shape)
     refuse(key, path, kind, sorted(set(own) - set(state)), sorted(set(state) - set(own)), shapes)
@@ -275,11 +259,7 @@ def refuse(
 
 
 def load_weights(path: Path, key: str) -> Mapping[str, Any]:
-    """Content of a PyTorch file of tensors, on the CPU; no code in it is run.
-
-    Raises:
-        ValueError: it holds something else.
-    """
+    """Content of a PyTorch file of tensors, on the CPU; no code in it is run. ValueError if it holds something else."""
     with refusing(f"{key} must be a PyTorch file of tensors", str(path), "fetch it again"):
         found = torch.load(path, map_location="cpu", weights_only=True)
     require(isinstance(found, Mapping), f"{key} must hold tensors by name", str(path), RIGHT)
@@ -295,11 +275,8 @@ def load_tokenizer(place: Path, key: str) -> Any:
 
 
 def load_processor(place: Path, key: str, class_name: str = "CLIPImageProcessorPil") -> Prepare:
-    """The picture processor of a folder, in its Pillow form.
-
-    Args:
-        class_name: its class in transformers. AutoImageProcessor would take another one where torchvision is installed.
-    """
+    """The picture processor of a folder, in its Pillow form. `class_name`: its class in transformers.
+    AutoImageProcessor would take another one where torchvision is installed."""
     import transformers
 
     with refusing(f"{key} must hold preprocessor_config.json", str(place), RIGHT):

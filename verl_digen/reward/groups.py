@@ -31,11 +31,7 @@ Waiting = tuple[RewardInput, "asyncio.Future[PartScores]"]
 
 
 class GroupRooms:
-    """See the module.
-
-    Args:
-        score_group: samples of a group, in order -> scores per sample.
-    """
+    """See the module. `score_group`: samples of a group, in order -> scores per sample."""
 
     def __init__(self, score_group: Callable[[Sequence[RewardInput]], Awaitable[Sequence[PartScores]]]):
         self._score_group = score_group
@@ -46,11 +42,8 @@ class GroupRooms:
         self._calls: set[asyncio.Task[None]] = set()
 
     async def score(self, sample: RewardInput, *, version: int, group_size: int) -> PartScores:
-        """Wait for the other samples of the group -> the sample's scores.
-
-        Raises:
-            ScoringError: a reward failed on the group, or another sample of it has no reward.
-        """
+        """Wait for the other samples of the group -> the sample's scores. ScoringError if a reward failed on the group,
+        or another sample of it has no reward."""
         key, index = (sample.row.uid, version), sample.sample_index
         if sample.row.uid in self._failed:
             raise ScoringError(_told(self._failed[sample.row.uid]))

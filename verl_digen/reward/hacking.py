@@ -79,11 +79,8 @@ class Finding:
 
 
 def judge(points: Sequence[Point], rules: Rules = RULES) -> Finding:
-    """Judge the newest of a run's validations.
-
-    Args:
-        points: all validations so far, at least one, in order; each has all gold rewards.
-    """
+    """Judge the newest of a run's validations. `points`: all validations so far, at least one, in order; each has all
+    gold rewards."""
     found = [_compared(points[:end], rules) for end in range(len(points), max(len(points) - rules.patience, 0), -1)]
     is_hacking = len(found) == rules.patience and all(finding.falling for finding in found)
     return replace(found[0], verdict="hacking") if is_hacking else found[0]
@@ -108,11 +105,7 @@ def _compared(points: Sequence[Point], rules: Rules) -> Finding:
 
 
 def trend(steps: Sequence[int], values: Sequence[float]) -> float:
-    """Theil-Sen slope over its standard error, see the module; 0.0 for constant values.
-
-    Args:
-        steps: increasing.
-    """
+    """Theil-Sen slope over its standard error, see the module; 0.0 for constant values. `steps`: increasing."""
     slope = median(
         (values[later] - values[earlier]) / (steps[later] - steps[earlier])
         for earlier, later in combinations(range(len(steps)), 2)

@@ -66,11 +66,8 @@ def sample_data(sample: RewardInput) -> DataProto:
 
 
 async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
-    """Score of each row of `data`, see `DiffusionRewardLoopManager.compute_rm_score`.
-
-    Raises:
-        ScoringError: a reward kept failing.
-    """
+    """Score of each row of `data`, see `DiffusionRewardLoopManager.compute_rm_score`. ScoringError if a reward kept
+    failing."""
     samples = samples_of(data)
     sizes = Counter(sample.row.uid for sample in samples)
     scored = [rewards.score(sample, version=0, group_size=sizes[sample.row.uid]) for sample in samples]
@@ -184,12 +181,7 @@ class DiffusionRewardLoopWorker(RewardProcess, RewardLoopWorker):
 
 
 class RewardPoolWorker(RewardProcess):
-    """Process of one reward's own pool.
-
-    Args:
-        config: verl's.
-        served: verl's reward model, if the run has one.
-    """
+    """Process of one reward's own pool. `config`: verl's. `served`: verl's reward model, if the run has one."""
 
     def __init__(self, config: DictConfig, name: str, served: ServedModel | None = None):
         reward = digen_config(config).reward
@@ -264,12 +256,8 @@ class DiffusionRewardLoopManager(RewardLoopManager):
         return DataProto(batch, parts, {"reward_extra_keys": names})  # pyright: ignore[reportArgumentType]
 
     def start_timeshared(self, pool: Any) -> dict[str, list[Any]]:
-        """Start the rewards that take turns with the replicas: for each, an asleep process on every device of `pool`
-        -> reward -> its workers. Does not wait.
-
-        Args:
-            pool: the trainer's devices, reserved.
-        """
+        """Start the rewards that take turns with the replicas: for each, an asleep process on every device of `pool` ->
+        reward -> its workers. Does not wait. `pool`: the trainer's devices, reserved."""
         names = [entry.name for entry in self._digen.reward.timeshared]
         for name in names:
             self._start(name, timeshared_options(pool))

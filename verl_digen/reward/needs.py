@@ -15,14 +15,8 @@ from types import ModuleType
 
 
 def imported(module: str, needed_by: str) -> ModuleType:
-    """Import an optional package.
-
-    Args:
-        needed_by: name of the reward, for the message.
-
-    Raises:
-        ValueError: it is not installed, or cannot be imported.
-    """
+    """Import an optional package. `needed_by`: name of the reward, for the message. ValueError if it is not installed,
+    or cannot be imported."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -72,10 +66,7 @@ def checkpoint_folder(name: str, key: str, files: Sequence[str] | None = None) -
 
 def checkpoint_file(name: str, filename: str, key: str) -> Path:
     """One file of weights: `name` itself if it is a file, else `filename` in the folder or repository `name`.
-
-    Raises:
-        ValueError: there is no such file, or the hub does not answer.
-    """
+    ValueError if there is no such file, or the hub does not answer."""
     path = Path(name).expanduser()
     if path.is_file():
         return path

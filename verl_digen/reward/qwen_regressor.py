@@ -57,11 +57,7 @@ class Patches:
 
 
 def size_of(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width) in px to which a frame is scaled.
-
-    Raises:
-        ValueError: one side is over 200 times the other.
-    """
+    """(height, width) in px to which a frame is scaled. ValueError if one side is over 200 times the other."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     return smart_resize(height, width, factor=FACTOR, min_pixels=min_pixels, max_pixels=max_pixels)

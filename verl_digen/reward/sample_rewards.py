@@ -49,12 +49,8 @@ class _Pool:
 
 
 class SampleRewards:
-    """See the module.
-
-    Args:
-        handles: pool -> its workers.
-        weights: reward -> weight. What is no pool's is a function of `SHARED`.
-    """
+    """See the module. `handles`: pool -> its workers. `weights`: reward -> weight. What is no pool's is a function of
+    `SHARED`."""
 
     def __init__(self, handles: Mapping[str, Sequence[Any]], weights: Mapping[str, float], digen: DigenConfig):
         self._weights, self._deadlines = dict(weights), digen.deadlines

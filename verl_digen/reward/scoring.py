@@ -104,10 +104,7 @@ class BatchScorer:
 
     async def score(self, samples: Sequence[RewardInput]) -> list[PartScore]:
         """Score one sample, or all samples of a group, once the calls before are done -> a score per sample.
-
-        Raises:
-            ScoringError: the reward kept failing on it.
-        """
+        ScoringError if the reward kept failing on it."""
         if self._max_batch_size is None:
             return _given(await self._attempts(samples, 0, 1 + self._max_retries))
         if self._loop is None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer-rank handle for a replica that may die: after that, join the collectives and send nothing."""
+"""Trainer-rank handle for a replica that may die, and the calls of a weight update: after its death, join the
+collectives and send nothing."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_digen.processes.actors import retried
-from verl_digen.weights.checksum import Checksum
+from verl_digen.weights.checksum import Checksum, Manifest
 from verl_digen.weights.sending import ReceiverDied, Wire, send_update
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,34 @@ class ReplicaHandle:
             if isinstance(error, ActorUnavailableError):
                 ray.kill(actor)
             return None
+
+    async def update(
+        self,
+        weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
+        wire: Wire,
+        version: int,
+        *further: Any,
+        address: str,
+        takes_turns: bool,
+        leads: bool = True,
+    ) -> None:
+        """Send an update to one worker of the replica, between the calls that begin it and end it. A server on its own
+        devices stages it until `activate_weights`; one that takes turns with the trainer commits it.
+
+        Args:
+            further: arguments of the last call, behind the manifest.
+            address: the first argument of `begin_update`.
+            leads: False for a rank that only sends: another one calls the server.
+        """
+        started_s = time.perf_counter()
+        if leads:
+            self.find_successor()
+            await self.call("begin_update", address, wire.use_shm, wire.is_live)
+        total = await self.send(weights, wire)
+        if leads and total is not None:
+            manifest = Manifest(version, total.num_tensors, total.value)
+            await self.call("commit_update" if takes_turns else "seal_update", manifest, *further)
+            logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)
 
     async def send(
         self,

@@ -146,9 +146,8 @@ class Intake:
                 raise RuntimeError("begin_update must come before seal_update")
             receiving, self._receiving = self._receiving, None
             try:
-                arrived = await asyncio.to_thread(receiving.result)
-                arrived.check(manifest)
-                self._network.weights.seal(arrived.checksum)
+                await asyncio.to_thread(receiving.finish, manifest)
+                self._network.weights.seal(manifest.checksum)
             finally:
                 self._ended.set()
             self.sealed_version = manifest.version

@@ -8,9 +8,7 @@ Ray carries calls alone.
 
 from __future__ import annotations
 
-import logging
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -28,10 +26,7 @@ from verl.workers.rollout.replica import RolloutMode
 from verl_digen.rollout.birth import PlacedReplica, birth_variables, cpu_threads, reserved_device
 from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.rollout.server import DiffusersServer
-from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.sending import Wire
-
-logger = logging.getLogger(__name__)
 
 
 def server_name(replica_rank: int) -> str:
@@ -110,32 +105,21 @@ class DiffusersServerAdapter(BaseRollout):
         wire_format: str = "named_tensors",
         **kwargs: Any,
     ) -> None:
-        """Send all `weights` as version `global_steps`. A server on its own devices stages them until
-        `activate_weights`; one that shares devices with the trainer loads each as it arrives.
-
-        Raises:
-            RuntimeError: the server found a tensor missing, unknown or of another shape, or took none for
-                `digen.rollout.update_timeout_s`.
-        """
+        """Send all `weights` as version `global_steps`, see `ReplicaHandle.update`. RuntimeError if the server found a
+        tensor missing, unknown or of another shape, or took none for `digen.rollout.update_timeout_s`."""
         if wire_format != "named_tensors":
             raise ValueError(f"the diffusers replica takes full tensors only, got wire_format={wire_format!r}")
-        started_s = time.perf_counter()
-        self._replica.find_successor()
+        version, takes_turns = kwargs["global_steps"], self._takes_turns
         with tempfile.TemporaryDirectory(prefix="digen-weights-") as folder:  # readable by this user alone
             wire = Wire(
                 handle=f"ipc://{folder}/update.sock",
                 use_shm=not is_support_ipc(),
-                is_live=self._takes_turns,
+                is_live=takes_turns,
                 dtype=self._wire_dtype,
                 max_bucket_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
                 timeout_s=self._timeout_s,
             )
-            await self._replica.call("begin_update", wire.handle, wire.use_shm, wire.is_live)
-            total = await self._replica.send(weights, wire)
-        if total is not None:
-            manifest = Manifest(kwargs["global_steps"], total.num_tensors, total.value)
-            await self._replica.call("commit_update" if self._takes_turns else "seal_update", manifest)
-            logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)
+            await self._replica.update(weights, wire, version, address=wire.handle, takes_turns=takes_turns)
 
 
 class NoWeightsSent(BaseRollout):

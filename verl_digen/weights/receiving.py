@@ -9,8 +9,8 @@ Example:
     staging = Staging(device)
     receiving = Receiving(handle, device, staging.take, use_shm=True, timeout_s=600)
     ... the sender sends ...
-    receiving.result()      # its checksums; staging.tensors are complete
-    receiving.abandon()     # instead: the sender was lost, and a new update starts
+    receiving.finish(manifest)   # staging.tensors are complete, and what was sent
+    receiving.abandon()          # instead: the sender was lost, and a new update starts
 
 Invariants (tests/weights/test_transfer.py): an update arrives whole or is an error; an abandoned one leaves no thread.
 """
@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,23 +44,6 @@ Take = Callable[[Named], None]
 
 class Abandoned(RuntimeError):
     """The update was cancelled before its last bucket arrived."""
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """Facts about a received update."""
-
-    num_tensors: int
-    checksum: int
-    """`verl_digen.weights.checksum` of all tensors."""
-
-    def check(self, manifest: Manifest) -> None:
-        """Raise RuntimeError unless what arrived is what was sent."""
-        if (self.num_tensors, self.checksum) != (manifest.num_tensors, manifest.checksum):
-            raise RuntimeError(
-                f"{manifest.num_tensors} tensors with checksum {manifest.checksum:x} were sent, but "
-                f"{self.num_tensors} with checksum {self.checksum:x} arrived"
-            )
 
 
 class Staging:
@@ -136,11 +118,11 @@ class Receiving:
         try:
             with torch.no_grad(), _own_stream(self._device):
                 self._receiver.receive_weights(self._on_bucket)
-        except BaseException as error:  # raised again by `result`, in the caller's thread
+        except BaseException as error:  # raised again by `finish`, in the caller's thread
             self._error = self._error or error
 
     def _on_bucket(self, named_tensors: list[tuple[str, Tensor]], is_last: bool) -> None:
-        """Take a bucket. After an error the rest is answered and dropped: the sender ends, and `result` raises."""
+        """Take a bucket. After an error the rest is answered and dropped: the sender ends, and `finish` raises."""
         if self._error is not None:
             return
         try:
@@ -151,24 +133,22 @@ class Receiving:
             # without its frames: they hold views of the bucket, which must be closed
             self._error = error.with_traceback(None)
 
-    def result(self) -> Arrived:
-        """Wait for the last bucket.
-
-        Raises:
-            RuntimeError: the update did not arrive, or `take` refused a tensor; the message says why.
-        """
+    def finish(self, manifest: Manifest) -> None:
+        """Wait for the last bucket. RuntimeError if the update did not arrive, is not what was sent, or `take` refused
+        a tensor; the message says why."""
         while self._thread.is_alive():  # each wait of the thread is bounded, so this one is
             self._thread.join(self._timeout_s)
         if self._error is not None:
             raise RuntimeError(f"an update could not be received: {self._error}") from self._error
-        return Arrived(self._checksum.num_tensors, self._checksum.value)
+        arrived = self._checksum
+        if (arrived.num_tensors, arrived.value) != (manifest.num_tensors, manifest.checksum):
+            raise RuntimeError(
+                f"{manifest.num_tensors} tensors with checksum {manifest.checksum:x} were sent, but "
+                f"{arrived.num_tensors} with checksum {arrived.value:x} arrived"
+            )
 
     def abandon(self) -> None:
-        """Cancel the update: end the thread.
-
-        Raises:
-            RuntimeError: the thread does not end.
-        """
+        """Cancel the update: end the thread. RuntimeError if it does not end."""
         self._abandoned.set()
         self._thread.join(STOP_S)
         if self._thread.is_alive():

@@ -33,10 +33,7 @@ def repositories() -> tuple[str, ...]:
 @contextmanager
 def checkpoint_folder(path: str) -> Iterator[Path]:
     """The checkpoint at `actor_rollout_ref.model.path`: the local folder itself, or a temporary folder of configs.
-
-    Raises:
-        ValueError: neither a folder nor a known repository.
-    """
+    ValueError if it is neither a folder nor a known repository."""
     local = Path(path).expanduser()
     if local.is_dir():
         yield local

@@ -43,11 +43,8 @@ Not part of `ModelSpec`: it is data of the tests and the self-test, a model may 
 
 
 def build_tiny(name: str, path: str | Path, seed: int = 0) -> Path:
-    """Write the tiny checkpoint `name` to the folder `path`; the same weights for the same seed.
-
-    Raises:
-        ValueError: unknown name; lists the known ones.
-    """
+    """Write the tiny checkpoint `name` to the folder `path`; the same weights for the same seed. ValueError for an
+    unknown name; lists the known ones."""
     if name not in BUILDERS:
         raise ValueError(f"unknown tiny checkpoint {name!r}; known ones: {', '.join(sorted(BUILDERS))}")
     import torch  # takes a second, and the names above are used without it

@@ -164,18 +164,13 @@ class WithProcessor:
         index.write_text(json.dumps(parts, indent=2))
 
 
+def _vision_sizes(width: int) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": 2}
+    return {**sizes, "image_size": SIDE_PX, "patch_size": PATCH_PX}
+
+
 def clip_vision() -> CLIPVisionModel:
-    return drawn(
-        CLIPVisionModel,
-        CLIPVisionConfig(
-            hidden_size=CLIP_WIDTH,
-            intermediate_size=2 * CLIP_WIDTH,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            image_size=SIDE_PX,
-            patch_size=PATCH_PX,
-        ),
-    )
+    return drawn(CLIPVisionModel, CLIPVisionConfig(**_vision_sizes(CLIP_WIDTH), num_hidden_layers=3))
 
 
 def clip_vision_processor() -> CLIPImageProcessorPil:
@@ -186,17 +181,7 @@ def clip_vision_processor() -> CLIPImageProcessorPil:
 
 
 def siglip_vision() -> SiglipVisionModel:
-    return drawn(
-        SiglipVisionModel,
-        SiglipVisionConfig(
-            hidden_size=SIGLIP_WIDTH,
-            intermediate_size=2 * SIGLIP_WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=SIDE_PX,
-            patch_size=PATCH_PX,
-        ),
-    )
+    return drawn(SiglipVisionModel, SiglipVisionConfig(**_vision_sizes(SIGLIP_WIDTH), num_hidden_layers=2))
 
 
 def siglip_processor() -> SiglipImageProcessorPil:

@@ -59,14 +59,8 @@ async def picture_parts(images: Sequence[Image.Image]) -> list[Part]:
 
 
 def fields_of(question: str, key: str) -> tuple[str, ...]:
-    """Names in braces, in order.
-
-    Args:
-        key: what the user typed it under, for the message.
-
-    Raises:
-        ValueError: a brace without its counterpart, or with anything but a name in it.
-    """
+    """Names in braces, in order. `key`: what the user typed it under, for the message. ValueError for a brace without
+    its counterpart, or with anything but a name in it."""
     remedy = 'write {prompt}, {ground_truth} or {a column of the row}, and any other brace twice, e.g. {{"score": 4}}'
     try:
         parts = [part[1:] for part in Formatter().parse(question) if part[1] is not None]
@@ -193,10 +187,7 @@ def chat_request(
 
 def only_model(body: Any) -> str:
     """The model of a server that serves one, from its answer to GET /v1/models; adapters (with a parent) do not count.
-
-    Raises:
-        ValueError: it serves none or several, or the answer is another one.
-    """
+    ValueError if it serves none or several, or the answer is another one."""
     listed = body.get("data") if isinstance(body, Mapping) else None
     if not isinstance(listed, list) or not all(isinstance(model, Mapping) and "id" in model for model in listed):
         raise ValueError(f"{MODELS_PATH} must list the models of a server, got {str(body)[:200]!r}; set model=NAME")
@@ -303,11 +294,7 @@ class Judge(Reward):
         return self.chat.take_counts()
 
     def question(self, row: PromptRow, key: str = "question") -> str:
-        """The question of a setting about one prompt.
-
-        Raises:
-            ValueError: the row lacks a column that it names.
-        """
+        """The question of a setting about one prompt. ValueError if the row lacks a column that it names."""
         return filled(vars(self.config)[key], row, f"{self.name}: {key}")
 
     async def frames(self, sample: RewardInput) -> list[Part]:

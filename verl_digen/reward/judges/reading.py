@@ -48,11 +48,8 @@ class Reply:
 
 
 def read_reply(body: Any) -> Reply:
-    """Read the JSON of an answer.
-
-    Raises:
-        UnusableAnswer: it is not of the chat protocol, a refusal, filtered, empty of content, or nothing but thoughts.
-    """
+    """Read the JSON of an answer. UnusableAnswer if it is not of the chat protocol, a refusal, filtered, empty of
+    content, or nothing but thoughts."""
     choice = _first_choice(body)
     message, reason = choice["message"], choice.get("finish_reason")
     if message.get("refusal"):
@@ -196,11 +193,8 @@ def weighed(reply: Reply, values: Mapping[str, float]) -> Weighed:
 
 
 def preferred(reply: Reply, first: str, second: str) -> float:
-    """1 if the text holds `first`, 0 if it holds `second`, whatever their case.
-
-    Raises:
-        UnusableAnswer: it holds both, or neither.
-    """
+    """1 if the text holds `first`, 0 if it holds `second`, whatever their case. UnusableAnswer if it holds both, or
+    neither."""
     text = reply.text.lower()
     has_first, has_second = first.lower() in text, second.lower() in text
     if has_first == has_second:

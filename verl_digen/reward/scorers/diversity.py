@@ -32,11 +32,7 @@ class Diversity(Reward):
     config_class = DiversityConfig
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
-        """Mean distance of each sample to the others; [G] in [0, 1].
-
-        Raises:
-            ValueError: there are no others.
-        """
+        """Mean distance of each sample to the others; [G] in [0, 1]. ValueError if there are no others."""
         require(
             len(batch) > 1, "diversity needs at least 2 samples of a prompt", len(batch), "generate or score more of it"
         )

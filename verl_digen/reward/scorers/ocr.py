@@ -109,11 +109,8 @@ def engine_parameters(config: OcrConfig, num_threads: int) -> dict[str, Any]:
 
 
 def target_of(row: PromptRow) -> str:
-    """The text that a sample is to show; see the module.
-
-    Raises:
-        ValueError: the ground truth is no text, or it is the prompt, and the prompt quotes nothing.
-    """
+    """The text that a sample is to show; see the module. ValueError if the ground truth is no text, or it is the
+    prompt, and the prompt quotes nothing."""
     if row.ground_truth is None or row.ground_truth == row.text:
         return text_target(row.text)
     require(

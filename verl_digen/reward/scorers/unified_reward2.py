@@ -72,11 +72,7 @@ class UnifiedReward2(SampleJudge):
 
 
 def axes_in(reply: Reply, names: tuple[str, ...]) -> dict[str, float]:
-    """Axis in small letters -> its number.
-
-    Raises:
-        UnusableAnswer: one of them is missing, or outside [1, 5].
-    """
+    """Axis in small letters -> its number. UnusableAnswer if one of them is missing, or outside [1, 5]."""
     patterns = {name.lower(): re.compile(rf"{name} Score \(1-5\):\s*(\d+(?:\.\d+)?)") for name in names}
     return {axis: number_in(reply, pattern, LOW, HIGH, takes_last=True) for axis, pattern in patterns.items()}
 

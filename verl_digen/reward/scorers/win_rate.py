@@ -118,14 +118,8 @@ def pairs_of(num_samples: int, rounds: int, rng: random.Random) -> list[Pair]:
 
 
 def win_rates(num_samples: int, outcomes: Mapping[Pair, float]) -> list[float]:
-    """Mean outcome of each sample over its comparisons.
-
-    Args:
-        outcomes: pair -> probability that its first sample is better, 0 to 1.
-
-    Raises:
-        RuntimeError: a sample has no comparison.
-    """
+    """Mean outcome of each sample over its comparisons. `outcomes`: pair -> probability that its first sample is
+    better, 0 to 1. RuntimeError if a sample has no comparison."""
     won: list[list[float]] = [[] for _ in range(num_samples)]
     for (first, second), outcome in outcomes.items():
         won[first].append(outcome)

@@ -50,11 +50,7 @@ class RefusedForAll(Refused, RewardUnavailable):
 
 
 class Failed(ServerError):
-    """An attempt failed; another may not.
-
-    Args:
-        retry_after_s: the server's own wish (Retry-After), in seconds.
-    """
+    """An attempt failed; another may not. `retry_after_s`: the server's own wish (Retry-After), in seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0):
         super().__init__(message)

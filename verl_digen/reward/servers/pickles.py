@@ -123,11 +123,8 @@ class _Reader(pickle.Unpickler):
 
 
 def pickle_of(body: bytes) -> Any:
-    """An answer as a pickle of plain values; see the module.
-
-    Raises:
-        UnusableAnswer: it is no pickle, wants something else, or is too large.
-    """
+    """An answer as a pickle of plain values; see the module. UnusableAnswer if it is no pickle, wants something else,
+    or is too large."""
     try:
         for instruction, argument, _ in pickletools.genops(body):
             if instruction.name in MEMO and int(argument or 0) > len(body):

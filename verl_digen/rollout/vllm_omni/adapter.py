@@ -7,9 +7,7 @@ where the platform has none (`verl_digen.weights.sending`). Then the leader has 
 
 from __future__ import annotations
 
-import logging
 import os
-import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -21,10 +19,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from verl_digen.rollout.lost import ReplicaHandle
 from verl_digen.rollout.vllm_omni.settings import address, sockets_of
-from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.sending import Wire
-
-logger = logging.getLogger(__name__)
 
 
 class vLLMOmniServerAdapter(ServerAdapter):
@@ -64,16 +59,11 @@ class vLLMOmniServerAdapter(ServerAdapter):
         wire_format: str = "named_tensors",
         **unused: Any,
     ) -> None:
-        """Send all `weights` as version `global_steps`. A server on its own devices stages them until
-        `activate_weights`; one that shares devices with the trainer loads each as it arrives.
-
-        Raises:
-            RuntimeError: the tensors do not match the server's; names them, and the weights that serve now.
-        """
+        """Send all `weights` as version `global_steps`, see `ReplicaHandle.update`. RuntimeError if the tensors do not
+        match the server's; names them, and the weights that serve now."""
         if wire_format != "named_tensors":
             raise ValueError(f"vllm_omni replicas take full tensors only, got wire_format={wire_format!r}")
         assert global_steps is not None, "a weight update has a version"
-        started_s = time.perf_counter()
         wire = Wire(
             handle=self.zmq_handle,
             use_shm=self.use_shm,
@@ -82,13 +72,9 @@ class vLLMOmniServerAdapter(ServerAdapter):
             max_bucket_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             timeout_s=self._timeout_s,
         )
-        if self._has_server:
-            self._replica.find_successor()
-            await self._replica.call("begin_update", self._sockets, wire.use_shm, wire.is_live)
-        total = await self._replica.send(weights, wire)
-        if self._has_server and total is not None:
-            manifest = Manifest(global_steps, total.num_tensors, total.value)
-            await self._replica.call(
-                "commit_update" if self._takes_turns else "seal_update", manifest, self._adapter_config
-            )
-            logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)
+        await self._replica.update(
+            *(weights, wire, global_steps, self._adapter_config),
+            address=self._sockets,
+            takes_turns=self._takes_turns,
+            leads=self._has_server,
+        )

@@ -95,12 +95,8 @@ def pipeline_of_checkpoint(path: str) -> str:
 
 
 def check_taken(arguments: dict[str, Any], rollout: Any, model: DiffusionModelConfig, engine_config: Any) -> None:
-    """Raise RuntimeError for an argument or a setting that vLLM-Omni silently ignored.
-
-    Args:
-        arguments: as for `engine_arguments`.
-        engine_config: the engine's `OmniDiffusionConfig`.
-    """
+    """Raise RuntimeError for an argument or a setting that vLLM-Omni silently ignored. `arguments`: as for
+    `engine_arguments`. `engine_config`: the engine's `OmniDiffusionConfig`."""
     for name in OF_STAGE:
         if (taken := getattr(engine_config, name)) != arguments[name]:
             raise RuntimeError(

@@ -95,11 +95,8 @@ class WanFrameRecording(FrameRecording):
     """Wan2.1 and Wan2.2 from text; TI2V-5B also from a text and its first frame, which every step is given."""
 
     def diffuse(self, *, latents: Tensor, **arguments: Any) -> Tensor:
-        """Run the pipeline's loop -> whole videos.
-
-        Args:
-            latents: [N, C, F, H, W]; if a first frame is given, of the other F - 1 frames.
-        """
+        """Run the pipeline's loop -> whole videos. `latents`: [N, C, F, H, W]; if a first frame is given, of the other
+        F - 1 frames."""
         if self._schedule is None or "source" not in self._schedule.recordings[0].condition:
             return super().diffuse(latents=latents, **arguments)  # type: ignore[misc]
         conditions = [recording.condition for recording in self._schedule.recordings]

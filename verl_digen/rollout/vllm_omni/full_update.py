@@ -14,18 +14,15 @@ from torch import Tensor
 
 from verl_digen.weights.checksum import Casts
 from verl_digen.weights.receiver import Live, compare_with
-from verl_digen.weights.receiving import Arrived, Named, Staging
+from verl_digen.weights.receiving import Named, Staging
 
 Load = Callable[[Named], set[str]]
 """Loads tensors into the network -> vLLM-Omni's names of what it loaded."""
 
 
 class FullUpdate:
-    """Full weights or an adapter, of one of two kinds.
-
-    Args:
-        dtype: the network's. staging: destination of a staged update. live: shapes of all tensors, and how they load.
-    """
+    """Full weights or an adapter, of one of two kinds. `dtype`: the network's. `staging`: destination of a staged
+    update. `live`: shapes of all tensors, and how they load."""
 
     def __init__(
         self,
@@ -63,9 +60,9 @@ class FullUpdate:
         else:
             compare_with(self.staged, shapes)
 
-    def loaded_checksum(self, arrived: Arrived) -> int:
-        """Checksum that the network's numbers have after loading."""
-        return self._casts.applied(arrived.checksum)
+    def loaded_checksum(self, sent: int) -> int:
+        """Checksum that the network's numbers have after loading an update with checksum `sent`."""
+        return self._casts.applied(sent)
 
     def finish(self, load: Load) -> set[str]:
         """Load a staged update -> vLLM-Omni's names of all that was loaded, of either kind."""

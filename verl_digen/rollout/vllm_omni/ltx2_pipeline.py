@@ -44,10 +44,7 @@ PLAIN_GUIDANCE = {
 
 class VelocityGuidance(LTXGuidanceExecutor):
     """vLLM-Omni's passes of the network; while recorded requests run, their velocities are combined in fp32.
-
-    Args:
-        pipeline: the recording pipeline.
-    """
+    `pipeline`: the recording pipeline."""
 
     def __init__(self, pipeline: LTX2Recording):
         self._pipeline = pipeline

@@ -28,10 +28,7 @@ RFC_NAMES = {"QwenImagePipelineWithLogProb": f"{PREFIX}QwenImagePipeline"}
 
 def recording_class(name: str) -> type[Any]:
     """vLLM-Omni's class for the diffusers pipeline `name` with its recording mixin, a subclass of `RecordingPipeline`.
-
-    Raises:
-        ValueError: vLLM-Omni does not serve it.
-    """
+    ValueError if vLLM-Omni does not serve it."""
     serving = require_served(name)
     if serving.pipeline in vllm_omni_wan_import.PIPELINES:
         vllm_omni_wan_import.apply()

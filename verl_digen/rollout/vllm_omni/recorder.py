@@ -100,11 +100,7 @@ class RecordingPipeline:
 
     def encode_condition(self, inputs: PromptInputs) -> Condition:
         """Encode one prompt, with its images, into the trainer network's condition, on the CPU, for samples that the
-        trainer generates.
-
-        Raises:
-            ValueError: the prompt is longer than the encoder's limit, or its images cannot be read.
-        """
+        trainer generates. ValueError if the prompt is longer than the encoder's limit, or its images cannot be read."""
         raise NotImplementedError
 
     def predict_noise(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -123,11 +119,8 @@ class RecordingPipeline:
         start_s: float,
         adapter: LoRARequest | None,
     ) -> Recording:
-        """A recording before its first step, with the initial noise of its sample.
-
-        Args:
-            shape: shape of one sample's latents.
-        """
+        """A recording before its first step, with the initial noise of its sample. `shape`: shape of one sample's
+        latents."""
         request = order.request
         noise = step_noise(initial_seed(order.run_seed, request), INITIAL_LATENTS, tuple(shape))
         return Recording(
@@ -177,11 +170,7 @@ class RecordingPipeline:
     def _load_diffusion_lora_adapter(
         self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
     ) -> tuple[LoRAModel, PEFTHelper]:
-        """The adapter that is being registered.
-
-        Raises:
-            RuntimeError: a request uses an adapter that was dropped.
-        """
+        """The adapter that is being registered. RuntimeError if a request uses an adapter that was dropped."""
         if self.incoming_adapter is None:
             raise RuntimeError(f"the adapter of {lora_request.lora_name} is not there any more")
         return self.incoming_adapter

@@ -186,11 +186,8 @@ class RequestRecordingMixin(PrefixSharing):
     def _run(
         self, readable: Sequence[tuple[OmniDiffusionRequest, Recording]], until: int | None = None
     ) -> list[DiffusionOutput]:
-        """Run the pipeline's own `forward` from where the recordings are, all at one step.
-
-        Args:
-            until: step before which it ends, without decoding; None runs all steps.
-        """
+        """Run the pipeline's own `forward` from where the recordings are, all at one step. `until`: step before which
+        it ends, without decoding; None runs all steps."""
         recordings = [recording for _, recording in readable]
         handed_over = [self._hand_over(request, recording) for request, recording in readable]
         if until is not None:
@@ -204,11 +201,7 @@ class RequestRecordingMixin(PrefixSharing):
             self._schedule = None
 
     def forward_recorded(self, requests: list[OmniDiffusionRequest], **arguments: Any) -> list[DiffusionOutput]:
-        """Run the pipeline's own `forward` -> the requests' outputs, in order.
-
-        Args:
-            arguments: passed to `forward`.
-        """
+        """Run the pipeline's own `forward` -> the requests' outputs, in order. `arguments`: passed to `forward`."""
         outputs = super().forward(DiffusionRequestBatch(requests), **arguments)  # type: ignore[misc]
         return [outputs] if isinstance(outputs, DiffusionOutput) else outputs
 

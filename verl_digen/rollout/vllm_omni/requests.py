@@ -40,11 +40,8 @@ def to_prompt(request: SampleRequest) -> dict[str, Any]:
 
 
 def to_sampling_params(order: RecordingOrder, adapter: LoRARequest | None) -> OmniDiffusionSamplingParams:
-    """Sampling parameters. Requests that must not share a forward differ in a field that vLLM-Omni compares.
-
-    Args:
-        adapter: identifies the weights, if updates carry only a LoRA adapter.
-    """
+    """Sampling parameters. Requests that must not share a forward differ in a field that vLLM-Omni compares. `adapter`:
+    identifies the weights, if updates carry only a LoRA adapter."""
     sampling = order.request.sampling
     return OmniDiffusionSamplingParams(
         height=sampling.geometry.height_px,

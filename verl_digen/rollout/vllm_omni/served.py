@@ -17,11 +17,8 @@ def served_pipelines() -> tuple[str, ...]:
 
 
 def require_served(pipeline: str) -> VllmOmniServing:
-    """How vLLM-Omni serves `pipeline`, a key of `MODELS`.
-
-    Raises:
-        ValueError: it does not; lists the pipelines that it serves.
-    """
+    """How vLLM-Omni serves `pipeline`, a key of `MODELS`. ValueError if it does not; lists the pipelines that it
+    serves."""
     serving = model_class(pipeline).spec.vllm_omni
     if serving is None:
         raise ValueError(

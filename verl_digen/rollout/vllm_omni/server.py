@@ -340,11 +340,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return live()
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
-        """Each worker's answer.
-
-        Raises:
-            RuntimeError: the call failed; has the worker's message.
-        """
+        """Each worker's answer. RuntimeError if the call failed; has the worker's message."""
         (answer,) = await self.engine.collective_rpc(method, args=args)  # one stage
         if isinstance(answer, dict) and "error" in answer:
             raise RuntimeError(f"replica {self.replica_rank}: {answer['error']}")

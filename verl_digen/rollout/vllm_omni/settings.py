@@ -110,14 +110,8 @@ def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
 
 
 def check_attention(digen: DigenConfig, given: str | None) -> str:
-    """The attention back end of vLLM-Omni.
-
-    Args:
-        given: `engine_kwargs.vllm_omni.diffusion_attention_backend`; None: the run's kernel, by `OF_KERNEL`.
-
-    Raises:
-        ValueError: both are given, or vLLM-Omni has no such kernel.
-    """
+    """The attention back end of vLLM-Omni. `given`: `engine_kwargs.vllm_omni.diffusion_attention_backend`; None: the
+    run's kernel, by `OF_KERNEL`. ValueError if both are given, or vLLM-Omni has no such kernel."""
     own = digen.rollout.attention_backend
     if given is not None:
         require(
@@ -138,11 +132,8 @@ def check_attention(digen: DigenConfig, given: str | None) -> str:
 
 
 def check_versions(*, allow_untested: bool) -> None:
-    """Raise ValueError unless the installed versions were tested with each other.
-
-    Args:
-        allow_untested: `digen.rollout.allow_untested_versions`.
-    """
+    """Raise ValueError unless the installed versions were tested with each other. `allow_untested`:
+    `digen.rollout.allow_untested_versions`."""
     found = [version(package) for package in ENGINE_PACKAGES]
     require(
         allow_untested or is_engine_tested(found),
@@ -161,10 +152,6 @@ def sockets_of(replica_rank: int) -> str:
 
 
 def address(sockets: str, local_rank: int) -> str:
-    """Socket that the trainer rank of a worker binds, and to which the worker connects.
-
-    Args:
-        sockets: `sockets_of` its replica, at the sender.
-        local_rank: the worker's, on its node.
-    """
+    """Socket that the trainer rank of a worker binds, and to which the worker connects. `sockets`: `sockets_of` its
+    replica, at the sender. `local_rank`: the worker's, on its node."""
     return f"ipc:///tmp/{sockets}-{local_rank}.sock"

@@ -83,11 +83,8 @@ class StepRecordingMixin(PrefixSharing):
         return state
 
     def read_condition(self, embeds: Tensor | None, num_tokens: list[int] | None) -> Condition:
-        """The trainer network's condition for one prompt, from vLLM-Omni's state of one request.
-
-        Args:
-            embeds: [1, L, D]. num_tokens: L without padding, one entry.
-        """
+        """The trainer network's condition for one prompt, from vLLM-Omni's state of one request. `embeds`: [1, L, D].
+        `num_tokens`: L without padding, one entry."""
         assert embeds is not None and num_tokens is not None
         return {"embeds": embeds[0, : num_tokens[0]].clone()}
 

@@ -61,7 +61,7 @@ from verl_digen.types import Condition
 from verl_digen.user_modules import import_user_modules
 from verl_digen.weights.checksum import Checksum, Manifest, checksum
 from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, tensors_of_update
-from verl_digen.weights.receiving import Arrived, Named, Receiving, Staging
+from verl_digen.weights.receiving import Named, Receiving, Staging
 
 NO_LIMIT = 1 << 16
 """Number of adapters at which vLLM-Omni evicts the least recently used one; never reached."""
@@ -80,7 +80,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
     local_rank: int
     rank: int
 
-    _sealed: tuple[Published, Arrived, FullUpdate] | None = None
+    _sealed: tuple[Published, Manifest, FullUpdate] | None = None
     """Sealed full weights, not yet committed."""
     _receiving: tuple[Receiving, FullUpdate] | None = None
     """Update being received, and its destination."""
@@ -158,25 +158,21 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
                 f"(actor_rollout_ref.model.lora.merge=true); {OLD_WEIGHTS_SERVE}"
             )
 
-    def _wait_for_arrival(self, manifest: Manifest) -> tuple[Arrived, FullUpdate]:
+    def _wait_for_arrival(self, manifest: Manifest) -> FullUpdate:
         if self._receiving is None:
             raise RuntimeError("begin_update must come before a commit")
         (receiving, update), self._receiving = self._receiving, None
-        arrived = receiving.result()
-        arrived.check(manifest)
-        return arrived, update
+        receiving.finish(manifest)
+        return update
 
     # -- full weights -------------------------------------------------------------------------------------
     def seal_weights(self, manifest: Manifest, published: Published) -> None:
         """Check the received full weights and make them ready for `commit_weights`, as the update `published`.
-
-        Raises:
-            RuntimeError: the tensors do not match the network's; names them, and the weights that serve now.
-        """
-        arrived, update = self._wait_for_arrival(manifest)
+        RuntimeError if the tensors do not match the network's; names them, and the weights that serve now."""
+        update = self._wait_for_arrival(manifest)
         self._require_unwrapped()
         update.check_complete(self._expected_shapes(None))
-        self._sealed = published, arrived, update
+        self._sealed = published, manifest, update
 
     def commit_weights(self) -> Taken:
         """Load the newest sealed full weights, unless they were loaded as they arrived, and check the network.
@@ -188,9 +184,9 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         started_s = time.perf_counter()
         if self._sealed is None:
             raise RuntimeError("no weight update is waiting to be loaded; seal one first")
-        (published, arrived, update), self._sealed = self._sealed, None
+        (published, manifest, update), self._sealed = self._sealed, None
         self._pipeline.prefixes.clear()
-        sent = update.loaded_checksum(arrived)
+        sent = update.loaded_checksum(manifest.checksum)
         held = self._check_loaded(sent, update.finish(self._load))
         self._pipeline.weight_version = published.version
         return Taken(published, sent, held, time.perf_counter() - started_s)
@@ -234,7 +230,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
                 names the tensors or modules. Older adapters still serve.
         """
         started_s = time.perf_counter()
-        _, update = self._wait_for_arrival(manifest)
+        update = self._wait_for_arrival(manifest)
         update.check_complete(self._expected_shapes(config))
         adapter = self._to_vllm(update.staged, config, published.serial)
         for serial in self.lora_manager.list_adapters():
@@ -287,11 +283,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             self._pipeline.incoming_adapter = None
 
     def _check_bound(self, staged: Mapping[str, Tensor], scaling: float) -> tuple[int, int]:
-        """Check that the layers hold the active adapter -> checksums of what was sent, and of what they hold.
-
-        Args:
-            staged: the adapter as it was sent. scaling: factor that vLLM multiplies into B.
-        """
+        """Check that the layers hold the active adapter -> checksums of what was sent, and of what they hold. `staged`:
+        the adapter as it was sent. `scaling`: factor that vLLM multiplies into B."""
         adapted: dict[str, Any] = {name: one for name, one in self._modules() if isinstance(one, BaseLayerWithLoRA)}
         held = checksum(
             slot[0] for layer in adapted.values() for slot in (*layer.lora_a_stacked, *layer.lora_b_stacked)

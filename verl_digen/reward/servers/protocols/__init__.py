@@ -15,10 +15,6 @@ PROTOCOLS = tuple(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def find(name: Any, key: str = "protocol") -> type[Protocol]:
-    """The class of a protocol.
-
-    Raises:
-        ValueError: there is no such file.
-    """
+    """The class of a protocol. ValueError if there is no such file."""
     require_one_of(key, name, PROTOCOLS)
     return importlib.import_module(f"{__name__}.{name}").PROTOCOL

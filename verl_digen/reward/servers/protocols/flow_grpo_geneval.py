@@ -54,11 +54,7 @@ class Geneval(PickledJpegs):
 
 
 def meta_data(row: PromptRow) -> dict[str, Any]:
-    """GenEval's meta data of a prompt.
-
-    Raises:
-        ValueError: its row has none.
-    """
+    """GenEval's meta data of a prompt. ValueError if its row has none."""
     missing = [name for name in ("tag", "include") if name not in row.extra]
     if missing:
         raise ValueError(
