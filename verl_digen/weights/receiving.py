@@ -118,11 +118,11 @@ class Receiving:
         try:
             with torch.no_grad(), _own_stream(self._device):
                 self._receiver.receive_weights(self._on_bucket)
-        except BaseException as error:  # raised again by `finish`, in the caller's thread
+        except BaseException as error:  # raised again by `arrived`, in the caller's thread
             self._error = self._error or error
 
     def _on_bucket(self, named_tensors: list[tuple[str, Tensor]], is_last: bool) -> None:
-        """Take a bucket. After an error the rest is answered and dropped: the sender ends, and `finish` raises."""
+        """Take a bucket. After an error the rest is answered and dropped: the sender ends, and `arrived` raises."""
         if self._error is not None:
             return
         try:
@@ -133,14 +133,18 @@ class Receiving:
             # without its frames: they hold views of the bucket, which must be closed
             self._error = error.with_traceback(None)
 
-    def finish(self, manifest: Manifest) -> None:
-        """Wait for the last bucket. RuntimeError if the update did not arrive, is not what was sent, or `take` refused
-        a tensor; the message says why."""
+    def arrived(self) -> Checksum:
+        """Wait for the last bucket. RuntimeError if it did not arrive, or `take` refused a tensor; the message says
+        why."""
         while self._thread.is_alive():  # each wait of the thread is bounded, so this one is
             self._thread.join(self._timeout_s)
         if self._error is not None:
             raise RuntimeError(f"an update could not be received: {self._error}") from self._error
-        arrived = self._checksum
+        return self._checksum
+
+    def finish(self, manifest: Manifest) -> None:
+        """Wait for the last bucket. RuntimeError as `arrived`, or if the update is not what was sent."""
+        arrived = self.arrived()
         if (arrived.num_tensors, arrived.value) != (manifest.num_tensors, manifest.checksum):
             raise RuntimeError(
                 f"{manifest.num_tensors} tensors with checksum {manifest.checksum:x} were sent, but "

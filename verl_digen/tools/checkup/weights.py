@@ -113,7 +113,7 @@ def receive(wire: Wire, size_mb: int) -> Received:
     take = network.begin_live() if wire.is_live else network.begin_staged(device)
     ready_s = time.monotonic()
     receiving = Receiving(wire.handle, device, take, use_shm=wire.use_shm, timeout_s=wire.timeout_s)
-    network.seal(receiving.result().checksum)
+    network.seal(receiving.arrived().value)
     network.switch()
     get_platform().synchronize()
     done_s = time.monotonic()
