@@ -20,12 +20,7 @@ of the README lead there; without it, they are plain words on a package index.""
 IMAGE_OR_LINK = re.compile(r"(!?)\[([^][]*)\]\((?!https?:)([^)]+)\)")
 """Markdown of an image or of a link to a file of the repository."""
 
-REWARDS = [
-    "ftfy>=6",
-    "onnxruntime",
-    "rapidfuzz>=3,<4",
-    "rapidocr>=3.10,<4",
-]
+REWARDS = ["ftfy>=6", "onnxruntime", "rapidfuzz>=3,<4", "rapidocr>=3.10,<4"]
 
 
 def description_for_indexes(readme: str) -> str:

@@ -38,13 +38,7 @@ COLOURS = ("red", "green", "blue", "yellow", "purple", "white")
 BACKGROUNDS = ("black", "white", "gray", "blue", "green")
 COUNTS = (1, 2, 3)
 
-ANCHORS = {
-    "left": (0.27, 0.5),
-    "right": (0.73, 0.5),
-    "top": (0.5, 0.27),
-    "bottom": (0.5, 0.73),
-    "center": (0.5, 0.5),
-}
+ANCHORS = {"left": (0.27, 0.5), "right": (0.73, 0.5), "top": (0.5, 0.27), "bottom": (0.5, 0.73), "center": (0.5, 0.5)}
 """Position -> (x, y) of the shape's centre of area, as fractions of the picture, y downwards."""
 
 POSITION_JITTER = 0.03
@@ -89,12 +83,7 @@ class Scene:
     position: str | None = None
 
     def __post_init__(self) -> None:
-        for field, allowed in (
-            ("shape", SHAPES),
-            ("colour", COLOURS),
-            ("background", BACKGROUNDS),
-            ("count", COUNTS),
-        ):
+        for field, allowed in (("shape", SHAPES), ("colour", COLOURS), ("background", BACKGROUNDS), ("count", COUNTS)):
             value = getattr(self, field)
             if value not in allowed:
                 choices = ", ".join(map(str, allowed))

@@ -24,10 +24,7 @@ from shapes_reward import compute_score as score_scene
 
 
 def compute_score(
-    data_source: str,
-    solution_image: np.ndarray,
-    ground_truth: dict[str, Any],
-    extra_info: dict[str, Any] | None = None,
+    data_source: str, solution_image: np.ndarray, ground_truth: dict[str, Any], extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """Score an edited picture, uint8 [H, W, 3].
 

@@ -15,16 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from as_verl_omni import (
-    NAME,
-    PUBLISHED,
-    VERL_OMNI,
-    WINDOW,
-    Reward,
-    Way,
-    run_verl_omni,
-    simulated_step_s,
-)
+from as_verl_omni import NAME, PUBLISHED, VERL_OMNI, WINDOW, Reward, Way, run_verl_omni, simulated_step_s
 
 from verl_digen.hardware.devices import Pool
 from verl_digen.tools.simulate.cluster import (
@@ -247,15 +238,7 @@ def published_table(profile: Profile) -> list[str]:
                 *(f"{simulated_s / step.step_s - 1:+.1%}", fitted, f"{per_device:.3f}", f"`{step.source}`"),
             ]
         )
-    head = [
-        "Qwen-Image, window of 2",
-        "devices",
-        "published s",
-        "simulated s",
-        "error",
-        "",
-        "samples/s/device",
-    ]
+    head = ["Qwen-Image, window of 2", "devices", "published s", "simulated s", "error", "", "samples/s/device"]
     return lines_of([*head, "source"], body)
 
 

@@ -61,9 +61,7 @@ def mode_of(name: str) -> Mode:
 def train(names: list[str], num_steps: int, seed: int, out: Path) -> None:
     """Make the runs that are missing, one after the other."""
     work = BenchWork(
-        ("digen_quickstart",),
-        (f"digen.seed={seed}", "trainer.test_freq=5", "trainer.val_before_train=true"),
-        num_steps,
+        ("digen_quickstart",), (f"digen.seed={seed}", "trainer.test_freq=5", "trainer.val_before_train=true"), num_steps
     )
     for name in names:
         if not read_steps(run_dir_of(out, mode_of(name), seed)):

@@ -51,10 +51,7 @@ READING = {"detect": False, "line_width_px": 144}
 def split_words(seed: int) -> dict[str, list[str]]:
     """Two disjoint lists of words, "train" and "val"."""
     order = np.random.default_rng(seed).permutation(len(WORDS))
-    return {
-        "train": [WORDS[i] for i in order[NUM_VAL_WORDS:]],
-        "val": [WORDS[i] for i in order[:NUM_VAL_WORDS]],
-    }
+    return {"train": [WORDS[i] for i in order[NUM_VAL_WORDS:]], "val": [WORDS[i] for i in order[:NUM_VAL_WORDS]]}
 
 
 def write_prompts(folder: Path, words: dict[str, list[str]]) -> None:
@@ -121,11 +118,7 @@ def pretrain(options: argparse.Namespace) -> None:
         latents = encode_world(vae)
     pipeline = untrained(vae, options.seed)
     for number, (num_steps, peak_lr, misspelling) in enumerate(LESSONS):
-        steps = {
-            "num_steps": math.ceil(options.share * num_steps),
-            "batch_size": DENOISER_BATCH,
-            "peak_lr": peak_lr,
-        }
+        steps = {"num_steps": math.ceil(options.share * num_steps), "batch_size": DENOISER_BATCH, "peak_lr": peak_lr}
         train_denoiser(
             pipeline.transformer,
             pipeline.text_encoder,

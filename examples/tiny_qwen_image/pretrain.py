@@ -59,11 +59,7 @@ def write_prompts(folder: Path, prompts: dict[str, list[str]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, captions in prompts.items():
         rows = [
-            {
-                "prompt": text,
-                "data_source": "digen_shapes",
-                "reward_model": {"style": "rule", "ground_truth": text},
-            }
+            {"prompt": text, "data_source": "digen_shapes", "reward_model": {"style": "rule", "ground_truth": text}}
             for text in captions
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

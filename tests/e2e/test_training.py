@@ -6,12 +6,7 @@ All tests of these two runs are in this file: files run side by side, and each p
 
 import pytest
 
-from tests.e2e.conftest import (
-    assert_same_gradients,
-    assert_same_weights,
-    assert_succeeded,
-    steps_of,
-)
+from tests.e2e.conftest import assert_same_gradients, assert_same_weights, assert_succeeded, steps_of
 from verl_digen.cli import main
 from verl_digen.observe.timeline import read_timeline
 from verl_digen.report.page import collect

@@ -50,11 +50,7 @@ TRAINED = Window(sde_steps=(1, 2), train_steps=(1, 2))
 
 
 def requests(
-    geometry: Geometry,
-    scale: float,
-    window: Window = ODE,
-    embedded: float | None = None,
-    num_steps: int = NUM_STEPS,
+    geometry: Geometry, scale: float, window: Window = ODE, embedded: float | None = None, num_steps: int = NUM_STEPS
 ) -> list[SampleRequest]:
     """One request per prompt of PROMPTS."""
     how = Sampling(geometry, num_steps, scale, law="flow", noise_level=0.7, guidance_scale=embedded)

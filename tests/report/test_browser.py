@@ -59,10 +59,10 @@ def test_numbers_keep_their_digits_and_each_verdict_has_a_legible_colour_of_its_
     refresh_report(make_run(tmp_path, num_steps=6))
     with opened((tmp_path / REPORT).as_uri(), size=(1280, 800), is_dark=is_dark) as page:
         assert page.run("[0, 7.3e-7, 0.0125, 0.80824, 950.44, 12345.6, null].map((value) => number(value))") == [
-            *("0", "7.30e-7", "0.0125", "0.8082", "950.4", "12,346", "–"),
+            *("0", "7.30e-7", "0.0125", "0.8082", "950.4", "12,346", "–")
         ]
         assert page.run("[0.198, -0.0204, 0].map((value) => change(value).outerHTML)") == [
-            *('<em class="up">+0.2</em>', '<em class="down">−0.02</em>', '<em class="">±0</em>'),
+            *('<em class="up">+0.2</em>', '<em class="down">−0.02</em>', '<em class="">±0</em>')
         ]
         page.run("document.querySelector('.health .green').classList.replace('green', 'amber')")
         found = page.run(CONTRAST)
@@ -75,10 +75,10 @@ def test_after_one_validation_a_phone_shows_two_pictures_in_a_row_right_below_th
     refresh_report(make_run(tmp_path, num_steps=1))
     with opened((tmp_path / REPORT).as_uri(), size=(390, 844)) as page:
         assert page.run("[...document.querySelectorAll('section')].slice(0, 3).map((one) => one.id)") == [
-            *("health", "reward", "pictures"),
+            *("health", "reward", "pictures")
         ]
         assert page.run("[...document.querySelector('#pictures .controls').children].map((one) => one.tagName)") == [
-            *("OUTPUT", "SELECT"),
+            *("OUTPUT", "SELECT")
         ]
         assert "null" not in page.run("document.querySelector('#pictures').innerText")
         rows = "[...document.querySelectorAll('#pictures .card')].map((one) => one.offsetTop)"

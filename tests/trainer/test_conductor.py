@@ -374,12 +374,7 @@ async def test_a_replica_lost_while_it_loads_is_lost_and_the_run_goes_on(is_hand
 async def test_a_lost_slot_takes_the_other_slots_of_its_replica_with_it_also_while_one_waits_to_load():
     pools = Pools()
     replica = ["s1", "s2"]
-    conductor = make_conductor(
-        pools,
-        num_prompts=2,
-        replicas=[["s0"], replica],
-        max_versions=1,
-    )
+    conductor = make_conductor(pools, num_prompts=2, replicas=[["s0"], replica], max_versions=1)
     lost = asyncio.Event()
     generate = pools.generate
 

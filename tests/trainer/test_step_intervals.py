@@ -106,8 +106,4 @@ def test_a_lane_that_still_waits_for_the_same_has_one_interval():
     for reason, step in (("scoring", 1), ("scoring", 1), ("prompts", 1), ("prompts", 2)):
         idle.wait(lane, reason, step)
     idle.stop(lane)
-    assert [(one.reason, one.step) for one in noting.drain()] == [
-        ("scoring", 1),
-        ("prompts", 1),
-        ("prompts", 2),
-    ]
+    assert [(one.reason, one.step) for one in noting.drain()] == [("scoring", 1), ("prompts", 1), ("prompts", 2)]

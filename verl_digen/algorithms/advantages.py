@@ -21,12 +21,7 @@ SCALES = ("batch", "group", "max_group", "none")
 
 
 def group_advantages(
-    rewards: Tensor,
-    groups: Sequence[Hashable],
-    *,
-    scale: str = "batch",
-    ddof: int = 0,
-    eps: float = 1e-4,
+    rewards: Tensor, groups: Sequence[Hashable], *, scale: str = "batch", ddof: int = 0, eps: float = 1e-4
 ) -> Tensor:
     """Advantages of B samples, [B] fp32 on the rewards' device.
 
@@ -65,12 +60,7 @@ def compute_advantage(scores: Tensor, uids: Sequence[Hashable], **scaling: Any) 
 
 
 def advantage_scale(
-    rewards: Tensor,
-    groups: Sequence[Hashable],
-    *,
-    scale: str = "batch",
-    ddof: int = 0,
-    eps: float = 1e-4,
+    rewards: Tensor, groups: Sequence[Hashable], *, scale: str = "batch", ddof: int = 0, eps: float = 1e-4
 ) -> Tensor:
     """Divisor of each sample's centred reward, [B] fp64 on the CPU.
 

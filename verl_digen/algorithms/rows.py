@@ -47,12 +47,7 @@ class LossInputs:
 
     @classmethod
     def check(
-        cls,
-        consumer: str,
-        inputs: Mapping[str, Tensor],
-        *,
-        columns: Sequence[str] = (),
-        latents: Sequence[str] = (),
+        cls, consumer: str, inputs: Mapping[str, Tensor], *, columns: Sequence[str] = (), latents: Sequence[str] = ()
     ) -> "LossInputs":
         """Select from `inputs` what `consumer` needs; errors name it.
 

@@ -65,11 +65,7 @@ class PathPoints:
             log_probs=gather("log_probs"),
             old_log_probs=torch.tensor(old) if old else None,
         )
-        return (
-            torch.cat([columns["latents"][index][start] for index, start in starts]),
-            gather("sigmas"),
-            transitions,
-        )
+        return (torch.cat([columns["latents"][index][start] for index, start in starts]), gather("sigmas"), transitions)
 
 
 class ForwardPoints:

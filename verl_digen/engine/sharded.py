@@ -29,13 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
-from verl_digen.engine.build import (
-    add_adapter,
-    build_transformer,
-    check_engine_config,
-    keep_fp32,
-    keep_input_dtypes,
-)
+from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_fp32, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
 from verl_digen.engine.copies import AVERAGE, CURRENT, PolicyCopies, ShadowWeights
 from verl_digen.engine.export import NamedTensors, export

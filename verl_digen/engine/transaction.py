@@ -178,13 +178,7 @@ class GradientTransaction:
                 raise
 
     def _backward(
-        self,
-        rows: TrainingRows,
-        others: Mapping[str, Outputs],
-        joint: Tensor | None,
-        *,
-        is_final: bool,
-        reduces: bool,
+        self, rows: TrainingRows, others: Mapping[str, Outputs], joint: Tensor | None, *, is_final: bool, reduces: bool
     ) -> LossTerms:
         with gradients.reduced_at_end(self.module, reduces):
             _, terms = tile_loss(self.forward, self.loss, rows, others, self.num_rows, joint=joint, clamps=is_final)

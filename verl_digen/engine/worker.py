@@ -26,12 +26,7 @@ from typing import Any
 import ray
 import torch
 from tensordict import TensorDict
-from verl.single_controller.base.decorator import (
-    Dispatch,
-    Execute,
-    make_nd_compute_dataproto_dispatch_fn,
-    register,
-)
+from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.utils.distributed import initialize_global_process_group_ray

@@ -52,10 +52,7 @@ class Flux(PackedModel):
             *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
         ),
         # Attention and feed-forward of both streams and the single blocks' attention, as flow_grpo trains FLUX.1.
-        lora_targets=(
-            *JOINT_ATTENTION,
-            *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-        ),
+        lora_targets=(*JOINT_ATTENTION, *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")),
         flops=FlopsLayout(
             patch="x_embedder",
             streams=(

@@ -77,9 +77,7 @@ class QwenImage(PackedModel):
         freed={"text_encoder": ("model.visual.", "lm_head.")},
         sequence=SequenceLayout(splits_prompts=True),
         vllm_omni=VllmOmniServing(
-            pipeline="QwenImagePipeline",
-            mixin=".step_mode:StepRecordingMixin",
-            is_stepwise=True,
+            pipeline="QwenImagePipeline", mixin=".step_mode:StepRecordingMixin", is_stepwise=True
         ),
     )
 

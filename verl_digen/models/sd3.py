@@ -55,8 +55,7 @@ class StableDiffusion3(DiffusionModel):
         selftest={"guidance_scale": 1.0},
         dispatches_attention=False,
         vllm_omni=VllmOmniServing(
-            pipeline="StableDiffusion3Pipeline",
-            mixin=".request_pipelines:StableDiffusion3Recording",
+            pipeline="StableDiffusion3Pipeline", mixin=".request_pipelines:StableDiffusion3Recording"
         ),
     )
 

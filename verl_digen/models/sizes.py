@@ -10,12 +10,7 @@ from verl_digen.types import Geometry
 
 
 def check_size(
-    geometry: Geometry,
-    *,
-    title: str,
-    px_multiple: int,
-    max_px: int | None = None,
-    frame_stride: int | None = None,
+    geometry: Geometry, *, title: str, px_multiple: int, max_px: int | None = None, frame_stride: int | None = None
 ) -> None:
     """Check that a checkpoint can make `geometry`.
 

@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.pipelines.z_image.pipeline_z_image import (
-    ZImagePipeline,
-    get_default_z_image_sigmas,
-)
+from diffusers.pipelines.z_image.pipeline_z_image import ZImagePipeline, get_default_z_image_sigmas
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device

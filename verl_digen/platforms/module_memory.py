@@ -94,9 +94,7 @@ class DeviceMemory:
         return bool(self._released)
 
     def release(
-        self,
-        replaced: Callable[[], Iterable[Tensor]] = tuple,
-        changed: Callable[[], Iterable[Tensor]] = tuple,
+        self, replaced: Callable[[], Iterable[Tensor]] = tuple, changed: Callable[[], Iterable[Tensor]] = tuple
     ) -> int:
         """Free the memory -> bytes freed; 0 if it is free already. Does not wait for copies to the host that are not
         shared.

@@ -84,9 +84,7 @@ def patches_of(frames: NDArray[np.uint8]) -> Patches:
     num_frames, height, width, channels = frames.shape
     grid = (num_frames // TEMPORAL, height // PATCH, width // PATCH)
     split = clip_pixels(np.ascontiguousarray(frames)).reshape(
-        *(grid[0], TEMPORAL, channels),
-        *(grid[1] // MERGE, MERGE, PATCH),
-        *(grid[2] // MERGE, MERGE, PATCH),
+        *(grid[0], TEMPORAL, channels), *(grid[1] // MERGE, MERGE, PATCH), *(grid[2] // MERGE, MERGE, PATCH)
     )
     ordered = split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)  # patches of one token side by side
     return Patches(ordered.reshape(-1, channels * TEMPORAL * PATCH * PATCH), grid)

@@ -83,9 +83,7 @@ class ReplicaHandle:
             logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)
 
     async def send(
-        self,
-        weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]],
-        wire: Wire,
+        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], wire: Wire
     ) -> Checksum | None:
         """Send an update to one worker of the replica, after its `begin_update` -> checksum of what was sent; None if
         the replica is lost. All `weights` are materialised in both cases, because making one is a collective.

@@ -78,11 +78,7 @@ def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:
         store_int8(transformer)
     transformer = transformer.to(device)
     set_kernels(
-        model,
-        transformer,
-        side="replica",
-        attention=digen.rollout_attention_backend,
-        compiles=digen.rollout_compiles,
+        model, transformer, side="replica", attention=digen.rollout_attention_backend, compiles=digen.rollout_compiles
     )
     fp8 = Fp8Layers(transformer)
     if digen.sampling.outside.fp8:

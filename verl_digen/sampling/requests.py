@@ -216,9 +216,7 @@ def plain_request(
 
 
 def check_batch(
-    requests: Sequence[SampleRequest],
-    conditions: Sequence[Condition],
-    negative_conditions: Sequence[Condition] | None,
+    requests: Sequence[SampleRequest], conditions: Sequence[Condition], negative_conditions: Sequence[Condition] | None
 ) -> Sampling:
     """The `Sampling` that the requests share; RuntimeError if they do not belong in one batch."""
     sampling = requests[0].sampling

@@ -203,11 +203,7 @@ class Sampler:
         )
 
     def _to_windows(
-        self,
-        batch: _Batch,
-        latents: Tensor,
-        version: int,
-        should_stop: Callable[[], bool] | None,
+        self, batch: _Batch, latents: Tensor, version: int, should_stop: Callable[[], bool] | None
     ) -> Tensor:
         """Latents [B, ...] with those of rows that wait for their window as they are at its start.
 

@@ -23,16 +23,7 @@ from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.types import (
-    TRAINER,
-    Assist,
-    BatchReport,
-    Chunk,
-    Commit,
-    Generate,
-    LoadWeights,
-    Train,
-)
+from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Chunk, Commit, Generate, LoadWeights, Train
 
 
 class Work(NamedTuple):

@@ -122,15 +122,7 @@ class Conductor:
         """Reason of the last failed sample."""
         self._calls = CallsUnderWay(deadlines)
         self._idle = IdleLanes(recorder)
-        self._slots = ReplicaSlots(
-            planner,
-            generator,
-            self._calls,
-            deadlines,
-            recorder,
-            self._idle,
-            go_on=self._go_on,
-        )
+        self._slots = ReplicaSlots(planner, generator, self._calls, deadlines, recorder, self._idle, go_on=self._go_on)
         for replica in replicas:
             self._slots.join(replica, planner.published)
         self._chunks: dict[int, Chunk] = {}

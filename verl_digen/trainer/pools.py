@@ -201,13 +201,7 @@ class TrainerPool:
     """
 
     def __init__(
-        self,
-        ranks: TrainerRanks,
-        *,
-        num_samples: int,
-        num_rows: int,
-        select: Select,
-        rewards_of: GroupRewards = totals,
+        self, ranks: TrainerRanks, *, num_samples: int, num_rows: int, select: Select, rewards_of: GroupRewards = totals
     ):
         self._ranks, self._num_samples, self._num_rows = ranks, num_samples, num_rows
         self._select, self._rewards_of = select, rewards_of

@@ -99,11 +99,7 @@ class Validation:
         return metrics
 
     def generate(
-        self,
-        rows: Sequence[PromptRow],
-        generate: Callable[[TensorDict], Any],
-        step: int,
-        tags: dict[str, SampleTag],
+        self, rows: Sequence[PromptRow], generate: Callable[[TensorDict], Any], step: int, tags: dict[str, SampleTag]
     ) -> list[str]:
         """Have the prompts generated, move their samples' tags into `tags` -> the reasons of failures."""
         while True:

@@ -92,15 +92,7 @@ class Receiving:
         timeout_s: timeout for the next part.
     """
 
-    def __init__(
-        self,
-        handle: str,
-        device: torch.device,
-        take: Take,
-        *,
-        use_shm: bool,
-        timeout_s: float,
-    ):
+    def __init__(self, handle: str, device: torch.device, take: Take, *, use_shm: bool, timeout_s: float):
         self.handle = handle
         self._device, self._take, self._timeout_s = device, take, timeout_s
         self._abandoned = threading.Event()

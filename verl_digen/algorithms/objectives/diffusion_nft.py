@@ -26,11 +26,7 @@ from verl_digen.algorithms.sde import latent_mean
 from verl_digen.require import In, OneOf, require
 
 MODES = ("all", "positive_only", "negative_only", "one_only", "binary")
-OLD_POLICIES = {
-    "copy": Decay(0.0, 0.0),
-    "linear": Decay(0.001, 0.5),
-    "delayed": Decay(0.0075, 0.999, start=75),
-}
+OLD_POLICIES = {"copy": Decay(0.0, 0.0), "linear": Decay(0.001, 0.5), "delayed": Decay(0.0075, 0.999, start=75)}
 """`old_policy` -> decay of the old policy after k optimizer steps."""
 
 

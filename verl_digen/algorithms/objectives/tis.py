@@ -32,11 +32,7 @@ class TisConfig(ClampedConfig):
 
 
 @register_objective(
-    "tis",
-    config=TisConfig,
-    columns=("log_prob", BEHAVIOUR, "advantage"),
-    homogeneous=True,
-    off_policy=True,
+    "tis", config=TisConfig, columns=("log_prob", BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True
 )
 def truncated_importance_sampling(rows: LossInputs, config: TisConfig) -> LossOutput:
     """mean[-sg[clamp(r, low, high)] A log_prob], r = exp(log_prob - behaviour_log_prob)."""

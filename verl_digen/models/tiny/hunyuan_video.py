@@ -54,10 +54,7 @@ def _transformer() -> HunyuanVideoTransformer3DModel:
 
 
 def _text_encoder() -> LlamaModel:
-    return drawn(
-        LlamaModel,
-        LlamaConfig(**LANGUAGE_MODEL, num_hidden_layers=4),
-    )
+    return drawn(LlamaModel, LlamaConfig(**LANGUAGE_MODEL, num_hidden_layers=4))
 
 
 def _vae() -> AutoencoderKLHunyuanVideo:

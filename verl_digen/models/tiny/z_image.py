@@ -41,6 +41,5 @@ def _transformer() -> ZImageTransformer2DModel:
 def _text_encoder() -> Qwen3ForCausalLM:
     """Text encoder with its language head, as in published checkpoints; loading may leave the head out."""
     return drawn(
-        Qwen3ForCausalLM,
-        Qwen3Config(**LANGUAGE_MODEL, num_hidden_layers=3, head_dim=16, tie_word_embeddings=True),
+        Qwen3ForCausalLM, Qwen3Config(**LANGUAGE_MODEL, num_hidden_layers=3, head_dim=16, tie_word_embeddings=True)
     )

@@ -72,8 +72,7 @@ class HPSv3Config(QwenConfig):
 def make_head(hidden: int) -> nn.Module:
     """The `ranknet` head: two outputs, mean and the logit of the deviation."""
     return nn.Sequential(
-        *(nn.Linear(hidden, 1024), nn.ReLU(), nn.Dropout(0.05)),
-        *(nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)),
+        *(nn.Linear(hidden, 1024), nn.ReLU(), nn.Dropout(0.05)), *(nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2))
     )
 
 

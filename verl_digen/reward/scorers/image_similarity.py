@@ -86,10 +86,7 @@ class ImageSimilarity(Reward):
         return results
 
     def _cosines(
-        self,
-        batch: Sequence[RewardInput],
-        sources: Mapping[str, Image.Image],
-        frames: Sequence[Sequence[Image.Image]],
+        self, batch: Sequence[RewardInput], sources: Mapping[str, Image.Image], frames: Sequence[Sequence[Image.Image]]
     ) -> list[float] | list[None]:
         """Cosine of the features of each sample's frames and its prompt's images; None where features do not count."""
         if self.encoder is None:

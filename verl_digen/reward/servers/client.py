@@ -31,15 +31,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from verl_digen.require import In, require
-from verl_digen.reward.servers.answers import (
-    Declined,
-    Failed,
-    Refused,
-    RefusedForAll,
-    Request,
-    Unreachable,
-    excerpt,
-)
+from verl_digen.reward.servers.answers import Declined, Failed, Refused, RefusedForAll, Request, Unreachable, excerpt
 
 SCHEMES = ("http", "https")
 

@@ -36,8 +36,7 @@ class vLLMOmniServerAdapter(ServerAdapter):
         self._sockets = sockets_of(self.replica_rank)
         self.zmq_handle = address(self._sockets, self.rollout_rank % int(os.environ["RAY_LOCAL_WORLD_SIZE"]))
         self._replica = ReplicaHandle(
-            f"{self._get_server_name_prefix()}server_{self.replica_rank}_{self.node_rank}",
-            model.digen.deadlines.blip_s,
+            f"{self._get_server_name_prefix()}server_{self.replica_rank}_{self.node_rank}", model.digen.deadlines.blip_s
         )
 
     async def resume(self, tags: list[str]) -> None:

@@ -81,10 +81,7 @@ class LTX2Recording(RequestRecordingMixin):
     def encode_text(self, text: str) -> Condition:
         return dict(
             self.encode_prompt(
-                prompt=text,
-                do_classifier_free_guidance=False,
-                max_sequence_length=MAX_TEXT_TOKENS,
-                is_connected=True,
+                prompt=text, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, is_connected=True
             )
         )
 

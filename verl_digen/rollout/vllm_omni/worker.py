@@ -137,11 +137,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         else:
             update = FullUpdate(self.od_config.dtype, staging=Staging(self.device))
         receiving = Receiving(
-            address(sockets, self.local_rank),
-            self.device,
-            update.take,
-            use_shm=use_shm,
-            timeout_s=timeout_s,
+            address(sockets, self.local_rank), self.device, update.take, use_shm=use_shm, timeout_s=timeout_s
         )
         self._receiving = receiving, update
 
