@@ -257,7 +257,7 @@ WEIGHTS: tuple[Line, ...] = (
     ("receiver.begin_live", drop("self.is_whole"), "a replica serves while a live update is under way"),
     ("receiver.finish", skip(), "a live update that misses a tensor counts as whole"),
     ("receiver.compare_with", skip(), "an update that misses a tensor is taken"),
-    ("receiving.check", skip(), "an update with other numbers than were sent is taken", "transfer"),
+    ("receiving.finish", skip(), "an update with other numbers than were sent is taken", "transfer"),
     ("receiving._check", skip(), "an abandoned update keeps its thread", "transfer"),
     ("sending.check", skip(), "a sender waits for a receiver that died", "transfer: receiver_that_died"),
     ("checksum.Checksum.add", given(tensor="tensor.abs()"), "signs are not in the checksum"),
