@@ -90,7 +90,8 @@ def sigmas_of_one_expert(model: DiffusionModel) -> Tensor:
 
 
 def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
+    """Require equality up to the rounding of fp32, which grows with the largest value."""
+    torch.testing.assert_close(actual, expected, atol=atol * max(1.0, expected.abs().max().item()), rtol=0)
 
 
 # -- against the pipeline ---------------------------------------------------------------------------------

@@ -71,7 +71,8 @@ def assert_bitwise(found: Trajectory, expected: Trajectory) -> None:
 
 
 def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
-    torch.testing.assert_close(actual, expected, atol=atol, rtol=0)
+    """Require equality up to the rounding of fp32, which grows with the largest value."""
+    torch.testing.assert_close(actual, expected, atol=atol * max(1.0, expected.abs().max().item()), rtol=0)
 
 
 def close_columns(found: Trajectory, expected: Trajectory) -> None:

@@ -209,7 +209,7 @@ def test_the_gradient_is_that_of_exact_sampling_from_the_windows_first_latents(
     assert sum(exact.sizes) == 3 * (NUM_STEPS - 1) + 3 * (NUM_STEPS - 8)
     assert not torch.equal(exact.latents, cheap.latents), "the pictures differ"
     for one, other in zip(cheap.trajectories, exact.trajectories, strict=True):
-        torch.testing.assert_close(path_of(one).latents, path_of(other).latents, atol=1e-6, rtol=0)
+        close(path_of(one).latents, path_of(other).latents)
     found = gradient(model, trained, condition, cheap.trajectories)
     expected = gradient(model, trained, condition, exact.trajectories)
     assert found.keys() == expected.keys()
