@@ -41,17 +41,21 @@ class Durations(Protocol):
         """(fixed seconds of a training call, seconds per group)."""
         ...
 
-    def on_generated(self, slot: str, num_samples: int, seconds: float) -> None: ...
+    def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
+        """Learn from a chunk; no-op of durations that are given, as the others."""
 
-    def on_assisted(self, num_rounds: int, seconds: float) -> None: ...
+    def on_assisted(self, num_rounds: int, seconds: float) -> None:
+        """Learn from an assist."""
 
-    def on_scored(self, seconds: float) -> None: ...
+    def on_scored(self, seconds: float) -> None:
+        """Learn from a chunk's scoring."""
 
-    def on_trained(self, num_groups: int, seconds: float) -> None: ...
+    def on_trained(self, num_groups: int, seconds: float) -> None:
+        """Learn from a training call."""
 
 
 @dataclass(frozen=True)
-class KnownDurations:
+class KnownDurations(Durations):
     """Constant durations, for simulation."""
 
     sample_s: Mapping[str, float]
@@ -75,18 +79,6 @@ class KnownDurations:
     def train_s(self) -> tuple[float, float] | None:
         """The line through the smallest and the largest fragment."""
         return _line(self.fragment_s)
-
-    def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
-        pass
-
-    def on_assisted(self, num_rounds: int, seconds: float) -> None:
-        pass
-
-    def on_scored(self, seconds: float) -> None:
-        pass
-
-    def on_trained(self, num_groups: int, seconds: float) -> None:
-        pass
 
 
 def _line(seconds: Sequence[float]) -> tuple[float, float]:
@@ -146,7 +138,7 @@ class RunningLine:
 
 
 @dataclass
-class MeasuredDurations:
+class MeasuredDurations(Durations):
     """Running averages of the durations that the planner reports.
 
     Example:
