@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.grid import IN_GRID
 from tests.models.cases import CASES, CPU, NEGATIVE, NUM_STEPS, PROMPTS, Loaded, changed, record_inputs
+from tests.sampling.runs import close
 from tests.tiny_models import BUILDERS, build_tiny
 from tests.training_rows import rows_of
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise
@@ -87,11 +88,6 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def sigmas_of_one_expert(model: DiffusionModel) -> Tensor:
     """Four sigmas, two of them equal, that may share a forward."""
     return torch.tensor([0.8, 0.31, 0.02, 0.31] if len(model.experts) > 1 else [0.97, 0.31, 0.02, 0.31])
-
-
-def close(actual: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
-    """Require equality up to the rounding of fp32, which grows with the largest value."""
-    torch.testing.assert_close(actual, expected, atol=atol * max(1.0, expected.abs().max().item()), rtol=0)
 
 
 # -- against the pipeline ---------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import torch
 from diffusers import SD3Transformer2DModel
 
 from tests.models.cases import CASES, Loaded
-from tests.models.test_parity import close, initial, requests, sample
+from tests.models.test_parity import initial, requests, sample
+from tests.sampling.runs import close
 from tests.tiny_models import build_tiny
 from verl_digen.models.tiny.weights import draw_weights
 
