@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of groups -> advantages: (reward - mean of the group) / scale.
+"""Rewards of groups -> advantages: (reward - mean of the group) / scale. A sample counts once, however many of its
+timesteps are trained.
 
-* A sample counts once, however many of its timesteps are trained.
-* Computed in fp64, since an eps of 1e-8 would blow fp32 rounding up to whole advantages; returned as fp32.
-* Not clamped here: the loss does that (`LossConfig.advantage_clip`).
+Computed in fp64, since an eps of 1e-8 would blow fp32 rounding up to whole advantages. Not clamped here: the loss does
+that (`LossConfig.advantage_bound`).
 
-Invariants
-* A group's advantages sum to 0, and are exactly 0 where its rewards are all equal, for every scale and eps.
-* A single sample has spread 0 by definition, also with ddof 1, where its variance would be 0 / 0.
-* No NaN comes out, and none is let in.
+Invariants: a group's advantages sum to 0, and are exactly 0 where its rewards are all equal, for every scale and eps. A
+single sample has spread 0, also with ddof 1, where its variance would be 0 / 0.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -23,17 +21,12 @@ SCALES = ("batch", "group", "max_group", "none")
 def group_advantages(
     rewards: Tensor, groups: Sequence[Hashable], *, scale: str = "batch", ddof: int = 0, eps: float = 1e-4
 ) -> Tensor:
-    """Advantages of B samples, [B] fp32 on the rewards' device.
+    """Advantages [B] fp32, on the device of the rewards [B]; samples with equal ids in `groups` form a group, in any
+    order.
 
-    Flow-GRPO: the defaults. DanceGRPO: scale "group", ddof 1, eps 1e-8. GenRL: scale "max_group".
-
-    Args:
-        rewards: [B] finite, of any float dtype.
-        groups: B ids; samples with equal ids form a group, in any order.
-        scale, ddof, eps: see `advantage_scale`.
-
-    Raises:
-        ValueError: a NaN or infinite reward, named by its index; a wrong shape; unknown scale, ddof or eps.
+    Flow-GRPO: the defaults. DanceGRPO: scale "group", ddof 1, eps 1e-8. GenRL: scale "max_group". ValueError for a NaN
+    or infinite reward, named by its index, a wrong shape, and a scale, ddof or eps that `advantage_scale` does not
+    know.
     """
     values, members = _grouped(rewards, groups)
     divisor = advantage_scale(rewards, groups, scale=scale, ddof=ddof, eps=eps)
@@ -45,16 +38,8 @@ def group_advantages(
 
 
 def compute_advantage(scores: Tensor, uids: Sequence[Hashable], **scaling: Any) -> Tensor:
-    """Advantages of B samples by verl's name, in the shape of `scores`, fp32.
-
-    Args:
-        scores: [B], or [B, 1] as in `rm_scores`.
-        uids: B ids of groups.
-        scaling: `scale`, `ddof` and `eps` of `group_advantages`.
-
-    Raises:
-        ValueError: as `group_advantages`.
-    """
+    """Advantages of B samples by verl's name, fp32 in the shape of `scores`, [B] or [B, 1] as in `rm_scores`.
+    `scaling`, and errors: as `group_advantages`."""
     rewards = scores.squeeze(1) if scores.dim() == 2 and scores.shape[1] == 1 else scores
     return group_advantages(rewards, list(uids), **scaling).reshape(scores.shape)
 
@@ -62,18 +47,11 @@ def compute_advantage(scores: Tensor, uids: Sequence[Hashable], **scaling: Any) 
 def advantage_scale(
     rewards: Tensor, groups: Sequence[Hashable], *, scale: str = "batch", ddof: int = 0, eps: float = 1e-4
 ) -> Tensor:
-    """Divisor of each sample's centred reward, [B] fp64 on the CPU.
+    """Divisor of each sample's centred reward, [B] fp64 on the CPU. Errors as `group_advantages`.
 
-    `batch`: std of all rewards + eps. `group`: std of the sample's group + eps. `max_group`: the largest
-    group std + eps. `none`: 1. Except under `group` all entries are equal, so advantages of scale "none" can be
-    trained on and the gradient divided later, when all rewards are known.
-
-    Args:
-        ddof: 0 for the population std, 1 for the sample std.
-        eps: added to the std, >= 0.
-
-    Raises:
-        ValueError: as `group_advantages`.
+    `batch`: std of all rewards + eps. `group`: std of the sample's group + eps. `max_group`: the largest group std +
+    eps. `none`: 1. `ddof` is 0 for the population std, 1 for the sample std. Except under `group` all entries are
+    equal, so advantages of scale "none" can be trained on and the gradient divided later, when all rewards are known.
     """
     values, members = _grouped(rewards, groups)
     if scale not in SCALES:
@@ -105,15 +83,11 @@ def effective_samples(advantages: Tensor) -> float:
 def combined_advantages(
     parts: Mapping[str, Sequence[float]], weights: Mapping[str, float], *, ddof: int = 0, eps: float = 1e-4
 ) -> list[float]:
-    """GDPO's combination of several rewards, for the samples of one group: sum over rewards k of
-    w_k (r_k - mean of the group) / (std of the group + eps), [G].
+    """GDPO's combination of several rewards (name -> values), for the samples of one group: sum over rewards k of w_k
+    (r_k - mean of the group) / (std of the group + eps), [G].
 
     Weights are not normalised. GDPO then divides by the std of the batch: these values as rewards, with scale "batch".
     Rewards of weight 0 are left out, so one that some samples lack must have it.
-
-    Args:
-        parts: reward -> values of the group's samples.
-        ddof, eps: see `advantage_scale`.
     """
     total: Tensor | None = None
     for name, weight in weights.items():

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exponential moving average of the weights: ema <- decay * ema + (1 - decay) * weights.
 
-| average | decay | updated |
-| --- | --- | --- |
-| `digen.ema`, for validation and export | `ema_decay`: grows, to forget the untrained weights | every n steps |
-| a policy that an objective names | its settings' `Decay` | once per batch |
-
-Sources: Flow-GRPO (every 8th step, `max_decay` 0.9); DiffusionNFT, arXiv 2509.16117 (`Decay`).
+`digen.ema`, for validation and export, has the decay `ema_decay`, which grows, to forget the untrained weights
+(Flow-GRPO: every 8th step, `max_decay` 0.9). A policy that an objective names has its settings' `Decay` (DiffusionNFT,
+arXiv 2509.16117).
 """
 
 from collections.abc import Iterable
@@ -55,9 +52,6 @@ def ema_decay(k: int, max_decay: float) -> float:
 
 @torch.no_grad()
 def ema_update_(ema_tensors: Iterable[Tensor], tensors: Iterable[Tensor], decay: float) -> None:
-    """Move each EMA tensor towards its weight, in place; the weight is cast to its dtype and device.
-
-    Elementwise, so shards may be given as well as whole tensors. ValueError if their numbers differ.
-    """
+    """Move each EMA tensor, or shard of one, towards its weight, in place; the weight is cast to its dtype and device."""
     for ema, tensor in zip(ema_tensors, tensors, strict=True):
         ema.lerp_(tensor.to(ema.device, ema.dtype), 1 - decay)

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward points: noise levels at which clean latents are noised again, x = (1 - sigma) x_0 + sigma noise.
 
-- Levels are drawn once per group, as a function of (run seed, uid): samples of a group could not be compared at
-  different levels.
-- The noise of a row is a function of (run seed, uid, sample, point), so that it is the same on every rank.
-
-| `digen.forward.kind` | levels | source |
-| --- | --- | --- |
-| `steps` | of distinct denoise steps | DiffusionNFT, arXiv 2509.16117; DGPO draws 4 of the first 7 steps of 10 |
-| `strata` | of one denoise step from each of `num_points` equal parts | AWM, arXiv 2509.25050 |
-| `logit_normal` | between the steps, at share sigmoid(z) of the schedule, z standard normal | flow_grpo's Flow-DPO |
+Levels are drawn once per group, as a function of (run seed, uid): samples of a group could not be compared at different
+levels. A level of kind `logit_normal` lies at share sigmoid(z) of the schedule, z standard normal (flow_grpo's
+Flow-DPO).
 """
 
 from __future__ import annotations
@@ -77,11 +71,7 @@ class ForwardConfig:
             )
 
     def steps_for(self, num_steps: int) -> range:
-        """Denoise steps whose levels may be drawn, of `num_steps`.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Denoise steps whose levels may be drawn, of `num_steps`. ValueError if there is none."""
         steps = range(self.first_step, int(self.until * num_steps))
         require(
             len(steps) > 0,
@@ -93,11 +83,7 @@ class ForwardConfig:
         return steps
 
     def count(self, num_steps: int) -> int:
-        """Number of points of a sample that was denoised in `num_steps`.
-
-        Raises:
-            ValueError: there are not as many noise levels.
-        """
+        """Number of points of a sample that was denoised in `num_steps`. ValueError if there are fewer noise levels."""
         num_levels = len(self.steps_for(num_steps))
         if self.num_points is None:
             return max(1, int(self.fraction * num_levels))
@@ -117,10 +103,7 @@ class ForwardConfig:
 
 
 def draw_noise_levels(config: ForwardConfig, *, run_seed: int, uid: str, num_steps: int) -> NoiseLevels:
-    """The noise levels of group `uid`.
-
-    Raises:
-        ValueError: there are fewer than the config asks for.
+    """The noise levels of group `uid`. ValueError if there are fewer than the config asks for.
 
     Example:
         draw_noise_levels(ForwardConfig("strata", num_points=6, first_step=1, until=0.9), ..., num_steps=14)
@@ -138,6 +121,6 @@ def draw_noise_levels(config: ForwardConfig, *, run_seed: int, uid: str, num_ste
 
 
 def point_noise(run_seed: int, uid: str, sample_index: int, point: int, shape: Sequence[int]) -> Tensor:
-    """Noise of point `point` of a sample, of `shape`, fp32 on the CPU."""
+    """Noise of point `point` of a sample, of `shape`, fp32 on the CPU: the same on every rank."""
     seed = keyed_seed("forward", sample_seed(run_seed, uid, sample_index))
     return step_noise(seed, point, shape)

@@ -20,20 +20,18 @@ from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import STEP_WEIGHT_LAWS, gaussian_kl, latent_mean, step_weight
 
+Kind = tuple[tuple[str, ...], tuple[str, ...], Callable[[LossInputs], Tensor]]
+"""(columns [N] it needs, latents [N, ...] it needs, divergence per row [N])."""
+
 
 def kl_loss(kind: str, inputs: Mapping[str, Tensor]) -> LossOutput:
     """KL of N rows, as their share of the logical batch's mean; also its metric `kl`.
 
-    Args:
-        inputs: what `kl_inputs(kind)` lists: latents `mean` and `reference_mean` of x', or `velocity` and
-            `reference_velocity`; columns `std` (as `SdeStep.std`), `noise_rate` (as `sde.noise_rate`), `sigma`,
-            `sigma_next` and `sigma_max`. `mask` and `num_rows` as in `losses.policy_loss`.
-
-    Raises:
-        ValueError: unknown kind; an input is missing or misshapen.
+    `inputs` holds what `kl_inputs(kind)` lists (latents of x'; columns as `SdeStep.std` and `sde.noise_rate`), and
+    `mask` and `num_rows` as for `policy_loss`. ValueError for an unknown kind, or an input that is missing or
+    misshapen.
     """
-    _require_known(kind)
-    columns, latents, divergence = KINDS[kind]
+    columns, latents, divergence = _find(kind)
     rows = LossInputs.check(f"KL kind {kind!r}", inputs, columns=columns, latents=latents)
     loss = rows.mean(divergence(rows))
     return LossOutput(loss, {"kl": Metric(loss.detach())})
@@ -41,14 +39,14 @@ def kl_loss(kind: str, inputs: Mapping[str, Tensor]) -> LossOutput:
 
 def kl_inputs(kind: str) -> tuple[str, ...]:
     """The inputs that KL `kind` needs. ValueError if there is no such kind."""
-    _require_known(kind)
-    columns, latents, _ = KINDS[kind]
+    columns, latents, _ = _find(kind)
     return (*columns, *latents)
 
 
-def _require_known(kind: str) -> None:
+def _find(kind: str) -> Kind:
     if kind not in KINDS:
         raise ValueError(f"unknown KL kind {kind!r}; known kinds: {', '.join(KINDS)}")
+    return KINDS[kind]
 
 
 def _flow_grpo(rows: LossInputs) -> Tensor:
@@ -68,12 +66,11 @@ def _longcat(rows: LossInputs) -> Tensor:
     return weight.square() * _exact(rows)
 
 
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[LossInputs], Tensor]]] = {
+KINDS: dict[str, Kind] = {
     "flow_grpo": (("noise_rate",), ("mean", "reference_mean"), _flow_grpo),
     "exact": (("std",), ("mean", "reference_mean"), _exact),
     "velocity": ((), ("velocity", "reference_velocity"), _velocity),
     "longcat": (("std", "sigma", "sigma_next", "sigma_max"), ("mean", "reference_mean"), _longcat),
 }
-"""kind -> (columns [N] it needs, latents [N, ...] it needs, divergence per row [N])."""
 LAWS = {"longcat": STEP_WEIGHT_LAWS}
 """kind -> values of `digen.sde.law` that it is defined for; others are defined for all."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -58,26 +58,25 @@ def from_plain(metrics: Plain) -> dict[str, Metric]:
 
 def combine_tiles(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Metrics of the tiles of one logical batch, or of its ranks, combined to the batch's."""
-    return {
-        name: Metric(_of_tiles(torch.stack([metric.value for metric in found]), found[0].reduce), found[0].reduce)
-        for name, found in _by_name(metrics).items()
-    }
+    return _combine(metrics, _of_tiles)
 
 
 def combine_updates(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Metrics of several optimizer steps on the same samples, in order, combined to one step's."""
-    return {
-        name: Metric(_of_updates(torch.stack([metric.value for metric in found]), found[0].reduce), found[0].reduce)
-        for name, found in _by_name(metrics).items()
-    }
+    return _combine(metrics, _of_updates)
 
 
-def _by_name(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, list[Metric]]:
+def _combine(
+    metrics: Iterable[Mapping[str, Metric]], combined: Callable[[Tensor, Reduce], Tensor]
+) -> dict[str, Metric]:
     found: dict[str, list[Metric]] = {}
     for one in metrics:
         for name, metric in one.items():
             found.setdefault(name, []).append(metric)
-    return found
+    return {
+        name: Metric(combined(torch.stack([metric.value for metric in some]), some[0].reduce), some[0].reduce)
+        for name, some in found.items()
+    }
 
 
 def _of_tiles(values: Tensor, reduce: Reduce) -> Tensor:

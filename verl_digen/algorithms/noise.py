@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise as a pure function of (run seed, uid, sample_index, step): the same on every worker.
+"""Noise as a pure function of (run seed, uid, sample_index, step). Nothing local to a worker (rank, slot, position)
+enters, and it is drawn in fp32 on the CPU, so it is the same on every worker and platform.
 
-* The first three make the sample's seed, which is recorded with its trajectory and is all a worker needs.
-* Drawn in fp32 on the CPU, on every platform. Nothing local to a worker (rank, slot, position) enters.
-* torch's CPU generator keeps only the low 32 bits of a seed, so among n draws about n²/2³³ unrelated pairs
-  coincide. Within a group (say 16 samples, 10 steps) the chance of one is 3e-6; elsewhere it does no harm.
+torch's CPU generator keeps only the low 32 bits of a seed, so among n draws about n²/2³³ unrelated pairs coincide.
+Within a group (say 16 samples, 10 steps) the chance of one is 3e-6; elsewhere it does no harm.
 """
 
 from collections.abc import Sequence
@@ -21,18 +20,16 @@ INITIAL_LATENTS = -1
 
 @lru_cache(maxsize=4096)
 def sample_seed(run_seed: int, uid: str, sample_index: int, turn: int = 0) -> int:
-    """The seed of one sample, or of one turn of its episode, in [0, 2**63)."""
+    """The seed of one sample, or of one turn of its episode, in [0, 2**63). It is recorded with the trajectory, and is
+    all that a worker needs."""
     later = (int(turn),) if turn else ()
     return keyed_seed("sample", int(run_seed), str(uid), int(sample_index), *later)
 
 
 def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
-    """Standard normal noise of the sample with `seed`, of `shape`, fp32 on the CPU.
+    """Standard normal noise of the sample with `seed` at denoise step `step`, of `shape`, fp32 on the CPU.
 
     It depends on the whole shape: a smaller latent's noise is not a slice of a larger one's.
-
-    Args:
-        step: denoise step >= 0, or `INITIAL_LATENTS`; any other is a ValueError.
     """
     if step < INITIAL_LATENTS:
         raise ValueError(f"step must be >= 0, or {INITIAL_LATENTS} for the initial latents, got {step}")

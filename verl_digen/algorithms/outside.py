@@ -6,15 +6,10 @@
     step         0   1   2 | 3   4 | 5   6   7   8   9
     taken to     1   3   - | 4   5 | 7   -   10  -   -        - : passed over, without a network evaluation
 
-* A window cuts the schedule into two runs of steps, before and after it. Of n steps in a run ceil(share n) are taken,
-  each to the place in the model's own schedule where the next one begins. So the sigmas at which a window begins and
-  ends, and every step within it, are as in the whole schedule.
-* A multistep solver reads the sigmas between which it steps, so it keeps its order on the coarser schedule. With
-  Euler's step passing over a step is the same as to take it with the velocity of the step before.
-
-Invariants (tests/algorithms/test_outside.py)
-* Steps that are taken lead from 0 to T without a gap, and take every stochastic step to the step after it.
-* With both shares 1 every step is taken.
+Of the n steps before the window, and of those after it, ceil(share n) are taken, each to the place in the model's own
+schedule where the next one begins. So the window's sigmas are as in the whole schedule. A multistep solver reads the
+sigmas between which it steps, so it keeps its order on the coarser schedule. With Euler's step passing over a step is
+the same as to take it with the velocity of the step before.
 
 Source: MixGRPO-Flash (arXiv 2507.21802) takes 0.4 of the steps that follow the window, and all of those before it.
 """
@@ -22,7 +17,7 @@ Source: MixGRPO-Flash (arXiv 2507.21802) takes 0.4 of the steps that follow the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Annotated
@@ -136,30 +131,22 @@ def check_outside(outside: Outside, window: WindowConfig, num_steps: int) -> Non
     )
     places = _places(window, num_steps)
     longest = {
-        "cache": max(max(start, num_steps - start - window.size) for start in places),
-        "solver_before": max(places),
-        "solver_after": max(num_steps - start - window.size for start in places),
+        "cache": (max(max(start, num_steps - start - window.size) for start in places), "outside it"),
+        "solver_before": (max(places), "before it"),
+        "solver_after": (max(num_steps - start - window.size for start in places), "after it"),
     }
-    for name, count in longest.items():
+    for name, (count, where) in longest.items():
         require(
             getattr(outside, name) == getattr(EXACT, name) or count >= 2,
             f"{key}.{name} must be {getattr(EXACT, name):g} with a window of {window.size} of {num_steps} steps that "
-            f"leaves no two steps in a row {_where(name)}",
+            f"leaves no two steps in a row {where}",
             getattr(outside, name),
             "leave it out, lower digen.window.size, move digen.window.range, or sample more steps",
         )
 
 
-def _where(name: str) -> str:
-    return {"cache": "outside it", "solver_before": "before it", "solver_after": "after it"}[name]
-
-
 def _places(window: WindowConfig, num_steps: int) -> list[int]:
     """First steps of all windows of kind consecutive."""
-
-    def starts() -> Iterator[int]:
-        lo, hi = window.range_for(num_steps)
-        for moved in range(num_steps - hi if window.shift_every is not None else 1):
-            yield from range(lo + moved, hi + moved - window.size + 1)
-
-    return list(starts())
+    lo, hi = window.range_for(num_steps)
+    moves = range(num_steps - hi if window.shift_every is not None else 1)
+    return [start for moved in moves for start in range(lo + moved, hi + moved - window.size + 1)]

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of one loss call: named tensors, the padding mask, and the mean every loss reduces with.
 
-A row is one (sample, trained timestep) pair. The mean over rows divides by the number of unmasked rows of the
-*logical batch*, which the caller knows and a tile does not.
-
-Invariants
-* Summed over any split of a batch into fragments and tiles, losses and gradients equal the batch's.
-* Padding rows add nothing to a loss, a gradient or a metric, whatever their [N] columns hold, NaN included.
+A row is one (sample, trained timestep) pair. The mean over rows divides by the number of unmasked rows of the *logical
+batch*, which the caller knows and a tile does not. So, summed over any split of a batch into fragments and tiles,
+losses and gradients equal the batch's. Padding rows add nothing to a loss, a gradient or a metric, whatever their [N]
+columns hold, NaN included.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,15 +47,11 @@ class LossInputs:
     def check(
         cls, consumer: str, inputs: Mapping[str, Tensor], *, columns: Sequence[str] = (), latents: Sequence[str] = ()
     ) -> "LossInputs":
-        """Select from `inputs` what `consumer` needs; errors name it.
+        """Select `columns` [N] and `latents` [N, ...] of any float dtype from `inputs`.
 
-        Args:
-            inputs: holds `columns` [N] and `latents` [N, ...] of any float dtype; optionally `mask` [N], 0 or
-                False in padding rows (default: no padding), and `num_rows`, a number or [] (default: the
-                unmasked rows here).
-
-        Raises:
-            ValueError: one is missing or misshapen.
+        `inputs` may hold `mask` [N], 0 or False in padding rows (default: no padding), and `num_rows`, the unmasked
+        rows of the whole logical batch, a number or [] (default: the unmasked rows here). ValueError, naming the
+        `consumer`, if one is missing or misshapen.
         """
         needed = (*columns, *latents)
         missing = [name for name in needed if name not in inputs]
@@ -87,10 +81,6 @@ class LossInputs:
         """[N] -> [], sum over unmasked rows / `num_rows`."""
         return torch.where(self.is_row, per_row, 0.0).sum() / self.num_rows
 
-    def min(self, per_row: Tensor) -> Tensor:
-        """[N] -> [], over unmasked rows; inf if there is none."""
-        return torch.where(self.is_row, per_row, torch.inf).amin()
-
     def max(self, per_row: Tensor) -> Tensor:
         """[N] -> [], over unmasked rows; -inf if there is none."""
         return torch.where(self.is_row, per_row, -torch.inf).amax()
@@ -99,7 +89,7 @@ class LossInputs:
         return Metric(self.mean(per_row.detach()))
 
     def min_metric(self, per_row: Tensor) -> Metric:
-        return Metric(self.min(per_row.detach()), "min")
+        return Metric(torch.where(self.is_row, per_row.detach(), torch.inf).amin(), "min")
 
     def max_metric(self, per_row: Tensor) -> Metric:
         return Metric(self.max(per_row.detach()), "max")

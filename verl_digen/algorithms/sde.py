@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """One stochastic step of a flow-matching sampler, and its log-density.
 
-Notation: x = (1 - sigma) x_0 + sigma eps; velocity v = dx/d(sigma), the network's output; a step goes from
-sigma down to sigma'; dt = sigma' - sigma < 0; eta = noise level. Under every law a row's step has one form,
-with five numbers:
+Notation: x = (1 - sigma) x_0 + sigma eps; velocity v = dx/d(sigma), the network's output; a step goes from sigma down
+to sigma'; dt = sigma' - sigma < 0; eta = noise level. Under every law a row's step has one form, with five numbers:
 
     mean = a x + b v        x' = mean + std * noise        log-density of x' = offset - scale * mean((x' - mean)²)
 
-* Rows are independent: each has its own sigma, sigma' and eta, so one call serves a tile of mixed timesteps.
-* Schedule numbers (sigma, sigma', eta, sigma_max) are read as fp32; the five are computed from them on the
-  host in fp64 and rounded once, so they are the same for every accelerator. Latents are computed in fp32,
-  whatever the input dtype. Keep schedule tensors on the CPU: on a device each of them costs a synchronisation.
-  Tuples of numbers are looked up fastest.
-* A row whose std is 0 (eta = 0; under law cps also sigma' = 0) is a deterministic step and has no density.
-  Taking it records the log-prob 0.0, a placeholder; asking to score it is an error.
+- Rows are independent: each has its own sigma, sigma' and eta, so one call serves a tile of mixed timesteps.
+- Schedule numbers (sigma, sigma', eta, sigma_max) are read as fp32; the five are computed from them on the host in fp64
+  and rounded once, so they are the same for every accelerator. Latents are computed in fp32. Keep schedule tensors on
+  the CPU: on a device each of them costs a synchronisation. Tuples of numbers are looked up fastest.
+- A row whose std is 0 (eta = 0; under law cps also sigma' = 0) is a deterministic step and has no density. Taking it
+  records the log-prob 0.0, a placeholder; asking to score it is an error.
 
-Invariants
-* Scoring the `next_sample` of a step that was taken gives its log-prob again, bitwise for equal inputs.
-* eta = 0 is the ODE step x + v dt under every law.
-* No NaN: ValueError if a law is not defined for its inputs.
+Invariants: scoring the `next_sample` of a step that was taken gives its log-prob again, bitwise for equal inputs. eta =
+0 is the ODE step x + v dt under every law. No NaN: ValueError if a law is not defined for its inputs.
 
 Sources: Flow-GRPO (flow, cps), LongCat-Video (flow_clipped), DanceGRPO (dance).
 """
@@ -78,22 +74,18 @@ def sde_step(
     """Take one denoising step (`noise` given; zeros give the mean), or score one (`next_sample` given).
 
     Args:
-        velocity, sample: [N, ...] v and x, of any float dtype.
+        velocity, sample: [N, ...] v and x, of any float dtype; `noise` and `next_sample`, the recorded x', likewise.
         sigma, sigma_next: [N], 1 >= sigma > sigma' >= 0. Padding rows need a valid step too.
         law: a key of `LAWS`.
-        noise_level: eta >= 0, a number or [N]; at most 1 under law cps. Rows with 0 take the ODE step, so
-            that samples with different windows can share a call.
-        sigma_max: the schedule's second sigma, `sigmas[1]`, a number or [N]. Laws flow and flow_clipped put
-            it in place of sigma where that is 1, the pole of their noise.
-        next_sample: [N, ...] the recorded x'.
-        noise: [N, ...] standard normal draws.
-        storage_dtype: the dtype in which x' will be kept. A step that is taken rounds x' to it *before*
-            computing the log-prob, so that scoring the stored x' sees the same numbers. A recorded x' is
-            rounded already.
+        noise_level: eta >= 0, a number or [N]; at most 1 under law cps.
+        sigma_max: the schedule's second sigma, `sigmas[1]`, a number or [N]. Laws flow and flow_clipped put it in place
+            of sigma where that is 1, the pole of their noise.
+        storage_dtype: the dtype in which x' will be kept. A step that is taken rounds x' to it *before* computing the
+            log-prob, so that scoring the stored x' sees the same numbers. A recorded x' is rounded already.
 
     Raises:
-        ValueError: unknown law; both or neither of `noise` and `next_sample`; a shape or number outside the
-            above; a deterministic row among those to score.
+        ValueError: unknown law; both or neither of `noise` and `next_sample`; a shape or number outside the above; a
+            deterministic row among those to score.
     """
     if law not in LAWS:
         raise ValueError(f"unknown SDE law {law!r}; known laws: {', '.join(LAWS)}")

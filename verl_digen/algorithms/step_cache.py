@@ -7,17 +7,11 @@ With two evaluations v1 at sigma1 and v2 at sigma2 < sigma1 of a row, the veloci
 
 and a step at sigma takes v2 again if rate (sigma2 - sigma) < threshold. Norms are over all latent dims of a row.
 
-- With Euler's step this is a longer step, chosen by each row for itself.
-- A stochastic step always evaluates the network: its log-prob is recorded.
-- A velocity is never taken again after a stochastic step (the noise has moved x), by another expert of the model, or
-  more than `max_skips` times in a row. The rate is taken from the last two evaluations, also within a window: noise
-  between them makes it larger, so that more steps are evaluated.
-- A row decides by its own velocities alone. Batches round differently, so a prediction that is within this rounding of
-  the threshold can fall on either side of it.
-- Norms are fp32 on the device, and read once per step outside windows, which costs an accelerator one synchronisation.
-
-Invariants (tests/algorithms/test_step_cache.py): decisions and velocities equal a slow reference's, row by row;
-other rows have no part in them.
+A stochastic step always evaluates the network: its log-prob is recorded. A velocity is never taken again after a
+stochastic step (the noise has moved x), by another expert of the model, or more than `max_skips` times in a row. The
+rate is taken from the last two evaluations, also within a window: noise between them makes it larger, so that more
+steps are evaluated. A row decides by its own velocities alone, but batches round differently, so a prediction that is
+within this rounding of the threshold can fall on either side of it.
 
 Source: the prediction of EasyCache (arXiv 2507.02860), |change of output| = k |change of input|, for Euler steps of
 flow matching, where |change of input| is |v| (sigma2 - sigma). EasyCache takes the output less the input again, and
@@ -51,11 +45,8 @@ class _Known:
 
 
 class StepCache:
-    """Velocities of the rows of a batch, from step to step.
-
-    Args:
-        threshold: `digen.sampling.outside.cache`; 0 keeps nothing, and never takes a velocity again.
-        max_skips: `digen.sampling.outside.cache_max_skips`.
+    """Velocities of the rows of a batch, from step to step, by `digen.sampling.outside.cache` (0 keeps nothing) and
+    `cache_max_skips`.
 
     Example:
         cache = StepCache(0.1, 2)
@@ -81,22 +72,15 @@ class StepCache:
         return self._threshold > 0
 
     def reusable(self, rows: Sequence[int], is_sde: Sequence[bool], sigma: float, expert: int) -> tuple[bool, ...]:
-        """True for each row that takes its last velocity again.
-
-        Args:
-            is_sde: for each row, True if its step is stochastic. sigma, expert: of the step, and its network.
-        """
+        """True for each row that takes its last velocity again; `sigma` and `expert` are those of the step."""
         return tuple(
             not sde and row in self._known and self._is_near(self._known[row], sigma, expert)
             for row, sde in zip(rows, is_sde, strict=True)
         )
 
     def take(self, rows: Sequence[int], alike: Sequence[Sequence[int]]) -> Tensor:
-        """Last velocities [N, ...] of N rows, which count as taken again for all rows of `alike`.
-
-        Args:
-            alike: N entries, the rows that share each one's step: itself, and in a tree those that equal it.
-        """
+        """Last velocities [N, ...] of N rows. Each entry of `alike` holds the rows that share one's step (itself, and
+        in a tree those that equal it), for all of which it counts as taken again."""
         for members in alike:
             for row in members:
                 known = self._known[row]
@@ -137,7 +121,7 @@ class StepCache:
 
 
 def _norm(rows: Tensor) -> Tensor:
-    """[N, ...] fp32 -> [N] on the host."""
+    """[N, ...] fp32 -> [N] on the host, which costs an accelerator one synchronisation."""
     return rows.flatten(1).norm(dim=1).cpu()
 
 

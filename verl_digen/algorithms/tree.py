@@ -6,13 +6,10 @@
         \\----> node 2 --1--> node 2 --2--> node 2
                              (2, 3)        \\--> node 3
 
-- Leaves are numbered depth first, so that a range of samples holds whole subtrees. A node is named by its first leaf.
-- A step draws its noise as the first leaf of the node that it leads to, so leaves below one node take equal steps. A
-  tree is a function of (run seed, uid) and the config: parts of it that are generated apart fit together.
-- An edge is one step of one node. It trains once, with the advantage of the node that it leads to.
-
-Invariants (tests/algorithms/test_tree.py): leaves have equal nodes up to their split and never again after it; with
-equal rewards every advantage is exactly 0; a tree of lone leaves has the advantages of samples without a tree.
+Leaves are numbered depth first, so that a range of samples holds whole subtrees. A node is named by its first leaf. A
+step draws its noise as the first leaf of the node that it leads to, so leaves have equal nodes up to their split. A
+tree is a function of (run seed, uid) and the config: parts of it that are generated apart fit together. An edge, one
+step of one node, trains once, with the advantage of the node that it leads to.
 """
 
 from __future__ import annotations
@@ -105,11 +102,7 @@ class BranchesConfig:
 
 
 def node_values(rewards: Tensor, nodes: Sequence[int]) -> dict[int, Tensor]:
-    """Node -> mean reward of its leaves, [] each.
-
-    Args:
-        rewards: [G] fp64. nodes: G entries, each leaf's node at one depth.
-    """
+    """Node -> mean reward [] of its leaves, from rewards [G] fp64 and each leaf's node at one depth."""
     members: dict[int, list[int]] = {}
     for position, node in enumerate(nodes):
         members.setdefault(node, []).append(position)
@@ -125,20 +118,13 @@ def tree_advantages(
     ddof: int = 0,
     eps: float = 1e-4,
 ) -> Tensor:
-    """Advantages of each sample's K nodes, [B, K] fp32 on the rewards' device.
+    """Advantages of each sample's K nodes, [B, K] fp32 on the device of the rewards [B].
 
-    The value of a node is the mean reward of its leaves; its advantage is (value - mean of the values of its group and
-    depth) / scale. `scale` "group" is the std of these values + eps, as in BranchGRPO. The other scales are one number
-    for the batch, made of the samples' rewards: see `advantage_scale`. Inner nodes, whose values lie closer together,
-    then have smaller advantages than leaves.
-
-    Args:
-        rewards: [B] finite. groups: B ids.
-        nodes: B entries of K numbers, a node's number being unique in its group and depth.
-        scale, ddof, eps: see `advantage_scale`.
-
-    Raises:
-        ValueError: as `advantage_scale`.
+    `nodes` has K numbers of each sample, unique in its group and depth. The value of a node is the mean reward of its
+    leaves; its advantage is (value - mean of the values of its group and depth) / scale. `scale` "group" is the std of
+    these values + eps, as in BranchGRPO. The other scales are one number for the batch, made of the samples' rewards:
+    see `advantage_scale`, also for errors. Inner nodes, whose values lie closer together, then have smaller advantages
+    than leaves.
     """
     values = rewards.detach().cpu().double()
     divisor = advantage_scale(rewards, groups, scale=scale, ddof=ddof, eps=eps)

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows: the stochastic denoise steps of a group, and the trained ones among them.
+"""Windows: the stochastic denoise steps of a group, and the trained ones among them, at least one and never the last
+step. Steps are numbered 0 .. T-1, from noise to image.
 
-* One window per group, a function of (run seed, uid) and, if the range moves, of the optimizer step:
-  samples with different windows could not be compared.
-* Steps are numbered 0 .. T-1, from noise to image.
-
-Invariants
-* Trained steps are stochastic; both are ascending, and neither includes the last step.
-* At least one step is trained.
+There is one window per group, a function of (run seed, uid) and, if the range moves, of the optimizer step: samples
+with different windows could not be compared.
 """
 
 import random
@@ -96,14 +92,8 @@ class WindowConfig:
 
 
 def draw_window(config: WindowConfig, *, run_seed: int, uid: str, num_steps: int, step: int) -> Window:
-    """The window of group `uid`.
-
-    Args:
-        num_steps: T, denoise steps of the schedule.
-        step: optimizer steps committed so far; read only if `shift_every` moves the range.
-
-    Raises:
-        ValueError: no such window in a schedule of `num_steps` (see `WindowConfig.validate_for`).
+    """The window of group `uid` in a schedule of `num_steps`. `step` counts the optimizer steps committed so far.
+    Errors as `WindowConfig.validate_for`.
 
     Example:
         draw_window(WindowConfig(), run_seed=0, uid="g7", num_steps=4, step=0)

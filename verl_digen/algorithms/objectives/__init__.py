@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses over rows, by name; one file each.
-
-* A loss is a function of checked `LossInputs` and of settings of its own class. `register_objective` registers it by
-  name with the inputs it needs; `policy_loss` looks it up, checks the inputs and calls it. Further parts of the value
-  are in `objective`.
-* Losses reduce with `LossInputs.mean` only, so they add up over tiles and fragments (see `rows`).
+"""Policy losses over rows, by name; one file each. What each loss is per row: docs/algorithms/objectives.md.
 
 | column [N] | meaning |
 | --- | --- |
@@ -26,21 +21,15 @@
 | `clean`, `noise`, `noisy` (f) | x_0, its noise, and (1 - sigma) x_0 + sigma noise |
 | `mean` (p) | of the step's Gaussian under the weights that train, differentiable |
 | `velocity` | the network's guided prediction under these weights, differentiable |
-| `old_mean`, `old_velocity` | the same under policy `old`, without gradient |
-| `reference_mean`, `reference_velocity` | the same under the reference policy, without gradient |
-| `teacher_mean`, `teacher_velocity` | the same under the teacher, without gradient |
+| `old_...`, `reference_...`, `teacher_...` | `mean` and `velocity` under that policy, without gradient |
 
-(p) recorded transitions, (f) clean latents noised again. What each loss is per row: docs/algorithms/objectives.md.
+(p) recorded transitions, (f) clean latents noised again. Log-probs are means over latent dims, so ratios are near 1 and
+bounds that are wide for tokens seldom bind here.
 
-Log-probs are means over latent dims, so ratios are near 1 and bounds that are wide for tokens seldom bind here.
-`digen.staleness.max_versions` > 1 needs one of those registered with `off_policy`: `tis` to `reinforce`, and all at
-forward points, where no probability of a sample under the policy that made it enters.
-
-Invariants, while advantages are not clamped (tests/algorithms/test_losses.py)
-
-- A loss registered as `homogeneous` is positively homogeneous in the advantage, loss(c A) = c loss(A) for c > 0. So the
-  scale of advantages may be applied to an accumulated gradient instead, and `digen.advantage.scale=batch` does not make
-  training wait for the whole batch's rewards.
+Invariants (tests/algorithms/test_losses.py): losses reduce with `LossInputs.mean` only, so they add up over tiles and
+fragments. A loss registered as `homogeneous` is, while advantages are not clamped, positively homogeneous in the
+advantage, loss(c A) = c loss(A) for c > 0. So the scale of advantages may be applied to an accumulated gradient
+instead, and `digen.advantage.scale=batch` does not make training wait for the whole batch's rewards.
 """
 
 import importlib

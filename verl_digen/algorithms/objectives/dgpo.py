@@ -2,10 +2,9 @@
 """`dgpo`: direct group preference. A sample's flow error is weighed by its advantage, and each group by how far it is
 from the order that its rewards ask for. Needs final latents alone.
 
-- A group's logit at a point, S = beta / G sum A (e - e_ref), is below 0 where the policy fits better samples better
-  than the reference does. Its weight sigmoid(S) then falls. The rows of a group are compared under one noise.
-- A row whose ratio exp(e_old - e) has moved too far from the policy that generates keeps its value and loses its
-  gradient.
+A group's logit at a point, S = beta / G sum A (e - e_ref), is below 0 where the policy fits better samples better than
+the reference does; its weight sigmoid(S) then falls. The rows of a group are compared under one noise. A row whose
+ratio exp(e_old - e) has moved too far from the policy that generates keeps its value and loses its gradient.
 
 Source: DGPO, arXiv 2510.08425, and its code. Its KL, mean[(v - v_ref)^2], is `digen.kl` with kind velocity.
 """

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`grpo_guard`: PPO's clip of a ratio that is centred and scaled alike at all noise levels.
+"""`grpo_guard`: PPO's clip of a ratio that is centred and scaled alike at all noise levels. Source: GRPO-Guard, arXiv
+2510.22319.
 
 Under law `flow` the mean of log r lies below 0, by b, and its spread grows with 1 / std: clipping would act on some
 steps alone, and on one side. So b is added, and the log-ratio is multiplied by std. Dividing by -dt makes the gradients
-of the steps alike.
-
-b, std and dt are the row's own. Published code takes the mean of some of them over a micro-batch, so its numbers depend
-on how a batch is cut; on one row at a time they are these.
-
-Source: GRPO-Guard, arXiv 2510.22319.
+of the steps alike. b, std and dt are the row's own. Published code takes the mean of some of them over a micro-batch,
+so its numbers depend on how a batch is cut; on one row at a time they are these.
 """
 
 from __future__ import annotations

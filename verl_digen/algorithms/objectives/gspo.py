@@ -47,12 +47,11 @@ def _means(rows: JointRows, config: ClipConfig) -> Tensor:
     joint=Joint(TRAJECTORY, ("log_prob", BEHAVIOUR), scalar=behaviour_log_ratio, combine=_means),
 )
 def trajectory_clip(rows: LossInputs, config: ClipConfig) -> LossOutput:
-    """PPO's clip of the trajectory's ratio: mean[max(-A s, -A clamp(s, 1 - c, 1 + c'))].
+    """mean[max(-A s, -A clamp(s, 1 - c, 1 + c'))], s = exp(`trajectory_log_ratio`).
 
-    s = exp(`trajectory_log_ratio`), without gradient, because a trajectory's rows may lie in several tiles. s depends
-    on the log-probs of all K rows of a trajectory, with weight 1 / K each, and K rows have the loss of s. So the
-    gradient is that of K rows with s exp(log_prob - sg[log_prob]) in place of s (GSPO-token, with one advantage for all
-    rows of a trajectory).
+    s has no gradient, because a trajectory's rows may lie in several tiles. It depends on the log-probs of all K rows
+    of a trajectory, with weight 1 / K each, and K rows have the loss of s. So the gradient is that of K rows with s
+    exp(log_prob - sg[log_prob]) in place of s (GSPO-token, with one advantage for all rows of a trajectory).
     """
     log_prob, log_ratio = rows["log_prob"], rows[TRAJECTORY]
     ratio = ratio_of(log_ratio.detach() + (log_prob - log_prob.detach()))

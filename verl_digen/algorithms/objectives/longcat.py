@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`longcat`: PPO's clip, with steps weighted so that their gradients are alike.
+"""`longcat`: PPO's clip, with steps weighted so that their gradients are alike. Sources: LongCat-Video (arXiv
+2510.22200), as in GenRL's trainer for Wan.
 
 Under law `flow` the gradient of a step's log-prob is proportional to sqrt(-dt) / sqrt(sigma / (1 - sigma)): short steps
-and steps at high noise hardly train. So a row's loss is multiplied by the inverse,
+and steps at high noise hardly train. So a row's loss is multiplied by the inverse, k (`sde.step_weight`). k is the
+row's own; published code takes the mean over a micro-batch, which is the same where its rows are of one step, as with
+its window of size 1.
 
-    k = sqrt(sigma / (1 - sigma)) / sqrt(-dt)        1 - sigma_max in place of 1 - sigma where sigma is 1
-
-The KL term of the same recipe is `digen.kl.kind=longcat`, k^2 times the exact KL (`verl_digen.algorithms.kl`). It is a
-term of its own, so that this loss stays proportional to the advantage, and groups train as they complete.
-
-k is the row's own. Published code takes the mean over a micro-batch, which is the same where its rows are of one step,
-as with its window of size 1.
-
-Sources: LongCat-Video (arXiv 2510.22200), as in GenRL's trainer for Wan.
+The KL term of the same recipe is `digen.kl.kind=longcat`, a term of its own, so that this loss stays proportional to
+the advantage, and groups train as they complete.
 """
 
 from __future__ import annotations

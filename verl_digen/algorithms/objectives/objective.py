@@ -1,14 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Objective`: what is trained, as one value. Its parts are chosen by one file of this folder.
-
-| part | says |
-| --- | --- |
-| `points` | what one row of training is, and so what a replica records |
-| `loss` | the function of a row, its settings, and the inputs that it reads |
-| `behaviour` | the policy that replicas serve for training samples |
-| `select` | which samples of a group train |
-| `joint` | a column that the rows of a trajectory or of a group make together |
-| `source` | where the samples that train come from |
+"""`Objective`: what is trained, as one value, which one file of this folder chooses.
 
 Policies besides the one that trains follow from the names of the inputs: a loss that reads `old_velocity` has policy
 `old` evaluated.
@@ -162,13 +153,13 @@ def best_and_worst(rewards: Sequence[float], count: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Objective:
-    """The value that a run trains by; see the module."""
+    """The value that a run trains by."""
 
     name: str
     points: Points
     loss: Loss
     behaviour: Policy = "current"
-    """`old`: the copy of that name in `LossConfig.copies`."""
+    """Policy that replicas serve for training samples; `old` is the copy of that name in `LossConfig.copies`."""
     select: Select = all_samples
     joint: Joint | None = None
     shares_noise: bool = False
@@ -193,11 +184,7 @@ class Objective:
         return self.behaviour != "old" and "old" in self.policies_for(settings)
 
     def check_inputs(self, settings: LossConfig) -> None:
-        """Require inputs that training has with these settings, and copies for the policies among them.
-
-        Raises:
-            ValueError: a broken rule.
-        """
+        """ValueError unless training has the inputs with these settings, and copies for the policies among them."""
         require(
             self.source == "policy" or self.points == "forward",
             f"points of the objective {self.name!r} must be forward with source={self.source}: a picture has no path",

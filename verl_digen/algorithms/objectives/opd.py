@@ -2,13 +2,9 @@
 """`opd`: on-policy distillation. On trajectories of its own the student learns the steps of a frozen teacher, a LoRA
 adapter of the same base.
 
-| `kind` | distance of a row from the teacher T |
-| --- | --- |
-| `kl` | mean[(mu - mu_T)^2] / (2 s^2), s the noise rate of the step (`noise_rate`) |
-| `velocity` | mean[(v - v_T)^2] |
-
-The distance itself is differentiated, through mu or v of the student: this is regression on the teacher's step, not a
-policy gradient, and needs no reward.
+A row's distance from the teacher T is of kind `kl`, mean[(mu - mu_T)^2] / (2 s^2), s the noise rate of the step, or
+`velocity`, mean[(v - v_T)^2]. It is differentiated itself, through mu or v of the student: this is regression on the
+teacher's step, not a policy gradient, and needs no reward.
 
 Sources: `distill_kl`, `distill_fm_mse` of verl-omni; DiffusionOPD, arXiv 2605.15055. Flow-OPD (arXiv 2605.08063) takes
 -distance as the advantage and does not detach it: its gradient is nearly this one, and vanishes beyond its clip.

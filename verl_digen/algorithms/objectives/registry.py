@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of objectives by name: register, find, call the loss. See the package."""
+"""Registry of objectives by name: register, find, call the loss."""
 
 from __future__ import annotations
 
@@ -27,15 +27,8 @@ from verl_digen.algorithms.rows import LossInputs, LossOutput
 def with_joint_column(
     joint: Joint, consumer: str, inputs: Mapping[str, Tensor], config: LossConfig
 ) -> dict[str, Tensor]:
-    """Copy of `inputs` with the joint column [N]; without gradient.
-
-    Args:
-        consumer: who needs it, for errors.
-        inputs: as `registry.policy_loss` takes them. Rows under the mask take no part.
-
-    Raises:
-        ValueError: an input is missing or misshapen.
-    """
+    """Copy of `inputs` (of `policy_loss`) with the joint column [N], without gradient; rows under the mask take no
+    part. Errors name the `consumer`."""
     wanted = "group" if joint.needs_groups else "sample"
     missing = [name for name in (wanted, "advantage", *joint.columns, *joint.latents) if name not in inputs]
     if missing:
@@ -85,23 +78,10 @@ def register_objective(
 ) -> Callable[[LossFn], LossFn]:
     """Register an objective under `names`, by its loss and the inputs that it needs, at least one.
 
-    Args:
-        config: frozen dataclass of its settings, the keys under `digen.loss`; every field has a default.
-        points: kind of its rows.
-        columns: inputs [N], of those that rows of these points have, and `joint.column`.
-        latents: inputs [N, ...], of those that rows of these points have.
-        homogeneous: loss(c A) = c loss(A) for every c > 0, except for clamping of A. False is always safe: if the
-            advantage scale needs the whole batch, such a loss waits for the batch.
-        off_policy: it is sound on samples that are several versions old.
-        laws: values of `digen.sde.law` that it is defined for; (): all.
-        behaviour: policy that replicas serve for training samples. `old` needs settings with a copy of that name.
-        select: which samples of a group train.
-        joint: a column that rows make together.
-        shares_noise: forward points of a group's samples have the same noise, so that their errors can be compared.
-        source: where the samples that train come from. `dataset`: pictures of the prompts' rows, see `Source`.
-
-    Raises:
-        ValueError: a name is taken, or training has no such input.
+    The arguments are fields of `Objective` and of its `Loss`; the package lists `columns` and `latents`, to which
+    `joint.column` comes. `homogeneous` False is always safe: if the advantage scale needs the whole batch, such a loss
+    waits for the batch. `behaviour` "old" needs settings with a copy of that name. ValueError if a name is taken, or
+    training has no such input.
     """
     if not names or not (columns or latents):
         raise ValueError(
@@ -143,10 +123,9 @@ def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> 
     """Loss `name` of N rows, as their share of the logical batch's mean.
 
     Args:
-        inputs: those that `find_objective(name).loss.inputs_for(config)` lists; optionally `mask` [N], 0 or False in
-            padding rows, and `num_rows`, the unmasked rows of the whole logical batch, a number or [] (default: the
-            unmasked rows here). A joint column may be left out where these are all of its rows; it is then made from
-            ids [N], `group` if a group's rows train together, else `sample`, and `point` if a sample has several rows.
+        inputs: those that `find_objective(name).loss.inputs_for(config)` lists; optionally `mask` and `num_rows`, see
+            `LossInputs.check`. A joint column may be left out where these are all of its rows; it is then made from ids
+            [N], `group` if a group's rows train together, else `sample`, and `point` if a sample has several rows.
         config: settings of the loss, as `default_config(name)` makes them.
 
     Raises:

@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Solvers for the steps that are not stochastic under an SDE law, and the one denoising step that all samplers take.
 
-| solver | file | steps |
-| --- | --- | --- |
-| `euler`, `ddim` | | Euler's; for flow matching DDIM without noise is the same step, so both names mean it |
-| `dpm2` | `dpm2.py` | second-order multistep DPM-Solver++ (2M, midpoint) |
-| `unipc` | `unipc.py` | UniPC of order 2 (bh2), with its corrector |
-| `sa` | `sa.py` | SA-Solver: multistep with noise of its own, for objectives that train finished pictures |
-
 Each takes one forward a step. What a solver adds to Euler's step is `Terms` of noise levels; a new one is one file and
-one line of `_TERMS`.
+one line of `_TERMS`. For flow matching DDIM without noise is Euler's step, so both names mean it. `sa` records no
+log-prob: a step of it is not one Gaussian around what training could replay.
 
-* A run of solver steps begins at the start and after each stochastic step, which neither reads nor leaves a prediction:
-  it is `sde_step`. The first step of a run is of first order, and so is the one that ends at sigma 0.
-* Weights are computed on the host in fp64 from schedule numbers in fp32, like the coefficients of `sde_step`.
-* `sa` records no log-prob: a step of it is not one Gaussian around what training could replay.
+A run of solver steps begins at the start and after each stochastic step, which neither reads nor leaves a prediction:
+it is `sde_step`. The first step of a run is of first order, and so is the one that ends at sigma 0.
 
 Invariants (tests/algorithms/test_solvers.py): `euler` is bitwise `sde_step`; stochastic rows are bitwise those of
-`euler`; `dpm2`, `unipc` and `sa` are diffusers' schedulers of that kind; the error of `dpm2` falls with the
-square of the step, `unipc`'s with its cube.
+`euler`; `dpm2`, `unipc` and `sa` are diffusers' schedulers of that kind; the error of `dpm2` falls with the square of
+the step, `unipc`'s with its cube.
 """
 
 from __future__ import annotations
@@ -82,21 +74,12 @@ def denoise_step(
     storage_dtype: torch.dtype,
     solver_noise: SolverNoise = NO_NOISE,
 ) -> tuple[SdeStep, Prediction | None]:
-    """Take one denoising step of N rows: `sde_step` where `is_sde`, else a step of `solver`.
+    """Take one denoising step of N rows: `sde_step` where `is_sde`, else a step of `solver`. Errors as `sde_step`.
 
-    Args:
-        velocity, sample: [N, ...]. sigma, sigma_next: [N] on the host.
-        is_sde: N entries.
-        previous: result of the step before; None at the first step.
-        law, noise_level, sigma_max, noise, storage_dtype: see `sde_step`. `noise_level` is a number or [N], `noise`
-            [N, ...]; neither is read in rows that are not stochastic, but `noise` is by a solver of `NOISY`.
-        solver_noise: noise of such a solver.
+    Arguments as in `sde_step`, with sigmas on the host. `previous` is the result of the step before, None at the first
+    one; `solver_noise` is the noise of a solver of `NOISY`, which alone reads `noise` in rows that are not stochastic.
 
-    Returns:
-        The step, and the predictions that the next one reads (None with Euler's step, which needs none).
-
-    Raises:
-        ValueError: unknown solver, or as `sde_step`.
+    Returns the step, and the predictions that the next one reads (None with Euler's step, which needs none).
     """
     if solver not in _TERMS:
         raise ValueError(f"unknown solver {solver!r}; known solvers: {', '.join(SOLVERS)}")

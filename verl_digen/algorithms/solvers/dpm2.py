@@ -3,7 +3,7 @@
 
     newest = ½ (1 - sigma' / sigma) h / h_prev        h = lambda' - lambda, h_prev = lambda - lambda_prev
 
-* 0 where a lambda is infinite: in the step that ends at sigma 0, and in the one after sigma 1.
+It is 0 where a lambda is infinite: in the step that ends at sigma 0, and in the one after sigma 1.
 
 Source: DPM-Solver++ (arXiv 2211.01095), for flow matching as in DiffusionNFT and MixGRPO.
 """

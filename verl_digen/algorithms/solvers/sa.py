@@ -10,10 +10,9 @@ and the corrector moves x, once the network has been evaluated at it, with h and
 
     d = alpha T (h / 2 (x_0 - x_0_prev) - h² / (2 h_prev) (x_0_prev - x_0_prev2))
 
-* tau of a step belongs to the sigma where it ends. With tau 0 the first order is Euler's step.
-* The second step is not corrected, and the one that ends at sigma 0 returns x_0.
-* Where lambda_prev is infinite, after sigma 1, the term of h_prev is 0. Published code moves that sigma to 0.999, and
-  halves the last one above 0; here the model's own schedule stays.
+tau of a step belongs to the sigma where it ends. The second step is not corrected, and the one that ends at sigma 0
+returns x_0. Where lambda_prev is infinite, after sigma 1, the term of h_prev is 0; published code moves that sigma to
+0.999, and halves the last one above 0.
 
 Source: SA-Solver (arXiv 2309.05019) with its rescaling for few steps, as in the code of AWM (arXiv 2509.25050).
 """

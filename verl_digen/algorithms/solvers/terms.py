@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a solver: from the noise levels of a step to what it adds to Euler's step.
+"""Interface of a solver: a function `Schedule -> Terms` of noise levels alone, on the host in fp64.
 
     x' = x + v (sigma' - sigma) + x_weight x + clean_weight x_0 + newest (x_0 - x_0_prev)
          + older (x_0_prev - x_0_prev2) + std z                          x_0 = x - sigma v
 
-- A solver is a function `Schedule -> Terms` of noise levels alone, on the host in fp64. Latents are never seen.
-- A corrector moves x by differences of the same predictions before the step is taken, so it is part of `newest` and
-  `older`, and takes no memory of latents.
+A corrector moves x by differences of the same predictions before the step is taken, so it is part of `newest` and
+`older`, and takes no memory of latents.
 """
 
 from __future__ import annotations
