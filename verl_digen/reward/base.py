@@ -5,17 +5,7 @@
         def score(self, batch):
             return [float(sample.pixels.mean()) / 255 for sample in batch]
 
-- `score` gets 1 to `max_batch_size` samples of any prompts; with `scope = "group"` all samples of one prompt at once.
-- It returns one entry per sample, in order: a number, or a mapping with `score` and numeric details. An entry of a
-  sample that alone failed may be the exception.
-- A sync `score` runs in a thread, an async one in the process's event loop; one call at a time.
-- With `timeshare` it sleeps while replicas generate and the trainer trains: `sleep` frees its device memory, `wake`
-  brings it back, and no `score` runs in between. The built-in ones move the modules among its attributes.
-- It may raise: the samples are tried again one by one, a group as a whole, and then fail. It never returns a 0 for a
-  failure.
-
-The functions below the class give a sample's pictures as scorers want them: PIL images, few frames of a video, encoded
-bytes.
+The functions below the class give a sample's pictures as scorers want them.
 """
 
 from __future__ import annotations
@@ -43,10 +33,8 @@ Result = float | Mapping[str, Any]
 
 
 class RewardUnavailable(RuntimeError):
-    """Error of a reward that can score no sample at present, such as a server that does not answer.
-
-    Samples that fail with it are tried again together, not one by one.
-    """
+    """Error of a reward that can score no sample at present, such as a server that does not answer. Samples that fail
+    with it are tried again together, not one by one."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +43,10 @@ class NoSettings:
 
 
 class Reward(ABC):
-    """Base class of rewards; see the module.
+    """Base class of rewards. `config` is an instance of `config_class`, made from the entry's arguments; `device` is
+    the process's device, the CPU where `num_gpus` is 0.
 
-    Args:
-        config: an instance of `config_class`, from the entry's arguments.
-        device: the process's device; the CPU where `num_gpus` is 0.
+    With `timeshare` it sleeps while replicas generate and the trainer trains; no `score` runs in between.
     """
 
     scope: ClassVar[Literal["sample", "group"]] = "sample"
@@ -122,7 +109,13 @@ class Reward(ABC):
     def score(
         self, batch: Sequence[RewardInput]
     ) -> Sequence[Result | Exception] | Awaitable[Sequence[Result | Exception]]:
-        """Score samples; see the module for what a batch holds."""
+        """Score 1 to `max_batch_size` samples of any prompts; with `scope = "group"` all samples of one prompt at once.
+
+        It returns one entry per sample, in order: a number, or a mapping with `score` and numeric details. An entry of
+        a sample that alone failed may be the exception. A sync `score` runs in a thread, an async one in the process's
+        event loop; one call at a time. It may raise: the samples are tried again one by one, a group as a whole, and
+        then fail. It never returns a 0 for a failure.
+        """
 
 
 MAX_DEPTH = 3

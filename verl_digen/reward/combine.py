@@ -59,10 +59,7 @@ def combined(combination: Combination, values: Mapping[str, float], weights: Map
 
 
 def formula(weights: Mapping[str, float], combine: str = "sum", entries: Sequence[RewardEntry] = ()) -> str:
-    """Human-readable formula of what a run trains on.
-
-    Args:
-        entries: the rewards' settings; one that is left out scores all samples.
+    """Human-readable formula of what a run trains on. A reward that `entries` leaves out scores all samples.
 
     Example:
         formula({"custom": 1.0, "jpeg": 0.2, "ocr": 0.0})  # "reward = 1 x custom + 0.2 x jpeg (only logged: ocr)"

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts that scorers with an encoder share: their settings, strict loading of weights, CLIP, frames of a video.
 
-- Weights that lack a tensor, or have one too many, or one of another shape, are refused with its name.
-- Each picture is prepared alone, on the CPU, by the processor that the checkpoint comes with, in its Pillow form: the
-  numbers are the same whether torchvision is installed or not. So pictures of a batch may differ in size.
-- A prompt is cut at the number of tokens that the text encoder has positions for.
-- Encoders compute in the setting `dtype`; features, cosines and heads in fp32.
-- A video is scored by the mean over `num_frames` evenly spaced frames.
+Each picture is prepared alone, on the CPU, by the processor that the checkpoint comes with, in its Pillow form: the
+numbers are the same whether torchvision is installed or not, and pictures of a batch may differ in size. Encoders
+compute in the setting `dtype`; features, cosines and heads in fp32.
 
 Invariants (tests/reward/test_clip_scorers.py): a batch scores as its samples do one by one; no gradient is recorded;
 dropout is off.
@@ -132,16 +129,9 @@ class ClipEncoder(PictureEncoder):
         processor: str | None = None,
         has_text: bool = True,
     ) -> ClipEncoder:
-        """Load a checkpoint in transformers' format.
-
-        Args:
-            key: setting that named it, for messages.
-            processor: folder or repository with tokenizer and picture processor; None takes them from `path`.
-            has_text: False drops the text encoder.
-
-        Raises:
-            ValueError: it cannot be fetched, or is no whole CLIP checkpoint.
-        """
+        """Load a checkpoint in transformers' format, which the setting `key` named; without `has_text` the text encoder
+        is dropped. Tokenizer and picture processor come from the folder or repository `processor`, None for `path`.
+        ValueError if it cannot be fetched, or is no whole CLIP checkpoint."""
         from transformers import CLIPModel  # heavy, and the driver imports this file
 
         place = checkpoint_folder(path, key, FILES)
@@ -180,13 +170,8 @@ class CosineReward(FrameReward):
 
 
 def load_head(state: Mapping[str, Tensor], width: int, key: str, path: str) -> nn.Module:
-    """A head in fp32 from its tensors, `layers.0.weight` and so on: features [N, D] -> numbers [N].
-
-    The dropouts of the published heads, off when scoring, keep their places 1, 3 and 5.
-
-    Raises:
-        ValueError: a tensor is missing, too many or of another shape.
-    """
+    """A head in fp32 from its tensors, `layers.0.weight` and so on: features [N, D] -> numbers [N]. The dropouts of the
+    published heads, off when scoring, keep their places 1, 3 and 5. Errors as `load_state`."""
     linears = [nn.Linear(one, other) for one, other in itertools.pairwise((width, *HEAD_SIZES))]
     places = [part for linear in linears[:3] for part in (linear, nn.Identity())]
     layers = nn.Sequential(*places, *linears[3:])
@@ -226,14 +211,9 @@ def unit(features: Tensor) -> Tensor:
 
 
 def load_model(model_class: Any, source: Path | None, key: str, **options: Any) -> Any:
-    """A transformers model in fp32 on the CPU, every tensor of which comes from the weights.
-
-    Args:
-        source: its folder; None where `options` hold `config` and `state_dict`.
-
-    Raises:
-        ValueError: a tensor is missing, too many or of another shape, or there are no weights.
-    """
+    """A transformers model in fp32 on the CPU, every tensor of which comes from the weights in the folder `source`, or
+    in `options`, which then hold `config` and `state_dict`. ValueError if a tensor is missing, too many or of another
+    shape, or there are no weights."""
     with refusing(f"{key} must hold the weights of a {model_class.__name__}", str(source), RIGHT):
         model, info = model_class.from_pretrained(
             source, **options, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True

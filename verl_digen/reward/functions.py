@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions: their calling convention, and how one becomes a `Reward`.
 
-A reward function takes verl's keyword arguments and returns a number, or a dict with `score` and details:
-
     def compute_score(data_source, solution_image, ground_truth, extra_info=None) -> float | dict: ...
 
+A reward function takes verl's keyword arguments and returns a number, or a dict with `score` and details.
 `solution_image` is a numpy uint8 array [H, W, 3], or [F, H, W, 3] for a video: all its frames, as the VAE decoded them.
-The built-in functions score each frame and take the mean; others may do as they like. `extra_info` holds the row's own
-`extra_info`, the `prompt`, the paths of its `images`, and the `audio` (`verl_digen.inputs.audio.Audio`) of a video with
-sound. The function may be `async`. It may raise: the call is retried, then the sample fails; there is no silent zero.
+`extra_info` holds the row's own `extra_info`, the `prompt`, the paths of its `images`, and the `audio`
+(`verl_digen.inputs.audio.Audio`) of a video with sound. The function may be `async`. It may raise: the call is retried,
+then the sample fails; there is no silent zero.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ def call_arguments(sample: RewardInput) -> dict[str, Any]:
 
 
 class FunctionReward(Reward):
-    """A function as a reward: it is called once per sample, at the same time for all of a batch.
-
-    Its settings are further keyword arguments.
-    """
+    """A function as a reward: it is called once per sample, at the same time for all of a batch, with its settings as
+    further keyword arguments."""
 
     function: ClassVar[RewardFunction]
     has_pool = False
@@ -85,13 +82,8 @@ def require_reward_function(
     extra: Mapping[str, Any] | None = None,
     extra_place: str = "reward.custom_reward_function.reward_kwargs",
 ) -> None:
-    """Raise ValueError unless `function` can be called as a reward function.
-
-    Args:
-        key: config key that named it, for the message.
-        extra: keyword arguments that the user passes in addition to `ARGUMENTS`.
-        extra_place: where the user gives them, for the message.
-    """
+    """Raise ValueError unless `function` can be called as a reward function, with `ARGUMENTS` and the user's `extra`
+    keyword arguments. Messages name the config key `key`, and `extra_place`, where the user gives `extra`."""
     makes_many = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     is_function = callable(function) and not isinstance(function, type) and not makes_many
     if not is_function:

@@ -8,11 +8,8 @@
 | a sample is cancelled while it waits | it leaves; a new one with its index takes the place |
 | the call fails | all samples of the group fail |
 
-A sample is brought here once every reward of single samples has its score, so a group that is called is whole.
-Samples of different weight versions never meet.
-
-Invariants (tests/reward/test_groups.py): a group is called once, with its samples in order; a sample gets its own
-scores or an error.
+A sample is brought here once every reward of single samples has its score, so a group that is called is whole. Samples
+of different weight versions never meet.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ Waiting = tuple[RewardInput, "asyncio.Future[PartScores]"]
 
 
 class GroupRooms:
-    """See the module. `score_group`: samples of a group, in order -> scores per sample."""
+    """Waiting samples of all groups. `score_group`: samples of a group, in order -> scores per sample."""
 
     def __init__(self, score_group: Callable[[Sequence[RewardInput]], Awaitable[Sequence[PartScores]]]):
         self._score_group = score_group

@@ -8,21 +8,11 @@
 | `warning` | the reward's trend is >= `threshold` and a gold reward's is <= -`threshold` |
 | `hacking` | `warning` in each of the last `patience` validations |
 
-- A trend is a Theil-Sen slope (the median slope of all pairs of points, which one outlier hardly moves) over its
-  standard error sigma / sqrt(sum (x - mean x)^2), x being the step.
-- sigma is estimated from the mean absolute change c between neighbours: sigma = c sqrt(pi) / 2, exact for normal noise
-  without a trend. A trend raises it, so that a straight line has a finite trend too: 4.7 with 6 points, 10 with 10.
-
-Invariants (tests/reward/test_hacking.py)
-- Scale and offset of a reward do not matter, and rewards that are constant have no trend.
-- A single outlier raises no alarm.
-
 Example:
     rules = Rules(least=3, threshold=1.0, patience=1)
     points = [Point(10, 0.5, {"pick": 0.8}), Point(20, 0.6, {"pick": 0.7}), Point(30, 0.7, {"pick": 0.6})]
     judge(points[:2], rules)  # verdict too_few
     judge(points, rules)      # verdict hacking, of pick
-    best(points, "pick")      # the point of step 10
 """
 
 from __future__ import annotations
@@ -105,7 +95,13 @@ def _compared(points: Sequence[Point], rules: Rules) -> Finding:
 
 
 def trend(steps: Sequence[int], values: Sequence[float]) -> float:
-    """Theil-Sen slope over its standard error, see the module; 0.0 for constant values. `steps`: increasing."""
+    """Theil-Sen slope (the median slope of all pairs of points, which one outlier hardly moves) over its standard error
+    sigma / sqrt(sum (x - mean x)^2), x being the step; 0.0 for constant values. `steps`: increasing.
+
+    sigma is estimated from the mean absolute change c between neighbours: sigma = c sqrt(pi) / 2, exact for normal
+    noise without a trend. A trend raises it, so that a straight line has a finite trend too: 4.7 with 6 points, 10 with
+    10.
+    """
     slope = median(
         (values[later] - values[earlier]) / (steps[later] - steps[earlier])
         for earlier, later in combinations(range(len(steps)), 2)

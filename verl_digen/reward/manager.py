@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's reward loop with pictures: the manager of all reward processes, the worker that holds the functions, the
-reward manager that scores samples with them, and the worker of a reward's own pool."""
+"""verl's reward loop with pictures: its manager and workers, the reward manager, and the worker of a reward's own pool."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ class ManagerReward(Reward):
     """The user's own reward manager as a reward; what else it returns are details."""
 
     def __init__(self, manager: Any):
-        super().__init__(None, torch.device("cpu"))
+        super().__init__(None, CPU)
         self._manager = manager
 
     async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
@@ -107,13 +106,9 @@ class RewardProcess:
 class DiffusionRewardManager(RewardProcess, RewardManagerBase):
     """Scores samples with the run's reward functions that have no pool of their own.
 
-    Args:
-        compute_score: the user's function beside `digen.reward.functions`, or None.
-        reward_router_address: address of the router to verl's reward model, if the run has one.
-        tokenizer, reward_model_tokenizer: verl's creation gives them; a picture's reward reads no tokens.
-
-    Raises:
-        ValueError: arguments by position in the order of verl's text managers.
+    `compute_score` is the user's function beside `digen.reward.functions`, `reward_router_address` that of the router
+    to verl's reward model, if the run has them. verl's creation gives the tokenizers; a picture's reward reads no
+    tokens. ValueError for arguments by position in the order of verl's text managers.
     """
 
     def __init__(
@@ -141,15 +136,12 @@ class DiffusionRewardManager(RewardProcess, RewardManagerBase):
             self.scorers[CUSTOM] = BatchScorer(CUSTOM, own, *reward.limits)
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score the one sample of `data`.
+        """Score the one sample of `data` -> verl's mapping with `reward_score` (float) and `reward_extra_info` (value
+        and details of each function).
 
-        Args:
-            data: `responses` is uint8 pixels [1, (F,) H, W, 3]; the prompt's columns are `loop_row`'s. Optional:
-                `audio`, its sound. The functions are those that score such a sample in a run, a training one unless
-                `meta_info` has `validate`.
-
-        Returns:
-            verl's mapping with `reward_score` (float) and `reward_extra_info` (value and details of each function).
+        `responses` is uint8 pixels [1, (F,) H, W, 3]; the prompt's columns are `loop_row`'s; `audio`, its sound, may be
+        missing. The functions are those that score such a sample in a run, a training one unless `meta_info` has
+        `validate`.
         """
         (sample,) = samples_of(data)
         source, validates = sample.row.data_source, sample.is_validation
@@ -200,18 +192,17 @@ class RewardPoolWorker(RewardProcess):
 
 
 class DiffusionRewardLoopManager(RewardLoopManager):
-    """verl's manager with `DiffusionRewardLoopWorker`s and `RewardPoolWorker`s, which restart after a crash.
-
-    With `reward.reward_model.enable=true` it starts that model's servers first, and waits for them.
-    """
+    """verl's manager with `DiffusionRewardLoopWorker`s and `RewardPoolWorker`s, which restart after a crash. With
+    `reward.reward_model.enable=true` it starts that model's servers first, and waits for them."""
 
     @cached_property
     def _digen(self) -> DigenConfig:
         return digen_config(self.config)
 
     def _init_reward_loop_workers(self) -> None:
-        manager = self.reward_model_manager
-        served = None if manager is None else ServedModel.of_manager(manager)
+        served, manager = None, self.reward_model_manager
+        if manager is not None:
+            served = ServedModel(tuple(manager.server_addresses), manager.get_router_address())
         digen = self._digen
         self.reward_loop_workers: list[Any] = []
         self._pools: dict[str, list[Any]] = {}
@@ -229,16 +220,12 @@ class DiffusionRewardLoopManager(RewardLoopManager):
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Score finished samples as the run does, by functions, pools and combination. Blocks; not in an event loop.
 
-        Args:
-            data: as `sampling.outputs.to_dataproto` makes it, or verl's columns, see `data.rows.loop_row`; with
-                `responses`, uint8 [N, (F,) H, W, 3]. A reward of groups compares the rows of one uid.
+        `data` is as `sampling.outputs.to_dataproto` makes it, or has verl's columns (`data.rows.loop_row`) and
+        `responses`, uint8 [N, (F,) H, W, 3]. A reward of groups compares the rows of one uid. ValueError if a reward
+        reads latents, which are not in `data`, or takes turns with the replicas.
 
-        Returns:
-            `rm_scores` [N, 1] fp32, and the value of each reward as a column [N], nan where it does not score the row;
-            `meta_info` lists those columns as `reward_extra_keys`.
-
-        Raises:
-            ValueError: a reward reads latents, which are not in `data`, or takes turns with the replicas.
+        Returns `rm_scores` [N, 1] fp32, and the value of each reward as a column [N], nan where it does not score the
+        row; `meta_info` lists those columns as `reward_extra_keys`.
         """
         digen = self._digen
         unfit = [entry.name for entry in digen.reward.entries if entry.is_timeshared or reads_latents(entry)]

@@ -36,11 +36,8 @@ OWN_MANAGER = "DiffusionRewardManager"
 
 
 def find(entry: RewardEntry) -> type[Reward]:
-    """The class that an entry stands for; for a function a `FunctionReward`. Its arguments are not checked.
-
-    Raises:
-        ValueError: unknown name (lists the built-in ones), a module or file that cannot be loaded or lacks it, or
-            another class.
+    """The class that an entry stands for; for a function a `FunctionReward`. Its arguments are not checked. ValueError
+    for an unknown name (lists the built-in ones), a module or file that cannot be loaded or lacks it, or another class.
     """
     known = f"one of {', '.join(sorted(BUILT_IN))}, or FILE.py:NAME or package.module.NAME"
     found = load(BUILT_IN.get(entry.target, entry.target), entry.key, known)
@@ -55,17 +52,9 @@ def find(entry: RewardEntry) -> type[Reward]:
 
 
 def load(target: str, key: str, known: str) -> Any:
-    """Load "package.module:NAME", "package.module.NAME" or "FILE.py:NAME".
-
-    Hydra accepts the second form without a colon on the command line without quotes.
-
-    Args:
-        key: config key that named it, for the message.
-        known: what else it may name, for the message.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+    """Load "package.module:NAME", "FILE.py:NAME" or "package.module.NAME", which Hydra takes on the command line
+    without quotes. ValueError if it cannot be loaded; it names the config key `key` and what else that may name,
+    `known`."""
     module_name, _, attribute = target.rpartition(":" if ":" in target else ".")
     if not module_name or not attribute:
         raise ValueError(f"{key} must name {known}, got {target!r}; write one of them")

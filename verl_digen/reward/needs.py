@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packages and weights that a reward needs.
-
-- Packages are looked for before a run starts, and imported when the reward is made.
-- Weights are at a path, or in a repository of the Hugging Face hub, and are fetched once per machine.
-"""
+"""Packages and weights that a reward needs. Packages are looked for before a run starts, and imported when the reward
+is made."""
 
 from __future__ import annotations
 
@@ -38,16 +35,9 @@ def _told(module: str, needed_by: str, state: str) -> str:
 
 
 def checkpoint_folder(name: str, key: str, files: Sequence[str] | None = None) -> Path:
-    """The folder of a checkpoint.
-
-    Args:
-        name: a folder, or "owner/repository" of the hub, "owner/repository@revision" for one revision.
-        key: what the user typed it under, for the message.
-        files: patterns of the files that are needed; None fetches all.
-
-    Raises:
-        ValueError: no such folder, and the hub does not answer or has no such repository.
-    """
+    """The folder of a checkpoint, which is fetched once per machine. `name` is a folder, or "owner/repository" of the
+    hub, "owner/repository@revision" for one revision; `files` are patterns of the files that are needed, None fetches
+    all. ValueError, naming `key`, if there is no such folder, and the hub does not answer or has no such repository."""
     if Path(name).expanduser().is_dir():
         return Path(name).expanduser()
     from huggingface_hub import snapshot_download

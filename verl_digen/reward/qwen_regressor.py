@@ -3,11 +3,9 @@
 
     picture or video, question with a special token per score -> Qwen2-VL -> hidden state of each token -> head
 
-- Checkpoints have the names of transformers 4.45, merged or with LoRA factors; `lm_head` is not used.
-- Text positions are counted through, also over the picture: both were trained so, and not with Qwen2-VL's own positions
-  of three dimensions.
-- A batch is padded on the right; every score is its sample's own.
-- Pixels are scaled and cut into patches here: transformers does so for videos only where torchvision is installed.
+Checkpoints have the names of transformers 4.45, merged or with LoRA factors; `lm_head` is not used. Text positions are
+counted through, also over the picture: both were trained so, and not with Qwen2-VL's own positions of three dimensions.
+Pixels are scaled and cut into patches here: transformers does so for videos only where torchvision is installed.
 """
 
 from __future__ import annotations
@@ -113,17 +111,9 @@ class Question:
 
 
 class QwenRegressor:
-    """See the module.
-
-    Args:
-        name: the reward's, for messages.
-        weights: state dict, with `rm_head.*`.
-        make_head: width of the hidden state -> network from it to scores; its weights are `rm_head.*`.
-        tokens: special tokens to read scores at.
-
-    Raises:
-        ValueError: names or shapes of the weights are not the model's.
-    """
+    """The network and its head, whose weights are `rm_head.*` in the state dict `weights`. `make_head`: width of the
+    hidden state -> network from it to scores. `tokens`: special tokens to read scores at. `name`: the reward's.
+    ValueError if names or shapes of the weights are not the model's."""
 
     def __init__(
         self,

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers of verl's `reward.reward_model`: who asks them, and under which addresses.
 
-verl starts them (`RewardLoopManager`), once per run, on devices of their own. Two kinds of rewards ask them:
-
-| reward | how |
-| --- | --- |
-| a class whose setting `url` is reward_model: judges by default | each server's own: the router drops errors' texts |
-| a function with a parameter `reward_router_address`, as verl's reward functions have it | verl's router, "host:port" |
+verl starts them (`RewardLoopManager`), once per run, on devices of their own. A class whose setting `url` is
+reward_model (judges by default) asks each server itself, because the router drops errors' texts. A function with a
+parameter `reward_router_address`, as verl's reward functions have it, gets verl's router, "host:port".
 """
 
 from __future__ import annotations
@@ -35,11 +32,6 @@ class ServedModel:
     router: str
     """"host:port" of verl's router, which passes a request to one of them."""
 
-    @classmethod
-    def of_manager(cls, manager: Any) -> ServedModel:
-        """The servers of verl's `RewardModelManager`."""
-        return cls(tuple(manager.server_addresses), manager.get_router_address())
-
     @property
     def urls(self) -> list[str]:
         """URL of each server."""
@@ -60,10 +52,8 @@ def asks_reward_model(entry: RewardEntry) -> bool:
 
 
 def takes_router(function: Any) -> bool:
-    """True if a function names the router's address among its parameters.
-
-    `get_custom_reward_fn` of verl hides the user's function: it is the first argument of a partial call.
-    """
+    """True if a function names the router's address among its parameters. verl's `get_custom_reward_fn` hides the
+    user's function: it is the first argument of a partial call."""
     if isinstance(function, partial) and function.args and callable(function.args[0]):
         function = function.args[0]
     try:

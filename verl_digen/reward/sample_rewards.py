@@ -4,10 +4,8 @@
     rewards of samples   at the same time, one call to each pool; the functions without one of their own share a pool
     rewards of groups    then, once every sample of the group is there, one call per pool with all of them
 
-A reward that does not score a sample (`RewardEntry.scores`) is not called, and the sample has no part of that name.
-
-Who waits: a sample for its scores, and with a reward of groups for the other samples of its group. Bound: the driver's
-on scoring a chunk (`digen.deadlines.score_s`).
+A reward that does not score a sample (`RewardEntry.scores`) is not called, and the sample has no part of that name. The
+driver bounds the wait for a chunk's scores (`digen.deadlines.score_s`).
 """
 
 from __future__ import annotations
@@ -49,8 +47,8 @@ class _Pool:
 
 
 class SampleRewards:
-    """See the module. `handles`: pool -> its workers. `weights`: reward -> weight. What is no pool's is a function of
-    `SHARED`."""
+    """Client of the pools. `handles`: pool -> its workers. `weights`: reward -> weight. What is no pool's is a function
+    of `SHARED`."""
 
     def __init__(self, handles: Mapping[str, Sequence[Any]], weights: Mapping[str, float], digen: DigenConfig):
         self._weights, self._deadlines = dict(weights), digen.deadlines
@@ -83,16 +81,11 @@ class SampleRewards:
         return cls(handles, weights, digen)
 
     async def score(self, sample: RewardInput, *, version: int, group_size: int) -> tuple[Score, tuple[float, float]]:
-        """Score one sample -> (score, (start, end) in unix time).
+        """Score one sample -> (score, (start, end) in unix time). Samples of a group are compared within one weight
+        `version`.
 
-        Args:
-            version: weight version that generated it; samples of a group are compared within one version.
-            group_size: samples of its group.
-
-        Raises:
-            ScoringError: a reward kept failing, or died with the sample; the samples of its group that wait for it
-                fail with it. RunStopped: a reward has no worker left, or
-                `digen.reward.combine` failed.
+        ScoringError if a reward kept failing, or died with the sample; the samples of its group that wait for it fail
+        with it. RunStopped if a reward has no worker left, or `digen.reward.combine` failed.
         """
         started_s = time.time()
         try:

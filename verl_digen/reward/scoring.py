@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of one reward in its process: batches of what is queued, retries, timeout, turns on a device. No Ray.
 
-- A call starts when `max_batch_size` samples wait, or when none has arrived for `batch_wait_s`. Samples that arrive
-  during a call wait for the next one, so that calls grow with the load. A caller that is cancelled leaves the queue.
-- Bound of the queue: one entry per caller, because each caller waits for its own scores.
-
 | event | consequence |
 | --- | --- |
 | `score` raises on several samples, or takes `digen.reward.timeout_s` | each is tried again alone |
@@ -15,13 +11,14 @@
 | a sample comes while it is asleep | it waits |
 | `wake` | the reward is made, or its weights come back to the device; then what is queued is scored |
 
-A sync `score` that took too long keeps its thread, and the next call gets a new one. `wake` and `sleep` are idempotent,
-so that the driver may repeat them to a process that was restarted, which is asleep and holds nothing.
+A call starts when `max_batch_size` samples wait, or when none has arrived for `batch_wait_s`. Samples that arrive
+during a call wait for the next one, so that calls grow with the load. A sync `score` that took too long keeps its
+thread, and the next call gets a new one. `wake` and `sleep` are idempotent, so that the driver may repeat them to a
+process that was restarted, which is asleep and holds nothing.
 
-Invariants (tests/reward/test_scoring.py, test_timeshared.py): n samples that wait together make
-ceil(n / max_batch_size) calls; a sample that fails does not fail the others of its batch; every sample gets its own
-score or an error, and never a zero for a failure; no call runs while the reward is asleep; scores after a sleep are
-bitwise those before; asleep, the weights take no byte of the device.
+Invariants (tests/reward/test_scoring.py, test_timeshared.py): a sample that fails does not fail the others of its
+batch; every sample gets its own score or an error, and never a zero for a failure; scores after a sleep are bitwise
+those before.
 """
 
 from __future__ import annotations
@@ -64,14 +61,8 @@ class Turn:
 
 
 class BatchScorer:
-    """See the module.
-
-    Args:
-        name: the reward's name, for messages and metrics.
-        make: makes it.
-        max_batch_size: maximum samples per call of a reward of samples; None calls it for each sample at once.
-        is_asleep: begin asleep; the first `wake` makes the reward.
-    """
+    """Queue of one reward, which `make` makes. At most `max_batch_size` samples per call of a reward of samples; None
+    calls it for each sample at once. With `is_asleep` the first `wake` makes the reward."""
 
     def __init__(
         self,
@@ -115,10 +106,8 @@ class BatchScorer:
         return await answer
 
     async def wake(self) -> Turn | None:
-        """Bring the weights to the device, and score what waits; None if it is awake already.
-
-        Raises: what making the reward raises, or `Reward.wake`.
-        """
+        """Bring the weights to the device, and score what waits; None if it is awake already. Raises what making the
+        reward raises, or `Reward.wake`."""
         async with self._turning:
             if self._is_awake.is_set():
                 return None
@@ -132,10 +121,7 @@ class BatchScorer:
             return Turn(start_s, time.time(), allocated_bytes())
 
     async def sleep(self) -> Turn | None:
-        """Wait for the running call, then free the device memory; None if it is asleep already.
-
-        Raises: what `Reward.sleep` raises.
-        """
+        """Wait for the running call, then free the device memory; None if it is asleep already."""
         async with self._turning:
             if not self._is_awake.is_set():
                 return None

@@ -8,7 +8,7 @@ from aiohttp import web
 from tests.reward.servers.local import LocalServer, refusing_url
 from verl_digen.reward.base import RewardUnavailable
 from verl_digen.reward.servers.answers import Failed, Refused, Request, Unreachable, UnusableAnswer
-from verl_digen.reward.servers.client import ServerClient, ServerSettings, whole
+from verl_digen.reward.servers.client import ServerClient, ServerSettings
 
 FAST = {"backoff_s": 0.001, "max_retries": 3}
 GET = Request("/ping", None)
@@ -18,7 +18,7 @@ def client_of(*urls, **changed):
     return ServerClient(ServerSettings(url=list(urls), **(FAST | changed)), "reward server")
 
 
-def ask(client, *, times=1, read=whole):
+def ask(client, *, times=1, read=bytes):
     """Post the number of each call at the same time -> results or errors, in order."""
 
     async def run():

@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ChatModel`: a vision-language model behind the OpenAI chat protocol, which is asked about pictures.
+"""`ChatModel`: a vision-language model behind the OpenAI chat protocol, which is asked about pictures. Rewards ask
+through `Judge`, environments directly.
 
-- It is asked at temperature 0, with a fixed seed.
-- An answer that cannot be read (a refusal, another form, none) is asked for again, at most `max_asked_again` times;
-  then the call fails with the answer's start in the message.
-- A request has pictures that the prompt is about, then the sample's frames, as PNG in data URIs, and the question with
-  columns of the prompt filled in.
-
-Rewards ask through `Judge`, environments directly. A sample without a usable answer fails; it never gets a 0.
-
-Invariants (tests/reward/judges/test_asking.py): a request has temperature 0; its pictures are the sample's, within
-`max_px`; what the judge may not be used for fails.
+A sample without a usable answer fails; it never gets a 0.
 """
 
 from __future__ import annotations
@@ -59,8 +51,8 @@ async def picture_parts(images: Sequence[Image.Image]) -> list[Part]:
 
 
 def fields_of(question: str, key: str) -> tuple[str, ...]:
-    """Names in braces, in order. `key`: what the user typed it under, for the message. ValueError for a brace without
-    its counterpart, or with anything but a name in it."""
+    """Names in braces, in order; `key` is what the user typed the question under. ValueError for a brace without its
+    counterpart, or with anything but a name in it."""
     remedy = 'write {prompt}, {ground_truth} or {a column of the row}, and any other brace twice, e.g. {{"score": 4}}'
     try:
         parts = [part[1:] for part in Formatter().parse(question) if part[1] is not None]
@@ -73,10 +65,7 @@ def fields_of(question: str, key: str) -> tuple[str, ...]:
 
 
 def filled(question: str, row: PromptRow, key: str) -> str:
-    """The question about one prompt.
-
-    Raises:
-        ValueError: the row lacks a column that the question names.
+    """The question about one prompt. ValueError if the row lacks a column that it names.
 
     Example:
         filled("Does it show {prompt}?", PromptRow("a cat", "test", None), "judge.question")  # 'Does it show a cat?'
@@ -169,10 +158,8 @@ def api_url(url: str) -> str:
 def chat_request(
     config: JudgeConfig, model: str, pictures: Sequence[Part], question: str, top_logprobs: int = 0
 ) -> dict[str, Any]:
-    """JSON of a request at temperature 0: one user message of pictures, then the question.
-
-    Fields and limits: https://platform.openai.com/docs/api-reference/chat/create; vLLM and SGLang take the same.
-    """
+    """JSON of a request at temperature 0: one user message of pictures, then the question. Fields and limits:
+    https://platform.openai.com/docs/api-reference/chat/create; vLLM and SGLang take the same."""
     system = [{"role": "system", "content": config.system}] if config.system else []
     return {
         "model": model,
@@ -200,15 +187,8 @@ def only_model(body: Any) -> str:
 
 
 class ChatModel:
-    """See the module.
-
-    Args:
-        name: what messages call the asker, e.g. `judge`.
-        kind: what it is, before its name in messages about servers.
-
-    Raises:
-        ValueError: the address of verl's servers is not known.
-    """
+    """A served model, asked at temperature 0. Messages call the asker `name`, those about servers "`kind` `name`".
+    ValueError if the address of verl's servers is not known."""
 
     def __init__(self, config: JudgeConfig, name: str, kind: str = "reward"):
         self.config, self._name = config, name
@@ -248,13 +228,10 @@ class ChatModel:
     ) -> T:
         """Ask one question -> what `read` makes of the answer. `all` and `outcomes` know the model.
 
-        Args:
-            pictures: in the order in which the judge sees them.
-            top_logprobs: tokens whose probability the answer gives at each place.
-            unusable: counts answers that could not be read, under `asked_again`.
-
-        Raises:
-            UnusableAnswer: no answer gave a score. ServerError: the server did not answer.
+        An answer that cannot be read (a refusal, another form, none) is asked for again, at most `max_asked_again`
+        times, and counted in `unusable` under `asked_again`. `pictures` are in the order in which the judge sees them;
+        `top_logprobs` is the number of tokens whose probability the answer gives at each place. UnusableAnswer if no
+        answer gave a score, ServerError if the server did not answer.
         """
         limit = 1 + self.config.max_asked_again
         asked = chat_request(self.config, self._model, pictures, question, top_logprobs)

@@ -1,17 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answer of a judge, and the score in it: a number in its text, or the probability of answers at its first token.
 
-A `Reply` is the text and the tokens without the thoughts of a reasoning model: what stands before the last `</think>`;
-the opening tag may be part of the chat template, and so be missing. A server that separates them itself
-(`--reasoning-parser`) leaves them out of `content`.
-
-Probabilities, of answers a with values v_a:
-
-    p_a = sum of exp(logprob) over the likeliest tokens that are a, whatever their case and the space before them
-    score = sum_a p_a v_a / sum_a p_a
-
-so {Yes: 1, No: 0} gives P(Yes) / (P(Yes) + P(No)). The sum of all p_a is the answers' share: near 1 where the judge
-keeps to the answers. A judge whose likeliest tokens hold none of the answers has no score.
+The thoughts of a reasoning model are what stands before the last `</think>`; the opening tag may be part of the chat
+template, and so be missing. A server that separates them itself (`--reasoning-parser`) leaves them out of `content`.
 """
 
 from __future__ import annotations
@@ -128,18 +119,13 @@ class Weighed:
 
     score: float
     share: float
-    """Probability of all the answers together, 0 to 1."""
+    """Probability of all the answers together, 0 to 1: near 1 where the judge keeps to the answers."""
 
 
 def number_in(reply: Reply, pattern: re.Pattern[str], low: float, high: float, *, takes_last: bool) -> float:
-    """The number that the pattern's first group finds in the text.
-
-    Args:
-        takes_last: of several, the last one; a judge that reasons states its result at the end.
-
-    Raises:
-        UnusableAnswer: the text was cut off, has no such number, or one outside [low, high].
-    """
+    """The number that the pattern's first group finds in the text; of several, the last one with `takes_last`: a judge
+    that reasons states its result at the end. UnusableAnswer if the text was cut off, has no such number, or one
+    outside [low, high]."""
     if reply.is_cut:
         raise UnusableAnswer(f"the judge's answer ended at max_tokens: {shown(reply.text)}; raise max_tokens")
     found = [match.group(1) for match in pattern.finditer(reply.text)]
@@ -160,14 +146,14 @@ def number_in(reply: Reply, pattern: re.Pattern[str], low: float, high: float, *
 
 
 def weighed(reply: Reply, values: Mapping[str, float]) -> Weighed:
-    """The expected value of the answers at the first token that is not blank.
+    """The expected value of answers a with values v_a, each one token of the judge, at the first token that is not
+    blank.
 
-    Args:
-        values: answer -> value; each answer must be one token of the judge.
+        p_a = sum of exp(logprob) over the likeliest tokens that are a, whatever their case and the space before them
+        score = sum_a p_a v_a / sum_a p_a
 
-    Raises:
-        UnusableAnswer: the server sent no log-probabilities, the answer is blank, or none of the answers is among the
-            likeliest tokens.
+    So {Yes: 1, No: 0} gives P(Yes) / (P(Yes) + P(No)). UnusableAnswer if the server sent no log-probabilities, the
+    answer is blank, or none of the answers is among the likeliest tokens.
 
     Example:
         ln = math.log

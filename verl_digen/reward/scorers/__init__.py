@@ -3,7 +3,6 @@
 
     REWARD = a `Reward` class (verl_digen/reward/base.py), or a function like verl's `compute_score`
 
-A module is imported when a run asks for it, and imports heavy packages when its reward is made. Packages and weights
-come through `verl_digen.reward.needs`. Its docstring says what the score means, its range, and source and licence of
-the weights.
+A module is imported when a run asks for it, and imports heavy packages when its reward is made. Its docstring says what
+the score means, its range, and source and licence of the weights.
 """

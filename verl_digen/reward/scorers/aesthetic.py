@@ -3,10 +3,7 @@
 
 Rule (https://github.com/christophschuhmann/improved-aesthetic-predictor, sac+logos+ava1-l14-linearMSE): five linear
 layers without activations on the image feature of CLIP ViT-L/14, divided by its length; the score is their number /
-`divisor`. DDPO and flow_grpo train on the number itself: `divisor=1`.
-
-Range: the number is about 1 to 10, mostly 4 to 7; with the default divisor of 10 about 0.4 to 0.7. Videos: the mean
-over frames.
+`divisor`. DDPO and flow_grpo train on the number itself: `divisor=1`. It is about 1 to 10, mostly 4 to 7.
 
 Weights: openai/clip-vit-large-patch14 (MIT), of which the text encoder is dropped; head: aesthetic-model.pth of
 trl-lib/ddpo-aesthetic-predictor, 3.7 MB, which is sac+logos+ava1-l14-linearMSE.pth renamed; the predictor's repository

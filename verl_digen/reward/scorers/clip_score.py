@@ -1,18 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CLIP score: how well a picture agrees with its prompt.
+"""CLIP score: how well a picture agrees with its prompt, c = cos(image, text) of CLIP's projected features.
 
-Rule: c = cos(image, text) of CLIP's projected features. `scale` says which published number it becomes:
-
-| scale | score | used by |
-| --- | --- | --- |
-| `raw` | c | papers, mostly; DiffusionNFT (logits / 100) |
-| `flow_grpo` | exp(logit_scale) c / 30; 100 c / 30 for OpenAI's weights | flow_grpo (flow_grpo/clip_scorer.py) |
-
-Pictures are prepared by the checkpoint's processor; flow_grpo resizes float tensors with torchvision, so its
-numbers differ a little. Prompts are cut at 77 tokens.
-
-Range: c lies in [-1, 1], for OpenAI's weights about 0.15 to 0.35, so about 0.5 to 1.15 with `flow_grpo`. Videos: the
-mean over frames.
+`scale=raw` is c itself, as in most papers and DiffusionNFT (logits / 100). `scale=flow_grpo` is exp(logit_scale) c / 30
+(flow_grpo/clip_scorer.py), 100 c / 30 for OpenAI's weights. Pictures are prepared by the checkpoint's processor;
+flow_grpo resizes float tensors with torchvision, so its numbers differ a little. c is about 0.15 to 0.35 for OpenAI's
+weights, so about 0.5 to 1.15 with `flow_grpo`.
 
 Weights: openai/clip-vit-large-patch14, 1.7 GB in fp32; MIT (https://github.com/openai/CLIP).
 """

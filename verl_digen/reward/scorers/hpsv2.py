@@ -2,15 +2,13 @@
 """HPSv2.1: how people would rate a picture for its prompt, by a CLIP-H trained on Human Preference Dataset v2.
 
 Rule (https://github.com/tgxs002/HPSv2, hpsv2/img_score.py): cos(image, text) of ViT-H-14 with the weights of
-HPS_v2.1_compressed.pt, an open_clip state dict. The picture is shrunk until its longer side fits the encoder and padded
-with black, not cropped: bicubic with antialiasing on fp32 pixels, as torchvision >= 0.17 does for the package. Prompts
-are mended by ftfy (quotes, ligatures, broken Unicode) and freed of HTML escapes, as the package does, and cut at 77
-tokens. The package computes in fp16 (`dtype=fp16`); the default here is fp32.
+HPS_v2.1_compressed.pt, an open_clip state dict; about 0.2 to 0.35 for pictures of diffusion models. The picture is
+shrunk until its longer side fits the encoder and padded with black, not cropped: bicubic with antialiasing on fp32
+pixels, as torchvision >= 0.17 does for the package. Prompts are mended by ftfy (quotes, ligatures, broken Unicode) and
+freed of HTML escapes, as the package does. The package computes in fp16 (`dtype=fp16`); the default here is fp32.
 
 The model runs as transformers' CLIPModel: tensors are renamed, and query, key and value taken apart, nothing else. So
 neither open_clip nor torchvision is needed; the scores are theirs to 1e-5 (tests/reward/test_hpsv2.py).
-
-Range: -1 to 1; about 0.2 to 0.35 for pictures of diffusion models. Videos: the mean over frames.
 
 Weights: HPS_v2.1_compressed.pt of xswu/HPSv2, 2.0 GB in fp16, Apache-2.0; `path=FOLDER/HPS_v2_compressed.pt` is v2.0.
 Config and tokenizer: laion/CLIP-ViT-H-14-laion2B-s32B-b79K, MIT. Paper: https://arxiv.org/abs/2306.09341
@@ -103,9 +101,8 @@ class HpsV2(CosineReward):
 
 
 def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of open_clip's CLIP by their names in transformers' CLIPModel.
-
-    A name that is in neither stays as it is, so that loading refuses it by that name.
+    """Tensors of open_clip's CLIP by their names in transformers' CLIPModel. A name that is in neither stays as it is,
+    so that loading refuses it by that name.
 
     Example:
         to_transformers({"ln_final.bias": x})  # {"text_model.final_layer_norm.bias": x}

@@ -2,16 +2,12 @@
 """ImageReward: how people would rate a picture for its prompt, by BLIP with a head, trained on 137k comparisons.
 
 Rule (https://github.com/THUDM/ImageReward, ImageReward/ImageReward.py): BLIP-large's text encoder reads the prompt, cut
-at 35 tokens, with cross attention to the picture; five linear layers on its first token give x; the score is
-(x - 0.16717) / 1.03334, mean and standard deviation on the training set. The picture's shorter side is made 224 px
-(bicubic, Pillow), the middle is cut out.
+at 35 tokens, with cross attention to the picture; five linear layers on its first token give x; the score is (x -
+0.16717) / 1.03334, mean and standard deviation on the training set; about -2 to 2 for pictures of diffusion models.
 
 The model runs as transformers' BlipVisionModel and BlipTextModel with the published tensors renamed: the package pins
 timm 0.6.13 and fairscale and imports names that transformers 5 has not, so it cannot stand beside this plugin. The
 scores are the package's to 1e-5 (tests/reward/test_image_reward.py).
-
-Range: unbounded, about -2 to 2 for pictures of diffusion models, mean 0 on the training set. Videos: the mean over
-frames.
 
 Weights: ImageReward.pt and med_config.json of THUDM/ImageReward, 1.8 GB, Apache-2.0; tokenizer:
 google-bert/bert-base-uncased, Apache-2.0. Paper: https://arxiv.org/abs/2304.05977
@@ -132,10 +128,8 @@ class ImageReward(FrameReward):
 
 
 def parts(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """(picture encoder, text encoder, head) of the published tensors, named as transformers and `load_head` expect.
-
-    A name of none of them goes to the head as it is, which refuses it by that name.
-    """
+    """(picture encoder, text encoder, head) of the published tensors, named as transformers and `load_head` expect. A
+    name of none of them goes to the head as it is, which refuses it by that name."""
     vision: dict[str, Tensor] = {}
     text: dict[str, Tensor] = {}
     head: dict[str, Tensor] = {}

@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Image similarity: how much an edited picture is still like the images of its prompt (`PromptRow.images`).
 
-Rule: the cosine of the image features of sample and source, the mean over the prompt's images. The features are those
-of the checkpoint `path`:
+Rule: the cosine of the image features of sample and source, the mean over the prompt's images, mostly 0.5 to 1. An
+unchanged picture scores 1, so never train on this alone. CLIP's projected features (the default, as in flow_grpo's edit
+runs, image_similarity of flow_grpo/clip_scorer.py) say that the same things are shown; DINOv2's normed class token says
+that individual, pose and layout are the same, and is blind to words that CLIP knows.
 
-| checkpoint | features | says |
-| --- | --- | --- |
-| CLIP (default) | projected image features | the same things are shown; flow_grpo's edit runs use it |
-| DINOv2 | the normed class token | the same individual, pose and layout; blind to words that CLIP knows |
-
-CLIP is the default because published edit runs use it (image_similarity of flow_grpo/clip_scorer.py). Features hardly
-see a background that has been drawn anew. `pixel_weight` = w mixes in the pixels: (1 - w) cosine + w (1 - d), where d
-is the root mean square difference of the pixels in [0, 1], both pictures squeezed to `pixel_size_px` squared. It also
-punishes the edit that was asked for, so a small w, 0.1 to 0.3, is meant. Details: `features`, `pixels`. With w = 1 no
-checkpoint is loaded, and there is no `features`: a rule for tests and toys.
-
-Range: -1 to 1 for the cosine, mostly 0.5 to 1; an unchanged picture scores 1, so never train on this alone. Videos: the
-mean over frames, each against the prompt's images.
+Features hardly see a background that has been drawn anew. `pixel_weight` = w mixes in the pixels: (1 - w) cosine + w (1
+- d), where d is the root mean square difference of the pixels in [0, 1], both pictures squeezed to `pixel_size_px`
+squared. It also punishes the edit that was asked for, so a small w, 0.1 to 0.3, is meant. Details: `features`,
+`pixels`. With w = 1 no checkpoint is loaded, and there is no `features`: a rule for tests and toys.
 
 Weights: openai/clip-vit-large-patch14, MIT; facebook/dinov2-base, Apache-2.0.
 """

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A question of your own to a vision-language model, over the OpenAI chat protocol.
-
-The answer gives the score in one of two ways:
+"""A question of your own to a vision-language model, over the OpenAI chat protocol: a number in the answer, or the
+probability of answers.
 
     pattern   a regular expression whose first group is a number in [low, high]; of several matches the last one counts.
               score = (number - low) / (high - low), from 0 to 1; detail `number`
@@ -50,7 +49,11 @@ class QuestionConfig(JudgeConfig):
             "a pattern reads a number, answers are weighed by their probability",
         )
         if self.pattern:
-            require_pattern("pattern", self.pattern)
+            with refusing("pattern must be a regular expression", self.pattern, "repair it"):
+                groups = re.compile(self.pattern).groups
+            require(
+                groups >= 1, "pattern must have a group, which finds the number", self.pattern, r"e.g. 'Score: (\d+)'"
+            )
             require(
                 self.low < self.high,
                 "low must be below high, the range of the numbers that the question asks for",
@@ -59,13 +62,6 @@ class QuestionConfig(JudgeConfig):
             )
         else:
             require_distinct(self.answers, "answers")
-
-
-def require_pattern(key: str, pattern: str) -> None:
-    """Raise ValueError unless `pattern` is a regular expression with a group."""
-    with refusing(f"{key} must be a regular expression", pattern, "repair it"):
-        groups = re.compile(pattern).groups
-    require(groups >= 1, f"{key} must have a group, which finds the number", pattern, r"e.g. 'Score: (\d+)'")
 
 
 class Question(SampleJudge):

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OCR: does a picture show the text that its prompt asks for, as rapidocr reads it.
+"""OCR: does a picture show the text that its prompt asks for, as rapidocr reads it. Reward: `text_reward`, 0 to 1.
 
-- Target: the row's ground truth where it is a text of its own (the quoted part of an OCR prompt, see
-  `verl_digen.data.prompts`), else the quoted part of the prompt.
-- Read: the lines that rapidocr finds, in its order, joined without a space. Its classifier, which turns lines by 180
-  degrees, is off, as in flow_grpo. A page without text reads as "".
-- Reward: `text_reward`, flow_grpo's rule, 0 to 1.
-- Videos: `num_frames` frames, evenly spaced. `frames=mean_read` is flow_grpo's rule, the mean over frames with a reward
-  above 0 (0 if there is none); `mean` counts all of them; `best` takes the best one.
-- Details: `read_length`, characters read without spaces, mean over the frames.
+The target is the row's ground truth where it is a text of its own (the quoted part of an OCR prompt, see
+`verl_digen.data.prompts`), else the quoted part of the prompt. rapidocr's lines are joined in its order without a
+space; its classifier, which turns lines by 180 degrees, is off, as in flow_grpo. Of a video `frames=mean_read` takes
+the mean over frames with a reward above 0, flow_grpo's rule; `mean` counts all of them; `best` takes the best one.
+Detail `read_length`: characters read without spaces, mean over the frames.
 
 rapidocr reads one picture at a time, and lines of several pictures in one batch would change what it reads; so a batch
 is read picture by picture. More pictures per second: more workers of the pool, each with an engine of its own, and the
@@ -138,10 +135,8 @@ REWARD = Ocr
 
 
 def text_target(prompt: str) -> str:
-    """The text that a prompt asks for: its first part in double quotes, as it stands there.
-
-    Raises:
-        ValueError: it has no such part, or an empty one.
+    """The text that a prompt asks for: its first part in double quotes, as it stands there. ValueError without such a
+    part.
 
     Example:
         text_target('a shop sign that says "Open Now"')  # 'Open Now'
@@ -160,12 +155,10 @@ def text_reward(read: str, target: str) -> float:
 
         reward = 1 - min(distance, len(target)) / len(target), in 0..1
 
-    - Both texts are lower-cased and lose their spaces (U+0020); any other character counts, line breaks too.
-    - The distance is 0 where the target is a part of what was read, else Levenshtein's. So further text beside the
-      right one costs nothing, and an empty page has reward 0.
-
-    Raises:
-        ValueError: the target has no character but spaces; rapidfuzz is not installed.
+    Both texts are lower-cased and lose their spaces (U+0020); any other character counts, line breaks too. The distance
+    is 0 where the target is a part of what was read, else Levenshtein's. So further text beside the right one costs
+    nothing, and an empty page has reward 0. ValueError if the target has no character but spaces, or rapidfuzz is not
+    installed.
 
     Example:
         text_reward("open n0w", "Open Now")  # 1 - 1 / 7

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text in a picture, read by a vision-language model and compared with the text that the prompt asks for.
 
-Score: 1 - min(distance, length) / length, from 0 to 1 (`verl_digen/reward/scorers/ocr.py`, flow_grpo's rule). The
-question is the one that Qwen's OCR models are asked by default. An answer that says nothing means that there is no
-text, and has score 0; one that was cut off at `max_tokens` is compared up to there. A video gets the mean over
-its frames.
-
-Model: any that reads, e.g. Qwen/Qwen2.5-VL-7B-Instruct (Apache 2.0), served by vLLM or SGLang.
+Score: `text_reward` of `ocr`, 0 to 1. The question is the one that Qwen's OCR models are asked by default. An answer
+that says nothing means that there is no text, and has score 0; one that was cut off at `max_tokens` is compared up to
+there. Model: any that reads, e.g. Qwen/Qwen2.5-VL-7B-Instruct (Apache 2.0), served by vLLM or SGLang.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """PickScore: how people would rate a picture for its prompt, by a CLIP-H trained on the choices of Pick-a-Pic.
 
-Rule (model card of yuvalkirstain/PickScore_v1): s = exp(logit_scale) cos(image, text); the score is s / `divisor`.
-flow_grpo divides by 26 (flow_grpo/pickscore_scorer.py), which is the default here; `divisor=1` is the model card's
-number. Prompts are cut at 77 tokens.
-
-Range: s is about 15 to 25 for pictures of diffusion models, so the score about 0.6 to 0.95; at most exp(logit_scale) /
-`divisor`, 100 / 26 = 3.8. Videos: the mean over frames.
+Rule (model card of yuvalkirstain/PickScore_v1): s = exp(logit_scale) cos(image, text), about 15 to 25 for pictures of
+diffusion models; the score is s / `divisor`. flow_grpo divides by 26 (flow_grpo/pickscore_scorer.py), which is the
+default here; `divisor=1` is the model card's number.
 
 Weights: yuvalkirstain/PickScore_v1, 3.9 GB in fp32; its repository holds tokenizer and picture processor, those of
-laion/CLIP-ViT-H-14-laion2B-s32B-b79K that the model card names. The model card states no licence.
-Paper: https://arxiv.org/abs/2305.01569
+laion/CLIP-ViT-H-14-laion2B-s32B-b79K that the model card names. The model card states no licence. Paper:
+https://arxiv.org/abs/2305.01569
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
 
     {my_geneval: {weight: 1.0, reward: server, protocol: flow_grpo_geneval, url: "http://host:18085"}}
 
-- A batch is divided into requests of at most `samples_per_request`, which are in flight together.
-- A video goes to a server of pictures as `max_frames` pictures; the sample's score and details are their means.
-- Samples of a request that failed fail, with what came; there is no zero.
+Samples of a request that failed fail, with what came; there is no zero.
 """
 
 from __future__ import annotations

@@ -162,15 +162,11 @@ FACTORS = (".lora_A.default.weight", ".lora_B.default.weight")
 
 def merged(weights: Mapping[str, Tensor], *, alpha: float, rank: int, rslora: bool = False) -> dict[str, Tensor]:
     """Merge the LoRA factors of a state dict that PEFT wrote: W + (alpha / r) B A, or alpha / sqrt(r) with rslora.
-
-    A state dict without factors is returned as it is.
+    ValueError for a factor without its counterpart, with another rank, or of a kind that is not a linear layer's.
 
     Example:
         merged({"base_model.model.q.base_layer.weight": W, "base_model.model.q.lora_A.default.weight": A,
                 "base_model.model.q.lora_B.default.weight": B}, alpha=16, rank=8)  # {"q.weight": W + 2 B A}
-
-    Raises:
-        ValueError: a factor without its counterpart, with another rank, or of a kind that is not a linear layer's.
     """
     scale = alpha / (math.sqrt(rank) if rslora else rank)
     plain: dict[str, Tensor] = {}

@@ -3,11 +3,9 @@
 arXiv:2508.20751; https://github.com/CodeGoat24/Pref-GRPO).
 
 The score of a sample is the mean over its comparisons of the probability that it is the better one, 0 to 1; the mean of
-a group is 0.5. Each pair is asked about in both orders (`both_orders`), because judges prefer a place. Two ways to read
-an answer:
-
-    logprobs   P(first) / (P(first) + P(second)) at the first token, answers `first` and `second` being one token each
-    text       the answer must hold one of `first` and `second`, as UnifiedReward-Think's "Image 1 is better"
+a group is 0.5. Each pair is asked about in both orders (`both_orders`), because judges prefer a place. With `logprobs`
+an answer gives P(first) / (P(first) + P(second)) at the first token, answers `first` and `second` being one token each;
+else its text must hold one of them, as UnifiedReward-Think's "Image 1 is better".
 
 With all pairs a group of G costs G (G - 1) requests (552 for 24); `rounds` R costs 2 G R. The judge sees the pictures
 that the prompt is about, the first sample, the second sample, then the question. Model and licence are yours to choose.
@@ -96,11 +94,8 @@ class WinRate(Judge):
 def pairs_of(num_samples: int, rounds: int, rng: random.Random) -> list[Pair]:
     """Pairs that meet, each in a random order; no pair twice, equally many opponents for all.
 
-    With R rounds the samples stand in a circle in random order, and each meets its R next neighbours on either side. So
-    everybody has 2R opponents, and a group of G costs G R comparisons in place of G (G - 1) / 2.
-
-    Args:
-        rounds: R; 0, or enough for a full round robin, gives all pairs.
+    With R = `rounds` the samples stand in a circle in random order, and each meets its R next neighbours on either
+    side. So everybody has 2R opponents. 0, or enough for a full round robin, gives all pairs.
 
     Example:
         pairs_of(3, 0, random.Random(0))  # (0, 1), (0, 2), (1, 2), some of them turned around

@@ -31,10 +31,8 @@ class UnusableAnswer(ValueError):
 
 
 class Declined(ValueError):
-    """The server says in its answer that it could not do what was asked; asking again would not help.
-
-    Raised by readers of answers; the client makes it a `Refused`.
-    """
+    """The server says in its answer that it could not do what was asked; asking again would not help. Raised by readers
+    of answers; the client makes it a `Refused`."""
 
 
 class ServerError(RuntimeError):

@@ -10,10 +10,7 @@
 
 Calls begin with the servers in turn, and a retry goes to the next one. Waits before retries are random below a bound
 that doubles (full jitter), and as long as the server's Retry-After asks for. A token goes into the header of requests
-and nowhere else. `ServerSettings` are the settings of all rewards that ask a server.
-
-Invariants (tests/reward/servers/test_client.py): never more than `max_concurrency` requests in flight per URL; a
-refusal is never retried; no message holds the token.
+and nowhere else.
 """
 
 from __future__ import annotations
@@ -38,10 +35,8 @@ SCHEMES = ("http", "https")
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Addresses, deadlines and limits of a client.
-
-    A URL holds no user, password or query: it appears in logs and messages. Proxies of the environment are not used.
-    """
+    """Addresses, deadlines and limits of a client. A URL holds no user, password or query: it appears in logs and
+    messages. Proxies of the environment are not used."""
 
     url: Any = ""
     """One URL such as http://host:18085, or a list of servers that give the same scores."""
@@ -106,21 +101,9 @@ STATUS_FOR_ALL = (401, 403, 404, 405, 407)
 """Refusals that concern the token or the address, not what was sent."""
 
 
-def whole(answer: bytes) -> bytes:
-    """Accept any answer."""
-    return answer
-
-
 class ServerClient:
-    """See the module. One event loop at a time; a new one gets new connections.
-
-    Args:
-        key: what messages call the user of the servers, such as `reward judge`.
-        urls: addresses of the servers, if they differ from the settings.
-
-    Raises:
-        ValueError: the variable of `token_env` is not set here.
-    """
+    """Client of the servers of the settings, or of `urls`. Messages call their user `key`, such as `reward judge`. One
+    event loop at a time; a new one gets new connections. ValueError if the variable of `token_env` is not set here."""
 
     def __init__(self, settings: ServerSettings, key: str, urls: Sequence[str] | None = None):
         self._settings, self._key = settings, key
@@ -131,16 +114,9 @@ class ServerClient:
         self._connections: dict[str, httpx.AsyncClient] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def send(self, request: Request, read: Callable[[bytes], Any] = whole) -> Any:
-        """Send a request -> what `read` makes of the answer.
-
-        Args:
-            read: reads an answer; raises ValueError (`UnusableAnswer`) if it cannot be used, which is retried, and
-                `Declined` where that would not help.
-
-        Raises:
-            ServerError: see the module.
-        """
+    async def send(self, request: Request, read: Callable[[bytes], Any] = bytes) -> Any:
+        """Send a request -> what `read` makes of the answer. `read` raises ValueError (`UnusableAnswer`) if it cannot
+        be used, which is retried, and `Declined` where that would not help. ServerError: see the module."""
         settings, start = self._settings, next(self._calls)
         last: Failed | None = None
         num_attempts = 0

@@ -3,11 +3,9 @@
 
 A pickle is a program: it may name any function and call it. This reader knows dict, list, tuple, str, bytes, numbers,
 bool, None, and numpy's scalars and arrays of numbers, which become Python numbers and lists. Every other name is
-refused, with an error that names it. numpy's own constructors are not called: the names stand for small classes of
-this file, so that a forged dtype or shape reaches no C code.
-
-Bounds: no more than `MAX_VALUES` values and `MAX_DEPTH` levels, however often a pickle refers to the same list; no
-number of a memo beyond the body's length.
+refused, with an error that names it. numpy's own constructors are not called: the names stand for small classes of this
+file, so that a forged dtype or shape reaches no C code. `MAX_VALUES` and `MAX_DEPTH` hold however often a pickle refers
+to the same list.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ProtocolSettings(ServerSettings):
 
 
 class Protocol(ABC):
-    """See the module. Samples that `request` gets together have the same `kind`."""
+    """How a kind of server is asked. Samples that `request` gets together have the same `kind`."""
 
     settings: ClassVar[type[ProtocolSettings]] = ProtocolSettings
     takes_videos: ClassVar[bool] = False

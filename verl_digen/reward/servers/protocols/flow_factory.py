@@ -4,8 +4,6 @@
 - POST `/compute` of JSON `{"prompt": [str], "image": [base64 PNG] or null, "video": [[base64 PNG per frame]] or null,
   "condition_images": [[base64 PNG]] or null, "condition_videos": null, "extra": dict}`.
 - Answer: JSON `{"rewards": [number]}` or the list alone; `{"error": str}` fails the samples.
-
-Videos are sent whole, frame by frame. `condition_images` are the images of the prompt's row.
 """
 
 from __future__ import annotations
