@@ -9,16 +9,10 @@
   requests always form the same batch. Pictures of the data set, which are encoded, have batches of their own; so have
   groups whose requests say so (`SampleRequest.batch_group`).
 - A batch starts when it is full, when all pending requests that it may hold belong to bursts that have arrived whole
-  (`SampleRequest.burst`), or when no request has arrived for `wait_s`.
-- A batch starts as soon as the one before has run, while its answers are on their way; answers of two batches are
-  never under way at once.
-- A sample can be cancelled: it leaves the queue; when all of the running batch is cancelled, the batch stops at its
-  next step.
-- The holder of `exclusive()` runs between batches, never inside one, when the last one is answered: weight updates use
-  it, so that a trajectory has one version and no work in flight is lost.
+  (`SampleRequest.burst`), or when no request has arrived for `wait_s`; and as soon as the one before has run, while its
+  answers are on their way. Answers of two batches are never under way at once.
+- When all of the running batch is cancelled, it stops at its next step.
 - Every request is answered, also when the task that runs the batches is cancelled.
-
-Bound: at most one pending request per caller, because each caller waits for its own answer.
 """
 
 from __future__ import annotations
@@ -35,13 +29,11 @@ from verl_digen.types import Burst, Generation, SampleRequest, Sampling
 
 
 class Bursts:
-    """Counter of the arrivals of requests that were announced to come together.
+    """Counter of the arrivals of requests that were announced to come together (`SampleRequest.burst`), so that a
+    replica starts them as soon as the last one is there, instead of waiting whether another one comes.
 
-    A caller that sends several requests at the same time names them (`SampleRequest.burst`), so that a replica starts
-    them as soon as the last one is there, instead of waiting whether another one comes.
-
-    Invariant (tests/rollout/test_batcher.py): a burst counts as complete from the arrival of its last request on,
-    however many of the earlier ones have started, ended or been cancelled meanwhile.
+    A burst counts as complete from the arrival of its last request on, however many of the earlier ones have started,
+    ended or been cancelled meanwhile.
 
     Example:
         bursts = Bursts()
@@ -95,13 +87,8 @@ class Withdrawn(Exception):
 
 
 class RequestBatcher:
-    """Collects requests into batches and runs them one at a time.
-
-    Args:
-        execute: runs one batch.
-        max_batch_size: maximum requests per batch.
-        wait_s: time that a batch which is not full waits for one more request, unless it has all that were announced.
-    """
+    """Collects requests into batches and runs them one at a time. A batch that is not full waits `wait_s` for one more
+    request, unless it has all that were announced."""
 
     def __init__(self, execute: Execute, *, max_batch_size: int, wait_s: float):
         self._execute = execute
@@ -169,7 +156,8 @@ class RequestBatcher:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """Hold the time between two batches: the running one ends and is answered first, the next one starts after."""
+        """Hold the time between two batches: the running one ends and is answered first, the next one starts after.
+        Weight updates use it, so that a trajectory has one version and no work in flight is lost."""
         async with self._running:
             await self._until_answered()
             yield
@@ -254,11 +242,7 @@ class RequestBatcher:
 
 
 class BatchingServer:
-    """Base of the servers of our own back ends, actors that collect requests into batches. Method names are verl's.
-
-    Args:
-        max_batch_size: samples of a batch. wait_s: see `RequestBatcher`.
-    """
+    """Base of the servers of our own back ends, actors that collect requests into batches. Method names are verl's."""
 
     def __init__(self, *, max_batch_size: int, wait_s: float):
         send_as_bytes()

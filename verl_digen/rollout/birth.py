@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Birth of a replica: its placement on devices of one type in one node, the environment of its processes, and the
-check that they run on the devices that were reserved for them.
+"""Birth of a replica: its placement on devices of one type in one node, the environment of its processes, and the check
+that they run on the devices that were reserved for them.
 
-- A driver reads the visible-devices variable once, when it starts, and importing a module may start it: verl asks
-  `torch.cuda.is_available()` at import. So the process is started with the variable; setting it later has no effect.
-- The variables by which torchrun or a SLURM script describes its own process group are inherited by every process of
-  the Ray cluster, if `ray start` ran below them. A `vllm_omni` replica drops them: its workers would meet there.
-
-Invariant (tests/platforms/test_placement.py): the variable is in the environment that the process was started with.
+A driver reads the visible-devices variable once, when it starts, and importing a module may start it: verl asks
+`torch.cuda.is_available()` at import. So the process is started with the variable; setting it later has no effect.
 """
 
 from __future__ import annotations
@@ -32,7 +28,8 @@ LAUNCHER_VARIABLES = (
     *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
 )
-"""Variables of torchrun's process group; SLURM scripts set the first ones by hand."""
+"""Variables by which torchrun describes its process group; SLURM scripts set the first ones by hand. Every process of
+the Ray cluster inherits them, if `ray start` ran below them, and a replica's workers would meet there."""
 
 
 def birth_variables(devices: str) -> dict[str, str]:
@@ -49,11 +46,7 @@ def drop_launcher_variables() -> None:
 
 class BornOnDevices:
     """Actor class for verl's `launch_servers`; each actor's process starts with its `cuda_visible_devices` visible.
-
-    Args:
-        server_class: class of the server, with verl's constructor.
-        options: options of the actor, as for `ray.remote`.
-    """
+    `server_class` has verl's constructor; `options` are those of the actor, as for `ray.remote`."""
 
     def __init__(self, server_class: type[Any], **options: Any):
         self._server_class, self._options = server_class, options
@@ -109,12 +102,8 @@ def _uuid(index: Any) -> str | None:
 
 
 def require_same_devices(replica: str, reserved: Sequence[SeenDevice], seen: Sequence[SeenDevice]) -> None:
-    """Raise RuntimeError unless a replica computes on the devices reserved for it; says what was seen.
-
-    Args:
-        replica: its name, for the message.
-        reserved: devices of its workers; of colocated replicas, these are the trainer's ranks. `seen`: by its engine.
-    """
+    """Raise RuntimeError unless a replica computes on the devices reserved for it; says what was seen. `reserved`:
+    devices of its workers; of colocated replicas, these are the trainer's ranks. `seen`: by its engine."""
     is_same = len(reserved) == len(seen) and all(
         want.name == have.name and (want.uuid is None or want.uuid == have.uuid)
         for want, have in zip(reserved, seen, strict=True)
@@ -157,23 +146,16 @@ class PlacedReplica(RolloutReplica):
         return described
 
     async def require_devices(self, seen: Sequence[SeenDevice]) -> None:
-        """Require that the replica's engine runs on the devices of its workers, in their order.
-
-        Raises:
-            RuntimeError: it does not; says which devices both see.
-        """
+        """Require that the replica's engine runs on the devices of its workers, in their order, see
+        `require_same_devices`."""
         look = reserved_device if self.rollout_mode is RolloutMode.STANDALONE else assigned_device
         reserved = await asyncio.gather(*(worker.__ray_call__.remote(lambda _: look()) for worker in self.workers))
         require_same_devices(f"replica {self.replica_rank}", reserved, seen)
 
 
 def cpu_threads(*, num_neighbours: int, num_devices: int, is_standalone: bool) -> int:
-    """CPU threads per device of a replica, on a machine whose devices are its CPU's cores.
-
-    Args:
-        num_neighbours: trainer ranks on the node.
-        num_devices: devices of the node's replicas.
-        is_standalone: False where replicas and trainer alternate; then the running replicas have all cores.
-    """
+    """CPU threads per device of a replica, on a machine whose devices are its CPU's cores. `num_neighbours`: trainer
+    ranks on the node. `num_devices`: devices of the node's replicas. `is_standalone`: False where replicas and trainer
+    alternate; then the running replicas have all cores."""
     num_sharing = num_devices + (num_neighbours if is_standalone else 0)
     return max(1, len(os.sched_getaffinity(0)) // num_sharing)

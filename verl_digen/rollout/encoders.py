@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The text encoders of a process that generates, and where they wait: `digen.rollout.encoders`.
 
-- On the device: they stay there while the process is awake, beside the transformer.
-- On the host: they take the transformer's place on the device for the time of one encoding. Both have page-locked
-  copies in host memory, made once for frozen weights, so a turn costs the copies to the device and of what trains
-  the one to the host. On a CPU, where both places are one, nothing moves.
-- Nowhere: every prompt was encoded before the run (`verl_digen.rollout.stored`).
-
-Invariant (tests/rollout/test_encoders.py): on the host, encoders and transformer are never on the device together, and
-conditions are bitwise the same as with encoders on the device.
+On the device they stay while the process is awake, beside the transformer. On the host they take the transformer's
+place on the device for the time of one encoding; the two are never there together. Both have page-locked copies in host
+memory, made once for frozen weights, so a turn costs the copies to the device and of what trains the one to the host.
+On a CPU, where both places are one, nothing moves. There are none where every prompt was encoded before the run
+(`verl_digen.rollout.stored`).
 """
 
 from __future__ import annotations
@@ -46,12 +43,8 @@ class Movable(Protocol):
 
 
 class Encoders:
-    """See the module. Made before the transformer is loaded.
-
-    Args:
-        dtype: of the network. device: of this process.
-        share_as: name under which processes of this node share host copies, see `DeviceMemory`.
-    """
+    """Encoders of a model, made before the transformer is loaded. `dtype`: of the network. `share_as`: name under which
+    processes of this node share host copies, see `DeviceMemory`."""
 
     def __init__(
         self,
@@ -81,11 +74,7 @@ class Encoders:
 
     def alternate_with(self, others: Movable, changed: Callable[[], Iterable[Tensor]] = tuple) -> None:
         """Give the device of `others`, the transformer's and the decoders' memory, to encoders that wait on the host,
-        for each encoding.
-
-        Args:
-            changed: returns the tensors among them that train.
-        """
+        for each encoding. `changed` returns the tensors among them that train."""
         self._others, self._changed = others, changed
 
     def sleep(self) -> None:

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of a `diffusers` replica that fit into its device's memory together: `digen.rollout.max_batch_size=auto`.
 
-- Batches of one kind (sampling, text length) take memory that grows linearly with their samples. The first sample of a
-  kind runs alone, and the next two together if at most all that the first took comes again; the peaks of both give what
-  a sample takes, and what a batch takes beside its samples.
-- A batch then has as many samples as fit into what is free when it starts, less a margin: staged weights, or the
-  answers of the batch before, may take some of it. The others of its requests run after it.
-- A batch that runs out of memory runs again in halves: noise is a function of the sample, so the samples are the same.
-  No later batch of its kind has more. One sample that does not fit is an error.
-- On a CPU memory does not limit a batch: nothing is measured.
+Batches of one kind (sampling, text length) take memory that grows linearly with their samples. The first sample of a
+kind runs alone, and the next two together if at most all that the first took comes again; the peaks of both give what a
+sample takes, and what a batch takes beside its samples. A batch then has as many samples as fit into what is free when
+it starts, less a margin: staged weights, or the answers of the batch before, may take some of it. The others of its
+requests run after it.
 
-Invariants (tests/rollout/test_fitting.py): every sample is made once, in order; no batch is larger than the
-measurements allow.
+A batch that runs out of memory runs again in halves: noise is a function of the sample, so the samples are the same. No
+later batch of its kind has more. On a CPU memory does not limit a batch: nothing is measured.
 """
 
 from __future__ import annotations
@@ -54,12 +51,7 @@ class _Kind:
 
 
 class Fitting:
-    """Cuts batches into parts that fit.
-
-    Args:
-        measures: False: a batch is made as it is.
-        most: maximum samples of a batch.
-    """
+    """Cuts batches into parts that fit, of at most `most` samples; without `measures` a batch is made as it is."""
 
     def __init__(self, *, measures: bool, most: int):
         self._measures, self._most = measures, most
@@ -73,14 +65,8 @@ class Fitting:
         return cls(measures=config.fits_batches and device.type != "cpu", most=MOST_AUTO)
 
     def make(self, kind: Hashable, places: Sequence[int], make: Callable[[Sequence[int]], Made]) -> list[Made]:
-        """Call `make` with parts of `places`, in order; returns the results.
-
-        Args:
-            kind: batches of one kind take the same memory per sample.
-
-        Raises:
-            torch.OutOfMemoryError: one sample alone does not fit.
-        """
+        """Call `make` with parts of `places`, in order; returns the results. Batches of one `kind` take the same memory
+        per sample. torch.OutOfMemoryError if one sample alone does not fit."""
         if not self._measures:
             return [make(places)]
         made: list[Made] = []

@@ -23,12 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaHandle:
-    """Handle on one replica's server, found by its actor's name. A call may be retried, so methods must be idempotent.
-
-    Args:
-        name: Ray actor name, looked up at the first call.
-        blip_s: a server that is unreachable for longer is killed: it would miss weights.
-    """
+    """Handle on one replica's server, found by its actor's name at the first call. A call may be retried, so methods
+    must be idempotent. A server that is unreachable for longer than `blip_s` is killed: it would miss weights."""
 
     def __init__(self, name: str, blip_s: float):
         self.name = name
@@ -64,14 +60,9 @@ class ReplicaHandle:
         takes_turns: bool,
         leads: bool = True,
     ) -> None:
-        """Send an update to one worker of the replica, between the calls that begin it and end it. A server on its own
-        devices stages it until `activate_weights`; one that takes turns with the trainer commits it.
-
-        Args:
-            further: arguments of the last call, behind the manifest.
-            address: the first argument of `begin_update`.
-            leads: False for a rank that only sends: another one calls the server.
-        """
+        """Send an update to one worker of the replica, between the calls that begin it, with `address`, and end it,
+        with the manifest and `further`. A server on its own devices stages it until `activate_weights`; one that takes
+        turns with the trainer commits it. Without `leads` a rank only sends: another one calls the server."""
         started_s = time.perf_counter()
         if leads:
             self.find_successor()
@@ -86,10 +77,8 @@ class ReplicaHandle:
         self, weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], wire: Wire
     ) -> Checksum | None:
         """Send an update to one worker of the replica, after its `begin_update` -> checksum of what was sent; None if
-        the replica is lost. All `weights` are materialised in both cases, because making one is a collective.
-
-        Raises: see `verl_digen.weights.sending.send_update`.
-        """
+        the replica is lost. All `weights` are materialised in both cases, because making one is a collective. Raises as
+        `send_update`."""
         if not self.is_lost:
             try:
                 has_died = self._watch()
@@ -100,11 +89,8 @@ class ReplicaHandle:
         return None
 
     def _watch(self) -> Callable[[], bool]:
-        """Predicate that is True once the server has died.
-
-        The predicate does not wait, and may be called while the event loop is blocked: it looks at a call that ends no
-        earlier than the update.
-        """
+        """Predicate that is True once the server has died. It does not wait, and may be called while the event loop is
+        blocked: it looks at a call that ends no earlier than the update."""
         pending: Future[Any] = self._look_up().until_update_ends.remote().future()
         return lambda: pending.done() and isinstance(pending.exception(), ActorDiedError)
 

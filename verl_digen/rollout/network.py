@@ -47,12 +47,8 @@ class Checkpoint(NamedTuple):
 
 
 def open_checkpoint(config: Any, model_config: Any, num_threads: int) -> Checkpoint:
-    """Set this process up to generate with a checkpoint.
-
-    Args:
-        config: verl's rollout config. model_config: `DiffusionModelConfig`.
-        num_threads: CPU threads of this process; 0 leaves torch's default.
-    """
+    """Set this process up to generate with a checkpoint, by verl's rollout config and a `DiffusionModelConfig`.
+    `num_threads`: CPU threads; 0 leaves torch's default."""
     if num_threads:
         torch.set_num_threads(num_threads)
     dtype = PrecisionType.to_dtype(config.dtype)
@@ -61,14 +57,8 @@ def open_checkpoint(config: Any, model_config: Any, num_threads: int) -> Checkpo
 
 
 def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:
-    """Load the network of a replica.
-
-    Args:
-        model_config: `DiffusionModelConfig`.
-
-    Raises:
-        ValueError: `digen.sampling.outside.fp8` on a device, or with a network, without fp8.
-    """
+    """Load the network of a replica, by its `DiffusionModelConfig`. ValueError for `digen.sampling.outside.fp8` on a
+    device, or with a network, without fp8."""
     model, dtype, device = checkpoint
     digen = model_config.digen
     transformer = model.load_transformer(dtype)
@@ -88,11 +78,8 @@ def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:
 
 
 class Intake:
-    """Receives updates for one network, one at a time. All methods may be called again after a lost answer.
-
-    Args:
-        timeout_s: timeout for the next part of an update.
-    """
+    """Receives updates for one network, one at a time, at most `timeout_s` for each further part. All methods may be
+    called again after a lost answer."""
 
     def __init__(self, network: LoadedNetwork, timeout_s: float):
         self._network, self._timeout_s = network, timeout_s
@@ -104,11 +91,8 @@ class Intake:
         self._ended = asyncio.Event()
 
     async def begin(self, handle: str, use_shm: bool, is_live: bool) -> None:
-        """Start to receive an update, in place of an unfinished one.
-
-        Args:
-            handle, use_shm, is_live: see `verl_digen.weights.sending.Wire`. No batch may run when a live one starts.
-        """
+        """Start to receive an update, in place of an unfinished one; arguments as in `verl_digen.weights.sending.Wire`.
+        No batch may run when a live one starts."""
         async with self._updating:
             if self._receiving is not None:
                 if self._receiving.handle == handle:
@@ -130,11 +114,8 @@ class Intake:
         await self._ended.wait()
 
     async def seal(self, manifest: Manifest) -> None:
-        """Wait for the last tensor and declare the update complete.
-
-        Raises:
-            RuntimeError: see `WeightReceiver.seal`; or what arrived is not what was sent.
-        """
+        """Wait for the last tensor and declare the update complete. RuntimeError: see `WeightReceiver.seal`; or what
+        arrived is not what was sent."""
         async with self._updating:
             if self._receiving is None:
                 if manifest.version == self.sealed_version:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LRU cache of prompt conditions: each prompt is encoded once and kept on the host while there is room.
+"""LRU cache of prompt conditions: each prompt is encoded once and kept on the host while there is room. Thread-safe.
 
 A prompt that the encoder refuses fails only the samples that use it, not the rest of the batch. Refusals are not kept.
-
-Bound: at most `max_size` entries between calls, plus the current call's prompts during one. Thread-safe: concurrent
-lookups are serialised.
+During a call the cache may exceed `max_size` by the call's prompts.
 """
 
 from __future__ import annotations
@@ -32,11 +30,8 @@ class Prompts(Protocol):
 
 
 def conditions_of(known: Conditions, request: SampleRequest) -> list[Condition]:
-    """The condition of the request's prompt, then with guidance the negative prompt's.
-
-    Raises:
-        ValueError: the encoder refuses one of them.
-    """
+    """The condition of the request's prompt, then with guidance the negative prompt's. ValueError if the encoder
+    refuses one."""
     found: list[Condition] = []
     for inputs in request.branches:
         condition = known[inputs]
@@ -68,13 +63,8 @@ def carried(request: SampleRequest, conditions: Sequence[Condition]) -> dict[str
 
 
 class PromptCache:
-    """See the module.
-
-    Args:
-        encode: prompts -> their conditions, see `verl_digen.models.base.DiffusionModel.load_encoder`.
-        max_size: maximum number of prompts kept.
-        turn: held while prompts are encoded.
-    """
+    """Cache of at most `max_size` prompts before `encode` (`DiffusionModel.load_encoder`), which runs while `turn` is
+    held."""
 
     def __init__(
         self, encode: PromptEncoder, max_size: int, turn: Callable[[], AbstractContextManager[None]] = nullcontext

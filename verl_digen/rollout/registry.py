@@ -24,12 +24,7 @@ class ReplicaEntry:
     """Import path of the trainer rank's weight sender."""
 
     def load(self) -> type[Any]:
-        """The replica's class.
-
-        Raises:
-            ImportError: a package that it needs is not installed.
-        """
-
+        """The replica's class. ImportError if a package that it needs is not installed."""
         module, _, name = self.replica.rpartition(".")
         with kept_log_levels():  # importing vLLM-Omni changes them
             return getattr(import_module(module), name)
@@ -55,11 +50,8 @@ GENERATOR = "digen_generator"
 
 
 def default_generator(*, _root_: Any) -> str:
-    """Key of `REPLICAS`: the trainer's one device generates itself, unless its memory is needed in between.
-
-    Args:
-        _root_: the whole config.
-    """
+    """Key of `REPLICAS` for the whole config: the trainer's one device generates itself, unless its memory is needed in
+    between."""
     read = partial(OmegaConf.select, _root_)  # None for what is missing, which `preflight` reports
     sections = read("digen.reward.functions"), read("digen.reward.recipe_functions")
     rewards = [reward for section in sections if isinstance(section, Mapping) for reward in section.values()]
@@ -75,10 +67,8 @@ def default_generator(*, _root_: Any) -> str:
 
 @contextmanager
 def kept_log_levels() -> Iterator[None]:
-    """Restore the levels of the root logger and its handlers after the block.
-
-    One of vLLM's requirements sets them all to ERROR when it is imported, which would silence a run.
-    """
+    """Restore the levels of the root logger and its handlers after the block. One of vLLM's requirements sets them all
+    to ERROR when it is imported, which would silence a run."""
     root = logging.getLogger()
     level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
     try:

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.rollout.name=diffusers`: one server actor per replica, on the device of its worker, and
-the trainer-side sender that streams new weights to it.
-
-The rank that has the server's device sends all tensors, by CUDA IPC or in shared memory (`verl_digen.weights.sending`);
-Ray carries calls alone.
-"""
+"""`actor_rollout_ref.rollout.name=diffusers`: one server actor per replica, on the device of its worker, and the
+trainer-side sender. The rank that has the server's device sends it all new weights, by CUDA IPC or in shared memory
+(`verl_digen.weights.sending`); Ray carries calls alone."""
 
 from __future__ import annotations
 

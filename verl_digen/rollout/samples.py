@@ -5,12 +5,9 @@ one thread and answers in another.
     compute thread    encode, denoise, decode; begin the copies to the host    the next batch ...
     answer thread                                  wait for the copies         trajectories, pixels, answers
 
-The device gets the next batch's first step while it still works on the last decoding: nothing between two batches waits
-for it. Decoding stays behind the denoising of its batch in the device's one order, so it takes no memory beside the
-denoising of the next one.
-
-Invariants (tests/rollout/test_samples.py): nothing in the compute thread waits for the device, where prompts are known;
-answers are the same as without overlap; an answer holds the memory of one sample.
+Nothing in the compute thread waits for the device, where prompts are known: it gets the next batch's first step while
+it still works on the last decoding. Decoding stays behind the denoising of its batch in the device's one order, so it
+takes no memory beside the denoising of the next one.
 """
 
 from __future__ import annotations
@@ -58,12 +55,8 @@ class _Made:
 
 
 class SampleMaker:
-    """See the module.
-
-    Args:
-        fitting: cuts batches into parts that fit into memory.
-        batch_size: maximum pictures in the decoder at a time.
-    """
+    """Maker of batches. `fitting` cuts them into parts that fit into memory; the decoder gets at most `batch_size`
+    pictures at a time."""
 
     def __init__(
         self,
@@ -114,10 +107,7 @@ class SampleMaker:
     def make(
         self, requests: Sequence[SampleRequest], version: int, should_stop: Callable[[], bool] | None = None
     ) -> Callable[[], Answers]:
-        """Make a batch of samples -> function that waits for them, for another thread.
-
-        Raises: see `Sampler.denoise`.
-        """
+        """Make a batch of samples -> function that waits for them, for another thread. Raises as `Sampler.denoise`."""
         started_s = time.time()
         if requests[0].picture is not None:
             answers = self._pictures.make(requests, version)
@@ -212,16 +202,10 @@ class SampleMaker:
 
 
 class PictureSamples:
-    """Maker of samples that are pictures of the data set (`SampleRequest.picture`).
+    """Maker of samples that are pictures of the data set (`SampleRequest.picture`), at most `batch_size` in the VAE at
+    a time; a picture or a prompt that cannot be read fails its own sample alone.
 
         file -> the run's size (`fitted`) -> VAE (mode of its posterior) -> clean latents, with a sample's noise levels
-
-    Invariants (tests/rollout/test_pictures.py): latents are a function of the picture and the size, in batches of any
-    size, up to float error; a picture or a prompt that cannot be read fails its own sample alone.
-
-    Args:
-        sampler: the replica's; records are in its dtype. prompts: conditions of the prompts. vae: the replica's.
-        batch_size: maximum pictures in the VAE at a time.
     """
 
     def __init__(self, sampler: Sampler, prompts: Prompts, vae: Decoder, batch_size: int):
@@ -230,10 +214,7 @@ class PictureSamples:
 
     def make(self, requests: Sequence[SampleRequest], version: int) -> list[Generation | ValueError]:
         """Samples in the order of `requests`, which share their `Sampling`; the error of a request that failed alone.
-
-        Args:
-            version: weight version of the replica.
-        """
+        `version`: of the replica's weights."""
         started_s = time.time()
         conditions, failed = conditions_by_place(self._prompts, requests)
         pixels: dict[int, Tensor] = {}

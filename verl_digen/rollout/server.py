@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server actor of a `diffusers` replica: holds the whole pipeline and answers generation requests.
 
-Method names are verl's for a rollout server. New weights of a replica with its own devices are staged and sealed while
-batches run; the driver's `activate_weights` loads them, all at once, between two batches (`RequestBatcher.exclusive`).
-Those of a replica that takes turns with the trainer are loaded as they arrive; from the first to the last of them no
-batch starts, and after an update that failed none runs before a whole one has come (`WeightReceiver`).
+New weights of a replica with its own devices are staged and sealed while batches run; the driver's `activate_weights`
+loads them, all at once, between two batches (`RequestBatcher.exclusive`). Those of a replica that takes turns with the
+trainer are loaded as they arrive; from the first to the last of them no batch starts, and after an update that failed
+none runs before a whole one has come (`WeightReceiver`).
 
 While the server sleeps, transformer, text encoders and VAE have no device memory (`DeviceMemory`). Trained weights are
-not kept: the trainer wakes a server only to send all of them. Text encoders may have device memory only while they
-encode (`Encoders`): prompts of all requests that wait are then encoded at once.
+not kept: the trainer wakes a server only to send all of them.
 """
 
 from __future__ import annotations
@@ -39,12 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class DiffusersServer(BatchingServer):
-    """See the module.
-
-    Args:
-        config: verl's rollout config. model_config: `DiffusionModelConfig`.
-        num_threads: CPU threads of this process; 0 leaves torch's default.
-    """
+    """Server by verl's rollout config and a `DiffusionModelConfig`; method names are verl's. `num_threads`: CPU threads
+    of this process; 0 leaves torch's default."""
 
     def __init__(self, config: Any, model_config: Any, num_threads: int):
         # one thread: the device does one thing at a time, and the event loop stays responsive
@@ -73,11 +68,8 @@ class DiffusersServer(BatchingServer):
     # -- generation ---------------------------------------------------------------------------------------
     async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
         """Encode the request's prompt and, with guidance, its negative prompt, into conditions on the CPU; also while a
-        batch runs. For the trainer, which has no encoder and generates samples of the group too.
-
-        Raises:
-            ValueError: the encoder refuses a prompt.
-        """
+        batch runs. For the trainer, which has no encoder and generates samples of the group too. ValueError if the
+        encoder refuses a prompt."""
         look_up = self._prompts.find if self._encoders.wait_on_host else self._prompts.lookup
         found = await asyncio.get_running_loop().run_in_executor(self._encoding, self._conditions, request, look_up)
         if found is None:  # the encoders' turn on the device is between two batches
@@ -117,12 +109,8 @@ class DiffusersServer(BatchingServer):
 
     # -- weights ------------------------------------------------------------------------------------------
     async def begin_update(self, handle: str, use_shm: bool, is_live: bool) -> None:
-        """Start to receive an update, in place of an unfinished one. Idempotent.
-
-        Args:
-            handle, use_shm, is_live: see `verl_digen.weights.sending.Wire`. A live update starts between two batches,
-                and no other starts before it is committed.
-        """
+        """Start to receive an update (arguments as in `verl_digen.weights.sending.Wire`), in place of an unfinished
+        one. A live update starts between two batches, and no other starts before it is committed. Idempotent."""
         if not is_live:
             return await self._intake.begin(handle, use_shm, is_live)
         self._batcher.pause()
@@ -136,20 +124,14 @@ class DiffusersServer(BatchingServer):
 
     async def seal_update(self, manifest: Manifest) -> None:
         """Wait for the last tensor and declare the update complete, ready for `activate_weights`. Idempotent.
-
-        Raises:
-            RuntimeError: a tensor is missing, unknown, of another shape, or not what was sent. If the update was
-                staged, the old weights keep serving; else the replica serves nothing until a whole update has come.
-        """
+        RuntimeError if a tensor is missing, unknown, of another shape, or not what was sent. If the update was staged,
+        the old weights keep serving; else the replica serves nothing until a whole update has come."""
         async with self._sealing:
             await self._intake.seal(manifest)
 
     async def activate_weights(self) -> int:
-        """Load the newest sealed version between two batches -> its version. Idempotent.
-
-        Raises:
-            RuntimeError: see `WeightReceiver.switch`.
-        """
+        """Load the newest sealed version between two batches -> its version. Idempotent. Errors as
+        `WeightReceiver.switch`."""
         asked_s = time.perf_counter()
         if self._intake.sealed_version is None:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")

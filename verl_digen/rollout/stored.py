@@ -4,11 +4,9 @@
     FOLDER/IDENTITY/ab/abcd....safetensors     IDENTITY: hash of the encoders' files, their dtype and libraries
                                                abcd...: `content_key` of the prompt
 
-- Runs with the same encoders share what they have encoded; a file is whole or absent, so a run that was killed goes on
-  where it ended.
-- The folder is bounded (`conditions_gb`): the least recently used files are removed first, files of the run never.
-
-Invariants (tests/rollout/test_stored.py): a condition is bitwise the encoder's; other weights have another identity.
+Runs with the same encoders share what they have encoded; a file is whole or absent, so a run that was killed goes on
+where it ended. The folder is bounded (`conditions_gb`): the least recently used files are removed first, files of the
+run never.
 """
 
 from __future__ import annotations
@@ -38,12 +36,7 @@ READ_WHOLE, NUM_BLOCKS, BLOCK = 4 << 20, 64, 64 << 10
 
 
 class StoredConditions:
-    """The folder of one model's encoders.
-
-    Args:
-        folder: `digen.rollout.conditions_dir`.
-        dtype: in which the encoders compute.
-    """
+    """The folder of one model's encoders below `digen.rollout.conditions_dir`; they compute in `dtype`."""
 
     def __init__(self, folder: str, model: DiffusionModel, dtype: torch.dtype):
         self.root = Path(folder).expanduser()
@@ -77,14 +70,8 @@ class StoredConditions:
         return load_file(path)
 
     def make_room(self, used: Collection[Path], coming: float, limit_bytes: float) -> int:
-        """Remove files until there is room for `coming` bytes -> bytes of the folder, of all encoders.
-
-        Args:
-            used: files of the run, whether they exist or not; they stay.
-
-        Raises:
-            ValueError: they take more than `limit_bytes`.
-        """
+        """Remove files until there is room for `coming` bytes -> bytes of the folder, of all encoders. Files of the
+        run, `used`, stay, whether they exist or not. ValueError if they take more than `limit_bytes`."""
         files = sorted((stat.st_mtime, stat.st_size, path) for path, stat in _files(self.root))
         total = sum(size for _, size, _ in files)
         for _, size, path in files:

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight sender of a `vllm_omni` replica: verl's vLLM adapter, with a manifest of the tensors sent.
-
-Every rank of a replica sends all tensors to the engine worker of the same local rank, by CUDA IPC, or in shared memory
-where the platform has none (`verl_digen.weights.sending`). Then the leader has the server check and commit.
-"""
+"""Weight sender of a `vllm_omni` replica: verl's vLLM adapter, with a manifest of the tensors sent."""
 
 from __future__ import annotations
 
@@ -23,7 +19,9 @@ from verl_digen.weights.sending import Wire
 
 
 class vLLMOmniServerAdapter(ServerAdapter):
-    """See the module; methods are verl's."""
+    """Sender of a rank; methods are verl's. Every rank of a replica sends all tensors to the engine worker of the same
+    local rank, by CUDA IPC, or in shared memory where the platform has none. Then the leader has the server check and
+    commit."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1):
         super().__init__(config, model_config, device_mesh, replica_rank)

@@ -36,17 +36,12 @@ WAIT_PER_WINDOW = 5
 
 
 def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bool) -> dict[str, Any]:
-    """Arguments for `AsyncOmni`.
-
-    Args:
-        rollout: verl's rollout config.
-        can_sleep: True if a trainer on the same devices needs their memory.
-
-    Raises:
-        ValueError: the pipeline cannot be recorded, or not on this number of devices; or a setting is refused.
-    """
+    """Arguments for `AsyncOmni` by verl's rollout config. `can_sleep`: True if a trainer on the same devices needs
+    their memory. ValueError if the pipeline cannot be recorded, or not on this number of devices; or a setting is
+    refused."""
     digen = model.digen.rollout
-    pipeline = pipeline_of_checkpoint(model.local_path)
+    checkpoint = load_model(model.local_path)
+    pipeline = (checkpoint.spec.vllm_omni or require_served(checkpoint.pipeline)).pipeline
     recording = recording_class(pipeline)  # raises here, not in an engine process
     is_stepwise = issubclass(recording, StepRecordingMixin)
     extra = _extra(rollout)
@@ -86,12 +81,6 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
         "diffusion_attention_config": {"default": {"backend": attention}},
     }
     return arguments | {"stage_overrides": {"0": {name: arguments[name] for name in OF_STAGE}}}
-
-
-def pipeline_of_checkpoint(path: str) -> str:
-    """vLLM-Omni's pipeline for a checkpoint, a key of `MODELS`. Raises as `require_served`."""
-    model = load_model(path)
-    return (model.spec.vllm_omni or require_served(model.pipeline)).pipeline
 
 
 def check_taken(arguments: dict[str, Any], rollout: Any, model: DiffusionModelConfig, engine_config: Any) -> None:

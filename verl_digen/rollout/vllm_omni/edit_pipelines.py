@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording mixins of pipelines whose prompts have images: Qwen-Image-Edit and Qwen-Image-Edit-Plus.
 
-- An image travels as its reference in the request (`PromptInputs.images`) and is read where it is encoded, in the
-  engine's process. vLLM-Omni's own pre-processing, which has one size for all images, is skipped for a request with an
-  order (`engine.VersionedEngine`).
-- Images are prepared and encoded by the model file, with the pipeline's encoder and VAE, so that the condition is that
-  of a `diffusers` replica.
-- vLLM-Omni's prompt cache takes no images as keys: the fields of the prompt's inputs are one instead.
+An image travels as its reference in the request (`PromptInputs.images`) and is read where it is encoded, in the
+engine's process. vLLM-Omni's own pre-processing, which has one size for all images, is skipped for a request with an
+order (`engine.VersionedEngine`). Images are prepared and encoded by the model file, with the pipeline's encoder and
+VAE, so that the condition is that of a `diffusers` replica. vLLM-Omni's prompt cache takes no images as keys: the
+fields of the prompt's inputs are one instead.
 """
 
 from __future__ import annotations

@@ -2,20 +2,11 @@
 """vLLM-Omni's diffusion engine with a version barrier (`engine_backend`).
 
 A call of a method in `BARRIER` blocks new admissions and waits until no trajectory is in flight; then it runs, and the
-waiting requests start. So an update lands between trajectories and loses no work.
-
-Example, two requests denoising (running), one waiting:
-
-    collective_rpc("commit_weights")   # no new admissions
-    ... both finish                    # the waiting one has not started
-    commit_weights runs                # alone
-    the waiting one starts             # under the new weights
+waiting requests start. So an update lands between trajectories, none has two versions, and no work is lost.
 
 Pipelines without step execution denoise a whole batch in one call. The barrier waits for that batch; so would every
 other call and the requests behind it, because vLLM-Omni reads its messages in order. Calls in `ASIDE` do not wait if
 the worker is in this process: they run concurrently with the batch, in the caller's thread.
-
-Invariant (tests/vllm_omni): at any timing of updates, no trajectory has two versions and none is lost.
 """
 
 from __future__ import annotations
@@ -123,10 +114,8 @@ class BarrierRequestScheduler(BarrierScheduler, RequestScheduler):
 
 
 class BarrierQueue(queue.Queue[_RpcTask]):
-    """FIFO of calls for the workers; a call in `BARRIER` stays queued while trajectories are in flight.
-
-    Only the engine's loop reads it, and only that loop starts trajectories.
-    """
+    """FIFO of calls for the workers; a call in `BARRIER` stays queued while trajectories are in flight. Only the
+    engine's loop reads it, and only that loop starts trajectories."""
 
     def __init__(self, scheduler: BarrierScheduler):
         super().__init__()

@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording mixins of FLUX.1 Kontext and FLUX.2 [klein], whose networks read images as tokens behind the picture's.
 
-vLLM-Omni's pipelines take one request at a time and encode its text and images themselves. A recorded batch runs as
-one request of theirs, which makes text to image, with three things replaced:
-
-| in the pipeline | what it gets |
-| --- | --- |
-| latents before the first step | latents of all recordings, one row each |
-| `encode_prompt` | the conditions of all recordings, distinguished by the marks `PROMPT` and `NEGATIVE` |
-| `predict_noise` | the images' tokens behind the picture's, and their places, both from the model file |
-
-- Images are prepared and encoded by the model file (`edit_pipelines.EncodesImages`), once per content.
-- Requests of a batch have images of the same sizes (`engine.BarrierRequestScheduler`); others wait for their turn.
+vLLM-Omni's pipelines take one request at a time and encode its text and images themselves. A recorded batch runs as one
+request of theirs, which makes text to image: it has the latents of all recordings as rows, `encode_prompt` returns the
+conditions of all, distinguished by the marks `PROMPT` and `NEGATIVE`, and `predict_noise` puts the images' tokens and
+places, both from the model file, behind the picture's. Requests of a batch have images of the same sizes
+(`engine.BarrierRequestScheduler`).
 
 Differences of vLLM-Omni's pipelines to diffusers', which this replaces: klein refuses an empty prompt, and reads the
 text encoder's layers that the encoder's config names; Kontext ignores `output_type`; klein and Kontext read images at
@@ -104,15 +98,11 @@ class ReadsSources(EncodesImages):
         predict: Callable[..., Tensor] = super().predict_noise
         if self._source is None:
             return predict(hidden_states=hidden_states, img_ids=img_ids, **inputs)
-        ids = self._source_ids(img_ids)
+        ids = self._model.source_ids(self._geometry, img_ids.dtype).to(img_ids.device)  # [tokens, axes]
+        ids = ids.expand(*img_ids.shape[:-2], *ids.shape)
         joined = torch.cat([hidden_states, self._source.to(hidden_states.dtype)], dim=1)
         velocity = predict(hidden_states=joined, img_ids=torch.cat([img_ids, ids], dim=-2), **inputs)
         return velocity[:, : hidden_states.shape[1]]
-
-    def _source_ids(self, img_ids: Tensor) -> Tensor:
-        """Places of the images' tokens, with the leading dimensions of the picture's, [..., tokens, axes]."""
-        ids = self._model.source_ids(self._geometry, img_ids.dtype).to(img_ids.device)
-        return ids.expand(*img_ids.shape[:-2], *ids.shape)
 
     @property
     def _geometry(self) -> Geometry:

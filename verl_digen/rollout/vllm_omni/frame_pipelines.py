@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording mixins of pipelines that continue an image: Wan2.1 and Wan2.2 A14B image to video, Wan2.2 TI2V-5B,
-which also makes videos from text alone, and HunyuanVideo 1.5 image to video.
+"""Recording mixins of pipelines that continue an image: Wan2.1 and Wan2.2 A14B image to video, Wan2.2 TI2V-5B, which
+also makes videos from text alone, and HunyuanVideo 1.5 image to video.
 
-- An image travels as its reference and is read where it is encoded, as in `edit_pipelines.py`.
-- The model file prepares and encodes it, with the pipeline's own parts in the dtypes of a `diffusers` replica's.
-  While a recorded request runs, its condition replaces the image that vLLM-Omni would read and encode.
-- vLLM-Omni's prompt cache takes no images as keys: the fields of the prompt's inputs are one instead.
+An image is read and encoded as in `edit_pipelines.py`, with the pipeline's own parts in the dtypes of a `diffusers`
+replica's. While a recorded request runs, its condition replaces the image that vLLM-Omni would read and encode.
 
 | vLLM-Omni differs from diffusers | here |
 | --- | --- |

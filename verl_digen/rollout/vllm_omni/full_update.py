@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update on its way into a worker of vLLM-Omni: staged in host memory, or loaded as it arrives.
-
-vLLM-Omni casts what it loads to the network's dtype. So the network's checksum afterwards must be the one of
-the cast numbers; it is computed as they pass.
-"""
+"""One update on its way into a worker of vLLM-Omni: staged in host memory, or loaded as it arrives."""
 
 from __future__ import annotations
 
@@ -61,7 +57,8 @@ class FullUpdate:
             compare_with(self.staged, shapes)
 
     def loaded_checksum(self, sent: int) -> int:
-        """Checksum that the network's numbers have after loading an update with checksum `sent`."""
+        """Checksum that the network's numbers have after loading an update with checksum `sent`: that of the numbers
+        cast to the network's dtype, as vLLM-Omni does, computed as they pass."""
         return self._casts.applied(sent)
 
     def finish(self, load: Load) -> set[str]:

@@ -86,12 +86,8 @@ class LTX2Recording(RequestRecordingMixin):
         )
 
     def encode_prompt(self, *arguments: Any, is_connected: bool = False, **more: Any) -> Any:
-        """Encode as the pipeline does, or into items of a condition.
-
-        Args:
-            is_connected: run the connectors, too, so that vLLM-Omni's cache keeps their two outputs, not the hidden
-                states of all layers, 49 in the published checkpoint.
-        """
+        """Encode as the pipeline does; with `is_connected` run the connectors, too, so that vLLM-Omni's cache keeps
+        items of a condition, not the hidden states of all layers, 49 in the published checkpoint."""
         encoded = super().encode_prompt(*arguments, **more)  # type: ignore[misc]
         if not is_connected:
             return encoded

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recording pipeline classes, by name.
+"""Recording pipeline classes, by name: `Recording<Name>` of this module is vLLM-Omni's class for the diffusers pipeline
+`<Name>` with its recording mixin, both from `ModelSpec.vllm_omni`. A worker in another process imports it by name.
 
-`Recording<Name>` of this module is vLLM-Omni's class for the diffusers pipeline `<Name>` with its recording mixin, both
-from `ModelSpec.vllm_omni`: a worker in another process imports it by name.
-
-| vLLM-Omni runs the pipeline | mixin | requests of a batch |
-| --- | --- | --- |
-| step by step (Qwen-Image) | `step_mode.StepRecordingMixin` | join and leave at every step |
-| in one call per batch (the others) | a class of `request_pipelines` | begin and end together |
+Requests of a pipeline that runs step by step (Qwen-Image, `step_mode.StepRecordingMixin`) join and leave the batch at
+every step; those of the others, which run a batch in one call (a class of `request_pipelines`), begin and end together.
 """
 
 from __future__ import annotations

@@ -6,11 +6,9 @@
 | step by step | runs these steps by itself before its first step in the batch | join the batch at their window |
 | in one call per batch | runs them in a call of its own, without decoding | a call with the rest of the schedule |
 
-- Samples with other windows are in one batch where requests join at every step, else in one call per start.
-- The other requests of the batch wait meanwhile; an abort takes effect after these steps.
-- Weights are identified by the adapter of the request. Those that are loaded have no other name: loading them clears
-  the cache (`worker.py`).
-- Every worker of a replica gets the same requests and skips the same steps.
+The other requests of the batch wait meanwhile; an abort takes effect after these steps. Weights are identified by the
+adapter of the request. Those that are loaded have no other name: loading them clears the cache (`worker.py`). Every
+worker of a replica gets the same requests and skips the same steps.
 
 Invariant (tests/vllm_omni/test_prefix.py, test_request_mode.py): a sample that is generated alone is bitwise the one
 that runs every step.
@@ -21,7 +19,6 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from verl_digen.rollout.vllm_omni.recorder import Recording, RecordingPipeline
 from verl_digen.sampling.prefix import Prefix, PrefixCache, prefix_of
@@ -52,7 +49,10 @@ class PrefixSharing(RecordingPipeline):
         known = self.prefixes.lookup(prefix, recording.adapter_id)
         if known is None:
             return prefix.num_steps
-        _begin_at(recording, prefix, known)
+        device = recording.latents.device
+        recording.latents = known.unsqueeze(0).to(device, copy=True)  # vLLM-Omni writes into latents
+        recording.log_probs = [torch.zeros((), device=device)] * prefix.num_steps
+        recording.num_shared_steps = prefix.num_steps
         return 0
 
     def keep_prefix(self, recording: Recording) -> None:
@@ -61,10 +61,3 @@ class PrefixSharing(RecordingPipeline):
         assert prefix is not None and recording.num_taken == prefix.num_steps
         recording.predicted = None  # its next step is stochastic
         self.prefixes.keep(prefix, recording.adapter_id, recording.latents[0])
-
-
-def _begin_at(recording: Recording, prefix: Prefix, latents: Tensor) -> None:
-    device = recording.latents.device
-    recording.latents = latents.unsqueeze(0).to(device, copy=True)  # vLLM-Omni writes into latents
-    recording.log_probs = [torch.zeros((), device=device)] * prefix.num_steps
-    recording.num_shared_steps = prefix.num_steps

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base of the recording pipelines of vLLM-Omni: an order becomes a `Recording`, the project's SDE takes its steps, and
-it ends as a trajectory with pixels.
-
-The pipeline's velocities come from `step_mode.py` or `request_mode.py`.
+it ends as a trajectory with pixels. The pipeline's velocities come from `step_mode.py` or `request_mode.py`.
 
 Latents are kept in the order's dtype and velocities in fp32; the network sees latents in its own dtype, as in
 `verl_digen.sampling.sampler`.

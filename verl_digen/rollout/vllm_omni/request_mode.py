@@ -7,16 +7,13 @@
                      (`RecordedSchedule`)
 
 - Requests whose groups share the steps before a window (`prefixes.py`) run from there, in one call per start.
-- Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ.
-  vLLM-Omni forms the batch and starts no other until all are done: no request joins a running batch. An abort of one
-  request is answered at once and saves no work.
+- Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ. An
+  abort of one request is answered at once and saves no work.
 - Weights change between two calls of `forward`, so a trajectory has one version by construction.
 - A prompt that the encoder refuses fails its own request. An error in the pipeline's `forward` fails the whole batch.
 - A request without an order (a warm-up) takes the pipeline's own code path.
 
-The parts of each model are in `request_pipelines.py`.
-
-Invariant (tests/vllm_omni/test_request_mode.py): the one of `step_mode.py`.
+Invariant (tests/vllm_omni): the same request, weights and run seed give `Sampler`'s result, in any batch.
 """
 
 from __future__ import annotations
@@ -48,12 +45,9 @@ from verl_digen.types import Condition, Sampling, move_condition
 
 
 class RecordedSchedule:
-    """Replacement for a pipeline's scheduler while it denoises recorded requests.
-
-    Args:
-        recordings: the batch; all have taken the same number of steps.
-        timesteps: [N] the network's time input for each of the next steps, on the pipeline's device.
-        config: the pipeline's own scheduler config.
+    """Replacement for a pipeline's scheduler, with its `config`, while it denoises the recorded requests of a batch,
+    which have all taken the same number of steps. `timesteps`: [N] the network's time input for each of the next steps,
+    on the pipeline's device.
 
     Example, two steps:
         schedule.step(velocity, t, latents)    # returns x after the first step; recordings hold it too

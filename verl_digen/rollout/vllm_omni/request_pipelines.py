@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Subclasses, one per model, of `RequestRecordingMixin`, for pipelines without step execution: prompt encoding and
-guidance parameters.
-
-To add one: a class here, named by `ModelSpec.vllm_omni` of the model file.
-"""
+guidance parameters. `ModelSpec.vllm_omni` of the model file names its class."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines supported with vLLM-Omni: those whose `ModelSpec.vllm_omni` says how.
-
-Does not import vLLM-Omni: used before Ray starts, on any machine.
-"""
+"""Pipelines supported with vLLM-Omni: those whose `ModelSpec.vllm_omni` says how. Does not import vLLM-Omni: used
+before Ray starts, on any machine."""
 
 from __future__ import annotations
 
@@ -29,12 +27,9 @@ def require_served(pipeline: str) -> VllmOmniServing:
 
 
 def require_bound(serving: VllmOmniServing, *, sends_adapter: bool, targets: object, excluded: object) -> None:
-    """Raise ValueError if updates send an adapter with layers to which vLLM-Omni's pipeline cannot bind it.
-
-    Args:
-        targets, excluded: `target_modules` and `exclude_modules` of `actor_rollout_ref.model`. If either is set, this
-            check passes; a module that is still unbound is an error at the first request.
-    """
+    """Raise ValueError if updates send an adapter with layers to which vLLM-Omni's pipeline cannot bind it. If
+    `target_modules` or `exclude_modules` of `actor_rollout_ref.model` is set, this check passes; a module that is still
+    unbound is an error at the first request."""
     if serving.unadapted is not None and sends_adapter and targets is None:
         require(
             excluded is not None,

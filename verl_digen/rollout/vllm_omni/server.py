@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server actor of a `vllm_omni` replica: verl's vLLM server, with vLLM-Omni's engine behind its methods.
 
-- One device: the engine runs in this process. More (tensor parallel): its workers are separate processes.
+- One device: the engine runs in this process. More (tensor parallel): its workers are separate processes, which
+  rendezvous on a loopback port (`worker.loopback_store`). No other port is opened.
 - A request is admitted while the gate is open. `abort_all_requests` closes the gate and lets requests in flight finish;
   a weight update does not need it (`engine.py`).
 - A replica whose engine is dead or hung exits, so that the run sees it as lost.
-- `sleep` drains first, is level 1, and fails if a worker does not acknowledge it.
-- The engine's processes rendezvous on a loopback port (`worker.loopback_store`). No other port is opened.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ LOOPBACK_INTERFACE = "lo"
 
 
 class vLLMOmniHttpServer(vLLMHttpServer):
-    """See the module; constructor and method names are verl's."""
+    """verl's server with another engine; constructor and method names are verl's."""
 
     engine: AsyncOmni
 
@@ -140,17 +139,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         video_data: list[Any] | None = None,
         **kwargs: Any,
     ) -> Generation:
-        """Generate one sample. The signature is verl's; the answer to a text, as in the RFC, is an `ImageOutput`.
+        """Generate one sample: the `SampleRequest` in `sampling_params["request"]`, as the project's client sends it,
+        or the text `prompt_ids`, as in the RFC, with arguments of `text_request`. The signature is verl's; the answer
+        to a text is an `ImageOutput`.
 
-        Args:
-            prompt_ids: the prompt's text; [] where `sampling_params` has a whole `request`, as the project's client
-                sends it.
-            sampling_params: `request`, a `SampleRequest`; or for a text arguments of `text_request`.
-
-        Raises:
-            ValueError: the encoder refuses a prompt, or numbers are not finite; no other request is affected. Or there
-                is neither a text nor a request.
-            RuntimeError: the engine failed the request; has the engine's message.
+        ValueError if the encoder refuses a prompt, numbers are not finite, or there is neither a text nor a request; no
+        other request is affected. RuntimeError, with the engine's message, if the engine failed the request.
         """
         given = {} if sampling_params is None else sampling_params
         if "request" in given:
@@ -236,11 +230,8 @@ class vLLMOmniHttpServer(vLLMHttpServer):
 
     async def encode(self, request: SampleRequest) -> tuple[Condition, Condition | None]:
         """Encode the request's prompt and, with guidance, its negative prompt, into conditions on the CPU; also while
-        samples are generated. For the trainer, which has no encoder and generates samples of the group too.
-
-        Raises:
-            ValueError: the encoder refuses a prompt.
-        """
+        samples are generated. For the trainer, which has no encoder and generates samples of the group too. ValueError
+        if the encoder refuses a prompt."""
         try:
             conditions = (await self._call_workers("encode", request.branches))[0]  # equal on every worker
         except RuntimeError as error:
@@ -249,13 +240,9 @@ class vLLMOmniHttpServer(vLLMHttpServer):
 
     # -- weights ------------------------------------------------------------------------------------------
     async def begin_update(self, sockets: str, use_shm: bool, is_live: bool) -> None:
-        """Have every worker receive the buckets from its trainer rank. An older update that was interrupted is
-        cancelled.
-
-        Args:
-            sockets: the sender's `sockets_of`.
-            is_live: load them as they arrive; drains first, and admits no request before the update is committed.
-        """
+        """Have every worker receive the buckets from its trainer rank, at the sender's `sockets_of`. An older update
+        that was interrupted is cancelled. `is_live`: load them as they arrive; drains first, and admits no request
+        before the update is committed."""
         self._update_ended.set()
         self._update_ended = asyncio.Event()
         if is_live:
@@ -270,15 +257,9 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         await self._update_ended.wait()
 
     async def seal_update(self, manifest: Manifest, adapter: LoraConfig | None) -> None:
-        """Check that the update is complete; `activate_weights` makes it the current one.
-
-        Args:
-            adapter: its config, if a LoRA adapter was sent and not full weights.
-
-        Raises:
-            RuntimeError: the update does not match the network or the manifest; names the tensors, and the weights that
-                serve now.
-        """
+        """Check that the update is complete; `activate_weights` makes it the current one. `adapter`: its config, if a
+        LoRA adapter was sent and not full weights. RuntimeError if the update does not match the network or the
+        manifest; names the tensors, and the weights that serve now."""
         self._last_serial += 1
         published = Published(self._last_serial, manifest.version)
         self._update_ended.set()
@@ -306,12 +287,9 @@ class vLLMOmniHttpServer(vLLMHttpServer):
             return taken.published.version
 
     def _slowest(self, answers: list[Taken]) -> Taken:
-        """The answer of the worker that took longest to load.
-
-        Raises:
-            RuntimeError: the update differs from the last one, and the numbers that the workers hold do not. (A worker
-                that holds whole layers has compared them with the update itself.)
-        """
+        """The answer of the worker that took longest to load. RuntimeError if the update differs from the last one, and
+        the numbers that the workers hold do not. (A worker that holds whole layers has compared them with the update
+        itself.)"""
         slowest = max(answers, key=lambda taken: taken.load_s)
         before, self._taken = self._taken, (slowest.sent, sum(taken.held for taken in answers))
         if before is not None and before[0] != slowest.sent and before[1] == self._taken[1]:
@@ -385,11 +363,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
     async def clear_kv_cache(self) -> None:
         """No-op: diffusion has no KV cache."""
 
-    async def release_kv_cache(self) -> None:
-        """No-op: diffusion has no KV cache."""
-
-    async def resume_kv_cache(self) -> None:
-        """No-op: diffusion has no KV cache."""
+    release_kv_cache = resume_kv_cache = clear_kv_cache
 
     async def check_health(self) -> dict[str, Any]:
         """State of this replica; raises if its engine is dead."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM-Omni settings that a run may set (`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`).
-Does not import vLLM-Omni: used before Ray starts, on any machine.
+"""vLLM-Omni settings that a run may set (`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`). Does not import
+vLLM-Omni: used before Ray starts, on any machine.
 
 A setting is passed on if it changes speed, memory or waiting. A setting that changes the numbers of a step is refused:
 the recorded log-probs would belong to another policy than the trainer's. A setting that a key of verl or of
@@ -75,12 +75,8 @@ or split a replica in another way than by tensors."""
 
 
 def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
-    """Raise ValueError for the first setting that a run may not set; names it, the reason and the remedy.
-
-    Args:
-        settings: `engine_kwargs.vllm_omni`.
-        is_stepwise: True if vLLM-Omni runs the pipeline step by step (`VllmOmniServing.is_stepwise`).
-    """
+    """Raise ValueError for the first of `engine_kwargs.vllm_omni` that a run may not set; names it, the reason and the
+    remedy."""
     for name, value in settings.items():
         if name in REFUSED:
             raise ValueError(f"{KEY}.{name} must not be set: {REFUSED[name]}; got {value!r}: drop the key")
@@ -97,9 +93,7 @@ def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
             value,
             "correct it, or drop the key",
         )
-    require_one_of(
-        f"{KEY}.diffusion_attention_backend", settings.get("diffusion_attention_backend", "auto"), EXACT_ATTENTION
-    )
+    require_one_of(ATTENTION_KEY, settings.get("diffusion_attention_backend", "auto"), EXACT_ATTENTION)
     require(
         is_stepwise or not settings.get("enable_cpu_offload", False),
         f"{KEY}.enable_cpu_offload must be false for a pipeline that runs in one go, whose text encoders work beside a "

@@ -6,11 +6,10 @@
     step_scheduler   uses the latents of that `sde_step`
     post_decode      the pipeline's own pixels, of several requests that end at once together, plus the trajectory
 
-- Before its first step in a batch a request is brought to its window, if its group shares the steps there
-  (`prefixes.py`): by one that ran them, or by running them in a batch of its own.
-
-- Requests at different steps, with different windows, laws and schedules, can share a batch.
-- A request without an order (a warm-up) takes the pipeline's own code path.
+Before its first step in a batch a request is brought to its window, if its group shares the steps there
+(`prefixes.py`): by one that ran them, or by running them in a batch of its own. Requests at different steps, with
+different windows, laws and schedules, can share a batch. One without an order (a warm-up) takes the pipeline's own code
+path.
 
 Invariant (tests/vllm_omni): the same request, weights and run seed give `Sampler`'s result, in any batch.
 """

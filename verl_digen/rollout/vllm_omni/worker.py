@@ -7,10 +7,6 @@
     commit_weights      loads them unless they are; a barrier call (`engine.BARRIER`), alone between trajectories
     commit_adapter      registers the LoRA adapter of one update; each request names its adapter, so nothing waits
 
-A received update is compared first: names and shapes with the checkpoint's network, its checksum with the sender's. If
-it is staged, the loaded weights do not change before that, and after an error the old ones keep serving. Checksums are
-computed on the device, as buckets pass and over the network after loading.
-
 | silent fault | check |
 | --- | --- |
 | a tensor is lost, duplicated or corrupted in transfer | number and checksum of the tensors sent |
@@ -20,8 +16,9 @@ computed on the device, as buckets pass and over the network after loading.
 | a module of an adapter has no layer | the adapter is activated at registration: modules bound = modules sent |
 | a layer has not the adapter's numbers | the checksum of the layers after that |
 
-With tensor parallelism a worker holds shards, whose checksum differs from the update's. The server requires that the
-sum over the workers changes with it.
+A staged update is compared before the loaded weights change, and after an error the old ones keep serving. With tensor
+parallelism a worker holds shards, whose checksum differs from the update's. The server requires that the sum over the
+workers changes with it.
 """
 
 from __future__ import annotations
@@ -121,14 +118,9 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
 
     # -- receiving ----------------------------------------------------------------------------------------
     def begin_update(self, sockets: str, use_shm: bool, timeout_s: float, is_live: bool) -> None:
-        """Start to receive the buckets sent by this worker's trainer rank.
-
-        An unfinished older update, whose sender was lost, is cancelled.
-
-        Args:
-            sockets: the sender's `sockets_of`.
-            is_live: load full weights into the network as they arrive; no sample runs meanwhile.
-        """
+        """Start to receive the buckets sent by this worker's trainer rank, at the sender's `sockets_of`. An unfinished
+        older update, whose sender was lost, is cancelled. `is_live`: load full weights into the network as they arrive;
+        no sample runs meanwhile."""
         if self._receiving is not None:
             self._receiving[0].abandon()
         if is_live:
@@ -172,11 +164,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
 
     def commit_weights(self) -> Taken:
         """Load the newest sealed full weights, unless they were loaded as they arrived, and check the network.
-
-        Raises:
-            RuntimeError: nothing is sealed; or the network differs from the tensors sent, and the message says that it
-                holds neither the old nor the new weights.
-        """
+        RuntimeError if nothing is sealed; or the network differs from the tensors sent, and the message says that it
+        holds neither the old nor the new weights."""
         started_s = time.perf_counter()
         if self._sealed is None:
             raise RuntimeError("no weight update is waiting to be loaded; seal one first")
@@ -189,10 +178,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
 
     def _check_loaded(self, sent: int, loaded: set[str]) -> int:
         """Check that every parameter was loaded, with the numbers that were sent -> checksum of what was loaded.
-
         vLLM-Omni fuses tensors but changes none of their numbers, so the checksums before and after are equal. (An
-        update holds some buffers; those are loaded, too.)
-        """
+        update holds some buffers; those are loaded, too.)"""
         held, parameters = {}, set()
         for network, module in self._networks.items():
             held |= {f"{network}.{name}": tensor for name, tensor in module.state_dict().items()}
@@ -216,15 +203,9 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
     def commit_adapter(
         self, manifest: Manifest, config: LoraConfig, published: Published, kept: frozenset[int]
     ) -> Taken:
-        """Register the received adapter under the serial of `published`.
-
-        Args:
-            kept: serials of the updates that requests in flight use; all other adapters are dropped.
-
-        Raises:
-            RuntimeError: the update does not match the adapter of `config`, or vLLM-Omni did not register all of it;
-                names the tensors or modules. Older adapters still serve.
-        """
+        """Register the received adapter under the serial of `published`. Adapters that no request in flight uses
+        (`kept`: the serials that are used) are dropped. RuntimeError if the update does not match the adapter of
+        `config`, or vLLM-Omni did not register all of it; names the tensors or modules. Older adapters still serve."""
         started_s = time.perf_counter()
         update = self._wait_for_arrival(manifest)
         update.check_complete(self._expected_shapes(config))
@@ -245,10 +226,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         self, published: Published, adapter: tuple[LoRAModel, PEFTHelper], staged: Mapping[str, Tensor]
     ) -> tuple[int, int]:
         """Register an adapter with vLLM-Omni and activate it once, which binds its modules to layers -> checksums of
-        what was sent and of what the layers hold.
-
-        Every step activates the adapter of its own requests, so requests in flight are not affected.
-        """
+        what was sent and of what the layers hold. Every step activates the adapter of its own requests, so requests in
+        flight are not affected."""
         request = adapter_request(published)
         modules = frozenset(adapter[0].loras)
         self._pipeline.incoming_adapter = adapter
@@ -390,11 +369,9 @@ def _layer_name(module: str, layers: set[str]) -> str:
 
 
 def loopback_store(port: int, *, rank: int, num_workers: int) -> Store:
-    """Rendezvous store of worker `rank`; a single worker needs no port.
-
-    All workers are on one node, so it listens on loopback, where other machines cannot reach it. vLLM-Omni's default is
-    a store that listens on all interfaces without authentication.
-    """
+    """Rendezvous store of worker `rank`; a single worker needs no port. All workers are on one node, so it listens on
+    loopback, where other machines cannot reach it. vLLM-Omni's default is a store that listens on all interfaces
+    without authentication."""
     if num_workers == 1:
         return HashStore()
     if rank != 0:

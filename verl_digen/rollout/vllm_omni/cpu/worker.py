@@ -28,11 +28,8 @@ class CpuDiffusionModelRunner(DiffusionModelRunner):
 
 
 class CpuDiffusionWorker(DiffusionWorker):
-    """CPU worker. Sleeps by dropping the parameters' tensors, where vLLM-Omni unmaps device memory.
-
-    Level 1 keeps a reference to them, as the accelerators' worker keeps a copy in host memory: this frees nothing on
-    the CPU, but a module that is used while it sleeps fails in the same way.
-    """
+    """CPU worker. Sleeps by dropping the parameters' tensors, where vLLM-Omni unmaps device memory; a reference to them
+    stays. This frees nothing, but a module that is used while it sleeps fails as on an accelerator."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self._aside: dict[str, Tensor] = {}
