@@ -82,14 +82,9 @@ def read_index(path: str | Path) -> dict[str, Any]:
 
 
 def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> type[DiffusionModel]:
-    """The model file's class for a diffusers pipeline; imports the file, and torch and diffusers with it.
-
-    Args:
-        index: content of the checkpoint's `model_index.json`, which may name a variant; None: the class in `MODELS`.
-
-    Raises:
-        ValueError: a pipeline without a model file; lists those that have one. Or one that needs a newer transformers.
-    """
+    """The model file's class for a diffusers pipeline; imports the file, and torch and diffusers with it. `index`:
+    content of the checkpoint's `model_index.json`, which may name a variant; None: the class in `MODELS`. ValueError
+    for a pipeline without a model file (lists those that have one), or one that needs a newer transformers."""
     if pipeline not in MODELS:
         raise ValueError(
             f"actor_rollout_ref.model.path must hold a checkpoint of one of {', '.join(MODELS)}, got a {pipeline}, "

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of a model file: one subclass of `DiffusionModel` per diffusers pipeline, nothing about algorithms.
 
-- Everything heavy is loaded by an explicit call, so that a trainer rank loads only the transformer and a
-  replica loads everything. Constructing the object reads only JSON configs.
-- `velocity` is shared code: it runs both guidance branches in one forward, or in two that take half the memory, and
-  asks the subclass for `predict`, `collate` and, where the pipeline guides in its own way, `guide`.
-- Some networks take a guidance scale as an input ("embedded" guidance, distilled into them). It is a number of the
-  request like the size, not of the prompt: `velocity` adds it to the collated condition as "guidance".
-- Some checkpoints hold several networks, each for a part of the schedule (`experts`). Their parameters train as one
-  module; rows of different experts never share a forward.
+Everything heavy is loaded by an explicit call, so that a trainer rank loads only the transformer and a replica loads
+everything. Constructing the object reads only JSON configs.
 
-Invariants (tests/models): rows at different sigmas in one forward give the same results as one at a time;
-padding of text changes nothing; our sampler with eta = 0 equals the model's own diffusers pipeline.
+Some networks take a guidance scale as an input ("embedded" guidance, distilled into them). It is a number of the
+request like the size, not of the prompt: `velocity` adds it to the collated condition as "guidance". Some checkpoints
+hold several networks, each for a part of the schedule (`experts`). Their parameters train as one module.
+
+Invariants (tests/models): rows at different sigmas in one forward give the same results as one at a time; padding of
+text changes nothing; our sampler with eta = 0 equals the model's own diffusers pipeline.
 """
 
 from __future__ import annotations
@@ -45,14 +43,8 @@ Collated = dict[str, Any]
 
 
 class DiffusionModel(ABC):
-    """One pipeline of the diffusers library, read from a checkpoint folder; `load_model` chooses the class.
-
-    Args:
-        path: local folder of a diffusers-format checkpoint (with `model_index.json`).
-
-    Raises:
-        ValueError: an incomplete checkpoint, or one with another network.
-    """
+    """One pipeline of the diffusers library, read from the folder of a checkpoint in its format; `load_model` chooses
+    the class. ValueError for an incomplete checkpoint, or one with another network."""
 
     spec: ModelSpec
     """Set by the class; a constructor replaces it where checkpoints of one pipeline differ."""
@@ -101,11 +93,10 @@ class DiffusionModel(ABC):
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
-        """Load the transformer in eval mode on the CPU; `meta=True` gives the structure only.
+        """Load the transformer in eval mode on the CPU. Several experts are returned as one `Experts` module.
 
-        With `meta=True` parameters are on the meta device, to be filled from a state dict; buffers and tables
-        that are not parameters are real, on the CPU, because no checkpoint holds them. Several experts are
-        returned as one `Experts` module.
+        With `meta=True` parameters are on the meta device, to be filled from a state dict; buffers and tables that are
+        not parameters are real, on the CPU, because no checkpoint holds them.
         """
         load = checkpoint.make_meta_network if meta else checkpoint.load_network
         networks = {name: load(self.path / name, self.spec.transformer, dtype) for name in self.experts}
@@ -152,10 +143,7 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Load tokenizers and text encoders.
-
-        The encoder raises the same errors as the check of `load_prompt_check`.
-        """
+        """Load tokenizers and text encoders. The encoder raises the same errors as the check of `load_prompt_check`."""
 
     @abstractmethod
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
@@ -172,11 +160,9 @@ class DiffusionModel(ABC):
         return torch.float32 if folder in self.spec.encodes_in_fp32 else dtype
 
     def decoder_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """dtype in which the VAE decodes where the network computes in `dtype`: the choice of the pipeline's authors.
-
-        fp32 where the VAE's config asks for it (`force_upcast`, on by default in diffusers' `AutoencoderKL`) or
-        the pipeline's documentation does (`ModelSpec.decodes_in_fp32`).
-        """
+        """dtype in which the VAE decodes where the network computes in `dtype`: fp32 where the VAE's config asks for it
+        (`force_upcast`, on by default in diffusers' `AutoencoderKL`) or the pipeline's documentation does
+        (`ModelSpec.decodes_in_fp32`)."""
         config = self.read_network_config("vae")
         in_fp32 = self.spec.decodes_in_fp32 or ("force_upcast" in config and config["force_upcast"])
         return torch.float32 if in_fp32 else dtype
@@ -225,14 +211,8 @@ class DiffusionModel(ABC):
         return sigmas * TIMESTEPS_PER_SIGMA
 
     def embedded_guidance(self, asked: float | None) -> float | None:
-        """Guidance scale given to the network: `asked`, or the pipeline's default if that is None.
-
-        Returns:
-            None if the network has no such input.
-
-        Raises:
-            ValueError: `asked` is a number and the network has no such input.
-        """
+        """Guidance scale given to the network: `asked`, or the pipeline's default if that is None; None if the network
+        has no such input. ValueError for a number where it has none."""
         if asked is not None and self.default_embedded_guidance is None:
             raise ValueError(
                 f"digen.sampling.guidance_scale must be null for this {self.spec.title} checkpoint, whose network "
@@ -241,10 +221,8 @@ class DiffusionModel(ABC):
         return self.default_embedded_guidance if asked is None else asked
 
     def expert_of(self, sigmas: Tensor) -> Tensor:
-        """[N] sigmas -> [N] int64 on their device: number of the expert of each row.
-
-        Only rows of one expert may share a forward; under FSDP all ranks must run the same one at a time.
-        """
+        """[N] sigmas -> [N] int64 on their device: number of the expert of each row. Only rows of one expert may share
+        a forward; under FSDP all ranks must run the same one at a time."""
         return torch.zeros_like(sigmas, dtype=torch.int64)
 
     # -- the network --------------------------------------------------------------------------------------
@@ -256,23 +234,15 @@ class DiffusionModel(ABC):
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
-        """One forward -> velocity [N, ...].
+        """One forward of latents [N, ...] -> velocity [N, ...].
 
-        Args:
-            latents: [N, ...]. sigmas: [N] fp32, each row its own, on any device. condition: collated, with
-                "guidance" [N] fp32 if the network takes a guidance scale.
-
-        Raises:
-            RuntimeError: rows of different experts.
+        `sigmas`: [N] fp32, each row its own, on any device. `condition`: collated, with "guidance" [N] fp32 if the
+        network takes a guidance scale. RuntimeError for rows of different experts.
         """
 
     def completed(self, latents: Tensor, conditions: Sequence[Condition]) -> Tensor:
-        """Final latents [B, ...] as the decoder reads them: joined with what their conditions give of a sample, such as
-        its first frame, which is no part of `latent_shape`.
-
-        Args:
-            conditions: B entries, of prompts alike in their images.
-        """
+        """Final latents [B, ...] as the decoder reads them: joined with what their conditions, of prompts alike in
+        their images, give of a sample, such as its first frame, which is no part of `latent_shape`."""
         return latents
 
     def guide(self, positive: Tensor, negative: Tensor, scale: float) -> Tensor:
@@ -322,15 +292,10 @@ class DiffusionModel(ABC):
     ) -> Tensor:
         """Guided velocity dx/dsigma [N, ...] fp32 of N rows.
 
-        Args:
-            latents: [N, ...]. sigmas: [N] fp32. conditions: N entries. negative_conditions: N entries; not
-                read if `true_cfg_scale` is 1, which runs only the positive branch.
-            guidance_scale: `asked` of `embedded_guidance`.
-            splits: run the branches one after the other, not in one forward.
-
-        Raises:
-            RuntimeError: guidance without negative conditions, rows of different experts, or texts of different lengths
-                where `keeps_lengths_apart`.
+        Both guidance branches run in one forward, or with `splits` in two, which take half the memory. `latents`: [N,
+        ...]. `sigmas`: [N] fp32. `negative_conditions` are not read if `true_cfg_scale` is 1, which runs only the
+        positive branch. `guidance_scale`: `asked` of `embedded_guidance`. RuntimeError for guidance without negative
+        conditions, rows of different experts, or texts of different lengths where `keeps_lengths_apart`.
         """
 
         def branch(latents: Tensor, sigmas: Tensor, conditions: Sequence[Condition]) -> Tensor:

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint folder in the diffusers format: its configs and its networks.
+"""A checkpoint folder in the diffusers format: its configs and its networks. Errors name
+`actor_rollout_ref.model.path`.
 
-- Errors name `actor_rollout_ref.model.path`, the key of the folder.
-- A network has the same dtypes as from diffusers' own loader, however it is filled: modules that the class keeps in
-  fp32 stay fp32, and so do tables that no checkpoint holds.
-- Random weights of a published size serve measurements of speed and memory where nothing can be downloaded:
-  `load_network` draws the weights of a folder that holds `RANDOM_MARKER` beside its config, the same in every process.
-  A network of 41 GB then takes no room on a disk. Norms are 1, biases 0, all else is normal numbers.
+A network has the same dtypes as from diffusers' own loader, however it is filled: modules that the class keeps in fp32
+stay fp32, and so do tables that no checkpoint holds.
 
-Invariant (tests/models): the meta network filled with the loaded one's state dict equals it in values, dtypes and
-tables.
+Random weights of a published size serve measurements of speed and memory where nothing can be downloaded:
+`load_network` draws the weights of a folder that holds `RANDOM_MARKER` beside its config, the same in every process. A
+network of 41 GB then takes no room on a disk. Norms are 1, biases 0, all else is normal numbers.
 """
 
 from __future__ import annotations
@@ -29,16 +27,11 @@ from verl_digen.models.locate import read_object
 
 
 class Experts(nn.Module):
-    """Networks of one class, each for a part of the schedule, as one module.
+    """Networks of one diffusers class, each for a part of the schedule, as one module, in the order of
+    `DiffusionModel.expert_of`. One forward runs one whole expert; the others get no gradient.
 
-    - Wrappers of a transformer (FSDP2, peft, a weight receiver) wrap this module: parameter names get the expert's name
-      as prefix.
-    - One forward runs one whole expert, chosen by the caller with `DiffusionModel.expert_of`.
-
-    Invariant (tests/models/test_wan.py): the expert that does not run gets no gradient and does not affect the result.
-
-    Args:
-        networks: name -> network, all of one diffusers class, in the order of `DiffusionModel.expert_of`.
+    Wrappers of a transformer (FSDP2, peft, a weight receiver) wrap this module: parameter names get the expert's name
+    as prefix.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module]):
@@ -127,11 +120,8 @@ def read_network_config(path: Path, folder: str) -> dict[str, Any]:
 
 
 def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...]) -> None:
-    """Check that every component in the pipeline's index has its folder, and that the index has all of `needed`.
-
-    Raises:
-        ValueError: lists what is missing.
-    """
+    """ValueError, which lists what is missing, unless every component in the pipeline's index has its folder, and the
+    index has all of `needed`."""
     listed = {name for name, entry in index.items() if isinstance(entry, list) and entry[0] is not None}
     absent = sorted(name for name in {*listed, *needed} if name not in listed or not (path / name).is_dir())
     if absent:
@@ -163,7 +153,7 @@ def make_meta_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn
         module = network.from_config(network.load_config(folder)).eval()
     for name, tensor in module.state_dict(keep_vars=True).items():  # without tables that no checkpoint holds
         if tensor.is_floating_point():
-            tensor.data = tensor.data.to(_dtype_of(name, architecture, dtype))
+            tensor.data = tensor.data.to(torch.float32 if kept_in_fp32(name, architecture) else dtype)
     return module
 
 
@@ -177,7 +167,3 @@ def in_one_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     return network
-
-
-def _dtype_of(name: str, architecture: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if kept_in_fp32(name, architecture) else dtype

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floating-point operations of a forward and of training, from the shapes of a network's own layers.
 
-- The tokens of a prompt's images count as the picture's.
-- A linear layer or patch embedding of W weights costs 2 W per token it sees, attention of width d between Lq queries
-  and Lk keys 4 Lq Lk d. Networks differ in the tokens that a layer sees: `ModelSpec.flops`.
-- Norms, activations, rotary embeddings and padding to the longest row are left out: well below 2 %.
-- Backward costs a linear layer 2 W per token for its input's gradient, and 2 W for its own unless it is frozen.
-  Attention costs twice its forward. Recomputation costs one forward more.
-- Peaks come from `verl_digen.hardware.devices`: dense bf16, from the data sheets.
+A linear layer or patch embedding of W weights costs 2 W per token it sees, attention of width d between Lq queries and
+Lk keys 4 Lq Lk d. Networks differ in the tokens that a layer sees: `ModelSpec.flops`. Norms, activations, rotary
+embeddings and padding to the longest row are left out: well below 2 %.
+
+Backward costs a linear layer 2 W per token for its input's gradient, and 2 W for its own unless it is frozen. Attention
+costs twice its forward. Recomputation costs one forward more.
 
 Invariants (tests/plan/test_flops.py): forwards of every model are within 1 % of the count of
 `torch.utils.flop_counter.FlopCounterMode`, with and without guidance; training within 2 %.
@@ -40,15 +39,9 @@ class Flops:
         return self.linear + self.attention
 
     def training(self, *, is_frozen: bool, recomputed: float) -> float:
-        """FLOPs of forward, backward and recomputation.
-
-        A full fine-tune costs 3 forwards, 4 with recomputation; an adapter on frozen weights 2 to 3, or 3 to 4.
-
-        Args:
-            is_frozen: the weights are frozen under an adapter and get no gradient.
-            recomputed: share of the blocks that backward recomputes. 0.0 for a utilisation that counts only useful
-                work.
-        """
+        """FLOPs of forward, backward and recomputation: 3 forwards of a full fine-tune, 4 with recomputation; 2 to 3,
+        or 3 to 4, of an adapter on weights that are frozen. `recomputed`: share of the blocks that backward recomputes;
+        0.0 for a utilisation that counts only useful work."""
         backward = self.linear * (1 if is_frozen else 2) + self.attention * 2
         return self.forward * (1 + recomputed) + backward
 
@@ -62,13 +55,10 @@ def forward_flops(
     num_rows: int = 1,
     is_guided: bool = False,
 ) -> Flops:
-    """FLOPs of one forward.
+    """FLOPs of one forward of `num_rows`, which guidance doubles. `num_prompt_tokens`: length of the longest condition.
 
-    Args:
-        transformer: on any device, in any wrapper (FSDP2, peft); an adapter's layers count too. With several experts
-            only the first counts: a forward runs one, and all have the same size.
-        num_prompt_tokens: length of the longest condition.
-        num_rows: rows without guidance's second branch, which doubles them.
+    `transformer` is on any device, in any wrapper (FSDP2, peft); an adapter's layers count too. With several experts
+    only the first counts: a forward runs one, and all have the same size.
     """
     layout = model.spec.flops
     layers = dict(_layers(transformer, model.experts))
@@ -141,11 +131,8 @@ def utilisation_metrics(
     """Metrics `perf/tflops_per_device/POOL`, achieved, and if the device's peak is known `perf/mfu/POOL`: model FLOPs
     utilisation, the share of the peak that was useful work.
 
-    Args:
-        pool: "trainer" or "generator".
-        flops: useful work, without recomputation.
-        seconds: time that the pool worked; 0 gives no metrics.
-        device_name: the platform's name; None: there is no accelerator.
+    `flops`: useful work, without recomputation. `seconds`: time that the pool worked; 0 gives no metrics.
+    `device_name`: the platform's; None: there is no accelerator.
     """
     if seconds <= 0:
         return {}

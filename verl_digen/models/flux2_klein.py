@@ -4,9 +4,8 @@
 - A token is a 2x2 patch of latent positions, normalised by the running statistics of the VAE's batch norm.
 - The text encoder is a Qwen3, of which the network reads three hidden states side by side, padded to 512 tokens and
   without a mask. It does not read the images.
-- The network reads the tokens of the picture, then of every image (`sources.py`), each image at its own size, at
-  the "time" 10, 20, ..., where the picture is at 0.
-- Images are encoded with the prompt, once per content: packed latents of the VAE's most likely encoding.
+- The network reads the tokens of the picture, then of every image (`sources.py`), each image at its own size, at the
+  "time" 10, 20, ..., where the picture is at 0.
 - The pipeline's classifier-free guidance has an empty negative prompt; a step-distilled checkpoint was made for none.
 """
 
@@ -162,11 +161,8 @@ class Flux2Klein(ReadsImages, Flux2Network):
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [512, 3 D], "source": [tokens of all images, channels]} in `dtype`; without
-        "source" where there is no image.
-
-        The encoder raises ValueError for too many images, for one of less than 64 px, and for one whose sides differ by
-        more than a factor of 8, as the pipeline does.
-        """
+        "source" where there is no image. ValueError for too many images, for one of less than 64 px, and for one whose
+        sides differ by more than a factor of 8, as the pipeline does."""
         pipeline: Any = Flux2KleinPipeline.from_pretrained(
             self.path, transformer=None, scheduler=None, dtype={"default": dtype, "vae": self.decoder_dtype(dtype)}
         )

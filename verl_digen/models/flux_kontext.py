@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLUX.1 Kontext [dev]: text and at most one image to image, as diffusers' `FluxKontextPipeline` runs it.
 
-- Network, text encoders, schedule and decoding are FLUX.1's (`flux.py`).
-- The network reads the tokens of the picture, then of the image (`sources.py`), which have the places of a
-  picture and 1 in front of them, where the picture has 0.
-- The image is encoded with the prompt, once per content: packed latents of the VAE's most likely encoding. The text
-  encoders do not read it.
-- Without an image it is text to image.
+Network, text encoders, schedule and decoding are FLUX.1's (`flux.py`). The network reads the tokens of the picture,
+then of the image (`sources.py`), which have the places of a picture and 1 in front of them, where the picture has 0.
+The text encoders do not read the image. Without one it is text to image.
 """
 
 from __future__ import annotations
@@ -44,10 +41,7 @@ class FluxKontext(ReadsImages, Flux):
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E], "source": [tokens of the image, channels]} in `dtype`, L the
-        same for every prompt; without "source" where there is no image.
-
-        The encoder raises ValueError for several images.
-        """
+        same for every prompt; without "source" where there is no image. ValueError for several images."""
         pipeline: Any = FluxKontextPipeline.from_pretrained(
             self.path, transformer=None, scheduler=None, dtype={"default": dtype, "vae": self.decoder_dtype(dtype)}
         )

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo: text to video, as diffusers' `HunyuanVideoPipeline` runs it.
 
-- Latents are [C, F, H, W], F = 1 + (frames - 1) / 4. One frame is a picture.
-- Two text encoders: a LLaMA's hidden states of the prompt in a template, which is cropped, with a mask; and CLIP's
-  pooled vector. CLIP reads a long prompt's first 77 tokens, as in the pipeline.
-- The network takes a guidance scale as an input. True classifier-free guidance works in addition.
+Two text encoders: a LLaMA's hidden states of the prompt in a template, which is cropped, with a mask; and CLIP's pooled
+vector. CLIP reads a long prompt's first 77 tokens, as in the pipeline. The network takes a guidance scale as an input;
+true classifier-free guidance works in addition.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def run_unmasked(network: Any) -> None:
     padded; its weights are unchanged.
 
     diffusers' forward masks padded text tokens in every block, and makes the mask also where there is no padding. A
-    mask keeps fused attention kernels out, although a tile of one prompt's rows has no padding. Here the mask is an
-    optional input.
+    mask keeps fused attention kernels out, although a tile of one prompt's rows has no padding.
 
     Invariant (tests/models/test_hunyuan_video.py): velocities and gradients equal diffusers' own forward, to 1e-5.
     """
@@ -63,14 +61,10 @@ def _forward(
     encoder_attention_mask: Tensor | None = None,
     guidance: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """Replacement of the class's forward, with the same arguments.
+    """Replacement of the class's forward, with the same arguments -> (velocity [N, C', F, H, W],).
 
-    Args:
-        hidden_states: [N, C, F, H, W]. timestep: [N]. encoder_hidden_states: [N, L, D]. pooled_projections: [N, E].
-            encoder_attention_mask: [N, L], 1 for tokens; None: no padding. guidance: [N], of a distilled network.
-
-    Returns:
-        (velocity [N, C', F, H, W],)
+    `hidden_states`: [N, C, F, H, W]. `timestep`: [N]. `encoder_hidden_states`: [N, L, D]. `pooled_projections`: [N, E].
+    `encoder_attention_mask`: [N, L], 1 for tokens; None: no padding. `guidance`: [N], of a distilled network.
     """
     time, _ = network.time_text_embed(timestep, pooled_projections, guidance)
     text = network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """HunyuanVideo 1.5: text to video, as diffusers' `HunyuanVideo15Pipeline` runs it.
 
-- Latents are [C, F, H, W], F = 1 + (frames - 1) / 4; a position is 16x16 px with the published VAE. One frame is a
-  picture.
+- A latent position is 16x16 px with the published VAE.
 - Two text encoders: Qwen2.5-VL's hidden states of the prompt in a chat template, which is cropped; and ByT5's of the
   glyphs to draw, the prompt's quoted text. A prompt without quotation marks has no glyphs.
 - The network can also continue a first frame (`hunyuan_video15_image.py`). The frame's latents, their mask and its

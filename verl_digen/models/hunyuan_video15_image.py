@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HunyuanVideo 1.5: image to video, as diffusers' `HunyuanVideo15ImageToVideoPipeline` runs it.
+"""HunyuanVideo 1.5: image to video, as diffusers' `HunyuanVideo15ImageToVideoPipeline` runs it; all else is as in
+`hunyuan_video15.py`.
 
-- Network, texts, schedule, guider and decoding are as in text to video (`hunyuan_video15.py`).
-- The network reads, in further channels, the image's latents as the first frame's, and a mask of that frame; and
-  the image's tokens from SigLIP beside the text's.
-- The image is scaled until it covers the video's size, and its middle is read. The pipeline itself chooses the size,
-  one of a list, from the image's shape and its network's `target_size`: `digen.sampling.size_from_image`, with
-  height_px and width_px of `target_size`.
+The network reads, in further channels, the image's latents as the first frame's, and a mask of that frame; and the
+image's tokens from SigLIP beside the text's. The image is scaled until it covers the video's size, and its middle is
+read. The pipeline itself chooses the size, one of a list, from the image's shape and its network's `target_size`:
+`digen.sampling.size_from_image`, with height_px and width_px of `target_size`.
 """
 
 from __future__ import annotations
@@ -83,14 +82,9 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         return one_by_one(encode, self.load_prompt_check(), device, *text_modules, vae, vision)
 
     def encode_image(self, parts: Any, inputs: PromptInputs, device: torch.device) -> Condition:
-        """Encode an image -> what it adds to the text's condition, in the dtypes of the parts.
-
-        Args:
-            parts: a pipeline, or anything with its `vae`, `image_encoder` and `feature_extractor`.
-
-        Raises:
-            RuntimeError: the inputs do not name the size of the video.
-        """
+        """Encode an image -> what it adds to the text's condition, in the dtypes of the parts. `parts`: a pipeline, or
+        anything with its `vae`, `image_encoder` and `feature_extractor`. RuntimeError if the inputs do not name the
+        size of the video."""
         # The beginning of HunyuanVideo15ImageToVideoPipeline.__call__.
         if inputs.size is None:
             raise RuntimeError("inputs with an image must name the size of the video; make them with `inputs_of`")

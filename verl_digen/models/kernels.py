@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a loaded network: attention by diffusers' dispatcher, repeated blocks compiled one by one, exact fp32,
-and frozen weights in int8 under an adapter.
+"""Kernels of a loaded network: attention by diffusers' dispatcher, repeated blocks compiled one by one, exact fp32, and
+frozen weights in int8 under an adapter.
 
 - Only a block's forward is compiled. Hooks around it (FSDP2), recomputation in backward and the loop over blocks stay
-  as they are; names of parameters, too. Compiled code reads parameters at each call, so weights may change in place,
-  be swapped, or leave the device between two calls.
+  as they are; names of parameters, too. Compiled code reads parameters at each call, so weights may change in place, be
+  swapped, or leave the device between two calls.
 - Parameters that a loss does not depend on (the last block's text stream) get a gradient of zeros from compiled code,
   and none without it: an optimizer with weight decay then shrinks them, without effect on the network's output.
 - Compiled code rounds to half precision where uncompiled code does. Fused code by itself leaves roundings out, others
-  with gradients than without, so that the log-probs of a sample would be others in training than in sampling.
+  with gradients than without, so that the log-probs of a sample would be others in training than in sampling. In bf16
+  forwards are bitwise the same with and without gradients (tests/models/test_kernels.py).
 - Blocks of one class share their compiled variants: one per combination of batch size 1 or more, mask or none, gradient
   or none, adapter or none. A dimension that has changed once (batch, text length) is compiled as variable.
-
-Invariants (tests/models/test_kernels.py, tests/engine/test_kernels.py, tests/rollout/test_compiled.py): outputs and
-gradients equal those without; the names of the state dict are unchanged; forwards read the weights of the last update;
-in bf16 they are bitwise the same with and without gradients.
 """
 
 from __future__ import annotations
@@ -42,15 +39,9 @@ variants uncompiled."""
 
 
 def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attention: str, compiles: bool) -> None:
-    """Choose the kernels of `network`, before any wrapper (FSDP2, peft).
-
-    Args:
-        network: fresh from `model.load_transformer`. side: "trainer" or "replica", for the log. attention: a name of
-            `verl_digen.hardware.attention`. compiles: compile the repeated blocks.
-
-    Raises:
-        RuntimeError: the kernel's package is missing or too old (diffusers).
-    """
+    """Choose the kernels of `network`, fresh from `model.load_transformer`, before any wrapper (FSDP2, peft). `side`:
+    "trainer" or "replica", for the log. `attention`: a name of `verl_digen.hardware.attention`. RuntimeError of
+    diffusers if the kernel's package is missing or too old."""
     from diffusers.models.attention_dispatch import attention_backend
     from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 
@@ -72,13 +63,8 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
 
 
 def compute_exactly(dtype: torch.dtype) -> None:
-    """Make this process compute in fp32 without TF32, which rounds factors to 10 bits, if `dtype` is fp32.
-
-    PyTorch allows cuDNN's convolutions TF32 by default; NVIDIA's containers allow it matrix products, too.
-
-    Args:
-        dtype: in which the network computes; with half precision nothing changes.
-    """
+    """Make this process compute in fp32 without TF32, which rounds factors to 10 bits, if the network computes in fp32.
+    PyTorch allows cuDNN's convolutions TF32 by default; NVIDIA's containers allow it matrix products, too."""
     if dtype != torch.float32:
         return
     torch.backends.cudnn.allow_tf32 = False
@@ -125,16 +111,13 @@ SMALLEST_CHANNEL = 1e-12
 
 
 def store_int8(module: nn.Module) -> None:
-    """Turn the linear layers of all networks of `module`, on any device, into `Int8Linear`, one after the other
-    (`actor_rollout_ref.model.int8_base`): one byte a parameter in place of two.
+    """Turn the linear layers of the blocks that repeat, in all networks of `module`, on any device, into `Int8Linear`,
+    one after the other (`actor_rollout_ref.model.int8_base`): one byte a parameter in place of two.
 
-    - A weight [out, in] is int8 x one scale per output channel: its largest number / 127, rounded to bf16. The layers
-      are the `nn.Linear` of the blocks that repeat. Biases, norms and what is outside the blocks stay as they are.
+    - A weight [out, in] is int8 x one scale per output channel: its largest number / 127, rounded to bf16.
     - A layer multiplies its weight out in forward and again in backward, for which autograd keeps the int8 alone.
-    - int8 and scales are buffers: FSDP2 neither shards nor gathers them, verl sends rank 0's to the other ranks, and
-      no checkpoint holds them. Adapters are saved for the checkpoint's own weights.
-
-    Invariant (tests/engine/test_int8.py): output and gradients equal a linear layer's with the weight multiplied out.
+    - int8 and scales are buffers: FSDP2 neither shards nor gathers them, verl sends rank 0's to the other ranks, and no
+      checkpoint holds them. Adapters are saved for the checkpoint's own weights.
     """
     for layer in repeated_linears(module):
         quantise(layer)

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loaded parts of a pipeline besides the transformer: functions that name the modules they run.
-
-A replica frees the modules' device memory while it sleeps (`verl_digen.platforms.module_memory`).
-
-Invariant (tests/rollout/test_tiles.py): a picture is decoded in tiles only where a whole one ran out of memory.
-"""
+"""Loaded parts of a pipeline besides the transformer: functions that name the modules they run. A replica frees the
+modules' device memory while it sleeps (`verl_digen.platforms.module_memory`)."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 """Local folder of the checkpoint at `actor_rollout_ref.model.path`, and its JSON files.
 
 A local folder is used in place, an hdfs:// address is copied by verl, and anything else of the form ORG/NAME is a
-repository of the Hugging Face hub: its files come from the hub's cache, and are downloaded into it once per node. Only
-parts that the pipeline's index names are downloaded: repositories often hold the same weights again, in one file or in
-fp16.
+repository of the Hugging Face hub, downloaded into the hub's cache once per node. Only parts that the pipeline's index
+names are downloaded: repositories often hold the same weights again, in one file or in fp16.
 """
 
 from __future__ import annotations

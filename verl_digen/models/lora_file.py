@@ -1,14 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A LoRA in one file, as diffusers, kohya's scripts and ai-toolkit save it -> peft's settings and tensors.
 
-- The pipeline's own `lora_state_dict` converts the file. Names that it leaves as they are belong to the network's
-  layers, with dots or underscores.
-- Every tensor of the file is used and every layer is one of the network, or `check_lora_file` raises. diffusers'
-  converters drop some tensors with a warning: so a file of the same names and shapes is converted, whose values tell
-  where they came from.
-
-Invariant (tests/models/test_lora_file.py): the network computes what a diffusers pipeline does that has loaded
-the file.
+The pipeline's own `lora_state_dict` converts the file. Names that it leaves as they are belong to the network's layers,
+with dots or underscores. diffusers' converters drop some tensors with a warning; `check_lora_file` raises for them.
 """
 
 from __future__ import annotations
@@ -90,11 +84,7 @@ def read_lora_file(file: Path, model: DiffusionModel) -> LoraFile:
 
 
 def check_lora_file(file: Path, model: DiffusionModel, network: nn.Module) -> None:
-    """Require a file of which every tensor is used, each in a layer of `network`.
-
-    Raises:
-        ValueError: says how many are not, and names some.
-    """
+    """ValueError, which names some that are not, unless every tensor of a file is used, each in a layer of `network`."""
     tensors = _load(file)
     pairs = _pairs(file, tensors, model)
     layers = dict(network.named_modules())
@@ -221,11 +211,9 @@ def peft_scale(config: LoraConfig, layer: str, rank: int) -> float:
 
 
 def _unused(file: Path, tensors: Mapping[str, Tensor], model: DiffusionModel) -> list[str]:
-    """Names of tensors that make no difference to the result.
-
-    Each matrix is filled with a number of its own, which then shows in the result. With alphas that are not a number,
-    so are the layers that an alpha scales.
-    """
+    """Names of tensors that make no difference to the result: a file of the same names and shapes is converted, whose
+    values tell where they came from. Each matrix is filled with a number of its own, which then shows in the result.
+    With alphas that are not a number, so are the layers that an alpha scales."""
     numbers = {name: float(number) for number, name in enumerate(tensors, 1)}
     stems: dict[str, dict[str, str]] = {}
     for name in tensors:

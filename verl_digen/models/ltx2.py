@@ -3,14 +3,13 @@
 
 - Latents are one tensor of tokens [S_v + S_a, C]: first the video's, S_v = F * H * W with F = 1 + (frames - 1) / 8 and
   32x32 px per position with the published VAE, then the sound's, one per 40 ms. Both have C = 128 channels. Only this
-  file and `ltx2_parts.py` know the two parts; the sampler, stores and losses treat all elements alike. Both of the
-  pipeline's schedulers have the same sigmas.
-- Mean over elements: a log-prob or a squared error is the mean of the video's with weight S_v / (S_v + S_a) and of the
-  sound's with the rest, 2 % for 121 frames of 512x768 px.
+  file and `ltx2_parts.py` know the two parts. Both of the pipeline's schedulers have the same sigmas.
+- A log-prob or a squared error is the mean over all elements, so the sound's weight is S_a / (S_v + S_a), 2 % for 121
+  frames of 512x768 px.
 - Text is the hidden states of all layers of Gemma 3, through two connectors, one for the video and one for the sound.
   They put learned registers in the place of padding, so the network reads 1024 tokens without a mask.
 - The pipeline's other guidance (spatio-temporal, of isolated parts, rescaling) is off, and video and sound have one
-  guidance scale. Videos have the pipeline's default of 24 frames per second; that decides the sound's length.
+  guidance scale. The frame rate decides the sound's length.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two parts of LTX-2, video and sound: their packed latents, the way to the two VAEs and back, and their texts.
-
-Packed latents are [N, S_v + S_a, C]: the video's tokens, then the sound's.
-
-Invariants (tests/models/test_ltx2.py): the parts are views of the whole; what goes to the VAEs comes back the same.
-"""
+"""The two parts of LTX-2, video and sound: their packed latents [N, S_v + S_a, C], the video's tokens before the
+sound's, the way to the two VAEs and back, and their texts."""
 
 from __future__ import annotations
 
@@ -68,13 +64,8 @@ class Parts:
 
 def connected(pipeline: Any, embeds: Tensor, mask: Tensor) -> Condition:
     """Run the connectors of a pipeline on hidden states of one prompt -> {"embeds": [L, D], "audio": [L, D]}.
-
-    Args:
-        pipeline: diffusers', or one with its `connectors` and `tokenizer`. embeds, mask: from its `encode_prompt`.
-
-    Raises:
-        RuntimeError: the connectors leave padding where the network expects none.
-    """
+    `pipeline`: diffusers', or one with its `connectors` and `tokenizer`; `embeds` and `mask` come from its
+    `encode_prompt`. RuntimeError if the connectors leave padding where the network expects none."""
     video, audio, mask = pipeline.connectors(embeds, mask, padding_side=pipeline.tokenizer.padding_side)
     if not bool(mask.all()):
         raise RuntimeError(

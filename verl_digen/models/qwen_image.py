@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen-Image: text to image, as diffusers' `QwenImagePipeline` runs it.
+"""Qwen-Image: text to image, as diffusers' `QwenImagePipeline` runs it. A token is a 2x2 patch of latent positions, so
+both sides of a picture are multiples of 16 px (with the published VAE).
 
-- One frame. A token is a 2x2 patch of latent positions, so packed latents are [tokens, 4 * latent channels]
-  and both sides of a picture are multiples of 16 px (with the published VAE).
-- The pipeline's own methods are used where they work alone: prompt template and encoding, time shift, unpacking. The
-  few lines repeated here from its `__call__` name their source.
+The pipeline's own methods are used where they work alone: prompt template and encoding, time shift, unpacking. The few
+lines repeated here from its `__call__` name their source.
 """
 
 from __future__ import annotations
@@ -43,10 +42,8 @@ MAX_TEXT_TOKENS = 1024
 
 
 def take_one_frame(vae: nn.Module) -> None:
-    """Have a VAE, which gets single frames, [B, C, 1, H, W], compute its causal convolutions as 2D convolutions.
-
-    Frames before the first are zeros, so only the last temporal tap counts; a 3D convolution would multiply the zeros.
-    """
+    """Have a VAE, which gets single frames, [B, C, 1, H, W], compute its causal convolutions as 2D convolutions. Frames
+    before the first are zeros, so only the last temporal tap counts; a 3D convolution would multiply the zeros."""
     for module in vae.modules():
         if isinstance(module, QwenImageCausalConv3d):
             module.forward = partial(_conv_one_frame, module)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen-Image-Edit-Plus (2509): text and one to three images to image, as diffusers' `QwenImageEditPlusPipeline`
-runs it.
+"""Qwen-Image-Edit-Plus (2509): text and one to three images to image, as diffusers' `QwenImageEditPlusPipeline` runs
+it; all else is as in `qwen_image.py`.
 
-- Network, latents, schedule, guidance and decoding are Qwen-Image's (`qwen_image.py`).
-- The network reads the tokens of the picture, then of every image of the prompt (`sources.py`).
-- The language model reads the images too, at about 384 x 384 px, in front of the text.
-- Images are encoded with the prompt, once per content: packed latents of the VAE's most likely encoding.
+The network reads the tokens of the picture, then of every image of the prompt (`sources.py`). The language model reads
+the images too, at about 384 x 384 px, in front of the text.
 """
 
 from __future__ import annotations

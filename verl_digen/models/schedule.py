@@ -14,13 +14,9 @@ from torch import Tensor
 
 
 def flow_sigmas(schedule: Mapping[str, Any], *, num_tokens: int | None = None, **steps: Any) -> Tensor:
-    """Sigmas [T+1] fp32 of `FlowMatchEulerDiscreteScheduler`.
-
-    Args:
-        schedule: the scheduler's config of the checkpoint.
-        num_tokens: latent tokens of a sample, by which the config shifts the schedule (mu), if it does.
-        steps: arguments of its `set_timesteps`.
-    """
+    """Sigmas [T+1] fp32 of `FlowMatchEulerDiscreteScheduler` with the checkpoint's scheduler config and `steps`,
+    arguments of its `set_timesteps`. `num_tokens`: latent tokens of a sample, by which the config shifts the schedule
+    (mu), if it does."""
     scheduler: Any = FlowMatchEulerDiscreteScheduler.from_config(dict(schedule))
     if num_tokens is not None:
         config = scheduler.config

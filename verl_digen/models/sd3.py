@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stable Diffusion 3 and 3.5: text to image, as diffusers' `StableDiffusion3Pipeline` runs it.
 
-- Latents are [C, H/8, W/8]: the network cuts its own 2x2 patches.
-- Three text encoders. Two CLIPs give 77 tokens and a pooled vector, T5 gives 256 tokens; all are read with
-  padding and without a mask, so the padded length is part of the model. The CLIPs read a long prompt's first 77
-  tokens, as in the pipeline, and T5 all of it.
+Latents are [C, H/8, W/8]: the network cuts its own 2x2 patches. Of three text encoders two CLIPs give 77 tokens and a
+pooled vector, T5 gives 256 tokens; all are read with padding and without a mask, so the padded length is part of the
+model. The CLIPs read a long prompt's first 77 tokens, as in the pipeline, and T5 all of it.
 """
 
 from __future__ import annotations

@@ -6,11 +6,9 @@
       -> blocks; in attention each device has all tokens of its share of the heads (diffusers' all-to-all)
       -> velocity, gathered, the same on every device of the group
 
-- Layers, attention and all collectives are diffusers' context parallelism. A plan says where tokens are split
-  and gathered; `ModelSpec.sequence` holds it, or says that the network's class does.
-- A loss of the gathered velocity gives each device the part of the gradient that comes through its own tokens. The
-  group's sum is the gradient of the row, also for layers that every device runs whole, such as the timestep's.
-- Prompts whose length the devices do not divide are padded with tokens that a mask takes out of the attention.
+A loss of the gathered velocity gives each device the part of the gradient that comes through its own tokens. The
+group's sum is the gradient of the row, also for layers that every device runs whole, such as the timestep's. Prompts
+whose length the devices do not divide are padded with tokens that a mask takes out of the attention.
 
 Invariants (tests/models/test_sequence.py, tests/engine/test_sequence.py): the velocity and the sum of the gradients are
 one device's, to 1e-5, with masks and padding, with an adapter and with recomputation.
@@ -91,13 +89,10 @@ def _divisors(count: int, most: int) -> str:
 
 
 def split_networks(model: DiffusionModel, module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make the forwards of `module`'s networks run on one share of the tokens per device of `mesh`.
+    """Make the forwards of `module`'s networks, in peft's wrapper or none, run on one share of the tokens per device of
+    `mesh`, whose dimensions are `MESH_DIMS`. All its devices must run the same forwards on equal rows.
 
     Call it once, after an adapter was added and before FSDP2 shards: hooks belong on the layers that run.
-
-    Args:
-        module: the model's network or experts, in peft's wrapper or none.
-        mesh: dimensions `MESH_DIMS`. All its devices must run the same forwards on equal rows.
     """
     from diffusers.models._modeling_parallel import ContextParallelConfig
 

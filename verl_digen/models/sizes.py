@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one rule for picture and video sizes, and its error messages.
-
-Invariant (tests/models): an error names the config key, the value, and the nearest valid one.
-"""
+"""The one rule for picture and video sizes, and its error messages."""
 
 from __future__ import annotations
 
@@ -12,17 +9,9 @@ from verl_digen.types import Geometry
 def check_size(
     geometry: Geometry, *, title: str, px_multiple: int, max_px: int | None = None, frame_stride: int | None = None
 ) -> None:
-    """Check that a checkpoint can make `geometry`.
-
-    Args:
-        title: the model's name for messages.
-        px_multiple: both sides are multiples of this.
-        max_px: longest side; None for no limit.
-        frame_stride: a video has 1 + k * frame_stride frames; None for an image model.
-
-    Raises:
-        ValueError: names the key, the value and the nearest valid one.
-    """
+    """ValueError, which names the key, the value and the nearest valid one, unless a checkpoint can make `geometry`:
+    both sides are multiples of `px_multiple` of at most `max_px`, and a video has 1 + k * `frame_stride` frames (None
+    for a model of pictures)."""
     if frame_stride is None and geometry.num_frames != 1:
         raise ValueError(
             f"digen.sampling.num_frames must be 1 for {title}, which makes pictures, got {geometry.num_frames}; "

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Networks that read a prompt's images as tokens behind the picture's; and the latents of a video's first frame.
 
-- A condition has "source": packed latents [tokens of all images, channels], images in the order of `Geometry.sources`;
-  none without images.
-- All rows of a forward have one geometry, so that they have images of the same sizes.
-- The velocity at the first tokens is the picture's.
+A condition has "source": packed latents of the VAE's most likely encoding, [tokens of all images, channels], images in
+the order of `Geometry.sources`; none without images. They are encoded with the prompt, once per content. All rows of a
+forward have one geometry, so that they have images of the same sizes.
 """
 
 from __future__ import annotations
@@ -26,14 +25,9 @@ class ReadsImages(DiffusionModel):
     """A base in front of the network's own base: the images' tokens go through that base's `predict`."""
 
     def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
-        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's; in their dtypes.
-
-        Args:
-            encode_prompt: the pipeline's method of this name, or one around it.
-
-        Raises:
-            ValueError: too many images, or one that cannot be read or that the pipeline does not take.
-        """
+        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's, in their dtypes. `encode_prompt`: the
+        pipeline's method of this name, or one around it. ValueError for too many images, or one that cannot be read or
+        that the pipeline does not take."""
         raise NotImplementedError
 
     def encoder_of(self, pipeline: Any, dtype: torch.dtype, device: torch.device, *parts: nn.Module) -> PromptEncoder:

@@ -1,20 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ModelSpec`: the facts about a model that other rooms need, declared once, in the model's own file.
 
-| field | reader |
-| --- | --- |
-| `transformer`, `title`, `example`, `components` | `models/base.py` |
-| `lora_targets` | the model config, where the user names no targets |
-| `flops` | `models/flops.py` |
-| `condition`, `freed`, `encodes_images`, `encodes_in_fp32`, `encoder_parts`, `audio_parts` | `digen plan` |
-| `num_images`, `image_sizes` | the checks of prompt files and of `digen.sampling` |
-| `sequence` | `models/sequence.py` |
-| `selftest` | `digen doctor --selftest` |
-| `dispatches_attention` | the checks of `digen.attention_backend` |
-| `vllm_omni` | `rollout/vllm_omni` and the checks before Ray starts |
-
-Invariants (tests/models/test_spec.py): names of layers, config keys, folders and arguments in a spec match the
-model's own pipeline and network.
+Invariants (tests/models/test_spec.py): names of layers, config keys, folders and arguments in a spec match the model's
+own pipeline and network.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt encoding: one prompt at a time, without truncation.
 
-- Prompts are encoded one by one, so that an embedding does not depend on the other prompts of the call
-  (low-precision kernels differ with the batch's shape).
-- diffusers' pipelines truncate a long prompt and log it; training on a prompt that the network does not see whole
-  teaches the wrong thing, so it is an error here. (A CLIP encoder next to a larger one truncates, as in the pipeline.)
-
-Invariants (tests/models): an embedding is the pipeline's; a prompt of one token too many is an error.
+Prompts are encoded one by one, so that an embedding does not depend on the other prompts of the call (low-precision
+kernels differ with the batch's shape). diffusers' pipelines truncate a long prompt and log it; training on a prompt
+that the network does not see whole teaches the wrong thing, so it is an error here. (A CLIP encoder next to a larger
+one truncates, as in the pipeline.)
 """
 
 from __future__ import annotations
@@ -99,15 +97,8 @@ def chat_text(tokenizer: Any, *, enable_thinking: bool) -> Callable[[str], str]:
 def length_check(
     tokenizer: Any, *, title: str, max_tokens: int, wrap: Callable[[str], str] | None = None
 ) -> Callable[[str], None]:
-    """Check that the encoder reads a whole prompt.
-
-    Args:
-        max_tokens: the limit, special tokens included.
-        wrap: prompt -> text for the tokenizer, e.g. the prompt in a template.
-
-    Returns:
-        Function that raises ValueError for a prompt with more than `max_tokens` tokens.
-    """
+    """Function that raises ValueError for a prompt that the encoder does not read whole: one of more than `max_tokens`,
+    special tokens included. `wrap`: prompt -> text for the tokenizer, e.g. the prompt in a template."""
     in_template = "" if wrap is None or wrap("red") == "red" else " in its template"
 
     def check(prompt: str) -> None:

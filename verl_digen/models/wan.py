@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wan2.1 and Wan2.2: text to video, as diffusers' `WanPipeline` runs them.
 
-- Latents are [C, F, H, W], F = 1 + (frames - 1) / 4 with the published VAEs. One frame is a picture.
 - Text is UMT5's, padded with zeros to 512 tokens which the network reads without a mask; conditions carry only the
   prompt's own tokens.
-- Checkpoints come with a UniPC scheduler. Its sigmas and its whole-numbered timesteps are used; the step is Euler's.
+- Checkpoints come with a UniPC scheduler. A run takes its sigmas and its whole-numbered timesteps.
 - Wan2.2 A14B holds two experts: `transformer` down to the pipeline's `boundary_ratio`, then `transformer_2`. Both have
   the same guidance scale. TI2V-5B (`wan_first_frame.py`) accepts a timestep per token; for text to video all are the
   same, so a row passes one.
@@ -113,8 +112,8 @@ class Wan(VideoModel):
         """[N] the scheduler's timesteps of these sigmas: int64 if it truncates them to whole numbers, else fp32.
 
         It truncates in fp64. From a sigma in fp32 the result is the same, except for the rare timestep that is already
-        whole: one step of the 20,100 in all schedules of up to 200 steps at shift 3, whose timestep is then one
-        more or less.
+        whole: one step of the 20,100 in all schedules of up to 200 steps at shift 3, whose timestep is then one more or
+        less.
         """
         timesteps = super().timesteps(sigmas)
         return timesteps.long() if self._has_whole_timesteps else timesteps

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan2.2 TI2V-5B: video from text, or from text and its first frame.
+"""Wan2.2 TI2V-5B: video from text, as diffusers' `WanPipeline` runs it, or from text and its first frame, as
+`WanImageToVideoPipeline`; all else is as in `wan.py`. The checkpoint's index has `expand_timesteps`.
 
-- Network, text, schedule and decoding are as in `wan.py`; the checkpoint's index has `expand_timesteps`. Without an
-  image a prompt is text to video, as diffusers' `WanPipeline` runs it; with one, `WanImageToVideoPipeline`.
-- The first latent frame is the image's latents at every step. It is given, not sampled: a sample's latents are the
-  other frames [C, F - 1, H, W], so that noise, steps, log-probs, losses and records have no element of it. The network
-  reads it in front of them, with timestep 0 for its tokens (`predict`), and so does the decoder (`completed`).
-- The VAE sees the image at the size of the video, stretched to it. With `digen.sampling.size_from_image` the video has
-  the image's shape, up to a step of 32 px.
+The first latent frame is the image's latents at every step. It is given, not sampled: a sample's latents are the other
+frames [C, F - 1, H, W], so that noise, steps, log-probs, losses and records have no element of it. The network reads it
+in front of them, with timestep 0 for its tokens (`predict`), and so does the decoder (`completed`). The VAE sees the
+image at the size of the video, stretched to it. With `digen.sampling.size_from_image` the video has the image's shape,
+up to a step of 32 px.
 """
 
 from __future__ import annotations

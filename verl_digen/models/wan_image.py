@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wan2.1 and Wan2.2 A14B: image to video, as diffusers' `WanImageToVideoPipeline` runs them.
+"""Wan2.1 and Wan2.2 A14B: image to video, as diffusers' `WanImageToVideoPipeline` runs them; all else is as in
+`wan.py`.
 
-- Schedule, experts, text and decoding are as in text to video (`wan.py`).
-- The network reads, in further channels, the latents of a video whose first frame is the image and whose others are
-  gray, and a mask of that frame. Wan2.1 also attends to the image as CLIP encodes it; Wan2.2 does not.
-- The VAE sees the image at the size of the video, stretched to it; CLIP sees it as it is. With
-  `digen.sampling.size_from_image` the video has the image's shape, up to a step of 16 px.
-- Images are encoded with the prompt, once per content and size: the VAE's most likely encoding, in fp32 like CLIP's.
+The network reads, in further channels, the latents of a video whose first frame is the image and whose others are gray,
+and a mask of that frame. Wan2.1 also attends to the image as CLIP encodes it; Wan2.2 does not. The VAE sees the image
+at the size of the video, stretched to it; CLIP sees it as it is. With `digen.sampling.size_from_image` the video has
+the image's shape, up to a step of 16 px. Images are encoded with the prompt, once per content and size: the VAE's most
+likely encoding, in fp32 like CLIP's.
 """
 
 from __future__ import annotations
@@ -77,11 +77,8 @@ def frame_pipeline(model: Wan, **parts: Any) -> WanImageToVideoPipeline:
 
 def frame_latents(pipeline: Any, inputs: PromptInputs, device: torch.device) -> Tensor:
     """Latents of the image, fp32, as `WanImageToVideoPipeline` gives them to its network: [mask + C, F, H, W] of a
-    video with a mask, or [C, 1, H, W] of the frame alone (`expand_timesteps`).
-
-    Raises:
-        RuntimeError: the inputs do not name the size of the video.
-    """
+    video with a mask, or [C, 1, H, W] of the frame alone (`expand_timesteps`). RuntimeError if the inputs do not name
+    the size of the video."""
     # "5. Prepare latent variables" of WanImageToVideoPipeline.__call__; the noise is not drawn.
     if inputs.size is None:
         raise RuntimeError("inputs with an image must name the size of the video; make them with `inputs_of`")

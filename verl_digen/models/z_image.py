@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Z-Image: text to image, as diffusers' `ZImagePipeline` runs it.
 
-- Latents are [C, H/8, W/8]: the network cuts its own 2x2 patches. It takes lists, one tensor per row, and pads
-  and masks by itself.
-- Its time is reversed: the network's input is 1 - sigma, its output minus the velocity.
-- The scale w of classifier-free guidance is ours, v_neg + w (v_pos - v_neg). The pipeline's `guidance_scale` is
-  w - 1.
+Latents are [C, H/8, W/8]: the network cuts its own 2x2 patches. It takes lists, one tensor per row, and pads and masks
+by itself. Its time is reversed: the network's input is 1 - sigma, its output minus the velocity. The scale w of
+classifier-free guidance is ours, v_neg + w (v_pos - v_neg). The pipeline's `guidance_scale` is w - 1.
 """
 
 from __future__ import annotations

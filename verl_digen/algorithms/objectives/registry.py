@@ -76,12 +76,13 @@ def register_objective(
     shares_noise: bool = False,
     source: Source = "policy",
 ) -> Callable[[LossFn], LossFn]:
-    """Register an objective under `names`, by its loss and the inputs that it needs, at least one.
+    """Register an objective under `names`, by its loss and the inputs that it needs, at least one. The arguments are
+    fields of `Objective` and of its `Loss`; the package lists `columns`, to which `joint.column` is added, and
+    `latents`.
 
-    The arguments are fields of `Objective` and of its `Loss`; the package lists `columns` and `latents`, to which
-    `joint.column` comes. `homogeneous` False is always safe: if the advantage scale needs the whole batch, such a loss
-    waits for the batch. `behaviour` "old" needs settings with a copy of that name. ValueError if a name is taken, or
-    training has no such input.
+    `homogeneous` False is always safe: if the advantage scale needs the whole batch, such a loss waits for the batch.
+    `behaviour` "old" needs settings with a copy of that name. ValueError if a name is taken, or training has no such
+    input.
     """
     if not names or not (columns or latents):
         raise ValueError(

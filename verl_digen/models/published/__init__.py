@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config files of published checkpoints, so that a hub id is planned without a network or a download.
 
-- `index.json`: repository -> pipeline, and per folder its class and the name of a part (null:
-  nothing of the folder is planned, e.g. a tokenizer). `revision` is the repository's, if known.
-- `parts.json`: part -> config, the source of its text (`source`), and what its size was compared with
-  (`check`).
-- The folder made here has configs only. It is a checkpoint for code that reads no weights.
-
-Invariant (tests/plan/test_published.py): every repository is a checkpoint that our model files read, and its
-networks have the published number of parameters.
+`index.json` has, by repository, the pipeline, and per folder its class and the name of a part (null: nothing of the
+folder is planned, e.g. a tokenizer). `parts.json` has, by part, its config, the source of its text (`source`), and what
+its size was compared with (`check`).
 """
 
 from __future__ import annotations

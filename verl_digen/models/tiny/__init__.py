@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints with random weights in the diffusers format: every part of the real one, built in a second.
+"""Tiny checkpoints with random weights in the diffusers format: every part of the real one, built in a second, for
+checks of numerics without a download.
 
-- Use: checks of numerics without a download. Pictures are noise.
-- Weights are drawn wide enough that a velocity measurably depends on the prompt, on sigma and on every position;
-  otherwise a comparison could not fail.
-
-Invariant (tests/models/test_parity.py): the same seed gives the same weights; a change of 1 % in one block's weights
-moves the velocity by far more than the tolerance of the comparisons.
+Weights are drawn wide enough that a velocity measurably depends on the prompt, on sigma and on every position;
+otherwise a comparison could not fail.
 """
 
 from __future__ import annotations
@@ -35,11 +32,8 @@ BUILDERS: dict[str, str] = {
     "wan2.2_ti2v_5b_i2v": "verl_digen.models.tiny.wan_image:make_2_2_ti2v_5b",
     "z_image": "verl_digen.models.tiny.z_image:make",
 }
-"""Name -> "module:function" that builds the diffusers pipeline.
-
-Not part of `ModelSpec`: it is data of the tests and the self-test, a model may have several tiny checkpoints, and
-`digen doctor --selftest` lists the names without importing torch.
-"""
+"""Name -> "module:function" that builds the diffusers pipeline. `digen doctor --selftest` lists the names without
+importing torch."""
 
 
 def build_tiny(name: str, path: str | Path, seed: int = 0) -> Path:

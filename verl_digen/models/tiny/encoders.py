@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny tokenizers, with or without training on a few sentences, and tiny encoders of texts and pictures with random
-weights, and their processors, which need PIL alone.
+weights, and their processors, which need PIL alone. Different words have different tokens, in the corpus or not.
 
-- `Any` stands where diffusers annotates another class than its pipelines accept.
-
-Invariant (tests/models/test_parity.py): different words have different tokens, in the corpus or not.
+`Any` stands where diffusers annotates another class than its pipelines accept.
 """
 
 from __future__ import annotations

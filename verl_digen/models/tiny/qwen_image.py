@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny Qwen-Image.
-
-8x8 px per latent position and 2x2 positions per token, as in the real model: 64x64 px are latents [16, 16].
-"""
+"""A tiny Qwen-Image: 8x8 px per latent position and 2x2 positions per token, so 64x64 px are latents [16, 16]."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights that make a tiny network sensitive to all its inputs.
-
-Invariant (tests/models/test_parity.py): no weight keeps a constructor's zeros, which would hide the effect of
-earlier layers.
-"""
+"""Random weights that make a tiny network sensitive to all its inputs: no weight keeps a constructor's zeros, which
+would hide the effect of earlier layers."""
 
 from __future__ import annotations
 
