@@ -22,7 +22,7 @@ RFC_NAMES = {
     "DiffusionRewardLoopWorker": "reward.manager",
     "DiffusionRewardManager": "reward.manager",
     "DiffusersFSDPEngine": "engine.engine",
-    "vLLMOmniReplica": "rollout.vllm_omni.replica",
+    "vLLMOmniReplica": "rollout.vllm_omni.server",
     "vLLMOmniHttpServer": "rollout.vllm_omni.server",
     "vLLMOmniHttpServerBase": "rollout.vllm_omni.server",
     "vLLMOmniServerAdapter": "rollout.vllm_omni.adapter",

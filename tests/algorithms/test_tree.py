@@ -17,15 +17,16 @@ STEPS = range(12)
 
 @pytest.mark.parametrize("tree", [Tree((0, 3, 6, 9), 2), Tree((2, 5), 3), Tree((4,), 5)])
 def test_leaves_share_nodes_up_to_their_split_and_never_again(tree: Tree):
-    for one in range(tree.num_leaves):
+    num_leaves = tree.factor ** len(tree.splits)
+    for one in range(num_leaves):
         for other in range(one):
             shared = [tree.node(one, step) == tree.node(other, step) for step in STEPS]
             split = shared.index(False)
             assert split in tree.splits and not any(shared[split:])
     for step in STEPS:
-        nodes = [tree.node(leaf, step) for leaf in range(tree.num_leaves)]
+        nodes = [tree.node(leaf, step) for leaf in range(num_leaves)]
         assert nodes == sorted(nodes)  # depth first: a range of samples is made of whole subtrees
-        assert {nodes.count(node) for node in nodes} == {tree.num_leaves // tree.num_edges([step])}
+        assert {nodes.count(node) for node in nodes} == {num_leaves // tree.num_edges([step])}
         assert all(tree.node(node, step) == node for node in nodes)
 
 

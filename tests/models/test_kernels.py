@@ -12,7 +12,7 @@ from tests.grid import in_grid
 from tests.models.cases import CASES, PROMPTS, Loaded
 from verl_digen.models import kernels
 from verl_digen.models.checkpoint import networks_of
-from verl_digen.models.kernels import block_classes, compute_exactly, set_kernels
+from verl_digen.models.kernels import compute_exactly, repeated_blocks, set_kernels
 
 ONE = (PROMPTS[0], PROMPTS[0], PROMPTS[0])
 
@@ -128,8 +128,8 @@ def test_texts_are_kept_apart_for_a_kernel_without_masks(loaded: Loaded):
 def test_blocks_that_are_compiled_hold_no_other_one(loaded: Loaded):
     network = loaded.model.load_transformer(torch.float32, meta=True)
     first: Any = network.get_submodule(loaded.model.experts[0]) if len(loaded.model.experts) > 1 else network
-    names = block_classes(first)
-    blocks = [module for module in first.modules() if type(module).__name__ in names]
+    blocks = repeated_blocks(first)
+    names = {type(block).__name__ for block in blocks}
     assert blocks
     for block in blocks:
         assert [type(inner).__name__ for inner in block.modules() if type(inner).__name__ in names] == [

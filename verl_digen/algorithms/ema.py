@@ -52,6 +52,6 @@ def ema_decay(k: int, max_decay: float) -> float:
 
 @torch.no_grad()
 def ema_update_(ema_tensors: Iterable[Tensor], tensors: Iterable[Tensor], decay: float) -> None:
-    """Move each EMA tensor, or shard of one, towards its weight, in place; the weight is cast to its dtype and device."""
+    """Move each EMA tensor, or shard, towards its weight, in place; the weight is cast to its dtype and device."""
     for ema, tensor in zip(ema_tensors, tensors, strict=True):
         ema.lerp_(tensor.to(ema.device, ema.dtype), 1 - decay)

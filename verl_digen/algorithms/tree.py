@@ -41,11 +41,6 @@ class Tree:
     """Denoise steps at which every node gets `factor` children, ascending."""
     factor: int
 
-    @property
-    def num_leaves(self) -> int:
-        """factor ^ splits."""
-        return self.factor ** len(self.splits)
-
     def node(self, leaf: int, step: int) -> int:
         """First leaf of the node that `step` leads to, on the way to `leaf`."""
         return leaf - leaf % self.factor ** sum(split > step for split in self.splits)

@@ -72,20 +72,18 @@ def compute_exactly(dtype: torch.dtype) -> None:
         torch.set_float32_matmul_precision("highest")
 
 
-def block_classes(network: Any) -> frozenset[str]:
-    """Class names of the blocks that repeat: those that diffusers names for compilation, else those it keeps whole on a
-    device (Stable Diffusion 3.5)."""
-    return frozenset(getattr(network, "_repeated_blocks", None) or network._no_split_modules)
+def repeated_blocks(network: Any) -> list[nn.Module]:
+    """The blocks that repeat: those that diffusers names for compilation, else those it keeps whole on a device (Stable
+    Diffusion 3.5)."""
+    names = frozenset(getattr(network, "_repeated_blocks", None) or network._no_split_modules)
+    return [module for module in network.modules() if type(module).__name__ in names]
 
 
 def repeated_linears(module: nn.Module) -> list[nn.Linear]:
     """Linear layers of the blocks that repeat, in all networks of `module`, each once."""
-    found: dict[int, nn.Linear] = {}
-    for network in networks_of(module):
-        names = block_classes(network)
-        for block in (one for one in network.modules() if type(one).__name__ in names):
-            found |= {id(layer): layer for layer in block.modules() if type(layer) is nn.Linear}
-    return list(found.values())
+    blocks = (block for network in networks_of(module) for block in repeated_blocks(network))
+    layers = (layer for block in blocks for layer in block.modules() if type(layer) is nn.Linear)
+    return list(dict.fromkeys(layers))
 
 
 def _compile_blocks(network: nn.Module) -> int:
@@ -98,8 +96,7 @@ def _compile_blocks(network: nn.Module) -> int:
     # a tile's terms with and without advantages have two backwards of one graph (`engine/transaction.py`)
     functorch.donated_buffer = False
     inductor.emulate_precision_casts = True
-    names = block_classes(network)
-    blocks = [module for module in network.modules() if type(module).__name__ in names]
+    blocks = repeated_blocks(network)
     for block in blocks:
         block.forward = torch.compile(block.forward, backend=COMPILER)
     return len(blocks)

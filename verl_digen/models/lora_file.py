@@ -84,7 +84,7 @@ def read_lora_file(file: Path, model: DiffusionModel) -> LoraFile:
 
 
 def check_lora_file(file: Path, model: DiffusionModel, network: nn.Module) -> None:
-    """ValueError, which names some that are not, unless every tensor of a file is used, each in a layer of `network`."""
+    """ValueError, which names some that are not, unless every tensor of a file is used in a layer of `network`."""
     tensors = _load(file)
     pairs = _pairs(file, tensors, model)
     layers = dict(network.named_modules())

@@ -36,8 +36,6 @@ from verl_digen.types import Condition, Geometry
 
 MARK_TOKENS = 2
 """Tokens beside an image's own in the text: the marks around it."""
-
-
 MAX_IMAGES = 3
 """Images that the 2509 checkpoint was made for, says its model card."""
 LABEL_TOKENS = 7
@@ -103,8 +101,7 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
 
     def pipeline_parts(self) -> dict[str, Any]:
         """The processor, which prepares images with PIL whether torchvision is installed or not."""
-        images = Qwen2VLImageProcessorPil.from_pretrained(self.path / "processor")
-        return {"processor": PictureProcessor(images, self.load_tokenizer("tokenizer"))}
+        return {"processor": PictureProcessor(self._vision, self.load_tokenizer("tokenizer"))}
 
     # -- the shape of the problem -------------------------------------------------------------------------
     def num_image_text_tokens(self, geometry: Geometry) -> int:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ MAX_TEXT_TOKENS = 512
 """Tokens to which every prompt is padded for the network; the pipeline's default."""
 # "" is the timestep per token of TI2V-5B, which gets one per row
 SEQUENCE = SequenceLayout(splits_prompts=False, unsplit=("",))
+
+
+def encode_text(pipeline: Any, device: torch.device, prompt: str) -> Condition:
+    """{"embeds": [L, D]} of a prompt by a pipeline of Wan, without the padding."""
+    embeds, _ = pipeline.encode_prompt(
+        prompt, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=device
+    )
+    return {"embeds": embeds[0, : len(pipeline.tokenizer(prompt_clean(prompt)).input_ids)]}
 
 
 class Wan(VideoModel):
@@ -81,12 +90,7 @@ class Wan(VideoModel):
             self.path, transformer=None, transformer_2=None, vae=None, scheduler=None, dtype=dtype
         )
 
-        def encode(prompt: str) -> Condition:
-            embeds, _ = pipeline.encode_prompt(
-                prompt, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=device
-            )
-            return {"embeds": embeds[0, : len(pipeline.tokenizer(prompt_clean(prompt)).input_ids)]}
-
+        encode = partial(encode_text, pipeline, device)
         return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:

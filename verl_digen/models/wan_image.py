@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.pipelines.wan.pipeline_wan_i2v import WanImageToVideoPipeline
 from torch import Tensor, nn
 from transformers import CLIPVisionConfig
@@ -30,7 +29,7 @@ from verl_digen.models.checkpoint import check_components
 from verl_digen.models.sources import frame_of
 from verl_digen.models.spec import FlopsLayout, VllmOmniServing
 from verl_digen.models.text import one_by_one
-from verl_digen.models.wan import MAX_TEXT_TOKENS, Wan
+from verl_digen.models.wan import Wan, encode_text
 from verl_digen.types import Condition, Geometry
 
 
@@ -56,10 +55,7 @@ def load_frame_encoder(
     modules = [pipeline.text_encoder, pipeline.vae, *(getattr(pipeline, name) for name in parts)]
 
     def encode(inputs: PromptInputs) -> Condition:
-        embeds, _ = pipeline.encode_prompt(
-            inputs.text, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=device
-        )
-        condition = {"embeds": embeds[0, : len(pipeline.tokenizer(prompt_clean(inputs.text)).input_ids)]}
+        condition = encode_text(pipeline, device, inputs.text)
         if inputs.images:
             added = encode_image(pipeline, inputs, device)
             condition |= {name: tensor.to(dtype) for name, tensor in added.items()}

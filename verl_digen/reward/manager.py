@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's reward loop with pictures: its manager and workers, the reward manager, and the worker of a reward's own pool."""
+"""verl's reward loop with pictures: manager, workers, the reward manager, and the worker of a reward's own pool."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ def size_of(height: int, width: int, *, min_pixels: int, max_pixels: int) -> tup
     return smart_resize(height, width, factor=FACTOR, min_pixels=min_pixels, max_pixels=max_pixels)
 
 
-def scaled_picture(frame: NDArray[np.uint8], *, min_pixels: int, max_pixels: int) -> NDArray[np.uint8]:
-    """A frame [H, W, 3] scaled by Pillow's bicubic filter, as `qwen_vl_utils` scales pictures."""
-    height, width = size_of(*frame.shape[:2], min_pixels=min_pixels, max_pixels=max_pixels)
+def scaled_picture(frame: NDArray[np.uint8], num_pixels: int) -> NDArray[np.uint8]:
+    """A frame [H, W, 3] scaled to about `num_pixels` by Pillow's bicubic filter, as `qwen_vl_utils` scales pictures."""
+    height, width = size_of(*frame.shape[:2], min_pixels=num_pixels, max_pixels=num_pixels)
     return np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC))
 
 

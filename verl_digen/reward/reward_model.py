@@ -32,11 +32,6 @@ class ServedModel:
     router: str
     """"host:port" of verl's router, which passes a request to one of them."""
 
-    @property
-    def urls(self) -> list[str]:
-        """URL of each server."""
-        return [f"http://{address}" for address in self.addresses]
-
 
 UNKNOWN = ServedModel(("reward-model:1",), "reward-model:1")
 """Servers that do not run yet, for checks of what asks them."""
@@ -76,5 +71,6 @@ def connected(entry: RewardEntry, served: ServedModel | None) -> RewardEntry:
     """
     if served is None or not asks_reward_model(entry):
         return entry
-    own = {ROUTER: served.router} if issubclass(find(entry), FunctionReward) else {"url": served.urls}
+    urls = [f"http://{address}" for address in served.addresses]
+    own = {ROUTER: served.router} if issubclass(find(entry), FunctionReward) else {"url": urls}
     return replace(entry, arguments={**entry.arguments, **own})

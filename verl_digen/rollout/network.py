@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from verl.plugin.platform import get_platform
 from verl.utils.torch_dtypes import PrecisionType
 
@@ -28,12 +27,10 @@ class LoadedNetwork:
     """A network on its device."""
 
     model: DiffusionModel
-    transformer: nn.Module
-    """Result of `DiffusionModel.load_transformer`; an adapter is added to its layers."""
+    dtype: torch.dtype
+    device: torch.device
     weights: WeightReceiver
     """Holds the network in peft's wrapper, if there is an adapter."""
-    device: torch.device
-    dtype: torch.dtype
     fp8: Fp8Layers
     """Copies of the network's layers, made at their first use."""
 
@@ -74,7 +71,7 @@ def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:
     if digen.sampling.outside.fp8:
         require_fp8(fp8, device)
     weights = WeightReceiver(transformer, model_config.adapter_config())
-    return LoadedNetwork(model, transformer, weights, device, dtype, fp8)
+    return LoadedNetwork(*checkpoint, weights, fp8)
 
 
 class Intake:

@@ -39,7 +39,7 @@ REPLICAS = {
         "verl_digen.rollout.replica.DiffusersReplica", "verl_digen.rollout.replica.DiffusersServerAdapter"
     ),
     "vllm_omni": ReplicaEntry(
-        "verl_digen.rollout.vllm_omni.replica.vLLMOmniReplica",
+        "verl_digen.rollout.vllm_omni.server.vLLMOmniReplica",
         "verl_digen.rollout.vllm_omni.adapter.vLLMOmniServerAdapter",
     ),
 }

@@ -7,7 +7,7 @@ Policies besides the one that trains follow from the names of the inputs: a loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,12 +53,6 @@ def policy_output(name: str) -> tuple[str, str] | None:
     """(policy, its output) of an input: `old_mean` is the output `mean` of policy `old`; None for other inputs."""
     policy, _, output = name.rpartition("_")
     return (policy, output) if policy and output in OUTPUTS["path"] else None
-
-
-def latents_of(points: Points, policies: Iterable[str]) -> tuple[str, ...]:
-    """Inputs [N, ...] that rows of these points have, with inputs of further `policies`."""
-    outputs = OUTPUTS[points]
-    return (*RECORDED[points], *outputs, *(f"{policy}_{output}" for policy in policies for output in outputs))
 
 
 @dataclass(frozen=True)
@@ -192,7 +186,9 @@ class Objective:
             "change one of them",
         )
         made = () if self.joint is None else (self.joint.column,)
-        known_latents = latents_of(self.points, {*POLICIES, *settings.copies})
+        outputs, policies = OUTPUTS[self.points], {*POLICIES, *settings.copies}
+        of_policies = (f"{policy}_{output}" for policy in policies for output in outputs)
+        known_latents = (*RECORDED[self.points], *outputs, *of_policies)
         for argument, given, known in (
             ("columns", self.loss.columns_for(settings), (*COLUMNS[self.points], *made)),
             ("latents", self.loss.latents_for(settings), known_latents),

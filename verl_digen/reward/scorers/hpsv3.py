@@ -27,7 +27,7 @@ from verl_digen.reward.qwen_regressor import FACTOR, Question, QwenConfig, QwenR
 from verl_digen.types import RewardInput
 
 PIXELS = 256 * FACTOR * FACTOR
-"""Pixels of a scaled picture, least and most."""
+"""Pixels of a scaled picture."""
 TOKEN = "<|Reward|>"
 WEIGHTS = "HPSv3.safetensors"
 INSTRUCTION = """
@@ -90,7 +90,7 @@ class HPSv3(Reward):
         for number, sample in enumerate(batch):
             text = INSTRUCTION.format(prompt=sample.row.text) + ENDING
             for frame in frames_of(sample.pixels, self.config.num_frames):
-                picture = scaled_picture(frame, min_pixels=PIXELS, max_pixels=PIXELS)
+                picture = scaled_picture(frame, PIXELS)
                 questions.append(Question(patches_of(picture[None]), is_video=False, text=text))
                 owners.append(number)
         values = np.concatenate(

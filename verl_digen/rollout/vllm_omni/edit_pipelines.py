@@ -73,12 +73,6 @@ class EditRecording(EncodesImages):
         embeds = condition["embeds"].unsqueeze(0)
         return embeds, torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
 
-    @property
-    def _recording(self) -> Recording:
-        assert self._schedule is not None
-        (recording,) = self._schedule.recordings
-        return recording
-
     # -- vLLM-Omni's --------------------------------------------------------------------------------------
     def prepare_latents(self, images: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         """Latents before the first step and of the images: while a recorded request runs, its own."""

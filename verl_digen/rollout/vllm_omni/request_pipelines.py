@@ -103,12 +103,14 @@ class HandsOverEncoded(RequestRecordingMixin):
     def _pipelines_encode_prompt(self) -> Callable[..., Any]:
         return super().encode_prompt  # type: ignore[misc]
 
-    def _conditions_of_request(self, **arguments: Any) -> tuple[Any, ...]:
+    @property
+    def _recording(self) -> Recording:
+        """The request that runs alone."""
         assert self._schedule is not None
         (recording,) = self._schedule.recordings
-        return self.encoded(recording)
+        return recording
 
-    def encoded(self, recording: Recording) -> tuple[Any, ...]:
+    def _conditions_of_request(self, **arguments: Any) -> tuple[Any, ...]:
         """The conditions in the form that the pipeline's `encode_prompt` returns."""
         raise NotImplementedError
 
@@ -129,9 +131,9 @@ class ZImageRecording(HandsOverEncoded):
         )
         return {"embeds": embeds}
 
-    def encoded(self, recording: Recording) -> tuple[Any, ...]:
-        negative = recording.negative_condition
-        return [recording.condition["embeds"]], [] if negative is None else [negative["embeds"]]
+    def _conditions_of_request(self, **arguments: Any) -> tuple[Any, ...]:
+        negative = self._recording.negative_condition
+        return [self._recording.condition["embeds"]], [] if negative is None else [negative["embeds"]]
 
     def set_guidance(self, params: OmniDiffusionSamplingParams, sampling: Sampling) -> None:
         params.guidance_scale = sampling.true_cfg_scale - 1.0
@@ -154,10 +156,10 @@ class HunyuanVideo15Recording(HandsOverEncoded):
         condition = {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
         return condition | dict(items)
 
-    def encoded(self, recording: Recording) -> tuple[Any, ...]:
+    def _conditions_of_request(self, **arguments: Any) -> tuple[Any, ...]:
         """Tokens and masks of prompt and glyphs, then of the negative prompt."""
         given: list[Tensor | None] = []
-        for condition in (recording.condition, recording.negative_condition):
+        for condition in (self._recording.condition, self._recording.negative_condition):
             for name in ("embeds", "glyphs"):
                 tokens = None if condition is None else condition[name].unsqueeze(0)
                 given += [tokens, None if tokens is None else torch.ones_like(tokens[..., 0])]

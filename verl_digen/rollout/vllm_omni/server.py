@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server actor of a `vllm_omni` replica: verl's vLLM server, with vLLM-Omni's engine behind its methods.
+"""A `vllm_omni` replica and its server actor: verl's vLLM server, with vLLM-Omni's engine behind its methods.
 
 - One device: the engine runs in this process. More (tensor parallel): its workers are separate processes, which
   rendezvous on a loopback port (`worker.loopback_store`). No other port is opened.
@@ -27,7 +27,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.replica import RolloutMode
-from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 from vllm.lora.request import LoRARequest
 from vllm_omni.entrypoints.async_omni import AsyncOmni
 
@@ -35,7 +35,7 @@ from verl_digen.hardware.transfers import send_as_bytes
 from verl_digen.models import load_model
 from verl_digen.models.text import only_text
 from verl_digen.processes.bundles import outcomes
-from verl_digen.rollout.birth import SeenDevice, cpu_threads, drop_launcher_variables
+from verl_digen.rollout.birth import BornOnDevices, PlacedReplica, SeenDevice, cpu_threads, drop_launcher_variables
 from verl_digen.rollout.vllm_omni.arguments import check_taken, engine_arguments
 from verl_digen.rollout.vllm_omni.recorder import RECORDED
 from verl_digen.rollout.vllm_omni.requests import (
@@ -390,3 +390,28 @@ def _check_acknowledged(acks: list[Any], what: str, replica_rank: int) -> None:
     errors = [ack.error_msg for ack in acks if ack.status != "SUCCESS"]
     if errors or not acks:
         raise RuntimeError(f"replica {replica_rank} did not {what}: {'; '.join(map(str, errors)) or 'no answer'}")
+
+
+SERVER_PREFIX = "vllm_omni_"
+"""Prefix of the server names that verl uses; `ServerAdapter` looks them up by `{rollout.name}_`."""
+
+
+class vLLMOmniReplica(PlacedReplica, vLLMReplica):
+    """A replica of `actor_rollout_ref.rollout.tensor_model_parallel_size` devices on one node."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.nnodes != 1:
+            raise ValueError(
+                "actor_rollout_ref.rollout.tensor_model_parallel_size must fit one node with "
+                f"actor_rollout_ref.rollout.name=vllm_omni, got {self.world_size} devices on {self.nnodes}; lower it"
+            )
+        self.server_class = BornOnDevices(vLLMOmniHttpServer)
+
+    async def launch_servers(self) -> None:
+        """Run verl's method, then check the devices that the engine's workers found."""
+        await super().launch_servers()
+        await self.require_devices(await self.servers[0].visible_devices.remote())
+
+    def _get_server_name_prefix(self) -> str:
+        return SERVER_PREFIX
