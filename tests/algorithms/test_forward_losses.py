@@ -13,7 +13,14 @@ from torch import Tensor
 
 from tests.forward_losses import slow_loss
 from verl_digen.algorithms.metric import numbers
-from verl_digen.algorithms.objectives import best_and_worst, default_config, find_objective, policy_loss
+from verl_digen.algorithms.objectives import (
+    JointRows,
+    LossOutput,
+    best_and_worst,
+    default_config,
+    find_objective,
+    policy_loss,
+)
 from verl_digen.algorithms.objectives.awm import surrogate
 from verl_digen.algorithms.objectives.preference import preferred_pair
 from verl_digen.algorithms.rows import LossInputs
@@ -33,6 +40,18 @@ def inputs_of(oracle: dict[str, Any], **columns: Any) -> dict[str, Tensor]:
     found = {ours: torch.from_numpy(oracle[there]) for ours, there in names.items()}
     found["velocity"].requires_grad_()
     return found | {name: torch.as_tensor(value) for name, value in columns.items()}
+
+
+def loss_of(name: str, inputs: dict[str, Tensor], config: Any) -> LossOutput:
+    """`policy_loss` of all rows of a batch, with the joint column of the rows' ids."""
+    if (joint := find_objective(name).joint) is None:
+        return policy_loss(name, inputs, config)
+    with torch.no_grad():
+        rows = LossInputs.check(name, inputs, columns=("advantage", *joint.columns), latents=joint.latents)
+        places, points = torch.arange(len(rows.is_row)), torch.zeros(len(rows.is_row), dtype=torch.int64)
+        ids = inputs.get("sample", places), inputs.get("group", places), inputs.get("point", points)
+        column = joint.combine(JointRows(joint.scalar(rows), *ids, rows["advantage"]), config)
+    return policy_loss(name, inputs | {joint.column: column}, config)
 
 
 def assert_agrees(loss: Tensor, velocity: Tensor, value: Any, gradient: Any) -> None:
@@ -77,7 +96,7 @@ def test_awm_s_average_follows_by_its_schedule(name: str, copy: str):
 def test_dgpo_agrees_with_its_code():
     oracle = oracle_of("dgpo")
     inputs = inputs_of(oracle, advantage=oracle["advantages"], group=oracle["groups"])
-    output = policy_loss("dgpo", inputs, default_config("dgpo"))
+    output = loss_of("dgpo", inputs, default_config("dgpo"))
     kl = (inputs["velocity"] - inputs["reference_velocity"]).square().mean()  # digen.kl
     assert output.loss.item() == pytest.approx(oracle["case_ocr_cfg_dgpo_loss"].item(), rel=1e-6)
     loss = output.loss + 0.02 * kl
@@ -95,7 +114,7 @@ def test_losses_of_pairs_agree_with_their_code(name: str):
     """Adjacent rows are a pair, the chosen one first; the second pair is a tie that the code trains all the same."""
     oracle = oracle_of("online_dpo")
     inputs = inputs_of(oracle, advantage=[1.0, -1.0] * 3, group=[0, 0, 1, 1, 2, 2])
-    output = policy_loss(name, inputs, replace(default_config(name), beta=100.0))
+    output = loss_of(name, inputs, replace(default_config(name), beta=100.0))
     assert_agrees(output.loss, inputs["velocity"], oracle["beta100_loss"], oracle["beta100_dloss_dv"])
     assert numbers(output.metrics)["implicit_accuracy"] == pytest.approx(oracle["beta100_implicit_acc"].item())
 
@@ -136,7 +155,7 @@ def some_rows() -> dict[str, Tensor]:
 def test_loss_and_gradient_are_those_of_the_formula(name: str, settings: dict[str, Any]):
     inputs, config = some_rows(), replace(default_config(name), **settings)
     velocity = inputs["velocity"].requires_grad_()
-    output = policy_loss(name, inputs, config)
+    output = loss_of(name, inputs, config)
     (found,) = torch.autograd.grad(output.loss, velocity)
     rows = [
         {key: int(value[row]) if key in ("group", "sample", "point") else value[row] for key, value in inputs.items()}
@@ -150,41 +169,15 @@ def test_loss_and_gradient_are_those_of_the_formula(name: str, settings: dict[st
         assert 0 < numbers(output.metrics)["clip_fraction"] < 1
 
 
-@pytest.mark.parametrize("name", ["dgpo", "online_dpo", "offline_dpo"])
-def test_a_joint_column_is_made_of_unmasked_rows_and_has_no_gradient(name: str):
-    inputs, config = some_rows(), default_config(name)
-    joint = find_objective(name).joint
-    assert joint is not None
-    plain = policy_loss(name, inputs, config)
-    order = torch.tensor([7, 0, 12, 4, 9, 2, 13, 11, 5, 1, 8, 3, 10, 6])
-    padded = {key: torch.cat([value, value[:2]])[order] for key, value in inputs.items()}
-    mask = order < 12
-    padded["group"][~mask] = 0
-    padded["advantage"][~mask] = math.nan
-    shuffled = policy_loss(name, padded | {"mask": mask}, config)
-    torch.testing.assert_close(shuffled.loss, plain.loss)
-    assert numbers(shuffled.metrics) == pytest.approx(numbers(plain.metrics), rel=1e-5)
-    by_names = inputs | {"group": torch.tensor([40, -7])[inputs["group"]], "point": inputs["point"] * 5}
-    torch.testing.assert_close(policy_loss(name, by_names, config).loss, plain.loss)
-
-
-def test_gspo_s_column_is_made_of_trajectories():
-    inputs = {
-        "log_prob": torch.tensor([1.0, 3.0, 5.0]),
-        "behaviour_log_prob": torch.zeros(3),
-        "advantage": torch.ones(3),
-    }
-    config = default_config("gspo")
-    made = policy_loss("gspo", inputs | {"sample": torch.tensor([7, 7, 2])}, config)
-    given = policy_loss("gspo", inputs | {"trajectory_log_ratio": torch.tensor([2.0, 2.0, 5.0])}, config)
-    assert made.loss == given.loss
-
-
 @pytest.mark.parametrize("name", ["awm", "awm_off_policy", "dgpo", "online_dpo", "offline_dpo"])
 def test_a_missing_input_is_an_error_that_names_what_is_there(name: str):
     inputs, config = some_rows(), default_config(name)
-    needed = [*find_objective(name).latents_for(config), "advantage"]
-    needed += ["sigma"] if name.startswith("awm") else ["group"]
+    needed = [*find_objective(name).loss.latents_for(config), "advantage"]
+    if (joint := find_objective(name).joint) is None:
+        needed.append("sigma")
+    else:
+        inputs[joint.column] = torch.ones(12)
+        needed.append(joint.column)
     for missing in dict.fromkeys(needed):
         rest = {key: value for key, value in inputs.items() if key != missing}
         with pytest.raises(ValueError, match=rf"policy loss '{name}' needs .*{missing}.*; its inputs hold .*point"):
@@ -197,7 +190,7 @@ def test_a_pair_is_two_rows_with_opposite_signs():
     inputs, config = some_rows(), default_config("online_dpo")
     for wrong in ({"advantage": inputs["advantage"].abs()}, {"point": torch.zeros(12, dtype=torch.int64)}):
         with pytest.raises(ValueError, match=r"a loss of preference pairs needs two rows of each group at a point"):
-            policy_loss("online_dpo", inputs | wrong, config)
+            loss_of("online_dpo", inputs | wrong, config)
 
 
 def test_samples_are_chosen_by_reward():

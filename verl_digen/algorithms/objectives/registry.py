@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from verl_digen.algorithms.objectives.config import ClampedConfig, LossConfig
 from verl_digen.algorithms.objectives.objective import (
     Joint,
-    JointRows,
     Loss,
     Objective,
     Points,
@@ -22,39 +20,6 @@ from verl_digen.algorithms.objectives.objective import (
     all_samples,
 )
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-
-
-def with_joint_column(
-    joint: Joint, consumer: str, inputs: Mapping[str, Tensor], config: LossConfig
-) -> dict[str, Tensor]:
-    """Copy of `inputs` (of `policy_loss`) with the joint column [N], without gradient; rows under the mask take no
-    part. Errors name the `consumer`."""
-    wanted = "group" if joint.needs_groups else "sample"
-    missing = [name for name in (wanted, "advantage", *joint.columns, *joint.latents) if name not in inputs]
-    if missing:
-        there = ", ".join(inputs) or "nothing"
-        raise ValueError(
-            f"{consumer} needs {joint.column}, or {', '.join(missing)} to make it of; its inputs hold {there}"
-        )
-    ids = [name for name in ("group", "sample", "point") if name in inputs]
-    columns = tuple(dict.fromkeys(("advantage", *joint.columns, *ids)))
-    with torch.no_grad():
-        rows = LossInputs.check(consumer, inputs, columns=columns, latents=joint.latents)
-        place = rows.is_row.nonzero()[:, 0]
-        number = torch.arange(len(rows.is_row), device=place.device)
-        numbers = {"group": number, "sample": number, "point": torch.zeros_like(number)}
-        numbers |= {name: inputs[name].to(place.device).unique(return_inverse=True)[1] for name in ids}
-        found = JointRows(
-            scalars=joint.scalar(rows)[place],
-            samples=numbers["sample"][place],
-            groups=numbers["group"][place],
-            points=numbers["point"][place],
-            advantages=rows["advantage"][place],
-        )
-        column = torch.ones_like(rows["advantage"])
-        column[place] = joint.combine(found, config).to(column)
-    return {**inputs, joint.column: column}
-
 
 LossFn = Callable[[LossInputs, Any], LossOutput]
 
@@ -123,26 +88,15 @@ def default_config(name: str) -> Any:
 def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> LossOutput:
     """Loss `name` of N rows, as their share of the logical batch's mean.
 
-    Args:
-        inputs: those that `find_objective(name).loss.inputs_for(config)` lists; optionally `mask` and `num_rows`, see
-            `LossInputs.check`. A joint column may be left out where these are all of its rows; it is then made from ids
-            [N], `group` if a group's rows train together, else `sample`, and `point` if a sample has several rows.
-        config: settings of the loss, as `default_config(name)` makes them.
-
-    Raises:
-        ValueError: unknown loss; settings of another loss; an input is missing or misshapen.
+    `inputs` holds those that `find_objective(name).loss.inputs_for(config)` lists, a joint column among them;
+    optionally `mask` and `num_rows`, see `LossInputs.check`. `config`: settings of the loss, as `default_config(name)`
+    makes them. ValueError for an unknown loss, settings of another loss, or an input that is missing or misshapen.
     """
-    objective = find_objective(name)
-    loss, joint = objective.loss, objective.joint
+    loss = find_objective(name).loss
     if not isinstance(config, loss.config):
         raise ValueError(
             f"policy loss {name!r} needs settings of type {loss.config.__name__}, got {type(config).__name__}; "
             f"begin with default_config({name!r})"
         )
-    others = {*loss.inputs_for(config)} - ({joint.column} if joint is not None else set())
-    if joint is not None and joint.column not in inputs and others <= inputs.keys():
-        inputs = with_joint_column(joint, f"policy loss {name!r}", inputs, config)
-    latents = loss.latents_for(config)
-    return loss.compute(
-        LossInputs.check(f"policy loss {name!r}", inputs, columns=loss.columns_for(config), latents=latents), config
-    )
+    columns, latents = loss.columns_for(config), loss.latents_for(config)
+    return loss.compute(LossInputs.check(f"policy loss {name!r}", inputs, columns=columns, latents=latents), config)
