@@ -40,7 +40,7 @@ from verl_digen import (
 )
 from verl_digen.agent_loop.manager import PlainAgentLoopWorker
 from verl_digen.algorithms.advantages import group_advantages
-from verl_digen.algorithms.sde import sde_step, transition_mean
+from verl_digen.algorithms.sde import sde_step
 from verl_digen.config import digen_config
 from verl_digen.data.rows import prompt_batch as prompt_rows_batch
 from verl_digen.reward.manager import RewardProcess
@@ -478,13 +478,14 @@ def test_means_on_demand_are_those_that_the_sampler_stepped_from(server, scale):
 
 
 @pytest.mark.parametrize("law", ["flow", "flow_clipped", "dance", "cps"])
-def test_a_transitions_mean_is_bitwise_that_of_the_step(law):
+def test_a_step_without_noise_is_bitwise_the_mean_of_the_step(law):
     torch.manual_seed(0)
     velocity, sample, noise = (torch.randn(K, 4, 8).bfloat16() for _ in range(3))
     sigmas = torch.tensor([1.0, 0.8, 0.5, 0.2])
     settings = {"law": law, "noise_level": 0.7, "sigma_max": 0.8}
     taken = sde_step(velocity, sample, sigmas[:-1], sigmas[1:], noise=noise, **settings)
-    assert torch.equal(transition_mean(velocity, sample, sigmas[:-1], sigmas[1:], **settings), taken.mean)
+    without = sde_step(velocity, sample, sigmas[:-1], sigmas[1:], noise=torch.zeros_like(noise), **settings)
+    assert torch.equal(without.mean, taken.mean) and torch.equal(without.next_sample, taken.mean)
 
 
 def test_pictures_of_two_sizes_are_refused_and_named(server):

@@ -79,10 +79,8 @@ EXACT = Outside()
 
 
 def step_ends(outside: Outside, sde_steps: Sequence[int], num_steps: int) -> tuple[int | None, ...]:
-    """T entries: number of the step where the step ends, or None where it is passed over.
-
-    Args:
-        sde_steps: stochastic steps, ascending. Without one nothing is outside of a window, and every step is taken.
+    """T entries: number of the step where the step ends, or None where it is passed over. `sde_steps` are the
+    stochastic ones, ascending; without one nothing is outside of a window, and every step is taken.
 
     Example:
         step_ends(Outside(solver_after=0.4), (0, 1), 7)    # (1, 2, 4, None, 7, None, None)

@@ -116,21 +116,6 @@ def sde_step(
     return SdeStep(outcome, offset - scale * squared_error, mean, std)
 
 
-def transition_mean(
-    velocity: Tensor,
-    sample: Tensor,
-    sigma: Tensor | Numbers,
-    sigma_next: Tensor | Numbers,
-    *,
-    law: str,
-    noise_level: Tensor | Numbers,
-    sigma_max: Tensor | Numbers,
-) -> Tensor:
-    """[N, ...] fp32 mean of x', bitwise as in the step that was taken; arguments and errors as in `sde_step`."""
-    settings = {"law": law, "noise_level": noise_level, "sigma_max": sigma_max}
-    return sde_step(velocity, sample, sigma, sigma_next, noise=torch.zeros_like(sample), **settings).mean
-
-
 def latent_mean(latents: Tensor) -> Tensor:
     """[N, ...] -> [N], the mean over all latent dims."""
     return latents.reshape(len(latents), -1).mean(dim=1)

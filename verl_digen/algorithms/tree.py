@@ -96,14 +96,6 @@ class BranchesConfig:
         return Tree(tuple(window.sde_steps[0] + split for split in self.splits), self.factor)
 
 
-def node_values(rewards: Tensor, nodes: Sequence[int]) -> dict[int, Tensor]:
-    """Node -> mean reward [] of its leaves, from rewards [G] fp64 and each leaf's node at one depth."""
-    members: dict[int, list[int]] = {}
-    for position, node in enumerate(nodes):
-        members.setdefault(node, []).append(position)
-    return {node: rewards[positions].mean() for node, positions in members.items()}
-
-
 def tree_advantages(
     rewards: Tensor,
     groups: Sequence[Hashable],
@@ -131,8 +123,10 @@ def tree_advantages(
             continue
         for depth in range(advantages.shape[1]):
             at_depth = [nodes[index][depth] for index in members]
-            found = node_values(own, at_depth)
-            level = torch.stack(list(found.values()))
+            found: dict[int, list[int]] = {}
+            for position, node in enumerate(at_depth):
+                found.setdefault(node, []).append(position)
+            level = torch.stack([own[positions].mean() for positions in found.values()])
             if scale == "group":
                 centred = group_advantages(level, [group] * len(level), scale="group", ddof=ddof, eps=eps).double()
             else:

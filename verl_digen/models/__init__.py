@@ -51,8 +51,7 @@ the oldest of `verl_digen.hardware.versions`. Remove it when that is 5.10."""
 
 
 def read_pipeline(path: str | Path) -> str:
-    """Class name of the diffusers pipeline of the checkpoint in folder `path`, supported or not. Raises as
-    `read_index`."""
+    """Class name of the diffusers pipeline of the checkpoint in `path`, supported or not. Raises as `read_index`."""
     return read_index(path)["_class_name"]
 
 

@@ -112,8 +112,7 @@ class DiffusionModel(ABC):
         return getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder)
 
     def pipeline_parts(self) -> dict[str, Any]:
-        """Parts to hand to `from_pretrained` of the diffusers pipeline, in place of those that it cannot load without a
-        further package."""
+        """Parts for `from_pretrained` of the diffusers pipeline that it cannot load without a further package."""
         return {}
 
     def pipeline_size(self, geometry: Geometry) -> dict[str, Any]:
@@ -234,11 +233,9 @@ class DiffusionModel(ABC):
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
-        """One forward of latents [N, ...] -> velocity [N, ...].
-
-        `sigmas`: [N] fp32, each row its own, on any device. `condition`: collated, with "guidance" [N] fp32 if the
-        network takes a guidance scale. RuntimeError for rows of different experts.
-        """
+        """One forward of latents [N, ...] and `sigmas` [N] fp32, each row its own, on any device -> velocity [N, ...].
+        `condition` is collated, with "guidance" [N] fp32 if the network takes a guidance scale. RuntimeError for rows
+        of different experts."""
 
     def completed(self, latents: Tensor, conditions: Sequence[Condition]) -> Tensor:
         """Final latents [B, ...] as the decoder reads them: joined with what their conditions, of prompts alike in

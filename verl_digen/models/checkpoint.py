@@ -51,8 +51,7 @@ class Experts(nn.Module):
 
 
 def networks_of(module: Any) -> list[Any]:
-    """The diffusers networks of what `DiffusionModel.load_transformer` returns, which peft may wrap, in the order of
-    `expert_of`."""
+    """The diffusers networks of what `load_transformer` returns, which peft may wrap, in the order of `expert_of`."""
     module = module.get_base_model() if hasattr(module, "get_base_model") else module
     return [module.get_submodule(name) for name in module.names] if isinstance(module, Experts) else [module]
 

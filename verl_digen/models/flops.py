@@ -55,11 +55,9 @@ def forward_flops(
     num_rows: int = 1,
     is_guided: bool = False,
 ) -> Flops:
-    """FLOPs of one forward of `num_rows`, which guidance doubles. `num_prompt_tokens`: length of the longest condition.
-
+    """FLOPs of one forward of `num_rows`, which guidance doubles, with longest conditions of `num_prompt_tokens`.
     `transformer` is on any device, in any wrapper (FSDP2, peft); an adapter's layers count too. With several experts
-    only the first counts: a forward runs one, and all have the same size.
-    """
+    only the first counts: a forward runs one, and all have the same size."""
     layout = model.spec.flops
     layers = dict(_layers(transformer, model.experts))
     patch = layers[layout.patch]

@@ -61,11 +61,9 @@ def _forward(
     encoder_attention_mask: Tensor | None = None,
     guidance: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """Replacement of the class's forward, with the same arguments -> (velocity [N, C', F, H, W],).
-
-    `hidden_states`: [N, C, F, H, W]. `timestep`: [N]. `encoder_hidden_states`: [N, L, D]. `pooled_projections`: [N, E].
-    `encoder_attention_mask`: [N, L], 1 for tokens; None: no padding. `guidance`: [N], of a distilled network.
-    """
+    """Replacement of the class's forward, with the same arguments -> (velocity [N, C', F, H, W],). `hidden_states`: [N,
+    C, F, H, W]. `encoder_hidden_states`: [N, L, D]. `pooled_projections`: [N, E]. `encoder_attention_mask`: [N, L], 1
+    for tokens; None: no padding. `guidance`: [N], of a distilled network."""
     time, _ = network.time_text_embed(timestep, pooled_projections, guidance)
     text = network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
     blocks = (*network.transformer_blocks, *network.single_transformer_blocks)

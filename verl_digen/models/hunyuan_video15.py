@@ -95,12 +95,10 @@ def _forward(
     encoder_attention_mask_2: Tensor | None = None,
     image_embeds: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """Replacement of the class's forward, with the same arguments -> (velocity [N, C', F, H, W],).
-
-    `hidden_states`: [N, C, F, H, W]. `timestep`: [N]. `encoder_hidden_states`, `encoder_attention_mask`: [N, L, D] and
-    [N, L] of prompts; with _2: [N, G, E] and [N, G] of glyphs, G may be 0. No mask: no padding. `image_embeds`: [N, V,
-    I] of the first frame; None: there is none.
-    """
+    """Replacement of the class's forward, with the same arguments -> (velocity [N, C', F, H, W],). `hidden_states`: [N,
+    C, F, H, W]. `encoder_hidden_states`, `encoder_attention_mask`: [N, L, D] and [N, L] of prompts; with _2: [N, G, E]
+    and [N, G] of glyphs, G may be 0. No mask: no padding. `image_embeds`: [N, V, I] of the first frame, if there is
+    one."""
 
     def of_type(tokens: Tensor, number: int) -> Tensor:
         return tokens + network.cond_type_embed(torch.full(tokens.shape[:2], number, device=tokens.device))

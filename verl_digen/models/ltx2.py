@@ -84,8 +84,7 @@ class Parts:
         return LTX2Pipeline._unpack_audio_latents(raw, self.num_audio, num_mel_bins=self.mel_bins)
 
     def run_pipeline(self, pipeline: Any, *, latents: Tensor, **given: Any) -> Any:
-        """Run diffusers' pipeline from these latents -> its (video, sound), or (packed latents,) if it is asked for
-        latents."""
+        """Run diffusers' pipeline from these latents -> (video, sound), or (packed latents,) if those are asked for."""
         vae, audio_vae = pipeline.vae, pipeline.audio_vae
         start = {"latents": self.for_vae(latents, vae), "audio_latents": self.for_audio_vae(latents, audio_vae)}
         made = pipeline(**start, **given, return_dict=False)

@@ -90,10 +90,8 @@ def _divisors(count: int, most: int) -> str:
 
 def split_networks(model: DiffusionModel, module: nn.Module, mesh: DeviceMesh) -> None:
     """Make the forwards of `module`'s networks, in peft's wrapper or none, run on one share of the tokens per device of
-    `mesh`, whose dimensions are `MESH_DIMS`. All its devices must run the same forwards on equal rows.
-
-    Call it once, after an adapter was added and before FSDP2 shards: hooks belong on the layers that run.
-    """
+    `mesh` (`MESH_DIMS`), which must all run the same forwards on equal rows. Call it once, after an adapter was added
+    and before FSDP2 shards: hooks belong on the layers that run."""
     from diffusers.models._modeling_parallel import ContextParallelConfig
 
     layout = model.spec.sequence

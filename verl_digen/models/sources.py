@@ -61,8 +61,7 @@ class ReadsImages(DiffusionModel):
         return super().predict(transformer, joined, sigmas, condition, geometry)[:, : latents.shape[1]]
 
     def source_of(self, condition: Collated, geometry: Geometry) -> Tensor | None:
-        """[N, tokens of all images, channels]; None without images. RuntimeError if the images do not have the sizes of
-        `geometry`."""
+        """[N, tokens of all images, channels], None without; RuntimeError if the images are not of `geometry`."""
         source = condition.get("source")
         num_given = 0 if source is None else source.shape[1]
         if num_given != self.num_source_tokens(geometry):

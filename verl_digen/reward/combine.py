@@ -21,8 +21,7 @@ KEY = "digen.reward.combine"
 
 
 def find_combination(config: RewardConfig) -> Combination | None:
-    """The user's function; None for a weighted sum. ValueError if it cannot be loaded, or not be called with two
-    mappings."""
+    """The user's function; None for a weighted sum. ValueError if it cannot be called with two mappings, or loaded."""
     if config.combine in COMBINED:
         return None
     found: Any = load(config.combine, KEY, f"one of {', '.join(COMBINED)}, or package.module.function")

@@ -69,8 +69,7 @@ class Finding:
 
 
 def judge(points: Sequence[Point], rules: Rules = RULES) -> Finding:
-    """Judge the newest of a run's validations. `points`: all validations so far, at least one, in order; each has all
-    gold rewards."""
+    """Judge the newest of a run's validations. `points`: all so far, at least one, in order, with all gold rewards."""
     found = [_compared(points[:end], rules) for end in range(len(points), max(len(points) - rules.patience, 0), -1)]
     is_hacking = len(found) == rules.patience and all(finding.falling for finding in found)
     return replace(found[0], verdict="hacking") if is_hacking else found[0]

@@ -65,8 +65,7 @@ def sample_data(sample: RewardInput) -> DataProto:
 
 
 async def score_rows(rewards: SampleRewards, data: DataProto) -> list[Score]:
-    """Score of each row of `data`, see `DiffusionRewardLoopManager.compute_rm_score`. ScoringError if a reward kept
-    failing."""
+    """Score of each row of `data`, see `compute_rm_score`. ScoringError if a reward kept failing."""
     samples = samples_of(data)
     sizes = Counter(sample.row.uid for sample in samples)
     scored = [rewards.score(sample, version=0, group_size=sizes[sample.row.uid]) for sample in samples]

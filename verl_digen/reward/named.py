@@ -87,8 +87,7 @@ def _load_file(path: str) -> ModuleType:
 
 
 def check(entry: RewardEntry) -> type[Reward]:
-    """The class that an entry stands for, once it can be made and called with the entry's arguments. ValueError if it
-    cannot."""
+    """The class that an entry stands for. ValueError unless it can be made and called with the entry's arguments."""
     found = find(entry)
     _check_class(found, entry.key)
     found.settings(entry.arguments, entry.key)

@@ -146,8 +146,7 @@ class PlacedReplica(RolloutReplica):
         return described
 
     async def require_devices(self, seen: Sequence[SeenDevice]) -> None:
-        """Require that the replica's engine runs on the devices of its workers, in their order, see
-        `require_same_devices`."""
+        """Require that the replica's engine runs on the devices of its workers, in their order."""
         look = reserved_device if self.rollout_mode is RolloutMode.STANDALONE else assigned_device
         reserved = await asyncio.gather(*(worker.__ray_call__.remote(lambda _: look()) for worker in self.workers))
         require_same_devices(f"replica {self.replica_rank}", reserved, seen)

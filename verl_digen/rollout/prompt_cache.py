@@ -30,8 +30,7 @@ class Prompts(Protocol):
 
 
 def conditions_of(known: Conditions, request: SampleRequest) -> list[Condition]:
-    """The condition of the request's prompt, then with guidance the negative prompt's. ValueError if the encoder
-    refuses one."""
+    """The condition of the request's prompt, then with guidance the negative one's; raises what the encoder did."""
     found: list[Condition] = []
     for inputs in request.branches:
         condition = known[inputs]
@@ -63,8 +62,7 @@ def carried(request: SampleRequest, conditions: Sequence[Condition]) -> dict[str
 
 
 class PromptCache:
-    """Cache of at most `max_size` prompts before `encode` (`DiffusionModel.load_encoder`), which runs while `turn` is
-    held."""
+    """Cache of at most `max_size` prompts before the encoder, which runs while `turn` is held."""
 
     def __init__(
         self, encode: PromptEncoder, max_size: int, turn: Callable[[], AbstractContextManager[None]] = nullcontext

@@ -50,8 +50,7 @@ GENERATOR = "digen_generator"
 
 
 def default_generator(*, _root_: Any) -> str:
-    """Key of `REPLICAS` for the whole config: the trainer's one device generates itself, unless its memory is needed in
-    between."""
+    """Key of `REPLICAS`: the trainer's one device generates itself, unless its memory is needed in between."""
     read = partial(OmegaConf.select, _root_)  # None for what is missing, which `preflight` reports
     sections = read("digen.reward.functions"), read("digen.reward.recipe_functions")
     rewards = [reward for section in sections if isinstance(section, Mapping) for reward in section.values()]

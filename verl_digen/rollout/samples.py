@@ -55,8 +55,7 @@ class _Made:
 
 
 class SampleMaker:
-    """Maker of batches. `fitting` cuts them into parts that fit into memory; the decoder gets at most `batch_size`
-    pictures at a time."""
+    """Maker of batches in parts that fit into memory (`fitting`), decoded at most `batch_size` pictures at a time."""
 
     def __init__(
         self,

@@ -35,11 +35,8 @@ class CispoConfig(ClampedConfig):
     "cispo", config=CispoConfig, columns=("log_prob", BEHAVIOUR, "advantage"), homogeneous=True, off_policy=True
 )
 def clipped_weights(rows: LossInputs, config: CispoConfig) -> LossOutput:
-    """mean[-sg[m clamp(r, 1 - low, 1 + high)] A log_prob], r = exp(log_prob - behaviour_log_prob).
-
-    m = 1; with `mask` 0 where A > 0 and r > 1 + high, or A < 0 and r < 1 - low: the rows that PPO's clip leaves
-    without gradient.
-    """
+    """mean[-sg[m clamp(r, 1 - low, 1 + high)] A log_prob], r = exp(log_prob - behaviour_log_prob). m is 1; with `mask`
+    it is 0 where A > 0 and r > 1 + high, or A < 0 and r < 1 - low: the rows that PPO's clip leaves without gradient."""
     low, high = 1 - config.low, 1 + config.high
     weight, metrics = truncated_ratio(rows, low, high)
     if config.mask:

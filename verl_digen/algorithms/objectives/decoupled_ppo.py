@@ -31,11 +31,8 @@ class DecoupledPpoConfig(ClipConfig):
     off_policy=True,
 )
 def decoupled_clip(rows: LossInputs, config: DecoupledPpoConfig) -> LossOutput:
-    """PPO's clip against the policy before the update, weighted by its ratio to the policy that generated.
-
-    mean[sg[min(exp(old_log_prob - behaviour_log_prob), cap)] max(-A q, -A clamp(q, 1 - c, 1 + c'))],
-    q = exp(log_prob - old_log_prob).
-    """
+    """mean[sg[min(exp(old_log_prob - behaviour_log_prob), cap)] max(-A q, -A clamp(q, 1 - c, 1 + c'))], q =
+    exp(log_prob - old_log_prob)."""
     behaviour_ratio = ratio_of(rows[OLD] - rows[BEHAVIOUR]).detach()
     weight = behaviour_ratio.clamp(max=config.cap)
     log_ratio = rows["log_prob"] - rows[OLD]

@@ -40,10 +40,8 @@ class FlowDppoConfig(LossConfig):
     homogeneous=True,
 )
 def divergence_bounded(rows: LossInputs, config: FlowDppoConfig) -> LossOutput:
-    """mean over all rows of -A r, without the rows that are left out; r = exp(log_prob - old_log_prob).
-
-    Left out: D >= kl_threshold and (A > 0 and r > 1, or A < 0 and r < 1), D = mean[(mu - mu_old)^2] / (2 std^2).
-    """
+    """mean over all rows of -A r, r = exp(log_prob - old_log_prob), without those left out: where D >= kl_threshold and
+    (A > 0 and r > 1, or A < 0 and r < 1), D = mean[(mu - mu_old)^2] / (2 std^2)."""
     advantage, log_ratio = rows["advantage"], rows["log_prob"] - rows[OLD]
     ratio = ratio_of(log_ratio)
     with torch.no_grad():

@@ -37,10 +37,8 @@ class GrpoGuardConfig(ClipConfig):
     laws=("flow",),
 )
 def guarded_ratio(rows: LossInputs, config: GrpoGuardConfig) -> LossOutput:
-    """mean[max(-A r, -A clamp(r, 1 - c, 1 + c')) / (sigma - sigma')].
-
-    r = exp((log_prob - old_log_prob + b) std), b = mean[(mu - mu_old)^2] / (2 std^2).
-    """
+    """mean[max(-A r, -A clamp(r, 1 - c, 1 + c')) / (sigma - sigma')], r = exp((log_prob - old_log_prob + b) std), b =
+    mean[(mu - mu_old)^2] / (2 std^2)."""
     drift = gaussian_kl(rows["mean"], rows["old_mean"], rows["std"])
     log_ratio = (rows["log_prob"] - rows[OLD] + drift) * rows["std"]
     per_row = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *config.ratio_range)

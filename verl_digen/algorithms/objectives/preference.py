@@ -48,11 +48,8 @@ def preferred_pair(rewards: Sequence[float]) -> Sequence[int]:
 
 
 def pair_margins(rows: JointRows, config: DpoConfig) -> Tensor:
-    """[M] margin m of each row's pair: the sum over its rows of the sign of the advantage times e - e_ref.
-
-    Raises:
-        ValueError: a group's rows at one point are not two with advantages of opposite signs.
-    """
+    """[M] margin m of each row's pair: the sum over its rows of the sign of the advantage times e - e_ref. ValueError
+    if a group's rows at one point are not two with advantages of opposite signs."""
     signs = rows.advantages.sign()
     balance, counts = sums_together(rows, signs)
     if not (balance.eq(0) & counts.eq(2)).all():
@@ -79,11 +76,8 @@ DECLARED = {
 
 
 def preference(rows: LossInputs, config: DpoConfig) -> LossOutput:
-    """Mean over pairs of -logsigmoid(-beta / 2 m), with the gradient of the whole.
-
-    It is beta / 2 sigmoid(beta / 2 m) (grad e_best - grad e_worst). A pair is two rows, so each has weight
-    beta sigmoid(beta / 2 m), with the sign of its advantage.
-    """
+    """Mean over pairs of -logsigmoid(-beta / 2 m), whose gradient is beta / 2 sigmoid(beta / 2 m) (grad e_best - grad
+    e_worst). A pair is two rows, so each has weight beta sigmoid(beta / 2 m), with the sign of its advantage."""
     half, error = 0.5 * config.beta * rows[MARGIN].detach(), flow_error(rows, "velocity")
     weight = config.beta * half.sigmoid() * rows["advantage"].sign()
     per_row = softplus(half) + weight * (error - error.detach())

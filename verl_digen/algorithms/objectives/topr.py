@@ -36,10 +36,8 @@ INPUTS = ("log_prob", BEHAVIOUR, "advantage", "reward")
 
 @register_objective("topr", config=ToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
 def tapered_reinforce(rows: LossInputs, config: ToprConfig) -> LossOutput:
-    """mean[-w A log_prob], w = 1 where the reward is above `threshold`, else sg[clamp(r, 0, 1)].
-
-    r = exp(log_prob - behaviour_log_prob).
-    """
+    """mean[-w A log_prob], w = 1 where the reward is above `threshold`, else sg[clamp(r, 0, 1)], r = exp(log_prob -
+    behaviour_log_prob)."""
     return _tapered(rows, config, positive_weight=1.0, negative_weight=1.0)
 
 

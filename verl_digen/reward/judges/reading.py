@@ -179,8 +179,7 @@ def weighed(reply: Reply, values: Mapping[str, float]) -> Weighed:
 
 
 def preferred(reply: Reply, first: str, second: str) -> float:
-    """1 if the text holds `first`, 0 if it holds `second`, whatever their case. UnusableAnswer if it holds both, or
-    neither."""
+    """1 if the text holds `first`, 0 for `second`, in any case of letters. UnusableAnswer for both, or neither."""
     text = reply.text.lower()
     has_first, has_second = first.lower() in text, second.lower() in text
     if has_first == has_second:

@@ -62,8 +62,7 @@ class ImageSimilarity(Reward):
 
     @torch.no_grad()
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
-        """Similarity of each sample to the images of its prompt; [B]. ValueError for a prompt without images, or one
-        that cannot be read."""
+        """Similarity of each sample to its prompt's images; [B]. ValueError without images, or one that is unreadable."""
         sources = {path: source_image(path).read() for sample in batch for path in _paths(sample)}
         frames = [images_of(sample, self.config.num_frames) for sample in batch]
         cosines = self._cosines(batch, sources, frames)

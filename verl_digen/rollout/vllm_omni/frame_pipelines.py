@@ -47,8 +47,7 @@ PLACEHOLDER = {"multi_modal_data": {"image": torch.zeros(3, 1, 1)}}
 
 
 def image_arguments(inputs: PromptInputs) -> dict[str, Any]:
-    """Argument of `encode_prompt` that names a prompt's image and the size of its video, see `restored`; {} without an
-    image."""
+    """Argument of `encode_prompt` that names a prompt's image and its video's size, see `restored`; {} without one."""
     return {"inputs": astuple(inputs)} if inputs.images else {}
 
 
@@ -58,8 +57,7 @@ def cached_items(added: Condition, dtype: torch.dtype) -> list[tuple[str, Tensor
 
 
 def recorded_inputs(recording: WanImageRecording | HunyuanVideo15ImageRecording) -> Any:
-    """Inputs of the network that come from the images of a pipeline's running requests, see `image_inputs` of the
-    model file."""
+    """Inputs of the network from the images of running requests, see `image_inputs` of the model file."""
     schedule, model = recording._schedule, recording._model
     assert schedule is not None
     condition = model.collate([each.condition for each in schedule.recordings])

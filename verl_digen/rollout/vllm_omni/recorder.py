@@ -117,8 +117,7 @@ class RecordingPipeline:
         start_s: float,
         adapter: LoRARequest | None,
     ) -> Recording:
-        """A recording before its first step, with the initial noise of its sample. `shape`: shape of one sample's
-        latents."""
+        """A recording before its first step, with the initial noise of its sample. `shape`: of one sample's latents."""
         request = order.request
         noise = step_noise(initial_seed(order.run_seed, request), INITIAL_LATENTS, tuple(shape))
         return Recording(

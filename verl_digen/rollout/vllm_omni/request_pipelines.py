@@ -62,8 +62,7 @@ class WanRecording(RequestRecordingMixin):
     _model: wan.Wan
 
     def encode_text(self, text: str, **images: Any) -> Condition:
-        """Encode one prompt. `images`: further arguments of `encode_prompt`, which then also returns items of the
-        condition."""
+        """Encode one prompt. `images`: arguments with which `encode_prompt` also returns items of the condition."""
         # diffusers' pipeline cleans the text more thoroughly than vLLM-Omni's
         text = prompt_clean(text)
         embeds, _, *items = self.encode_prompt(  # type: ignore[attr-defined]
@@ -149,8 +148,7 @@ class HunyuanVideo15Recording(HandsOverEncoded):
         _name_packed_layers(self.transformer)  # type: ignore[attr-defined]
 
     def encode_text(self, text: str, **images: Any) -> Condition:
-        """Encode one prompt. `images`: further arguments of `encode_prompt`, which then also returns items of the
-        condition."""
+        """Encode one prompt; `images` as in `WanRecording`."""
         found = self._own_encode_prompt(prompt=text, device=get_local_device(), dtype=self.od_config.dtype, **images)
         (embeds, mask, glyphs, glyph_mask), items = found[:4], found[8:]  # without the negative prompt's
         condition = {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}

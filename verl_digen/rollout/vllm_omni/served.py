@@ -15,8 +15,7 @@ def served_pipelines() -> tuple[str, ...]:
 
 
 def require_served(pipeline: str) -> VllmOmniServing:
-    """How vLLM-Omni serves `pipeline`, a key of `MODELS`. ValueError if it does not; lists the pipelines that it
-    serves."""
+    """How vLLM-Omni serves `pipeline`, a key of `MODELS`. ValueError, which lists those it serves, if it does not."""
     serving = model_class(pipeline).spec.vllm_omni
     if serving is None:
         raise ValueError(

@@ -75,8 +75,7 @@ or split a replica in another way than by tensors."""
 
 
 def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:
-    """Raise ValueError for the first of `engine_kwargs.vllm_omni` that a run may not set; names it, the reason and the
-    remedy."""
+    """ValueError for the first of `engine_kwargs.vllm_omni` that may not be set, with the reason and the remedy."""
     for name, value in settings.items():
         if name in REFUSED:
             raise ValueError(f"{KEY}.{name} must not be set: {REFUSED[name]}; got {value!r}: drop the key")

@@ -98,8 +98,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         super().init_device()  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the pipeline by vLLM-Omni's method; its VAE then decodes in the dtype in which a `diffusers` replica's
-        does."""
+        """Load the pipeline; its VAE then decodes in the dtype in which a `diffusers` replica's does."""
         compute_exactly(self.od_config.dtype)
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         if self.model_runner.pipeline is None:  # it is loaded later
