@@ -123,7 +123,7 @@ MAX_DEPTH = 3
 
 
 def held_modules(owner: object) -> list[nn.Module]:
-    """Modules among the attributes of an object, of its helpers and of theirs, in lists and mappings, too, each once."""
+    """Modules among the attributes of an object, of its helpers and of theirs, in lists and mappings too; each once."""
     found = {id(module): module for module in _modules(vars(owner), MAX_DEPTH)}
     return list(found.values())
 

@@ -130,7 +130,7 @@ class DiffusersServer(BatchingServer):
             await self._intake.seal(manifest)
 
     async def activate_weights(self) -> int:
-        """Load the newest sealed version between batches -> its version. Idempotent. Raises as `WeightReceiver.switch`."""
+        """Load the newest sealed version between batches -> its version; raises as `switch`. Idempotent."""
         asked_s = time.perf_counter()
         if self._intake.sealed_version is None:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")

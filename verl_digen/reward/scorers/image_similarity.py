@@ -62,7 +62,7 @@ class ImageSimilarity(Reward):
 
     @torch.no_grad()
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
-        """Similarity of each sample to its prompt's images; [B]. ValueError without images, or one that is unreadable."""
+        """Similarity of each sample to its prompt's images; [B]. ValueError without one, or if one is unreadable."""
         sources = {path: source_image(path).read() for sample in batch for path in _paths(sample)}
         frames = [images_of(sample, self.config.num_frames) for sample in batch]
         cosines = self._cosines(batch, sources, frames)
