@@ -9,7 +9,8 @@
 Of the n steps before the window, and of those after it, ceil(share n) are taken, each to the place in the model's own
 schedule where the next one begins. So the window's sigmas are as in the whole schedule. A multistep solver reads the
 sigmas between which it steps, so it keeps its order on the coarser schedule. With Euler's step passing over a step is
-the same as to take it with the velocity of the step before.
+the same as to take it with the velocity of the step before. Steps that are taken lead from 0 to T without a gap, and
+take every stochastic step to the step after it.
 
 Source: MixGRPO-Flash (arXiv 2507.21802) takes 0.4 of the steps that follow the window, and all of those before it.
 """

@@ -111,7 +111,7 @@ def tree_advantages(
     leaves; its advantage is (value - mean of the values of its group and depth) / scale. `scale` "group" is the std of
     these values + eps, as in BranchGRPO. The other scales are one number for the batch, made of the samples' rewards:
     see `advantage_scale`, also for errors. Inner nodes, whose values lie closer together, then have smaller advantages
-    than leaves.
+    than leaves. With equal rewards every advantage is exactly 0.
     """
     values = rewards.detach().cpu().double()
     divisor = advantage_scale(rewards, groups, scale=scale, ddof=ddof, eps=eps)

@@ -3,7 +3,7 @@
 `actor_rollout_ref.model.path`.
 
 A network has the same dtypes as from diffusers' own loader, however it is filled: modules that the class keeps in fp32
-stay fp32, and so do tables that no checkpoint holds.
+stay fp32, and so do tables that no checkpoint holds. A meta network filled with the loaded one's state dict equals it.
 
 Random weights of a published size serve measurements of speed and memory where nothing can be downloaded:
 `load_network` draws the weights of a folder that holds `RANDOM_MARKER` beside its config, the same in every process. A

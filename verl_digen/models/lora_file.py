@@ -2,7 +2,8 @@
 """A LoRA in one file, as diffusers, kohya's scripts and ai-toolkit save it -> peft's settings and tensors.
 
 The pipeline's own `lora_state_dict` converts the file. Names that it leaves as they are belong to the network's layers,
-with dots or underscores. diffusers' converters drop some tensors with a warning; `check_lora_file` raises for them.
+with dots or underscores. diffusers' converters drop some tensors with a warning; `check_lora_file` raises for them. The
+network computes what a diffusers pipeline does that has loaded the file.
 """
 
 from __future__ import annotations

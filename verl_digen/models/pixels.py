@@ -2,7 +2,8 @@
 """Conversion between a VAE's frames and 8-bit pixels, as by diffusers' processors.
 
 Pictures become 8-bit pixels a few at a time (`in_batches`), and a video before the next one is decoded: peak memory is
-these few pictures, or one video, and the pixels of the batch.
+these few pictures, or one video, and the pixels of the batch. Pixels equal the model's own pipeline, in batches of any
+size, up to values at the edge of rounding.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def trend(steps: Sequence[int], values: Sequence[float]) -> float:
 
     sigma is estimated from the mean absolute change c between neighbours: sigma = c sqrt(pi) / 2, exact for normal
     noise without a trend. A trend raises it, so that a straight line has a finite trend too: 4.7 with 6 points, 10 with
-    10.
+    10. Scale and offset of the values do not matter.
     """
     slope = median(
         (values[later] - values[earlier]) / (steps[later] - steps[earlier])

@@ -18,7 +18,7 @@ process that was restarted, which is asleep and holds nothing.
 
 Invariants (tests/reward/test_scoring.py, test_timeshared.py): a sample that fails does not fail the others of its
 batch; every sample gets its own score or an error, and never a zero for a failure; scores after a sleep are bitwise
-those before.
+those before. Asleep, the weights take no byte of the device.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@
   answers are on their way. Answers of two batches are never under way at once.
 - When all of the running batch is cancelled, it stops at its next step.
 - Every request is answered, also when the task that runs the batches is cancelled.
+
+Bound: at most one pending request per caller, because each caller waits for its own answer.
 """
 
 from __future__ import annotations

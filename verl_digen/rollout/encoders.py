@@ -5,7 +5,7 @@ On the device they stay while the process is awake, beside the transformer. On t
 place on the device for the time of one encoding; the two are never there together. Both have page-locked copies in host
 memory, made once for frozen weights, so a turn costs the copies to the device and of what trains the one to the host.
 On a CPU, where both places are one, nothing moves. There are none where every prompt was encoded before the run
-(`verl_digen.rollout.stored`).
+(`verl_digen.rollout.stored`). Conditions are bitwise the same either way.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ one thread and answers in another.
 
 Nothing in the compute thread waits for the device, where prompts are known: it gets the next batch's first step while
 it still works on the last decoding. Decoding stays behind the denoising of its batch in the device's one order, so it
-takes no memory beside the denoising of the next one.
+takes no memory beside the denoising of the next one. Answers are the same as without overlap, and each holds the memory
+of one sample.
 """
 
 from __future__ import annotations
@@ -202,7 +203,8 @@ class SampleMaker:
 
 class PictureSamples:
     """Maker of samples that are pictures of the data set (`SampleRequest.picture`), at most `batch_size` in the VAE at
-    a time; a picture or a prompt that cannot be read fails its own sample alone.
+    a time; a picture or a prompt that cannot be read fails its own sample alone. Latents are a function of the picture
+    and the size, in batches of any size, up to float error.
 
         file -> the run's size (`fitted`) -> VAE (mode of its posterior) -> clean latents, with a sample's noise levels
     """

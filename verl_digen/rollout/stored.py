@@ -6,7 +6,7 @@
 
 Runs with the same encoders share what they have encoded; a file is whole or absent, so a run that was killed goes on
 where it ended. The folder is bounded (`conditions_gb`): the least recently used files are removed first, files of the
-run never.
+run never. A condition is bitwise the encoder's.
 """
 
 from __future__ import annotations

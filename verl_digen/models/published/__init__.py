@@ -3,7 +3,8 @@
 
 `index.json` has, by repository, the pipeline, and per folder its class and the name of a part (null: nothing of the
 folder is planned, e.g. a tokenizer). `parts.json` has, by part, its config, the source of its text (`source`), and what
-its size was compared with (`check`).
+its size was compared with (`check`). Each repository is a checkpoint that our model files read, with the published
+number of parameters (tests/plan/test_published.py).
 """
 
 from __future__ import annotations
