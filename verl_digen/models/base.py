@@ -272,7 +272,8 @@ class DiffusionModel(ABC):
         """Numbers of tokens of the condition's texts; () where all conditions are of one length for the network."""
         if not self.pads_texts:
             return ()
-        return tuple(len(tensor) for _, tensor in sorted(condition.items()) if tensor.ndim > 1)
+        texts = sorted(condition.keys() - {"source", "image"})  # those of the prompt's images
+        return tuple(len(condition[name]) for name in texts if condition[name].ndim > 1)
 
     def velocity(
         self,

@@ -110,9 +110,6 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
             "image": (self.num_vision_tokens(geometry), self._network["image_embed_dim"]),
         }
 
-    def text_lengths(self, condition: Condition) -> tuple[int, ...]:
-        return tuple(len(condition[name]) for name in ("embeds", "glyphs"))
-
     # -- the network --------------------------------------------------------------------------------------
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry

@@ -46,9 +46,6 @@ class ReadsImages(DiffusionModel):
         num_channels = self.read_network_config(self.experts[0])["in_channels"]
         return {"source": (self.num_source_tokens(geometry), num_channels)}
 
-    def text_lengths(self, condition: Condition) -> tuple[int, ...]:
-        return (len(condition["embeds"]),) if self.pads_texts else ()
-
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """Batch as without images, with "source": [N, tokens of all images, channels] if there are images."""
         return super().collate(conditions) | stacked(conditions, "source")

@@ -96,10 +96,7 @@ OWN_FIELDS = frozenset(
 )
 """Fields that a judge sets itself, or relies on being left out."""
 
-MAX_TOKENS = 1_000_000
 MAX_SIDE_PX = 16_384
-MAX_FRAMES = 1_000
-MAX_ASKED_AGAIN = 100
 
 T = TypeVar("T")
 
@@ -118,7 +115,7 @@ class JudgeConfig(ServerSettings):
     """Name of the model; empty asks the server, which must serve one."""
     system: str = ""
     """Text of a system message; empty for none."""
-    max_tokens: Annotated[int, In(f"[1, {MAX_TOKENS}]")] = 1024
+    max_tokens: Annotated[int, In("[1, 1000000]")] = 1024
     """Maximum tokens of an answer, its thoughts included."""
     seed: int = 0
     """Seed of a request. At temperature 0 it matters to few servers."""
@@ -126,9 +123,9 @@ class JudgeConfig(ServerSettings):
     """Text with {prompt}, {ground_truth} and {NAME} of further columns; other braces are written twice."""
     max_px: Annotated[int, In(f"[1, {MAX_SIDE_PX}]")] = 1024
     """Maximum of a picture's longer side in px; larger ones are made smaller before they are sent."""
-    num_frames: Annotated[int, In(f"[1, {MAX_FRAMES}]")] = 8
+    num_frames: Annotated[int, In("[1, 1000]")] = 8
     """Maximum frames of a video that are sent, evenly spaced with the first and the last."""
-    max_asked_again: Annotated[int, In(f"[0, {MAX_ASKED_AGAIN}]")] = 1
+    max_asked_again: Annotated[int, In("[0, 100]")] = 1
     """Maximum further requests after an answer that gives no score. `digen.reward.max_retries` comes on top."""
     request: dict[str, Any] = field(default_factory=dict)
     """Further fields of a request, e.g. {chat_template_kwargs: {enable_thinking: false}}."""

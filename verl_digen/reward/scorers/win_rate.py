@@ -30,9 +30,6 @@ QUESTION = (
     "Text: {prompt}\n"
     "Which picture shows what the text says more completely and is of better quality? Answer with 1 or 2, nothing else."
 )
-MAX_ROUNDS = 10_000
-
-
 Pair = tuple[int, int]
 """Positions of two samples of a group, in the order in which the judge sees them."""
 
@@ -49,7 +46,7 @@ class WinRateConfig(JudgeConfig):
     """Weigh the two answers by their probability; false looks for them in the text."""
     both_orders: bool = True
     """Ask about every pair in both orders; false asks in a random one."""
-    rounds: Annotated[int, In(f"[0, {MAX_ROUNDS}]"), "0 for all pairs"] = 0
+    rounds: Annotated[int, In("[0, 10000]"), "0 for all pairs"] = 0
     """Neighbours on either side, in a random circle, that a sample meets; 0: everybody meets everybody."""
     max_tokens: int = 16
     """Maximum tokens of an answer. A judge that thinks first needs room for its thoughts."""
