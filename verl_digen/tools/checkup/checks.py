@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of `digen doctor --gpu` by name, in order, with deadline and remedy, and what they are given.
 
-A check is a function of a `Setting` that returns a figure and raises `CheckFailed`, or whatever its parts raise. Its
-module is imported where it runs.
+A check returns a figure and raises `CheckFailed`, or whatever its parts raise.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class CheckSpec:
     title: str
     """Claim that it checks, for the help text."""
     function: str
-    """"module:function" below `verl_digen.tools.checkup`; takes a `Setting`, returns a figure."""
+    """"module:function" below `verl_digen.tools.checkup`, imported where the check runs."""
     deadline_s: float
     """Its process is killed after this time; far more than it takes."""
     remedy: str

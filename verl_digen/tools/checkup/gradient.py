@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's gradient over the platform's collectives: reduced after the last tile, it equals the sum over tiles.
 
-Two ranks where there are two devices (NCCL on CUDA, gloo on a CPU). Samples are generated from the checkpoint, and two
-groups train as two fragments of one optimizer step.
+Samples are generated from the checkpoint, and two groups train as two fragments of one optimizer step.
 """
 
 from __future__ import annotations

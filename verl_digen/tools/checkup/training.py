@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of real runs through verl's main: Ray, TransferQueue, FSDP2, replicas, weight updates.
 
-- The quick start, of random weights, or as a user starts it. `python -m verl_digen.tools.checkup.training` prints the
-  devices of `make quickstart` on this machine.
-- Stable Diffusion 3.5 medium and Qwen-Image of published size with random weights, beside what `digen plan` says of the
-  same words. Configs are the published ones; the transformer's weights are drawn where it is loaded
-  (`models.checkpoint`), those of the encoders and the VAE are written. On a CPU the networks are tiny.
+Stable Diffusion 3.5 medium and Qwen-Image run in their published size with random weights, beside what `digen plan`
+says of the same words: the transformer's weights are drawn where it is loaded (`models.checkpoint`), those of the
+encoders and the VAE are written. `python -m verl_digen.tools.checkup.training` prints the devices of `make quickstart`.
 """
 
 from __future__ import annotations
@@ -121,14 +119,8 @@ def check_run(setting: Setting) -> str:
 
 
 def train(recipe: str, overrides: Sequence[str], num_steps: int, run_dir: Path) -> tuple[Mapping[str, float], ...]:
-    """Train in verl's main, in a process of its own, and return the metrics of its steps.
-
-    Args:
-        recipe: names joined by "+", the algorithm's first.
-        run_dir: new folder; gets `console.log`.
-
-    Raises:
-        RunFailed: it ended with an error, or without its steps.
+    """Train in verl's main, in a process of its own, and return the metrics of its steps. `recipe`: names joined by
+    "+", the algorithm's first; `run_dir`: a new folder. RunFailed if it ended with an error, or without its steps.
     """
     run_dir.mkdir(parents=True, exist_ok=False)
     log = run_dir / LOG
@@ -339,12 +331,8 @@ threads (docs/quickstart.md); each rank and each replica takes 1 GB."""
 
 
 def quickstart_devices(found: int) -> int:
-    """Devices that the quick start uses, all for both training and generation.
-
-    The most that divide its prompts: ranks share the rows of a step evenly.
-
-    Args:
-        found: accelerators of this machine; 0 counts as one device.
+    """Devices that the quick start uses, all for both training and generation: of the `found` accelerators (0 counts as
+    one device) as many as divide its prompts, because ranks share the rows of a step evenly.
 
     Example:
         [quickstart_devices(found) for found in (0, 1, 2, 3, 6, 8, 16)]  # [1, 1, 2, 2, 4, 8, 8]
@@ -354,11 +342,7 @@ def quickstart_devices(found: int) -> int:
 
 
 def quickstart_override(found: int, num_cores: int) -> str:
-    """Override of recipe=digen_quickstart on this machine; "" where it trains on one device.
-
-    Args:
-        found: accelerators of this machine.
-        num_cores: CPU cores of this process.
+    """Override of recipe=digen_quickstart for `found` accelerators; "" where it trains on one device.
 
     Example:
         quickstart_override(8, 64)  # "trainer.n_gpus_per_node=8"

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of one policy of a checkpoint, under the names that other tools use.
-
-The network is built without weights, for its names and its adapter's layers alone.
-"""
+"""Weights of one policy of a checkpoint, under the names that other tools use."""
 
 from __future__ import annotations
 
@@ -31,11 +28,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class BaseWeights:
-    """Tensors of a checkpoint's networks.
-
-    Args:
-        path: the checkpoint's folder. networks: folders of its networks; names have the folder's as prefix if there are
-            several, as in `Experts`.
+    """Tensors of a checkpoint's networks, by their names; prefixed with the network's folder if there are several, as
+    in `Experts`.
     """
 
     def __init__(self, path: Path, networks: Sequence[str]):
@@ -105,7 +99,9 @@ NOT_RANK_0 = 1
 
 
 class PolicyWeights:
-    """Weights of policy `name`. ValueError if the checkpoint lacks files or this policy, or is of another network."""
+    """Weights of policy `name`. The network is built without weights, for its names and its adapter's layers alone.
+    ValueError if the checkpoint lacks files or this policy, or is of another network.
+    """
 
     def __init__(self, run: SavedRun, name: str):
         self._run, self._saved = run, SavedState(run.actor)
@@ -136,10 +132,8 @@ class PolicyWeights:
 
     # -- tensors ------------------------------------------------------------------------------------------
     def full(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the networks, of an adapter merged into the base, in order, one at a time.
-
-        Args:
-            dtype: of floating tensors; None: the base checkpoint's. A merged weight is rounded once.
+        """All tensors of the networks, with an adapter merged into the base, in order, one at a time. Floating ones
+        have `dtype`, or the base checkpoint's; a merged weight is rounded once.
 
         Raises:
             ValueError: an adapter that cannot be merged, or a base checkpoint without a tensor.

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a run from its command line, composed as by verl's main, and the plan's own words.
-
-- `gpus`, `gpu_mem`, `device`, `host_mem`, `mfu`, `prompt_tokens` and `reward_s` are not keys of the config; everything
-  else goes to Hydra.
-- On a machine without an accelerator, any of the first three plans a run on accelerators: the config is then composed
-  as it would be there, without `recipe=digen_cpu`.
-"""
+"""The config of a run from its command line, composed as by verl's main, and the plan's own words."""
 
 from __future__ import annotations
 
@@ -99,10 +93,8 @@ class Words:
 
 
 def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
-    """Split command-line words into the plan's own and Hydra's overrides.
-
-    Raises:
-        ValueError: a word is not KEY=VALUE, or a value is not a number.
+    """Split command-line words into the plan's own and Hydra's overrides. ValueError: a word is not KEY=VALUE, or a
+    value is not a number.
 
     Example:
         split_words(["recipe=digen_qwen_image", "gpus=8"])  # Words(gpus=8), ["recipe=digen_qwen_image"]
@@ -232,10 +224,8 @@ def mfu_of(title: str, num_params: int) -> float:
 
 
 def device_of(words: Words) -> tuple[str | None, int | None]:
-    """(type of device, bytes of its memory) of the plan; None if unknown. Of two types: the trainer's, and the
-    smaller memory.
-
-    Without an accelerator, here or in `words`, the memory is this machine's.
+    """(type of device, bytes of its memory) of the plan; None if unknown. Of two types: the trainer's, and the smaller
+    memory. Without an accelerator, here or in `words`, the memory is this machine's.
     """
     here, kind, found = get_platform(), None, None
     if words.types is not None:

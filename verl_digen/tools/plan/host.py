@@ -33,13 +33,9 @@ PROMPT_CACHE = "prompt cache"
 
 
 def host_memory(run: Run, resident: Items, networks: Items, *, in_turns: bool, input_bytes: int) -> Items:
-    """Items of the fullest node.
-
-    Args:
-        resident: a trainer rank's state, see `memory.trainer_state`.
-        networks: a replica's networks, see `memory.replica`.
-        in_turns: encoders and transformer wait for one another on the host.
-        input_bytes: inputs of blocks that wait for recomputation, of one trainer rank.
+    """Items of the fullest node. `resident`: state of a trainer rank (`memory.trainer_state`); `networks`: those of a
+    replica (`memory.replica`); `in_turns`: encoders and transformer wait for one another on the host; `input_bytes`:
+    inputs of blocks that wait for recomputation, of one trainer rank.
     """
     settings = run.settings
     # ranks that generate leave the device while encoders are on it
@@ -120,11 +116,7 @@ def _shards(run: Run, tensors: Iterable[Tensors]) -> int:
 
 
 def page_locked_bytes(num_bytes: int) -> int:
-    """Bytes that PyTorch page-locks for an allocation.
-
-    Example:
-        page_locked_bytes(5), page_locked_bytes(8)  # 8, 8
-    """
+    """Bytes that PyTorch page-locks for an allocation: 8 for 5, and for 8."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 

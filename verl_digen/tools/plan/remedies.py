@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config changes that make a run fit: real keys, tried in order, kept if they help, until the run fits.
+"""Config changes that make a run fit: real keys, tried in order, kept if they help, until the run fits. Cheap changes
+come first: freeing unneeded memory, then more compute, then a restricted optimizer (LoRA), then devices.
 
-- Cheap changes first: freeing unneeded memory, then more compute, then a restricted optimizer (LoRA), then devices.
-- Every remedy is planned like the run itself: its numbers come from the changed plan.
-
-Invariant (tests/plan/test_remedies.py): the run with all remedies needs no more than with all but the last, and fits
-if the last one says so.
+Invariant (tests/plan/test_remedies.py): the run with all remedies needs no more than with all but the last, and fits if
+the last one says so.
 """
 
 from __future__ import annotations
@@ -45,10 +43,8 @@ class Remedy:
 
 
 def find_remedies(run: Run, device_bytes: int, read: Callable[..., Run]) -> list[Remedy]:
-    """Find changes, in order; empty if the run fits or nothing helps. The last one says if they suffice.
-
-    Args:
-        read: plans the same run with more words.
+    """Find changes, in order; empty if the run fits or nothing helps. The last one says if they suffice. `read` plans
+    the same run with more words.
     """
     changes: list[_Change] = []
     changed, before = run, plan_memory(run, device_bytes)
