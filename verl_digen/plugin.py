@@ -2,17 +2,7 @@
 """The `verl.plugins` entry point, and the only module of the package that acts when it is imported.
 
 verl imports it inside `import verl`, in the driver and in every Ray process, so it imports nothing heavy: it registers
-callbacks that fill verl's registries when verl imports the modules that own them.
-
-| when this is imported | this is registered | needed in |
-| --- | --- | --- |
-| now | platform `cpu` | every process |
-| `omegaconf` | resolver of the recipes' `rollout.name` | every process |
-| `hydra` | `recipe=NAME` on verl's main; its fork server, on one machine without accelerator | driver |
-| `verl.trainer.ppo.v1` | trainers | task runner |
-| `verl.workers.engine` | training engine | trainer ranks |
-| `verl.workers.rollout.replica` | replicas | task runner |
-| `verl.workers.rollout.base` | their weight senders | trainer ranks |
+callbacks that fill verl's registries when verl imports the modules that own them, at the end of this file.
 
 verl hides the error of a plugin that fails. So a failure here is printed to stderr and kept in `FAILURES`, verl
 continues, and `verl_digen.preflight` refuses to start a run of ours.
@@ -66,10 +56,6 @@ _finder = _CallbackFinder()
 def after_import(name: str, callback: Callable[[], None]) -> None:
     """Call `callback` once, right after the module `name` was imported, in the thread that imports it; at once if it is
     imported already. What the callback raises reaches the importer.
-
-    Example:
-        after_import("verl.workers.engine", register_engine)  # nothing is imported
-        import verl.workers.engine                            # register_engine() has run
     """
     if name in sys.modules:
         callback()

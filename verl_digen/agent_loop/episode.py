@@ -63,10 +63,8 @@ class Episode:
 
     @property
     def generation(self) -> Generation:
-        """All turns as one generation, whose picture and latents are the last turn's; without conditions.
-
-        Raises:
-            RuntimeError: turns of several weight versions, or pictures of several sizes.
+        """All turns as one generation, whose picture and latents are the last turn's; without conditions. Raises as
+        `joined`.
         """
         turns = [turn.generation for turn in self.played]
         return replace(
@@ -170,9 +168,7 @@ logger = logging.getLogger(__name__)
 
 class EnvironmentAgentLoop(AgentLoopBase):
     """Stateless agent loop. Skips `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer.
-
-    Args:
-        edits: `Environment.edits` of the run's environment.
+    `edits`: `Environment.edits` of the run's environment.
     """
 
     def __init__(self, server_manager: DiffusionServerClient | ServerClient, environments: WorkerPool, *, edits: bool):
@@ -182,9 +178,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **columns: Any) -> Episode:  # type: ignore[override]
         """Play the episode that is sample `session_id` of the group `uid`; see `verl_digen.data.rows.loop_columns`.
-
-        Raises:
-            EpisodeFailed: its environment kept failing. RunStopped: no environment worker or no replica is left.
+        EpisodeFailed: its environment kept failing. RunStopped: no environment worker or no replica is left.
         """
         row, index = loop_row(columns), columns["session_id"]
         name = f"{row.uid}_{index}"

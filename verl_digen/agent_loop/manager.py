@@ -75,11 +75,9 @@ PlainAgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_actor_class__  # pyright: ig
 
 
 class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
-    """verl's worker, with groups published atomically and pixels kept out of TransferQueue.
-
-    Args:
-        config, llm_client, teacher_client, reward_loop_worker_handles: verl's, which needs Ray and a TransferQueue that
-            was started. Without handles only `generate_sequences(DataProto)` works, and gives no rewards.
+    """verl's worker, with groups published atomically and pixels kept out of TransferQueue. Needs Ray and a
+    TransferQueue that was started. Without `reward_loop_worker_handles` only `generate_sequences(DataProto)` works, and
+    gives no rewards.
     """
 
     _rewards: SampleRewards
@@ -108,13 +106,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def generate_sequences(self, batch: TensorDict | DataProto) -> DataProto | None:
         """Generate samples in one of verl's two forms.
 
-        Args:
-            batch: a TensorDict of prompts: their groups are begun, and go to TransferQueue when they are finished. Or a
-                DataProto of samples, see `agent_loop.batch.generate_batch`.
-
-        Returns:
-            None, at once; or for a DataProto the columns of `sampling.outputs.to_dataproto` once all are finished, with
-            `rm_scores` if the worker has handles of reward workers.
+        A TensorDict of prompts: their groups are begun, None is returned at once, and they go to TransferQueue when
+        they are finished. A DataProto of samples (`generate_batch`): the columns of `to_dataproto` once all are
+        finished, with `rm_scores` if the worker has handles of reward workers.
         """
         if not isinstance(batch, DataProto):
             return await super().generate_sequences(batch)
@@ -287,12 +281,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     async def prepare_assist(self, order: ChunkOrder, server: Any | None) -> tuple[SampleRequest, ...]:
         """Requests for the trainer's ranks to generate; the prompt's conditions are in TransferQueue on return.
-
-        Args:
-            server: the replica that encodes the prompt; None if it was encoded for an earlier chunk.
-
-        Raises:
-            ValueError: the encoder refuses the prompt.
+        `server`: the replica that encodes the prompt, None if it was encoded for an earlier chunk. ValueError: the
+        encoder refuses the prompt.
         """
         requests = tuple(
             sample_request(self.digen, order.row, index, step=order.step, validate=False) for index in order.samples
@@ -302,12 +292,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return requests
 
     async def adopt_chunk(self, order: ChunkOrder, parts: Sequence[Any], failure: str = "") -> GeneratedChunk:
-        """Take samples that the trainer's ranks generate; they are scored and collected like a replica's.
-
-        Args:
-            parts: references to lists of `Generation`, one per rank that has some. The samples do not pass through
-                the driver.
-            failure: why there are none.
+        """Take samples that the trainer's ranks generate; they are scored and collected like a replica's. `parts`:
+        references to lists of `Generation`, one per rank that has some, which do not pass through the driver;
+        `failure`: why there are none.
         """
         generated = {
             generation.trajectory.facts.sample_index: generation

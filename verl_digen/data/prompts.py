@@ -12,8 +12,6 @@ than the model reads.
 | `chosen`, `rejected` | two images, of which the first one is preferred; for `offline_dpo` | none |
 | `extra_info` | a mapping for reward functions | `{}` |
 | any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
-
-A bad row is a ValueError that names the key, the file, the line, the rule, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -60,10 +58,8 @@ class Columns:
 
     @staticmethod
     def of(data: DictConfig) -> Columns:
-        """The names in the `data:` section.
-
-        Raises:
-            ValueError: an empty name or one that has another meaning, or two keys with one name.
+        """The names in the `data:` section. ValueError for an empty name, one that has another meaning, or two equal
+        ones.
         """
         names = [data[key] for key in NAMED_BY]
         for key, name in zip(NAMED_BY, names, strict=True):
@@ -90,12 +86,8 @@ VERLS_NAMES = Columns()
 
 
 def read_prompts(files: Any, key: str = TRAIN, columns: Columns = VERLS_NAMES) -> list[PromptRow]:
-    """All prompts of `files`, in order.
-
-    Args:
-        files: one or several of what `verl_digen.data.splits` lists.
-        key: the config key under which they were typed: `data.train_files` or `data.val_files`. It says which split
-            of a folder is read, and error messages begin with it.
+    """All prompts of `files`, in order: one or several of what `verl_digen.data.splits` lists. `key`,
+    `data.train_files` or `data.val_files`, says which split of a folder is read, and error messages begin with it.
 
     Raises:
         ValueError: a value that is no path; a missing, empty, unreadable or malformed file.
@@ -305,10 +297,8 @@ class TooLong:
 
 
 def find_too_long(prompts: Iterable[PromptRow], load_check: Callable[[], PromptCheck]) -> list[TooLong]:
-    """The prompts that are too long, or have a negative prompt that is.
-
-    Args:
-        load_check: called at most once, and only if a prompt is not surely short: it loads tokenizers.
+    """The prompts that are too long, or have a negative prompt that is. `load_check` loads tokenizers: it is called at
+    most once, and only if a prompt is not surely short.
     """
     found: list[TooLong] = []
     reasons: dict[str, str] = {}

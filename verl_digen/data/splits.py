@@ -38,11 +38,8 @@ SAVED = "state.json"
 
 
 def resolve(files: Any, key: str) -> list[str]:
-    """Paths and names that hold one split each, in order. A list that was resolved stays as it is.
-
-    Args:
-        files: one path or name, or a list of them.
-        key: the config key under which they were typed, one of `SPLITS`.
+    """Paths and names that hold one split each, in order; `files` is one of them or a list, typed under `key`. A list
+    that was resolved stays as it is.
 
     Raises:
         ValueError: a value that is no path; a folder without exactly one file of the split; a malformed hub name.
@@ -57,9 +54,8 @@ def resolve(files: Any, key: str) -> list[str]:
 
 
 def name_splits(config: DictConfig) -> None:
-    """Replace folders in `data.train_files` and `data.val_files` by the files of their splits.
-
-    verl makes both data sets by one constructor, which does not learn which of them it makes.
+    """Replace folders in `data.train_files` and `data.val_files` by the files of their splits: verl makes both data
+    sets by one constructor, which does not learn which of them it makes.
     """
     for key in SPLITS:
         given = OmegaConf.select(config, key)

@@ -98,11 +98,7 @@ def file_size_px(path: str) -> tuple[int, int]:
 
 
 def generated_image(name: str, pixels: NDArray[np.uint8]) -> SourceImage:
-    """A generated picture, [H, W, 3], as an image that a request carries; lossless.
-
-    Args:
-        name: reference for messages, e.g. "turn 1 of sample 3 of group p00000007".
-    """
+    """A generated picture, [H, W, 3], as an image that a request carries; lossless. Messages call it `name`."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="PNG", compress_level=1)
     content = buffer.getvalue()

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of a prompt's images as a network reads them, and of a picture or video that has an image's shape: a rule for
-each family of pipelines.
-
-- `digen.sampling.image_sizes` names the rule of a run; the checks before a run compare it with the model's.
-- A rule is a function of sizes alone, so that requests are made without the model.
+each family of pipelines, which `digen.sampling.image_sizes` names. A rule is a function of sizes alone, so that
+requests are made without the model.
 
 Invariant (tests/models/test_image_sizes.py): with the areas of a pipeline, sizes are the pipeline's.
 """

@@ -60,16 +60,11 @@ def signature(run_dir: Path) -> tuple[Any, ...]:
 
 
 def line_of(name: str, run_dir: Path) -> dict[str, Any]:
-    """The line, for lists and tables; a number that is not known yet is None.
+    """The line, for lists and tables; a number that is not known yet is None. ValueError: a file of the run is broken.
 
-    Returns:
-        name, folder, recipe, state, reason. step, steps: taken and planned. reward: of the newest training step.
-        validation, best, best_step: of the newest validation and the best one. samples_per_s: median of the newest
-        steps. hours: sum of all steps. health: [level, name] of the rules that are measured, worst first.
-        changed_s: Unix seconds of the newest change. spark: rewards, evenly spread.
-
-    Raises:
-        ValueError: a file of the run is broken.
+    `samples_per_s` is the median of the newest steps; `hours` the sum of all steps; `health`: (level, name) of the
+    rules that are measured, worst first; `changed_s`: Unix seconds of the newest change; `spark`: rewards, evenly
+    spread.
     """
     return line_from(name, run_dir, read_rows(run_dir / METRICS), read_start(run_dir))
 

@@ -99,11 +99,8 @@ def is_sample(entry: Mapping[str, Any]) -> bool:
 
 
 async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step: int) -> None:
-    """Store samples for the trainer's ranks.
-
-    Args:
-        samples: key -> trajectory and tag.
-        step: the optimizer step that they are for.
+    """Store samples, key -> trajectory and tag, for the trainer's ranks; `step` is the optimizer step that they are
+    for.
     """
     await put(TRAIN, {key: Row(to_entry(tag, step), one.record.columns()) for key, (one, tag) in samples.items()})
 
@@ -114,14 +111,7 @@ async def put_tags(partition: str, tags: Mapping[str, SampleTag], step: int) -> 
 
 
 def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[Tensor]]:
-    """Fetch columns of samples, in order.
-
-    Args:
-        names: `PathRecord.COLUMNS` or `CleanRecord.COLUMNS`.
-
-    Raises:
-        RuntimeError: a sample is not there.
-    """
+    """Fetch columns of samples, `COLUMNS` of their record, in order. RuntimeError: a sample is not there."""
     data = CLIENT.run(lambda: tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=list(names)))
     if len(data) != len(keys):
         raise RuntimeError(f"{len(keys)} samples are to be trained, but TransferQueue has {len(data)} of them")

@@ -268,10 +268,8 @@ class RewardInput:
     """Sound of the video; None where the model makes none."""
 
     def sources(self) -> list[Image.Image]:
-        """The images of its prompt as RGB, in order, in their own sizes. Each call reads and decodes them.
-
-        Raises:
-            ValueError: an image is missing, is no picture, or has changed during the run.
+        """The images of its prompt as RGB, in order, in their own sizes. Each call reads and decodes them. ValueError:
+        an image is missing, is no picture, or has changed during the run.
         """
         return read_images(self.row.images)
 
@@ -315,9 +313,8 @@ class Score:
 
 @dataclass(frozen=True)
 class SampleTag:
-    """Facts about one scored sample that travel to the driver. Written by the agent loop; read by trainer and metrics.
-
-    Only names and numbers: latents stay in TransferQueue, pixels with the agent loop.
+    """Facts about one scored sample that travel to the driver, in names and numbers. Written by the agent loop; read by
+    trainer and metrics.
     """
 
     facts: SampleFacts
