@@ -86,6 +86,12 @@ def test_tensor_parallelism_is_for_replicas_that_do_it():
         assert asked == (name == "vllm_omni")
 
 
+def test_more_devices_hold_no_smaller_shards_than_fsdp_size_allows():
+    run = make_run(fsdp_size=2, num_shards=2, num_trainer_devices=2)
+    *_, double = remedies._candidates(True, with_adapter(run))
+    assert double.apply(run).settings.num_trainer_devices == 4 and double.apply(run).settings.num_shards == 2
+
+
 def test_any_run_is_told_the_truth():
     rng = random.Random(0)
     for _ in range(20):

@@ -73,7 +73,6 @@ class Moment:
     block: int
     """Number of the block that runs; the number of blocks: the tail."""
     row_bytes: int
-    """Bytes of each row."""
     gradient_bytes: int
     """Bytes of the block's weight gradients."""
 

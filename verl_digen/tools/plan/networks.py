@@ -22,22 +22,17 @@ from verl_digen.models.checkpoint import kept_in_fp32
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters of one network."""
+    """Parameters of one network; bytes in their own dtypes."""
 
     num_params: int
-    """All parameters."""
     num_trained: int
-    """Trained parameters."""
     param_bytes: int
-    """Bytes of all parameters, in their own dtypes."""
     trained_bytes: int
-    """Bytes of the trained parameters."""
     buffer_bytes: int
     """Bytes of buffers (tables), which are not sharded."""
     exported_buffers: int
     """Elements of buffers that checkpoints and weight updates hold."""
     outside_blocks: int
-    """Parameters outside all blocks."""
     num_int8: int
     """Weights in int8 (`int8_base`), which are buffers and none of the parameters."""
 

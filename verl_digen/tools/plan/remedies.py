@@ -31,14 +31,12 @@ MAX_TENSOR_PARALLEL = 8
 
 @dataclass(frozen=True)
 class Remedy:
-    """One change, on top of the ones before it."""
+    """One change, on top of the ones before it, and the bytes on a device of either kind after it."""
 
     override: str
     """Override as the user types it."""
     training_bytes: int
-    """Bytes on a training device after the change."""
     generating_bytes: int
-    """Bytes on a generating device after the change."""
     fits: bool
 
 
@@ -164,11 +162,4 @@ def _tensor_parallel(size: int, run: Run) -> Run:
 
 
 def _double(run: Run) -> Run:
-    settings = run.settings
-    is_whole = settings.num_shards == settings.num_trainer_devices
-    return _set(
-        run,
-        num_trainer_devices=2 * settings.num_trainer_devices,
-        num_generator_devices=2 * settings.num_generator_devices,
-        num_shards=2 * settings.num_shards if is_whole else settings.num_shards,
-    )
+    return run.on_devices(2 * run.settings.num_trainer_devices, 2 * run.settings.num_generator_devices)

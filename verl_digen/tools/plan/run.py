@@ -235,6 +235,12 @@ class Run:
     settings: Settings
     measured: Measured
 
+    def on_devices(self, num_trainer: int, num_generator: int, **values: Any) -> Run:
+        """The run with pools of other sizes, and other settings."""
+        shards = num_shards(self.settings.fsdp_size, num_trainer)
+        numbers = {"num_trainer_devices": num_trainer, "num_generator_devices": num_generator, "num_shards": shards}
+        return replace(self, settings=replace(self.settings, **numbers, **values))
+
     @property
     def rows_per_sample(self) -> float:
         """Rows of a sample, all turns of an episode together."""

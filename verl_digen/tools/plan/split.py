@@ -18,13 +18,11 @@ profile.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
-from verl_digen.config.pool_sizes import num_shards
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.sampling.requests import batch_rules
 from verl_digen.tools.plan.host import update_bytes
@@ -196,8 +194,7 @@ def plan_split(
 
 def with_split(run: Run, placed: Placed) -> Run:
     """The run on separate pools of other sizes."""
-    return _with_devices(
-        run,
+    return run.on_devices(
         placed.split.trainer.num_devices,
         placed.split.generator.num_devices,
         is_split=True,
@@ -212,13 +209,7 @@ def _in_turns(run: Run, number: int) -> Run:
     """The run in one pool."""
     settings = run.settings
     frees_replica = settings.frees_replica or settings.is_split
-    return _with_devices(run, number, number, is_split=False, frees_replica=frees_replica)
-
-
-def _with_devices(run: Run, num_trainer: int, num_generator: int, **values: Any) -> Run:
-    shards = num_shards(run.settings.fsdp_size, num_trainer)
-    numbers = {"num_trainer_devices": num_trainer, "num_generator_devices": num_generator, "num_shards": shards}
-    return replace(run, settings=replace(run.settings, **numbers, **values))
+    return run.on_devices(number, number, is_split=False, frees_replica=frees_replica)
 
 
 def _split_s(run: Run, profile: Profile, split: Split) -> float:
