@@ -135,7 +135,10 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
             f"all pictures of an episode must have one size, but the latents of sample {first.sample_index} of group "
             f"{first.uid} have {sorted(map(tuple, shapes))}; set digen.sampling.size_from_image=false"
         )
-    record = _joined_paths(paths) if paths else _joined_cleans(cleans)
+    if paths:
+        record = _joined_paths(paths)
+    else:
+        record = CleanRecord(torch.cat([one.clean for one in cleans]), torch.cat([one.sigmas for one in cleans]))
     of_all = replace(
         first,
         num_steps=sum(turn.num_steps for turn in facts),
@@ -157,10 +160,6 @@ def _joined_paths(paths: Sequence[PathRecord]) -> PathRecord:
         sigma_max=torch.stack([path.sigma_max for path in paths]),
         log_probs=torch.cat([path.log_probs for path in paths]),
     )
-
-
-def _joined_cleans(cleans: Sequence[CleanRecord]) -> CleanRecord:
-    return CleanRecord(torch.cat([one.clean for one in cleans]), torch.cat([one.sigmas for one in cleans]))
 
 
 logger = logging.getLogger(__name__)

@@ -59,7 +59,7 @@ class DiffusionSingleTurnAgentLoop(AgentLoopBase):
 
         Args:
             sampling_params: `validate`, True for a deterministic validation sample.
-            columns: of the prompt, see `verl_digen.data.rows.loop_row`, which raises; `global_steps`, the optimizer step.
+            columns: of the prompt, see `verl_digen.data.rows.loop_row`; `global_steps`, the optimizer step.
         """
         request = sample_request(
             self.digen,

@@ -232,18 +232,13 @@ class OpenEpisode:
                 asked.append(result.instruction)
         if not self._asked:
             self._asked = asked
-        elif not _are_equal(asked, self._asked):
+        elif len(asked) != len(self._asked) or not all(map(_is_equal, asked, self._asked)):
             raise EpisodeDiverged(
                 f"the environment of episode {self._name} was made again, and asks for something else"
             )
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         return await self._workers.answer(self._worker, getattr(self._worker, method).remote(self._id, *arguments))
-
-
-def _are_equal(some: Sequence[Instruction], others: Sequence[Instruction]) -> bool:
-    """True if both ask for the same, turn by turn."""
-    return len(some) == len(others) and all(map(_is_equal, some, others))
 
 
 def _is_equal(one: Instruction, other: Instruction) -> bool:

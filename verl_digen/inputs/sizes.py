@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 SIDE_MULTIPLE = 32
 """Sides of a fitted image are multiples of this: `calculate_dimensions` of diffusers' Qwen-Image-Edit pipelines."""
@@ -141,10 +141,6 @@ def floored_size(width_px: int, height_px: int, area_px: int, multiple: int = FL
     return max(1, next(sides)) * multiple, max(1, next(sides)) * multiple
 
 
-def _floored_ti2v(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
-    return floored_size(width_px, height_px, area_px, TI2V_MULTIPLE)
-
-
 def bucket_size(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
     """(height, width) of HunyuanVideo 1.5's size for an image: one of `_buckets`, with the nearest ratio of sides on
     the side of the square, as its pipeline chooses with a `target_size` squared of `area_px`."""
@@ -177,7 +173,7 @@ IMAGE_SIZES = {
     "flux_kontext": ImageSizes(read=preferred_size, picture=shaped_size, shaped_by=0),
     "flux2": ImageSizes(read=limited_size, picture=limited_size, shaped_by=0, limits=FLUX2_LIMITS),
     "wan": ImageSizes(read=None, picture=floored_size, shaped_by=0),
-    "wan_ti2v": ImageSizes(read=None, picture=_floored_ti2v, shaped_by=0),
+    "wan_ti2v": ImageSizes(read=None, picture=partial(floored_size, multiple=TI2V_MULTIPLE), shaped_by=0),
     "hunyuan_video15": ImageSizes(read=None, picture=bucket_size, shaped_by=0),
 }
 """Name in `digen.sampling.image_sizes` and `ModelSpec.image_sizes` -> rule."""

@@ -36,7 +36,7 @@ INTERRUPTED = 130
 
 
 class Preflight(Callback):
-    """Hydra callback: one paragraph on stderr and exit code 2 for a config that cannot run."""
+    """Hydra callback: checks a start, and says how it ended."""
 
     def __init__(self) -> None:
         self._notes: list[str] = []
@@ -88,9 +88,8 @@ def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
 
 
 def _leave(run_dir: Path, state: str, reason: object) -> None:
-    """Write `end.json`, and once more the report of a run that ended early, which shows the time that is left.
-
-    Without them a process that is gone counts as stopped, so a full disk is only reported.
+    """Write `end.json`, and once more the report of a run that ended early, which shows the time that is left. Without
+    them a process that is gone counts as stopped, so a full disk is only reported.
     """
     try:
         replace_text(run_dir / END, json.dumps({"state": state, "reason": str(reason)}))

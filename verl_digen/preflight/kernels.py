@@ -159,11 +159,7 @@ def kernel_notes(run: StartConfig) -> list[str]:
 
 
 def check_use(key: str, name: str, *, trains: bool, dtype: str, device: str) -> None:
-    """Raise ValueError if the kernel cannot do what this side of the run asks of it.
-
-    Args:
-        trains: True for the trainer. dtype: e.g. "bfloat16" or "fp32". device: type, e.g. "cuda".
-    """
+    """Raise ValueError if the kernel cannot do what this side of the run asks of it on this type of device."""
     backend = ATTENTION_BACKENDS[name]
     require(
         backend.trains or not trains,

@@ -26,7 +26,6 @@ class PromptStatus:
 
     status: Status
     error: str = ""
-    """Reason of a failure."""
     is_generated: bool = False
     """True of a running prompt if no sample of it waits for a replica any more: each is generated, or has failed. Told
     only in runs with rewards that take turns with the replicas."""

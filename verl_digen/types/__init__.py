@@ -72,7 +72,6 @@ class Burst:
     name: str
     """Unique among the bursts of a run."""
     size: int
-    """Number of requests."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,6 @@ class SampleFacts:
     num_steps: int
     """K, its points."""
     sampling: Sampling
-    """Settings that it was generated with."""
     condition_key: str
     """Key of its prompt's conditions in TransferQueue."""
     experts: tuple[int, ...] = ()
@@ -261,7 +259,6 @@ class RewardInput:
     sample_index: int
     """Its number in the group `row.uid`."""
     is_validation: bool = False
-    """True for a sample of a validation."""
     latents: SampleLatents | None = None
     """The latents that it was decoded from; None where the reward reads no latents."""
     audio: Audio | None = None
@@ -308,7 +305,6 @@ class Score:
     parts: Mapping[str, float]
     """Value of each reward that scored it, and the numeric details that it returned as `name/detail`."""
     calls: tuple[RewardCall, ...]
-    """The calls that made it."""
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,7 @@ from dataclasses import dataclass
 from math import fsum
 
 from verl_digen.observe.metrics import union_s
-from verl_digen.observe.timeline.interval import (
-    BUSY_KINDS,
-    POOLS,
-    UNATTRIBUTED,
-    WAIT_REASONS,
-    Interval,
-    Lane,
-    join_parts,
-)
+from verl_digen.observe.timeline.interval import BUSY_KINDS, POOLS, UNATTRIBUTED, WAIT_REASONS, Interval, join_parts
 
 Span = tuple[float, float]
 """(start, end) in seconds."""
@@ -95,7 +87,7 @@ def by_lane(intervals: Iterable[Interval], window: Span) -> dict[str, list[Inter
     for interval in intervals:
         if interval.kind != "step" and interval.start_s < window[1] and interval.end_s > window[0]:
             lanes[interval.lane.name].append(interval)
-    return dict(sorted(lanes.items(), key=lambda item: _place(item[1][0].lane)))
+    return dict(sorted(lanes.items(), key=lambda item: (POOLS.index((lane := item[1][0].lane).pool), lane.index)))
 
 
 def lane_seconds(intervals: Iterable[Interval], window: Span) -> dict[str, float]:
@@ -226,7 +218,3 @@ def step_metrics(intervals: Sequence[Interval], step: int, num_devices_per_pool:
     if fraction is not None:
         metrics["perf/first_group_fraction"] = fraction
     return metrics
-
-
-def _place(lane: Lane) -> tuple[int, int]:
-    return POOLS.index(lane.pool), lane.index

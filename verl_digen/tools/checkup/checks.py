@@ -64,7 +64,6 @@ class CheckSpec:
     deadline_s: float
     """Its process is killed after this time; far more than it takes."""
     remedy: str
-    """Remedy if it fails."""
     least_s: float = 15.0
     """Time that must be left of `--budget` for it to start."""
     is_full: bool = False

@@ -168,17 +168,14 @@ PROGRAM = (sys.executable, "-W", "ignore", "-m", "verl_digen.tools.checkup.comma
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one check."""
+    """Result of one check; `figure` is "" if it failed, `cause` and `remedy` are "" if it passed."""
 
     name: str
     passed: bool
     seconds: float
     figure: str = ""
-    """Measurements as text; "" if it failed."""
     cause: str = ""
-    """Why it failed; "" if it passed."""
     remedy: str = ""
-    """Remedy; "" if it passed."""
     measured: Sequence[Mapping[str, float | str]] = ()
     """Measurements that the check noted, see `Setting.note`."""
 

@@ -26,7 +26,6 @@ class SavedRun:
     """A checkpoint and its settings."""
 
     folder: Path
-    """The run's."""
     step: int
     config: DictConfig
     """The whole config of the run."""
