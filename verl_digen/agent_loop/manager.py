@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it.
-
-Status of a prompt key in TransferQueue, read by the trainer's replay buffer: pending -> finished | failure. With a
-reward that takes turns with the replicas, it is running in between, once all of the group is generated. A failed group
-has no rows (one failed sample fails its group) and its reason is the tag `error`.
+"""Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it. One
+failed sample fails its group, whose status (`store.prompts`) has the reason.
 """
 
 from __future__ import annotations

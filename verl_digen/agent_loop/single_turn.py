@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent loop of a diffusion model: one prompt, one generation; and custom loops, which are subclasses of it.
 
-verl's worker registers at start the names in `actor_rollout_ref.rollout.agent.agent_loop_config_path`, a file in verl's
-format; `actor_rollout_ref.rollout.agent.default_agent_loop` selects the one that a run uses. Its `run` returns one
-`Generation` of the row's sample. The samples of a group share the prompt's conditions, so all of them must use the same
-prompt.
+A loop's `run` returns one `Generation` of the row's sample. The samples of a group share the prompt's conditions, so
+all of them must use the same prompt.
 """
 
 from __future__ import annotations

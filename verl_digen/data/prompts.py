@@ -1,17 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read prompts from files (`verl_digen.data.splits`), interpret the columns of a row, and find prompts that are longer
-than the model reads.
-
-| column | means | else |
-| --- | --- | --- |
-| `prompt` (`data.prompt_key`) | the text: a string, or verl's chat list, whose last user message counts | required |
-| `negative_prompt` | its own negative prompt, in the same two forms | `digen.sampling.negative_prompt` |
-| `data_source` (`data.reward_fn_key`) | its source; validation is reported per source | see `default_source` |
-| `ground_truth`, or `reward_model.ground_truth` | the reference for reward functions | see `default_ground_truth` |
-| `images` (`data.image_key`) | images it is about: paths relative to the file's folder, or a table's | none |
-| `chosen`, `rejected` | two images, of which the first one is preferred; for `offline_dpo` | none |
-| `extra_info` | a mapping for reward functions | `{}` |
-| any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
+"""Read prompts from files (`verl_digen.data.splits`), interpret the columns of a row (docs/data.md has the table of
+them), and find prompts that are longer than the model reads.
 """
 
 from __future__ import annotations

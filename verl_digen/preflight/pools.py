@@ -41,8 +41,7 @@ VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl"
 
 
 def check_device(run: StartConfig) -> None:
-    """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs.
-
+    """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs:
     Ray would wait forever for devices that no node has.
     """
     from verl.plugin.platform import get_platform

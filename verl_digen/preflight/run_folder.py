@@ -1,19 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for the folders that a run writes, and for a run that `trainer.default_local_dir` holds already: continued, set
-aside, or in the hands of a live process; and the file that says what a start was given.
+aside, or in the hands of a live process (docs/checkpoints.md has the table); and the file that says what a start was
+given. A start that continues a checkpoint elsewhere (`resume_path`) moves this folder's run aside, too.
 
-| the folder holds | `trainer.resume_mode` | a start |
-| --- | --- | --- |
-| no run | any | begins |
-| a checkpoint | `auto` | continues it, and says so; refused if it learns something else |
-| a run without checkpoint | `auto` | begins, and moves that run's files to `FOLDER-DATE` |
-| a run | `disable` | the same |
-| a run | `resume_path`, a checkpoint of its own | continues that one; what it learns otherwise is a note |
-| a run | `resume_path`, a checkpoint elsewhere | continues that one, and moves this run's files |
-
-Invariants (tests/plugin/test_run_folder.py)
-- No file of a run is removed, and no folder gets the metrics of two.
-- One live process holds a folder; its lock ends with it, however it ends.
+Invariants (tests/plugin/test_run_folder.py): no file of a run is removed, and no folder gets the metrics of two; one
+live process holds a folder, and its lock ends with it, however it ends.
 """
 
 from __future__ import annotations

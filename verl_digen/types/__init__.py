@@ -40,9 +40,8 @@ def move_condition(condition: Condition, device: torch.device | str) -> Conditio
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt, from its file to its requests. Read by `verl_digen.data`; the trainer that draws it sets `uid`.
-
-    Plain values only: unfinished prompts are part of a checkpoint, as JSON.
+    """One prompt, from its file to its requests, in plain values, as unfinished prompts are part of a checkpoint, as
+    JSON. Read by `verl_digen.data`; the trainer that draws it sets `uid`.
     """
 
     text: str
@@ -405,9 +404,8 @@ class TrainingRows:
         return replace(self, point=point, **sliced)
 
     def to(self, device: torch.device) -> TrainingRows:
-        """Copy on `device`; rows of one prompt still share their conditions.
-
-        Sigmas stay on the host, where the SDE step reads them: on a device each would cost a synchronisation.
+        """Copy on `device`; rows of one prompt still share their conditions. Sigmas stay on the host, where the SDE
+        step reads them: on a device each would cost a synchronisation.
         """
         moved: dict[int, Condition] = {}
 

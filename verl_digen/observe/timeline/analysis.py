@@ -79,9 +79,8 @@ def around_step(intervals: Iterable[Interval], step: int) -> list[Interval]:
 
 
 def by_lane(intervals: Iterable[Interval], window: Span) -> dict[str, list[Interval]]:
-    """Lane name -> its intervals that reach into the window, `step` intervals left out.
-
-    Lanes come in the order of `POOLS` and their index.
+    """Lane name -> its intervals that reach into the window, `step` ones left out; in the order of `POOLS` and their
+    index.
     """
     lanes: dict[str, list[Interval]] = defaultdict(list)
     for interval in intervals:

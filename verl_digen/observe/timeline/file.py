@@ -48,13 +48,9 @@ class Timeline:
 
 
 class TimelineFile:
-    """The timeline's file; only the driver writes it."""
+    """The timeline's file; only the driver writes it. Pools without devices are left out of `num_devices`."""
 
     def __init__(self, path: Path, num_devices: Mapping[str, int]):
-        """
-        Args:
-            num_devices: pool -> devices; pools without devices are left out.
-        """
         self._path = path
         self._header = {"timeline": SCHEMA_VERSION, "num_devices": dict(num_devices)}
         self._is_open = False

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout of a timeline's pictures, which the page shares, and the timeline as JSON for `chrome://tracing` and
-https://ui.perfetto.dev (the "Trace Event Format"). Pure.
-
-- A pool is a process; a lane is a thread, or several where a replica works on several chunks at once.
-- Every interval is a complete event (`ph: "X"`), microseconds since the first; its facts are its `args`.
-- An arrow leads from each chunk of a group to the training of that group.
-- Names of groups (g1, g2, ...) count in the order in which they were begun; their uids are in `args`.
+https://ui.perfetto.dev (the "Trace Event Format"): a pool is a process; a lane is a thread, or several where a replica
+works on several chunks at once. Pure.
 
 *Invariants:* two intervals of one row never overlap; no more rows are used than intervals overlap at once; `ts` and
 `dur` are >= 0 and `ts` ascends; events of one thread never overlap partly (the viewers would draw them wrong); every

@@ -9,8 +9,7 @@ replicas, or of either pool.
 | frozen base that ranks hold whole | one copy per node, not rounded; replicas of the same dtype wait with it |
 | copies of the weights | EMA, `old`, reference, teacher: with offloaded parameters only, not page-locked |
 | inputs of recomputed blocks | with `enable_activation_offload`: one tile's per rank |
-| replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update |
-| | has, once per node on GPUs, else per replica; with encoders on the host all, what trains per replica |
+| replicas that wait | copies of networks that leave the device, see `_waiting` |
 | prompt cache | `digen.rollout.embed_cache_size` prompts of the planned length per `diffusers` replica |
 | staged weight updates | one update per replica with devices of its own; the others load updates as they arrive |
 
@@ -64,7 +63,10 @@ def cached_prompts(run: Run) -> int:
 
 
 def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
-    """Host copies of the replicas of a node that sleep, or whose encoders take turns with the transformer."""
+    """Host copies of the replicas of a node that sleep, or whose encoders take turns with the transformer: of
+    `vllm_omni` all networks; of `diffusers` what no update has, once per node on GPUs, else per replica, and what
+    trains where encoders take turns.
+    """
     settings, names = run.settings, {*networks} - {PROMPT_CACHE}
     if not settings.is_ours:
         return settings.generator_devices_per_node * sum(networks[name] for name in names)

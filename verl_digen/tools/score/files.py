@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files to score, as pixels, and the prompt of each.
-
-Pixels: `_rgb` for pictures, all frames of a film and of an animated GIF, WebP or PNG, `_array` for `.npy`.
-
-| given | the prompt of a file |
-| --- | --- |
-| `--prompt TEXT` | this text, for all |
-| `--prompts FILE` with a column `file_name` | the row that names it: its path, or the end of it |
-| `--prompts FILE` without | the row at its place; with n files per row, rows repeat n times |
-| neither | the text file beside it, NAME.txt; or a prompt file `metadata.*` in its folder, by `file_name` |
+"""Files to score, as pixels, and the prompt of each: the one of `--prompt`; of `--prompts FILE` the row whose
+`file_name` is the end of its path, or without this column the row at its place, where rows repeat n times with n files
+per row; else the text file beside it, NAME.txt, or its row in a prompt file `metadata.*` in its folder.
 """
 
 from __future__ import annotations
