@@ -143,8 +143,7 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
     def compute_advantage(self, batch: DataProto) -> DataProto:
         """Make `advantages` [N, 1] of `rm_scores`, as `digen.advantage` says, and `selected` [N, 1]: False for samples
         of a group that the run's objective leaves out. ValueError: the run combines advantages of several rewards, or
-        its samples share steps.
-        """
+        its samples share steps."""
         digen, uids = self._by_hand.digen, list(batch.non_tensor_batch["uid"])
         require(digen.reward.combine != "gdpo", "digen.reward.combine must be sum here", "gdpo", "call fit")
         require(not digen.branches.splits, "digen.branches.splits must be [] here", digen.branches.splits, "call fit")
@@ -158,8 +157,7 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
 
     def update_actor(self, batch: DataProto) -> dict[str, list[float]]:
         """Take one optimizer step on the batch of `generate_sequences`, with `advantages`, and `old_log_probs` if the
-        weights have changed since, and send the weights to the replicas -> metrics.
-        """
+        weights have changed since, and send the weights to the replicas -> metrics."""
         trainer, rows = self._by_hand, self._rows(batch)
         once = {"mini_batch_size": len(rows), "epochs": 1, "seed": 0, "dataloader_kwargs": {"shuffle": False}}
         metrics = tu.get(trainer.actor_rollout_wg.update_actor(tu.assign_non_tensor(rows, **once)), "metrics")

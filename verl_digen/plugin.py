@@ -55,8 +55,7 @@ _finder = _CallbackFinder()
 
 def after_import(name: str, callback: Callable[[], None]) -> None:
     """Call `callback` once, right after the module `name` was imported, in the thread that imports it; at once if it is
-    imported already. What the callback raises reaches the importer.
-    """
+    imported already. What the callback raises reaches the importer."""
     if name in sys.modules:
         callback()
         return

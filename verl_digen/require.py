@@ -157,8 +157,7 @@ def suggestion(given: str, known: Iterable[str]) -> str:
 
 def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], key: str) -> Any:
     """Arguments of a class as an instance of its dataclass of settings. ValueError: an unknown argument, a value of the
-    wrong type, or a broken rule of the dataclass.
-    """
+    wrong type, or a broken rule of the dataclass."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -28,8 +28,7 @@ GROUP = "verl_digen.plugins"
 
 def import_user_modules(given: str | Sequence[str] | None = None) -> None:
     """Import the modules of installed packages, and those that `given`, the value of `KEY` as verl reads it (a name or
-    a list of them), names. Idempotent. ValueError: a module cannot be imported.
-    """
+    a list of them), names. Idempotent. ValueError: a module cannot be imported."""
     _import_installed()
     names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
     for name in names:

@@ -80,8 +80,7 @@ async def generate_batch(
 
 class GroupsBeingGenerated:
     """Count of the samples of each group that wait for a replica, so that the driver can tell when replicas may sleep.
-    Groups that were not begun are ignored.
-    """
+    Groups that were not begun are ignored."""
 
     def __init__(self) -> None:
         self._left: dict[str, set[int]] = {}
@@ -93,8 +92,7 @@ class GroupsBeingGenerated:
 
     def ended(self, uid: str, index: int) -> None:
         """Note that a sample needs no replica any more: it is generated, or has failed. A second call changes
-        nothing.
-        """
+        nothing."""
         if uid in self._left:
             self._left[uid].discard(index)
             if not self._left[uid]:

@@ -113,8 +113,7 @@ class ChunkRunner(Generic[Generated, Scored]):
     async def cancel(self, chunk_id: int) -> None:
         """Cancel the chunk's samples on its replica, so that `generate` returns soon, and those that wait for an
         environment; once it is generated, its scores, which may wait for samples of their group that are not wanted any
-        more.
-        """
+        more."""
         if chunk_id in self._generating:
             order, client, tasks = self._generating[chunk_id]
             await asyncio.gather(*(self.withdraw_sample(order, index, client) for index in order.samples))
@@ -141,8 +140,7 @@ class ChunkRunner(Generic[Generated, Scored]):
 
     async def collect(self, chunk_id: int) -> ScoredChunk:
         """Wait for the scores of a chunk whose generation has ended; publish the samples that have one. RunStopped if
-        scoring a sample raised it, KeyError if the chunk was discarded.
-        """
+        scoring a sample raised it, KeyError if the chunk was discarded."""
         order, scoring = self._scoring[chunk_id]
         outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)
         del self._scoring[chunk_id]

@@ -64,8 +64,7 @@ class Episode:
     @property
     def generation(self) -> Generation:
         """All turns as one generation, whose picture and latents are the last turn's; without conditions. Raises as
-        `joined`.
-        """
+        `joined`."""
         turns = [turn.generation for turn in self.played]
         return replace(
             turns[-1],
@@ -167,8 +166,7 @@ logger = logging.getLogger(__name__)
 
 class EnvironmentAgentLoop(AgentLoopBase):
     """Stateless agent loop. Skips `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer.
-    `edits`: `Environment.edits` of the run's environment.
-    """
+    `edits`: `Environment.edits` of the run's environment."""
 
     def __init__(self, server_manager: DiffusionServerClient | ServerClient, environments: WorkerPool, *, edits: bool):
         self.digen = server_manager.digen
@@ -177,8 +175,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **columns: Any) -> Episode:  # type: ignore[override]
         """Play the episode that is sample `session_id` of the group `uid`; see `verl_digen.data.rows.loop_columns`.
-        EpisodeFailed: its environment kept failing. RunStopped: no environment worker or no replica is left.
-        """
+        EpisodeFailed: its environment kept failing. RunStopped: no environment worker or no replica is left."""
         row, index = loop_row(columns), columns["session_id"]
         name = f"{row.uid}_{index}"
         seed, retries = keyed_seed("environment", self.digen.seed, row.uid), self.digen.environment.max_retries

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it. One
-failed sample fails its group, whose status (`store.prompts`) has the reason.
-"""
+failed sample fails its group, whose status (`store.prompts`) has the reason."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ PlainAgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_actor_class__  # pyright: ig
 class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     """verl's worker, with groups published atomically and pixels kept out of TransferQueue. Needs Ray and a
     TransferQueue that was started. Without `reward_loop_worker_handles` only `generate_sequences(DataProto)` works, and
-    gives no rewards.
-    """
+    gives no rewards."""
 
     _rewards: SampleRewards
 
@@ -279,8 +277,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def prepare_assist(self, order: ChunkOrder, server: Any | None) -> tuple[SampleRequest, ...]:
         """Requests for the trainer's ranks to generate; the prompt's conditions are in TransferQueue on return.
         `server`: the replica that encodes the prompt, None if it was encoded for an earlier chunk. ValueError: the
-        encoder refuses the prompt.
-        """
+        encoder refuses the prompt."""
         requests = tuple(
             sample_request(self.digen, order.row, index, step=order.step, validate=False) for index in order.samples
         )
@@ -291,8 +288,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def adopt_chunk(self, order: ChunkOrder, parts: Sequence[Any], failure: str = "") -> GeneratedChunk:
         """Take samples that the trainer's ranks generate; they are scored and collected like a replica's. `parts`:
         references to lists of `Generation`, one per rank that has some, which do not pass through the driver;
-        `failure`: why there are none.
-        """
+        `failure`: why there are none."""
         generated = {
             generation.trajectory.facts.sample_index: generation
             for generations in await asyncio.gather(*parts)

@@ -91,8 +91,7 @@ class DiffusionServerClient(LLMServerClient):
     async def generate_sample(self, request: SampleRequest, *, sticky: str | None = None) -> Generation:
         """Generate one sample on the least-loaded replica; retry on another one if that replica is lost, which gives
         the same sample. `sticky`: name whose samples go to one replica while the balancer remembers it; None: the
-        sample's own. RunStopped: no replica is left.
-        """
+        sample's own. RunStopped: no replica is left."""
         name = request_id(request.uid, request.sample_index)
         sticky = name if sticky is None else sticky
         while True:
@@ -152,8 +151,7 @@ class DiffusionServerClient(LLMServerClient):
 
 class ServerClient:
     """Sends samples to one given replica. `wants_latents`: a reward of the run reads latents; `burst`: the requests
-    that the client's one request is sent with.
-    """
+    that the client's one request is sent with."""
 
     def __init__(self, server: Any, digen: DigenConfig, *, wants_latents: bool = False, burst: Burst | None = None):
         self.server = server
@@ -182,8 +180,7 @@ class ServerClient:
 class AsyncDiffusionServerManager(DiffusionServerClient):
     """The RFC's client over given replicas, with verl's balancer in this process: the least-loaded replica, and the
     same one again for a `request_id`, as long as it is among the `max_cache_size` last used. verl's class of that kind
-    is today's `LLMServerClient`; `DiffusionServerManager` starts replicas.
-    """
+    is today's `LLMServerClient`; `DiffusionServerManager` starts replicas."""
 
     def __init__(
         self, config: DictConfig, server_handles: Sequence[Any], max_cache_size: int = DEFAULT_ROUTING_CACHE_SIZE
@@ -209,8 +206,7 @@ class DiffusionServerManager(LLMServerManager):
     @classmethod
     def adopt(cls, manager: LLMServerManager, *, keeps_one_server: bool) -> DiffusionServerManager:
         """Take over the replicas that verl's trainer launched through `manager`. `keeps_one_server`: one server that is
-        never replaced needs no balancer, whose process would import verl to count to one.
-        """
+        never replaced needs no balancer, whose process would import verl to count to one."""
         adopted = cls(
             manager.config,
             worker_group=manager.worker_group,

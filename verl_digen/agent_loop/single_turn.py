@@ -75,8 +75,7 @@ register(SINGLE_TURN)(DiffusionSingleTurnAgentLoop)  # not as a decorator: verl'
 def make_agent_loop(name: str, worker: Any, client: Any) -> Any:
     """Create the agent loop called `name` as verl does, from its registry, with the arguments that verl's `worker`
     passes to every loop; it requests samples from `client`. ValueError: no loop of that name is registered in this
-    process.
-    """
+    process."""
     if name != SINGLE_TURN and name not in _agent_loop_registry:
         raise ValueError(
             f"actor_rollout_ref.rollout.agent.default_agent_loop must be one of {', '.join(_agent_loop_registry)}, got "

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read prompts from files (`verl_digen.data.splits`), interpret the columns of a row (docs/data.md has the table of
-them), and find prompts that are longer than the model reads.
-"""
+them), and find prompts that are longer than the model reads."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class Columns:
     @staticmethod
     def of(data: DictConfig) -> Columns:
         """The names in the `data:` section. ValueError for an empty name, one that has another meaning, or two equal
-        ones.
-        """
+        ones."""
         names = [data[key] for key in NAMED_BY]
         for key, name in zip(NAMED_BY, names, strict=True):
             require(
@@ -287,8 +285,7 @@ class TooLong:
 
 def find_too_long(prompts: Iterable[PromptRow], load_check: Callable[[], PromptCheck]) -> list[TooLong]:
     """The prompts that are too long, or have a negative prompt that is. `load_check` loads tokenizers: it is called at
-    most once, and only if a prompt is not surely short.
-    """
+    most once, and only if a prompt is not surely short."""
     found: list[TooLong] = []
     reasons: dict[str, str] = {}
     check: PromptCheck | None = None

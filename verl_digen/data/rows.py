@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts in the forms that verl's interfaces take: a batch, keyword arguments of custom agent loops, one per column of
-verl's data sets, and a DataProto with either, for the classes of verl's RFC.
-"""
+verl's data sets, and a DataProto with either, for the classes of verl's RFC."""
 
 from __future__ import annotations
 

@@ -49,8 +49,7 @@ def resolve(files: Any, key: str) -> list[str]:
 
 def name_splits(config: DictConfig) -> None:
     """Replace folders in `data.train_files` and `data.val_files` by the files of their splits: verl makes both data
-    sets by one constructor, which does not learn which of them it makes.
-    """
+    sets by one constructor, which does not learn which of them it makes."""
     for key in SPLITS:
         given = OmegaConf.select(config, key)
         if given is not None:

@@ -62,8 +62,7 @@ def require_form(kind: pyarrow.DataType, where: str) -> None:
 
 def table_references(column: Iterable[pyarrow.Array], source: str, name: str) -> list[References]:
     """References of all rows of a column, given by its chunks: of images, or of a part of each that is there where the
-    image is.
-    """
+    image is."""
     found: list[References] = []
     for chunk in column:
         for number in _numbers(chunk):
@@ -160,8 +159,7 @@ def dataset_rows(
     load: Callable[[], Any], name: str, typed: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of a dataset of the `datasets` library, `typed` in places; pictures are not decoded. See
-    `rows_of_table`. ValueError: it cannot be loaded.
-    """
+    `rows_of_table`. ValueError: it cannot be loaded."""
     try:
         table = load().with_format("arrow")[:]  # as it is stored: nothing is decoded
     except Exception as error:  # the library raises what its loaders, file systems and the network do

@@ -57,8 +57,7 @@ class TurnResult:
 
 class Environment(ABC):
     """Base class of environments. `config`: an instance of `config_class`, from `digen.environment.options`; `shared`:
-    what `make_shared` returned in this worker, e.g. a judge model.
-    """
+    what `make_shared` returned in this worker, e.g. a judge model."""
 
     config_class: ClassVar[type] = NoSettings
     """Dataclass of settings: the keys of `digen.environment.options`."""
@@ -82,8 +81,7 @@ class Environment(ABC):
     @abstractmethod
     def reset(self, row: PromptRow, seed: int) -> Instruction | Awaitable[Instruction]:
         """Begin the episode; called once, first. `seed` is equal for all episodes of a group, so that they start alike,
-        and for an episode that is made again.
-        """
+        and for an episode that is made again."""
 
     @abstractmethod
     async def step(self, picture: Picture) -> TurnResult:

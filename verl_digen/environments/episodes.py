@@ -49,8 +49,7 @@ Answer = TypeVar("Answer")
 class EpisodeHost:
     """Environments by an id that is used once; `device` is that of what episodes share. The caller gets the error of a
     call that raises, takes `digen.environment.step_timeout_s`, or returns something malformed; the timeout begins after
-    the wait for one of the `digen.environment.concurrent` places.
-    """
+    the wait for one of the `digen.environment.concurrent` places."""
 
     def __init__(self, config: EnvironmentConfig, device: torch.device):
         self._class = environment_class(config)

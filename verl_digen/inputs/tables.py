@@ -32,8 +32,7 @@ HUB_NAME = re.compile(
 @dataclass(frozen=True)
 class HubName:
     """A dataset of the hub. Downloads are kept in the cache of the `datasets` library, and its variables hold (HF_HOME,
-    HF_TOKEN, HF_HUB_OFFLINE).
-    """
+    HF_TOKEN, HF_HUB_OFFLINE)."""
 
     name: str
     """OWNER/NAME."""

@@ -31,8 +31,7 @@ def is_step_logged(digen: DigenConfig, step: int) -> bool:
 
 def is_group_logged(digen: DigenConfig, *, step: int, number: int, num_prompts: int) -> bool:
     """True if the group of prompt `number` of the run, whose samples are for `step`, is shown; a step has
-    `num_prompts`.
-    """
+    `num_prompts`."""
     return is_step_logged(digen, step) and number % num_prompts < digen.num_logged_groups
 
 
@@ -64,8 +63,7 @@ class GroupPictures:
         audio: Audio | None = None,
     ) -> None:
         """Write a scored sample, uint8 [H, W, 3], or [F, H, W, 3] for a video, if it is the best or the worst of its
-        group so far. `images`: `PromptRow.images`, read where the sample is written.
-        """
+        group so far. `images`: `PromptRow.images`, read where the sample is written."""
         with self._lock:
             held = self._group(step, uid)
             if index in held:  # generated again, under newer weights

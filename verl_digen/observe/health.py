@@ -51,8 +51,7 @@ VERDICT, WARNING = "hacking/verdict", "hacking/warning"
 def gap_metrics(metrics: Mapping[str, float], clip_width: float | None) -> dict[str, float]:
     """`rollout/log_prob_gap_to_bound` of a step: the mean gap over what is harmless; {} without a gap, and with samples
     of older weights, whose log-probs differ for that. `clip_width`: of a ratio against recorded log-probs; None: the
-    ratio does not see their rounding.
-    """
+    ratio does not see their rounding."""
     if "rollout/log_prob_gap_mean" not in metrics or metrics["rollout/version_age_max_versions"] > 0:
         return {}
     return {GAP: metrics["rollout/log_prob_gap_mean"] / (SAFE_GAP if clip_width is None else SAFE_SHARE * clip_width)}

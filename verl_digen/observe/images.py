@@ -66,8 +66,7 @@ class Shown:
 def save_pixels(pixels: Tensor, path: Path, images: Sequence[str] = (), audio: Audio | None = None) -> None:
     """Write uint8 [H, W, 3] to the PNG `path`, at its left the `images` of the prompt (`PromptRow.images`), at its
     height; for [F, H, W, 3] the filmstrip, and the video to the GIF beside it, with its sound in a WAV file.
-    ValueError: an image cannot be read.
-    """
+    ValueError: an image cannot be read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_video = pixels.ndim == 4
     _beside(read_images(images), _to_image(filmstrip(pixels) if is_video else pixels)).save(path)
@@ -110,8 +109,7 @@ def save_grid(shown: Sequence[Shown], path: Path, title: str) -> None:
 
 def save_before_after(before: Sequence[Shown], after: Sequence[Shown], path: Path, titles: tuple[str, str]) -> None:
     """Two rows per group of prompts: the first validation above, the last below, with the change of each reward; the
-    mean reward of the pictures is added to the titles.
-    """
+    mean reward of the pictures is added to the titles."""
     after = _compared(before, after)
     titles = _with_mean(titles[0], before), _with_mean(titles[1], after)
     width = _cell_width([*before, *after])

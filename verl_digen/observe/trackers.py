@@ -26,8 +26,7 @@ RGB_CHANNELS = 3
 
 def log_pictures(folder: Path, step: int, pictures: Mapping[str, Path]) -> None:
     """Write the files `pictures`, by tag, for optimizer step `step`: PNG is shown, GIF is played. No other process may
-    write event files to `folder`, because TensorBoard follows only the newest file of one.
-    """
+    write event files to `folder`, because TensorBoard follows only the newest file of one."""
     summary_types: Any = summary_pb2  # created at import
     Summary = summary_types.Summary
     values = []
@@ -67,8 +66,7 @@ def log_to_wandb(
     wandb: Any, step: int, pictures: Mapping[str, Sequence[Shown]], values: Mapping[str, Sequence[float]]
 ) -> None:
     """Log lists of pictures, each also as a table NAME_table, and histograms of `values`, by name, for optimizer step
-    `step`, with the module `wandb` of a run; nothing if both are empty.
-    """
+    `step`, with the module `wandb` of a run; nothing if both are empty."""
     data: dict[str, Any] = {
         name: [_media(wandb, entry) for entry in shown] for name, shown in pictures.items() if shown
     }

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke, 130 for
-Ctrl-C. A run leaves in its folder what it was given (`save_start`), and how it ended.
-"""
+Ctrl-C. A run leaves in its folder what it was given (`save_start`), and how it ended."""
 
 from __future__ import annotations
 
@@ -87,8 +86,7 @@ def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
 
 def _leave(run_dir: Path, state: str, reason: object) -> None:
     """Write `end.json`, and once more the report of a run that ended early, which shows the time that is left. Without
-    them a process that is gone counts as stopped, so a full disk is only reported.
-    """
+    them a process that is gone counts as stopped, so a full disk is only reported."""
     try:
         replace_text(run_dir / END, json.dumps({"state": state, "reason": str(reason)}))
         if state != "ended" and (run_dir / REPORT).is_file():

@@ -42,8 +42,7 @@ VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl"
 
 def check_device(run: StartConfig) -> None:
     """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs:
-    Ray would wait forever for devices that no node has.
-    """
+    Ray would wait forever for devices that no node has."""
     from verl.plugin.platform import get_platform
 
     platform = get_platform().device_name

@@ -293,8 +293,7 @@ def _shown(found: list[tuple[str, Any, Any]]) -> str:
 def save_start(config: DictConfig, notes: Sequence[str]) -> None:
     """Write `RUN_DIR/start.json`, what the newest start of a run was given, while Hydra runs the job; read by the run's
     report. `words`: the command line after `python -m verl.trainer.main_ppo`; `changes`: [key, value of the recipes
-    alone, value of the run] for each value that the other words changed; `config`: with interpolations resolved.
-    """
+    alone, value of the run] for each value that the other words changed; `config`: with interpolations resolved."""
     words = command_line(config)
     of_recipes = compose(config.hydra.job.config_name, overrides=[word for word in words if GROUP_WORD.match(word)])
     run_dir = Path(config.trainer.default_local_dir)

@@ -109,8 +109,7 @@ def write_report(run_dir: Path, path: Path) -> None:
 
 def write_page(page: str, path: Path) -> None:
     """Write a page in place of the one that is there, at once: a reader sees the old one or the new one. Raises OSError
-    if `path` cannot be written.
-    """
+    if `path` cannot be written."""
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -164,8 +163,7 @@ def written_now() -> dict[str, str]:
 
 def render(data: dict[str, Any], view: str = "report", *, is_live: bool = False) -> str:
     """The HTML file that shows `data`, drawn by the function `view` of the page's script: report, comparison or list.
-    `is_live`: `digen watch` serves the page, and plotly and what is new are fetched from there.
-    """
+    `is_live`: `digen watch` serves the page, and plotly and what is new are fetched from there."""
     scripts = ["page.js", *(["runs.js"] if view != "report" else []), *(["live.js"] if is_live else [])]
     parts = {
         "title": escape(data["heading"]["name"]),

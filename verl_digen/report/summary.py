@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run for the page: its start (words, recipes, config against the recipes, notes, versions), its warnings, its few
-most important numbers, and its health.
-"""
+most important numbers, and its health."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ MAX_VALUE_CHARS = 300
 def read_start(run_dir: Path) -> dict[str, Any]:
     """Read what the run left of its newest start: `words`, `recipes`, `notes`, `versions` and `at_s` as in
     `start.json`; `changes`: (key, value of the recipes, value of the run) as texts; `config`: (key, value) of every
-    leaf, as texts. What is not known is empty; `at_s` and `changes` are None.
-    """
+    leaf, as texts. What is not known is empty; `at_s` and `changes` are None."""
     path = run_dir / START
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else _of_checkpoint(run_dir)
     changes = found["changes"]
@@ -39,8 +37,7 @@ def read_start(run_dir: Path) -> dict[str, Any]:
 
 def _of_checkpoint(run_dir: Path) -> dict[str, Any]:
     """Config and versions of the newest checkpoint's `run.json`: a program of the user's that started the run wrote no
-    `start.json`.
-    """
+    `start.json`."""
     written = sorted(run_dir.glob(CHECKPOINT_FILE), key=lambda path: path.stat().st_mtime)
     known = json.loads(written[-1].read_text(encoding="utf-8")) if written else {"config": {}, "versions": {}}
     return {**known, "words": [], "recipes": [], "notes": [], "changes": None, "at_s": None}
@@ -54,8 +51,7 @@ def value_of(start: dict[str, Any], key: str) -> str | None:
 
 def warnings_of(run_dir: Path) -> dict[str, Any]:
     """The newest warnings of the driver, equal texts once, with `count`, `first_step` and `last_step`; `num_left_out`:
-    further texts.
-    """
+    further texts."""
     found: dict[str, dict[str, Any]] = {}
     for line in read_lines(run_dir / WARNINGS):
         entry = found.setdefault(line["text"], {"count": 0, "first_step": line["step"]})

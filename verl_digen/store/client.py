@@ -83,8 +83,7 @@ _PUTS: WeakKeyDictionary[asyncio.AbstractEventLoop, Bundles[Rows]] = WeakKeyDict
 
 async def put(partition: str, rows: Mapping[str, Row]) -> None:
     """Store rows by key. A put takes four round trips, whatever is in it: those that this process's event loop begins
-    in one pass are one, which fails for all of them.
-    """
+    in one pass are one, which fails for all of them."""
     await _PUTS.setdefault(asyncio.get_running_loop(), Bundles(_put_all, key=_like)).call((partition, rows))
 
 

@@ -40,8 +40,7 @@ class SampleName(NamedTuple):
 
 def own_condition_key(uid: str, key: str) -> str:
     """Key of conditions that a group has for itself: of an episode's turns, and of prompts that an agent loop rewrote.
-    `key`: hash of their content.
-    """
+    `key`: hash of their content."""
     return f"{uid}-{key}"
 
 

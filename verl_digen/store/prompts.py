@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Status of prompts, as verl's replay buffer reads it: pending -> finished | failure, and with rewards that take turns
-with the replicas running in between. A failed prompt has no samples, and its status has the reason.
-"""
+with the replicas running in between. A failed prompt has no samples, and its status has the reason."""
 
 from __future__ import annotations
 

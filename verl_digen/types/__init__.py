@@ -41,8 +41,7 @@ def move_condition(condition: Condition, device: torch.device | str) -> Conditio
 @dataclass(frozen=True)
 class PromptRow:
     """One prompt, from its file to its requests, in plain values, as unfinished prompts are part of a checkpoint, as
-    JSON. Read by `verl_digen.data`; the trainer that draws it sets `uid`.
-    """
+    JSON. Read by `verl_digen.data`; the trainer that draws it sets `uid`."""
 
     text: str
     data_source: str
@@ -265,8 +264,7 @@ class RewardInput:
 
     def sources(self) -> list[Image.Image]:
         """The images of its prompt as RGB, in order, in their own sizes. Each call reads and decodes them. ValueError:
-        an image is missing, is no picture, or has changed during the run.
-        """
+        an image is missing, is no picture, or has changed during the run."""
         return read_images(self.row.images)
 
 
@@ -309,8 +307,7 @@ class Score:
 @dataclass(frozen=True)
 class SampleTag:
     """Facts about one scored sample that travel to the driver, in names and numbers. Written by the agent loop; read by
-    trainer and metrics.
-    """
+    trainer and metrics."""
 
     facts: SampleFacts
     reward: float
@@ -405,8 +402,7 @@ class TrainingRows:
 
     def to(self, device: torch.device) -> TrainingRows:
         """Copy on `device`; rows of one prompt still share their conditions. Sigmas stay on the host, where the SDE
-        step reads them: on a device each would cost a synchronisation.
-        """
+        step reads them: on a device each would cost a synchronisation."""
         moved: dict[int, Condition] = {}
 
         def move(condition: Condition) -> Condition:

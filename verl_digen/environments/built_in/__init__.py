@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Built-in environments, each in a file of its name, and the class that `digen.environment` names: one of them, or your
-own.
-"""
+own."""
 
 from __future__ import annotations
 

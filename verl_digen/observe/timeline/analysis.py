@@ -80,8 +80,7 @@ def around_step(intervals: Iterable[Interval], step: int) -> list[Interval]:
 
 def by_lane(intervals: Iterable[Interval], window: Span) -> dict[str, list[Interval]]:
     """Lane name -> its intervals that reach into the window, `step` ones left out; in the order of `POOLS` and their
-    index.
-    """
+    index."""
     lanes: dict[str, list[Interval]] = defaultdict(list)
     for interval in intervals:
         if interval.kind != "step" and interval.start_s < window[1] and interval.end_s > window[0]:
@@ -179,8 +178,7 @@ def num_trained_samples(intervals: Iterable[Interval], step: int) -> int:
 def first_group_fraction(intervals: Iterable[Interval], step: int) -> float | None:
     """Time until the step's first group was wholly generated, as a fraction of the step's generation, from the start of
     the first chunk to the end of the last, on any lane. A chunk that was retried counts with its last attempt. None if
-    no chunk has a group id, or generation took 0 s.
-    """
+    no chunk has a group id, or generation took 0 s."""
     chunks: dict[int | str | None, Interval] = {}
     for interval in join_parts(intervals):
         if interval.kind in ("generate", "assist") and interval.step == step and interval.group_ids:
@@ -198,8 +196,7 @@ def first_group_fraction(intervals: Iterable[Interval], step: int) -> float | No
 
 def step_metrics(intervals: Sequence[Interval], step: int, num_devices_per_pool: Mapping[str, int]) -> dict[str, float]:
     """The `perf/*` metrics of a step, `first_group_fraction` only where it has a value. `intervals`: at least those
-    that reach into the step or serve it; `num_devices_per_pool`: e.g. {"trainer": 16, "generator": 16}.
-    """
+    that reach into the step or serve it; `num_devices_per_pool`: e.g. {"trainer": 16, "generator": 16}."""
     window = step_window(intervals, step)
     num_devices = sum(num_devices_per_pool.values())
     if num_devices < 1:

@@ -84,8 +84,7 @@ class TimelineFile:
 
 def read_timeline(path: Path, *, most_bytes: int | None = None) -> Timeline:
     """Read a timeline; of a file longer than `most_bytes` its end, and its first line. ValueError: it is of a later
-    schema, or a line other than the last is broken.
-    """
+    schema, or a line other than the last is broken."""
     records = _read(path, most_bytes)
     num_devices: dict[int, Mapping[str, int]] = {}
     current: Mapping[str, int] = {}

@@ -280,8 +280,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Outcome]:
     """Print each outcome when it is known, then the table, and return all outcomes. Folder `out` gets the same text and
-    all figures, as they come.
-    """
+    all figures, as they come."""
 
     def say(text: str) -> None:
         print(text, flush=True)

@@ -232,8 +232,7 @@ def _requests(sampling: Sampling, window: Window, images: tuple[SourceImage, ...
 @contextmanager
 def images_read_at(pipeline: Any, side_px: int, sources: Sequence[tuple[int, int]] = ()) -> Iterator[None]:
     """Have a pipeline read images at other sizes than the published ones: at the area of a square of `side_px`
-    (Qwen-Image-Edit; videos of HunyuanVideo 1.5), or for FLUX.1 Kontext at `sources`, each image's (height, width).
-    """
+    (Qwen-Image-Edit; videos of HunyuanVideo 1.5), or for FLUX.1 Kontext at `sources`, each image's (height, width)."""
     module = sys.modules[type(pipeline).__module__]
     replaced: dict[str, Any] = {}
     if hasattr(module, "PREFERRED_KONTEXT_RESOLUTIONS"):
@@ -290,8 +289,7 @@ def load_pipeline(model: DiffusionModel, geometry: Geometry, dtype: torch.dtype)
 
 def final_latents(run: Callable[..., Any], **arguments: Any) -> Tensor:
     """Latents after the last step of a pipeline (`run`: its call, or `DiffusionModel.pipeline_call`), as its network
-    reads them: output_type="latent" gives these, except that FLUX.2's pipeline has unpacked them.
-    """
+    reads them: output_type="latent" gives these, except that FLUX.2's pipeline has unpacked them."""
     last: dict[str, Tensor] = {}
 
     def keep(_: Any, step: int, timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -382,8 +380,7 @@ def _gradient_turn(model: DiffusionModel, transformer: nn.Module, rows: Training
 
 def _gradient_step_error(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> float:
     """|fall / predicted fall - 1| of the loss, for a gradient step that should lower it by FALL; nan if there is no
-    gradient. Restores the weights.
-    """
+    gradient. Restores the weights."""
     gradients = _gradient(model, transformer, rows)
     square_norm = sum(gradient.cpu().double().square().sum().item() for gradient in gradients.values())
     if square_norm == 0:

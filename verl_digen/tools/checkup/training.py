@@ -120,8 +120,7 @@ def check_run(setting: Setting) -> str:
 
 def train(recipe: str, overrides: Sequence[str], num_steps: int, run_dir: Path) -> tuple[Mapping[str, float], ...]:
     """Train in verl's main, in a process of its own, and return the metrics of its steps. `recipe`: names joined by
-    "+", the algorithm's first; `run_dir`: a new folder. RunFailed if it ended with an error, or without its steps.
-    """
+    "+", the algorithm's first; `run_dir`: a new folder. RunFailed if it ended with an error, or without its steps."""
     run_dir.mkdir(parents=True, exist_ok=False)
     log = run_dir / LOG
     with open(log, "w", encoding="utf-8") as file:

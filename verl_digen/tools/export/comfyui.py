@@ -132,8 +132,7 @@ def save_comfyui(
     run: SavedRun, network: str, tensors: Mapping[str, Tensor], scales: Mapping[str, float], folder: Path
 ) -> None:
     """Write the adapter of one network, by its folder in the base checkpoint ("" if it is the only one), as
-    `lora.safetensors`, or NETWORK.safetensors if there are two. `scales`: of all networks.
-    """
+    `lora.safetensors`, or NETWORK.safetensors if there are two. `scales`: of all networks."""
     start = f"{PEFT_PREFIX}{network}." if network else PEFT_PREFIX
     own = {f"{PEFT_PREFIX}{name.removeprefix(start)}": scales[name] for name in scales if name.startswith(start)}
     found = comfyui_tensors(run.model.pipeline, tensors, own)

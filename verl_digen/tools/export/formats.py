@@ -50,8 +50,7 @@ WRITE_ERRORS = (OSError, SafetensorError)
 
 def save_networks(network: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write streamed tensors as diffusers folders in `folder`: `transformer`, or one for each expert, by its name. The
-    tensors of an `Experts` come one expert after the other, with its name as prefix.
-    """
+    tensors of an `Experts` come one expert after the other, with its name as prefix."""
     network = network.base_model.model if isinstance(network, PeftModel) else network
     if not isinstance(network, Experts):
         save_transformer(network, tensors, folder / "transformer")

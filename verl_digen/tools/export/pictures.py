@@ -36,8 +36,7 @@ def changed(
     digen: DigenConfig, *, seed: int | None = None, num_steps: int | None = None, size_px: tuple[int, int] | None = None
 ) -> DigenConfig:
     """The run's settings with others in their place (`size_px`: height, width); None keeps the run's. Raises ValueError
-    for a setting that validation could not have either.
-    """
+    for a setting that validation could not have either."""
     sampling = digen.sampling
     if num_steps is not None:
         sampling = replace(sampling, val_num_steps=num_steps)
@@ -60,8 +59,7 @@ def rows_of(run: SavedRun, texts: Sequence[str], file: str | None) -> list[Promp
 
 class Painter:
     """Draws with one policy of a checkpoint. `digen`: the run's settings, or changed ones. Raises as
-    `PolicyWeights`.
-    """
+    `PolicyWeights`."""
 
     def __init__(self, run: SavedRun, policy: str, digen: DigenConfig):
         self._digen, self._step = digen, run.step
@@ -78,8 +76,7 @@ class Painter:
 
     def draw(self, row: PromptRow, num_samples: int) -> Iterator[tuple[Tensor, Audio | None]]:
         """Pixels uint8 [H, W, 3], or [F, H, W, 3], and the sound of each sample of one prompt. ValueError: a prompt
-        that the encoder refuses, an image of it that cannot be read, or a sample that is not finite.
-        """
+        that the encoder refuses, an image of it that cannot be read, or a sample that is not finite."""
         requests = [
             sample_request(self._digen, row, index, step=self._step, validate=True) for index in range(num_samples)
         ]

@@ -29,8 +29,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 class BaseWeights:
     """Tensors of a checkpoint's networks, by their names; prefixed with the network's folder if there are several, as
-    in `Experts`.
-    """
+    in `Experts`."""
 
     def __init__(self, path: Path, networks: Sequence[str]):
         self._path, self._networks = path, tuple(networks)
@@ -100,8 +99,7 @@ NOT_RANK_0 = 1
 
 class PolicyWeights:
     """Weights of policy `name`. The network is built without weights, for its names and its adapter's layers alone.
-    ValueError if the checkpoint lacks files or this policy, or is of another network.
-    """
+    ValueError if the checkpoint lacks files or this policy, or is of another network."""
 
     def __init__(self, run: SavedRun, name: str):
         self._run, self._saved = run, SavedState(run.actor)

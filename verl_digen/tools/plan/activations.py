@@ -100,8 +100,7 @@ class Activations:
 
     def moments(self, num_recomputed: int, *, offloads: bool = False) -> list[Moment]:
         """The moments of backward that may be the fullest, see the module. `offloads`: a recomputed block's inputs are
-        on the device during its own turn only.
-        """
+        on the device during its own turn only."""
         found, held = [], self.head
         for number, block in enumerate(self.blocks):
             is_recomputed = number < num_recomputed

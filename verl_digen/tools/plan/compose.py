@@ -225,8 +225,7 @@ def mfu_of(title: str, num_params: int) -> float:
 
 def device_of(words: Words) -> tuple[str | None, int | None]:
     """(type of device, bytes of its memory) of the plan; None if unknown. Of two types: the trainer's, and the smaller
-    memory. Without an accelerator, here or in `words`, the memory is this machine's.
-    """
+    memory. Without an accelerator, here or in `words`, the memory is this machine's."""
     here, kind, found = get_platform(), None, None
     if words.types is not None:
         kind, found = words.types[0], min(DEVICE_GB[kind] for kind in words.types) * GB

@@ -34,8 +34,7 @@ PROMPT_CACHE = "prompt cache"
 def host_memory(run: Run, resident: Items, networks: Items, *, in_turns: bool, input_bytes: int) -> Items:
     """Items of the fullest node. `resident`: state of a trainer rank (`memory.trainer_state`); `networks`: those of a
     replica (`memory.replica`); `in_turns`: encoders and transformer wait for one another on the host; `input_bytes`:
-    inputs of blocks that wait for recomputation, of one trainer rank.
-    """
+    inputs of blocks that wait for recomputation, of one trainer rank."""
     settings = run.settings
     # ranks that generate leave the device while encoders are on it
     moved = replace(settings, param_offload=True, optimizer_offload=True) if in_turns and settings.draws else settings
@@ -65,8 +64,7 @@ def cached_prompts(run: Run) -> int:
 def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
     """Host copies of the replicas of a node that sleep, or whose encoders take turns with the transformer: of
     `vllm_omni` all networks; of `diffusers` what no update has, once per node on GPUs, else per replica, and what
-    trains where encoders take turns.
-    """
+    trains where encoders take turns."""
     settings, names = run.settings, {*networks} - {PROMPT_CACHE}
     if not settings.is_ours:
         return settings.generator_devices_per_node * sum(networks[name] for name in names)

@@ -398,8 +398,7 @@ def encoders_take_turns(run: Run, device_bytes: int | None) -> bool:
 
 def _shared_devices(run: Run, resident: Items, encoder_bytes: int) -> tuple[Items, Items]:
     """(items a replica leaves on its device during training, items the trainer leaves during generation).
-    `encoder_bytes`: of encoders that stay with the replica.
-    """
+    `encoder_bytes`: of encoders that stay with the replica."""
     settings = run.settings
     if settings.is_split:
         return {}, {}

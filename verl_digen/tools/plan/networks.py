@@ -152,8 +152,7 @@ def _loaded_dtype(network: Any, name: str, dtype: torch.dtype) -> torch.dtype:
 def transformer_bytes(model: DiffusionModel, network: nn.Module, dtype: torch.dtype, *, in_one_dtype: bool) -> int:
     """Bytes of all experts' parameters and exported tables in a replica of `dtype`. `network`: what
     `model.load_transformer` gives, in any dtype and on any device; `in_one_dtype`: False where parameters that
-    diffusers keeps in fp32 stay so.
-    """
+    diffusers keeps in fp32 stay so."""
     buffers, exported = dict(network.named_buffers()), network.state_dict()
     tables = sum(value.numel() for name, value in buffers.items() if name in exported) * dtype.itemsize
     fp32 = torch.float32.itemsize

@@ -73,8 +73,7 @@ class PeakBytes(TorchDispatchMode):
 
     def peaks(self, apart: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
         """(bytes of other tensors, bytes of the tensors `apart`) at the moments at which, by some weight of the two,
-        most is allocated. `apart`: live tensors that were allocated in the context.
-        """
+        most is allocated. `apart`: live tensors that were allocated in the context."""
         numbers = {self._number_of[tensor.untyped_storage()._cdata] for tensor in apart}
         held, moments = [0, 0], set()
         for number, size in self._events:
@@ -89,8 +88,7 @@ class PeakBytes(TorchDispatchMode):
 
 def give_fake_weights(modules: Iterable[nn.Module], dtype: torch.dtype | None = None) -> None:
     """Give every parameter, buffer and table of these modules' own a fake CPU tensor, parameters of `dtype` or each of
-    its own. Call it under a fake mode.
-    """
+    its own. Call it under a fake mode."""
     for module in modules:
         for name, value in list(module._parameters.items()):
             if value is not None:
@@ -110,8 +108,7 @@ CHANNELS = 3
 @dataclass(frozen=True)
 class Piece:
     """Largest size that is traced of a VAE that decodes piece by piece, None: all of it; further pieces add their
-    pixels.
-    """
+    pixels."""
 
     side_px: int | None = None
     num_frames: int | None = None
@@ -154,8 +151,7 @@ def decoding_bytes(
     model: DiffusionModel, geometry: Geometry, dtype: torch.dtype, pieces: Mapping[str, Piece] = PIECES
 ) -> int:
     """Peak of decoding one sample in a replica of `dtype`, without the VAE's weights. `pieces`: `TILED` for a VAE that
-    takes tiles; one that has none there is decoded as it is.
-    """
+    takes tiles; one that has none there is decoded as it is."""
     dtype, geometry = model.decoder_dtype(dtype), replace(geometry, sources=())  # a given frame is decoded, too
     piece = {**PIECES, **pieces}.get(model.index["vae"][1], Piece())
     traced = piece.of(geometry)
@@ -206,8 +202,7 @@ def _without_weights(class_name: str, mode: FakeTensorMode) -> Iterator[list[nn.
 @contextmanager
 def _empty_masks() -> Iterator[None]:
     """Context in which HunyuanVideo 1.5's VAE makes its attention mask, positions x positions, in one operation: row by
-    row it takes minutes to trace.
-    """
+    row it takes minutes to trace."""
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as module
 
     block: Any = module.HunyuanVideo15AttnBlock

@@ -42,8 +42,7 @@ class Remedy:
 
 def find_remedies(run: Run, device_bytes: int, read: Callable[..., Run]) -> list[Remedy]:
     """Find changes, in order; empty if the run fits or nothing helps. The last one says if they suffice. `read` plans
-    the same run with more words.
-    """
+    the same run with more words."""
     changes: list[_Change] = []
     changed, before = run, plan_memory(run, device_bytes)
     for change in _candidates(run.settings.is_lora, cache(read)):

@@ -255,8 +255,7 @@ class Run:
 
 def read_run(config: DictConfig, prompt_tokens: int) -> Run:
     """Read the settings of a composed config and measure its networks. ValueError names the key that cannot be
-    planned.
-    """
+    planned."""
     if OmegaConf.is_missing(config.actor_rollout_ref.model, "path"):
         raise ValueError(
             "actor_rollout_ref.model.path must be a checkpoint in the diffusers format, got nothing; set it"
@@ -428,8 +427,7 @@ def record_bytes(request: SampleRequest, latent_bytes: int) -> int:
 
 def empty_condition(model: DiffusionModel, prompt_tokens: int, geometry: Geometry) -> Condition:
     """Zeros in the shapes of a prompt that quotes no text. `prompt_tokens`: of the text; its images'
-    (`geometry.sources`) are added. Not read if every prompt is padded to one length (FLUX.1, Stable Diffusion 3).
-    """
+    (`geometry.sources`) are added. Not read if every prompt is padded to one length (FLUX.1, Stable Diffusion 3)."""
     layout, config = model.spec.condition, model.read_network_config(model.experts[0])
     with_images = prompt_tokens + model.num_image_text_tokens(geometry)
     num_tokens = with_images if layout.num_tokens is None else layout.num_tokens

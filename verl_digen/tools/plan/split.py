@@ -71,8 +71,7 @@ def plan_time(
     run: Run, device: str | None, mfu: float, recomputed: float, generator_device: str | None = None
 ) -> StepTime:
     """Time a step on devices of type `device` that reach the share `mfu` of their peak; `recomputed`: share of the
-    blocks that backward recomputes; `generator_device`: type of the generator's devices, if another.
-    """
+    blocks that backward recomputes; `generator_device`: type of the generator's devices, if another."""
     settings, measured = run.settings, run.measured
     num_pictures = settings.num_begun * settings.num_turns
     generating = num_pictures * _generation_steps(settings.digen) * measured.flops.forward
@@ -155,8 +154,7 @@ def plan_split(
 ) -> SplitPlan | None:
     """Search the best split; None for runs whose generation the plan cannot time. `types`: of the trainer's and the
     generator's devices; `device_bytes`: the smaller memory of both, None: any split fits; `reward_s`: from a chunk's
-    pixels to its rewards.
-    """
+    pixels to its rewards."""
     settings = run.settings
     if settings.digen.environment.is_on or plan_time(run, types[0], mfu, 0.0).generating_flops == 0:
         return None

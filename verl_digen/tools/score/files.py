@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files to score, as pixels, and the prompt of each: the one of `--prompt`; of `--prompts FILE` the row whose
 `file_name` is the end of its path, or without this column the row at its place, where rows repeat n times with n files
-per row; else the text file beside it, NAME.txt, or its row in a prompt file `metadata.*` in its folder.
-"""
+per row; else the text file beside it, NAME.txt, or its row in a prompt file `metadata.*` in its folder."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ SUFFIXES = (*PICTURES, *FILMS, ARRAY)
 
 def find(paths: Iterable[str]) -> list[Path]:
     """Files to score: those named, and the pictures and videos in the folders named and below, in natural order (2.png
-    before 10.png). ValueError: a path is not there, is a file of another kind, or is a folder without pictures.
-    """
+    before 10.png). ValueError: a path is not there, is a file of another kind, or is a folder without pictures."""
     found: dict[Path, None] = {}
     for name in paths:
         path = Path(name).expanduser()
@@ -135,8 +133,7 @@ SOURCE = "scored"
 
 def prompts_of(files: Sequence[Path], *, prompt: str | None, prompt_file: str | None) -> list[PromptRow]:
     """One row per file; files of equal prompts share `uid`, as the samples of a group do. ValueError: a file has no
-    prompt, a row names no file, or the numbers of both do not agree.
-    """
+    prompt, a row names no file, or the numbers of both do not agree."""
     require(prompt is None or prompt_file is None, "--prompt and --prompts exclude each other", prompt, "give one")
     if prompt is not None:
         rows = [_of_text(prompt)] * len(files)

@@ -250,8 +250,7 @@ def turns_outcome(
     profile: Profile, pool: Pool, name: str, *, step_s: float, busy_s: float, devices: str | None = None
 ) -> Outcome:
     """Outcome of a run in which all devices of `pool` do one part of a step after the other. `busy_s`: seconds of a
-    step in which a device works, mean over the devices.
-    """
+    step in which a device works, mean over the devices."""
     return Outcome(
         name=name,
         devices=f"{pool} together" if devices is None else devices,
@@ -267,8 +266,7 @@ def turns_outcome(
 
 def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
     """Colocated runs: all devices of `pools` together, without and with TSP. Devices of two types together run at the
-    slower type's speed; each type alone is a baseline too, if it holds the training state.
-    """
+    slower type's speed; each type alone is a baseline too, if it holds the training state."""
     everything = together(profile, pools)
     found: list[tuple[Pool, str | None]] = [(everything, None)]
     if len({pool.device for pool in pools}) > 1:

@@ -57,8 +57,7 @@ class Picture:
 
 class Run:
     """A run's folder, its `trainer.default_local_dir`. Everything is read when it is asked for, so a run that goes on
-    shows its newest step. Raises ValueError if the folder holds no run.
-    """
+    shows its newest step. Raises ValueError if the folder holds no run."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -128,8 +127,7 @@ class Run:
         **changes: Any,
     ) -> list[Image]:
         """Draw `num` pictures of each prompt in this process, as `digen sample` does; of a video its filmstrip. `step`:
-        of the checkpoint, the newest one by default; `changes`: `seed`, `num_steps` and `size_px`.
-        """
+        of the checkpoint, the newest one by default; `changes`: `seed`, `num_steps` and `size_px`."""
         import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
         from PIL import Image
 

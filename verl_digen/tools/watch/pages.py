@@ -102,8 +102,7 @@ def _refusal(text: str) -> Response:
 
 def make_app(root: Path, *, token: str | None = None, cookie: str = "digen-watch") -> Starlette:
     """The application. An address must carry the token once, and a browser keeps it under the name `cookie`; without a
-    token no other machine reaches the server.
-    """
+    token no other machine reaches the server."""
     root, pages = root.resolve(), Pages()
 
     def answer(request: Request, runs: dict[str, Path], make: Make) -> Response:
