@@ -13,9 +13,10 @@ the module and extends the `exec_module` of that one module's loader (PEP 451). 
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -77,14 +78,8 @@ def _register_platform() -> None:
         PlatformRegistry.register(platform="cpu")(CpuPlatform)
 
 
-def _register_recipes() -> None:
-    from verl_digen.recipe_source import register
-
-    register()
-
-
 def _start_fork_server() -> None:
-    importlib.import_module("verl_digen.processes.cluster").start_early()
+    import_module("verl_digen.processes.cluster").start_early()
 
 
 def _register_resolver() -> None:
@@ -97,11 +92,7 @@ def _register_resolver() -> None:
 
 def _register_trainers() -> None:
     for mode in ("colocated", "disaggregated"):  # importing them registers them
-        importlib.import_module(f"verl_digen.trainer.{mode}")
-
-
-def _register_engine() -> None:
-    importlib.import_module("verl_digen.engine.engine")
+        import_module(f"verl_digen.trainer.{mode}")
 
 
 def _register_replicas() -> None:
@@ -122,7 +113,7 @@ def _register_weight_senders() -> None:
         _ROLLOUT_REGISTRY[(name, "async")] = entry.sender
 
 
-def _reporting_failure(noun: str, register: Callable[[], None]) -> Callable[[], None]:
+def _reporting_failure(noun: str, register: Callable[[], object]) -> Callable[[], None]:
     """Wrap `register` to print and keep what it raises, under `noun`: verl must work without us."""
 
     def run() -> None:
@@ -142,9 +133,9 @@ def _reporting_failure(noun: str, register: Callable[[], None]) -> Callable[[], 
 
 _reporting_failure("platform", _register_platform)()
 after_import("omegaconf", _reporting_failure("resolver", _register_resolver))
-after_import("hydra", _reporting_failure("recipes", _register_recipes))
+after_import("hydra", _reporting_failure("recipes", lambda: import_module("verl_digen.recipe_source").register()))
 after_import("hydra", _reporting_failure("fork server", _start_fork_server))
 after_import("verl.trainer.ppo.v1", _reporting_failure("trainers", _register_trainers))
-after_import("verl.workers.engine", _reporting_failure("engine", _register_engine))
+after_import("verl.workers.engine", _reporting_failure("engine", partial(import_module, "verl_digen.engine.engine")))
 after_import("verl.workers.rollout.replica", _reporting_failure("replicas", _register_replicas))
 after_import("verl.workers.rollout.base", _reporting_failure("weight senders", _register_weight_senders))

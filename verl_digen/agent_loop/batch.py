@@ -91,8 +91,7 @@ class GroupsBeingGenerated:
         self._left[uid], self._ended[uid] = set(range(num_samples)), asyncio.Event()
 
     def ended(self, uid: str, index: int) -> None:
-        """Note that a sample needs no replica any more: it is generated, or has failed. A second call changes
-        nothing."""
+        """Note that a sample needs no replica any more: it is generated, or has failed. Idempotent."""
         if uid in self._left:
             self._left[uid].discard(index)
             if not self._left[uid]:

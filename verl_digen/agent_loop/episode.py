@@ -63,7 +63,7 @@ class Episode:
 
     @property
     def generation(self) -> Generation:
-        """All turns as one generation, whose picture and latents are the last turn's; without conditions. Raises as
+        """All turns as one generation, with the last one's picture and latents, without conditions. Raises as
         `joined`."""
         turns = [turn.generation for turn in self.played]
         return replace(
@@ -102,7 +102,7 @@ class Episode:
         }
 
     def scored(self, last: Score) -> Score:
-        """Reward of the episode: the sum of its turns' rewards, and `last`, the reward functions' for its last
+        """Reward of the episode: the sum of its turns' rewards, and `last`, that of reward functions for its last
         picture."""
         total = sum(turn.result.reward for turn in self.played)
         details = {f"{ENVIRONMENT}/{name}": float(value) for name, value in self.played[-1].result.details.items()}

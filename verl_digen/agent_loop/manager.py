@@ -313,8 +313,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return await loop.run({"validate": False}, **columns)
 
     def _burst_of(self, order: ChunkOrder) -> Burst | None:
-        """All samples of a chunk reach the replica together; None with an agent loop that has several turns, or a way
-        of its own."""
+        """All samples of a chunk reach the replica together; None with an environment or a custom agent loop."""
         is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
         return Burst(str(order.chunk_id), len(order.samples)) if is_single else None
 

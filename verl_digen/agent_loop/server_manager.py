@@ -73,8 +73,7 @@ class DiffusionServerClient(LLMServerClient):
         )
 
     def _on_balancer(self, function: Callable[[Any, Any], Any]) -> Bundles[Any]:
-        """Calls of `function` in the balancer's process. A local function: it travels by value, so nothing is imported
-        there."""
+        """Calls of a local function in the balancer's process: it travels by value, so nothing is imported there."""
         call = self._load_balancer.__ray_call__
         return Bundles(lambda items: call.remote(lambda own, items: [function(own, item) for item in items], items))
 

@@ -46,8 +46,7 @@ class Columns:
 
     @staticmethod
     def of(data: DictConfig) -> Columns:
-        """The names in the `data:` section. ValueError for an empty name, one that has another meaning, or two equal
-        ones."""
+        """The names in the `data:` section. ValueError for an empty or equal one, or one that has another meaning."""
         names = [data[key] for key in NAMED_BY]
         for key, name in zip(NAMED_BY, names, strict=True):
             require(

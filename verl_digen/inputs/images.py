@@ -67,8 +67,8 @@ class PromptInputs:
     text: str
     images: tuple[SourceImage, ...] = ()
     image_px: int = DEFAULT_IMAGE_PX
-    """Side of the square whose area an edit model reads each image at, see `verl_digen.inputs.sizes`;
-    `digen.sampling.image_px`."""
+    """`digen.sampling.image_px`: side of the square whose area an edit model reads each image at, see
+    `inputs.sizes`."""
     size: tuple[int, int, int] | None = None
     """(frames, height, width) of the picture or video that is made: a network that continues an image reads it at this
     size. None without images."""
@@ -76,8 +76,7 @@ class PromptInputs:
 
 @lru_cache(maxsize=MAX_IDENTIFIED)
 def source_image(reference: str) -> SourceImage:
-    """Identify an image by its content, read once per process. ValueError if it is no picture, or beyond
-    `MAX_PIXELS`."""
+    """Identify an image by its content, read once per process. ValueError: no picture, or beyond `MAX_PIXELS`."""
     content = _content(reference)
     width, height = _size(reference, io.BytesIO(content))
     if width * height > MAX_PIXELS:

@@ -45,8 +45,7 @@ class ImageLimits:
     """Long side by short side."""
 
     def check(self, width_px: int, height_px: int, reference: str) -> None:
-        """Raise ValueError for an image that the pipelines refuse; names the rule, the size, `reference` and the way
-        out."""
+        """Raise ValueError for an image that the pipelines refuse."""
         got = f"got {width_px} x {height_px} px in {reference!r}"
         if min(width_px, height_px) < self.least_px:
             raise ValueError(

@@ -30,8 +30,7 @@ def is_step_logged(digen: DigenConfig, step: int) -> bool:
 
 
 def is_group_logged(digen: DigenConfig, *, step: int, number: int, num_prompts: int) -> bool:
-    """True if the group of prompt `number` of the run, whose samples are for `step`, is shown; a step has
-    `num_prompts`."""
+    """True if the group of the run's prompt `number`, for a `step` of `num_prompts`, is shown."""
     return is_step_logged(digen, step) and number % num_prompts < digen.num_logged_groups
 
 

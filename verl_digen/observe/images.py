@@ -64,9 +64,8 @@ class Shown:
 
 
 def save_pixels(pixels: Tensor, path: Path, images: Sequence[str] = (), audio: Audio | None = None) -> None:
-    """Write uint8 [H, W, 3] to the PNG `path`, at its left the `images` of the prompt (`PromptRow.images`), at its
-    height; for [F, H, W, 3] the filmstrip, and the video to the GIF beside it, with its sound in a WAV file.
-    ValueError: an image cannot be read."""
+    """Write uint8 [H, W, 3] to the PNG `path`, with the prompt's `images` at its left; for [F, H, W, 3] the filmstrip,
+    and beside it the video as a GIF, with its sound in a WAV file. ValueError: an image cannot be read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_video = pixels.ndim == 4
     _beside(read_images(images), _to_image(filmstrip(pixels) if is_video else pixels)).save(path)

@@ -213,8 +213,8 @@ def _endings(names: Iterable[str]) -> set[str]:
 
 
 def check_teacher(run: StartConfig) -> None:
-    """Require an adapter that can teach the one that trains, where the objective reads a teacher, and settings that go
-    with it."""
+    """Require an adapter that can teach the one that trains, where the objective reads a teacher, and fitting
+    settings."""
     from verl_digen.engine.teacher import KEY, adapter_shapes, check_teacher_files
 
     digen = run.digen

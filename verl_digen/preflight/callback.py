@@ -77,8 +77,7 @@ class Preflight(Callback):
 
 
 def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
-    """Check a start, and claim its folder -> notes, and the lock, which holds while open. ValueError if it cannot
-    run."""
+    """Check a start, and claim its folder -> notes, and the lock, which holds while open. Raises ValueError."""
     found = notes(check(config))
     lock, of_folder = claim(config)
     return [*found, *of_folder], lock

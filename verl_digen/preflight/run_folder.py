@@ -260,8 +260,7 @@ def _other_weights(recorded: str | None, before: Any, after: Any) -> str:
 
 
 def _values(config: DictConfig, key: str) -> dict[str, Any]:
-    """Key -> value of everything at `key` and below, but of rewards without weight; empty if the config has no such
-    key."""
+    """Key -> value of everything at `key` and below, without rewards of weight 0; empty if there is no such key."""
     value = OmegaConf.select(config, key, default=MISSING)
     if value == MISSING:
         return {}

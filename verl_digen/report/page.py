@@ -108,8 +108,7 @@ def write_report(run_dir: Path, path: Path) -> None:
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write a page in place of the one that is there, at once: a reader sees the old one or the new one. Raises OSError
-    if `path` cannot be written."""
+    """Write a page in place of the one that is there, atomically. Raises OSError if `path` cannot be written."""
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:

@@ -36,8 +36,7 @@ def read_start(run_dir: Path) -> dict[str, Any]:
 
 
 def _of_checkpoint(run_dir: Path) -> dict[str, Any]:
-    """Config and versions of the newest checkpoint's `run.json`: a program of the user's that started the run wrote no
-    `start.json`."""
+    """Config and versions of the newest checkpoint, for a run without `start.json`, which a user's program started."""
     written = sorted(run_dir.glob(CHECKPOINT_FILE), key=lambda path: path.stat().st_mtime)
     known = json.loads(written[-1].read_text(encoding="utf-8")) if written else {"config": {}, "versions": {}}
     return {**known, "words": [], "recipes": [], "notes": [], "changes": None, "at_s": None}
@@ -50,8 +49,7 @@ def value_of(start: dict[str, Any], key: str) -> str | None:
 
 
 def warnings_of(run_dir: Path) -> dict[str, Any]:
-    """The newest warnings of the driver, equal texts once, with `count`, `first_step` and `last_step`; `num_left_out`:
-    further texts."""
+    """The newest warnings of the driver, equal texts once; `num_left_out`: further texts."""
     found: dict[str, dict[str, Any]] = {}
     for line in read_lines(run_dir / WARNINGS):
         entry = found.setdefault(line["text"], {"count": 0, "first_step": line["step"]})

@@ -51,7 +51,7 @@ def own_condition_keys(uids: Collection[str]) -> frozenset[str]:
 
 
 def fetch_conditions(keys: Sequence[str]) -> dict[str, ConditionPair]:
-    """Fetch the conditions of each distinct key. RuntimeError: a key without any, whose group was published
+    """Fetch the conditions of each distinct key. RuntimeError: one has none, so its group was published
     incompletely."""
     distinct = list(dict.fromkeys(keys))
     rows = CLIENT.run(lambda: tq.kv_batch_get(keys=distinct, partition_id=CONDITIONS))

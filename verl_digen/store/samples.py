@@ -99,8 +99,7 @@ def is_sample(entry: Mapping[str, Any]) -> bool:
 
 
 async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step: int) -> None:
-    """Store samples, key -> trajectory and tag, for the trainer's ranks; `step` is the optimizer step that they are
-    for."""
+    """Store samples, key -> trajectory and tag, for the trainer's ranks and optimizer step `step`."""
     await put(TRAIN, {key: Row(to_entry(tag, step), one.record.columns()) for key, (one, tag) in samples.items()})
 
 

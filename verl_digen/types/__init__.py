@@ -306,8 +306,8 @@ class Score:
 
 @dataclass(frozen=True)
 class SampleTag:
-    """Facts about one scored sample that travel to the driver, in names and numbers. Written by the agent loop; read by
-    trainer and metrics."""
+    """Facts about one scored sample that travel to the driver. Written by the agent loop; read by trainer and
+    metrics."""
 
     facts: SampleFacts
     reward: float
@@ -360,8 +360,7 @@ class Transitions:
 
 @dataclass(frozen=True)
 class Noised:
-    """The part of N rows that forward points have: what `TrainingRows.latents`, (1 - sigma) clean + sigma noise, are
-    made of."""
+    """The part of N rows that forward points have: `TrainingRows.latents` are (1 - sigma) clean + sigma noise."""
 
     clean: Tensor
     """[N, ...] fp32."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Built-in environments, each in a file of its name, and the class that `digen.environment` names: one of them, or your
+"""Built-in environments, one per file of its name, and the class that `digen.environment` names: one of them, or your
 own."""
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class VlmJudge(Environment):
         return Instruction(row.text)
 
     async def step(self, picture: Picture) -> TurnResult:
-        """Ask for a score and the next instruction. UnusableAnswer if none could be read, ServerError without an
+        """Ask for a score and the next instruction. UnusableAnswer if none can be read, ServerError without an
         answer."""
         config = self.config
         frames = frames_of(picture, config.num_frames)

@@ -79,8 +79,7 @@ def around_step(intervals: Iterable[Interval], step: int) -> list[Interval]:
 
 
 def by_lane(intervals: Iterable[Interval], window: Span) -> dict[str, list[Interval]]:
-    """Lane name -> its intervals that reach into the window, `step` ones left out; in the order of `POOLS` and their
-    index."""
+    """Lane name -> its intervals that reach into the window, without `step`; in the order of `POOLS` and index."""
     lanes: dict[str, list[Interval]] = defaultdict(list)
     for interval in intervals:
         if interval.kind != "step" and interval.start_s < window[1] and interval.end_s > window[0]:

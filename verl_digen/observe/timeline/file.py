@@ -56,8 +56,7 @@ class TimelineFile:
         self._is_open = False
 
     def keep_until(self, step: int) -> None:
-        """Drop the intervals that a run resumed after `step` repeats, and a torn last line; 0 drops all. Comes before
-        `append`."""
+        """Drop what a run resumed after `step` repeats, and a torn last line; 0 drops all. Comes before `append`."""
         if not self._path.exists():
             return
         records = _read(self._path)

@@ -107,8 +107,7 @@ def group_label(interval: Interval, names: dict[tuple[int, str], str]) -> str:
 
 
 def to_trace(intervals: Sequence[Interval], window: Span) -> dict[str, Any]:
-    """The trace of the intervals (with cut ones joined) that reach into the window, e.g. `step_window`'s; for
-    `json.dump`."""
+    """Trace of the intervals (cut ones joined) that reach into the window, such as `step_window`'s; for `json.dump`."""
     shown = [interval for interval in intervals if interval.start_s < window[1] and interval.end_s > window[0]]
     base_s = min((interval.start_s for interval in shown), default=0.0)
     names = group_names(intervals)

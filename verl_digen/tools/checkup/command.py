@@ -144,8 +144,8 @@ def check_devices(args: Namespace) -> int:
 
 
 def find_devices(asked: str | None) -> tuple[str, int] | None:
-    """(device, number) to check; None, after a line that says why, if there is no accelerator and the CPU was not
-    asked for."""
+    """(device, number) to check; None, after a line that says why, without an accelerator where the CPU is not
+    `asked`."""
     if asked == "cpu":
         return "cpu", 1
     from verl.plugin.platform import get_platform  # takes seconds
@@ -279,8 +279,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Outcome]:
-    """Print each outcome when it is known, then the table, and return all outcomes. Folder `out` gets the same text and
-    all figures, as they come."""
+    """Print each outcome when it is known, then the table; `out` gets the same text and all figures, as they come."""
 
     def say(text: str) -> None:
         print(text, flush=True)

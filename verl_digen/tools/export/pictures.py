@@ -58,8 +58,7 @@ def rows_of(run: SavedRun, texts: Sequence[str], file: str | None) -> list[Promp
 
 
 class Painter:
-    """Draws with one policy of a checkpoint. `digen`: the run's settings, or changed ones. Raises as
-    `PolicyWeights`."""
+    """Draws with one policy of a checkpoint, by the run's settings or changed ones. Raises as `PolicyWeights`."""
 
     def __init__(self, run: SavedRun, policy: str, digen: DigenConfig):
         self._digen, self._step = digen, run.step

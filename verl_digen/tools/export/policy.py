@@ -28,8 +28,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class BaseWeights:
-    """Tensors of a checkpoint's networks, by their names; prefixed with the network's folder if there are several, as
-    in `Experts`."""
+    """Tensors of a checkpoint's networks, by their names, with the network's folder as prefix if there are several."""
 
     def __init__(self, path: Path, networks: Sequence[str]):
         self._path, self._networks = path, tuple(networks)

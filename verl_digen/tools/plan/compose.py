@@ -198,8 +198,7 @@ def _pools(words: Words, split: bool) -> list[str]:
 
 @contextmanager
 def platform_of(words: Words) -> Iterator[None]:
-    """Set the platform that the run is planned for: this machine's, or NVIDIA's if `words` name accelerators and it has
-    none."""
+    """Set the platform of the plan: this machine's, or NVIDIA's if `words` name accelerators and it has none."""
     here = get_platform()
     if here.device_name != "cpu" or not words.names_accelerator:
         yield

@@ -365,8 +365,7 @@ def _without(items: Items, names: Collection[str]) -> Items:
 
 # -- a replica's device ---------------------------------------------------------------------------------------
 def replica(run: Run) -> Items:
-    """Networks of one device of a replica; text encoders and VAE are unsharded on each. A rank that generates has no
-    others."""
+    """Networks of one device of a replica; the transformer alone is sharded. A rank that generates adds the others."""
     settings, measured = run.settings, run.measured
     if settings.draws:
         return _parts(run, decode=False) | _parts(run, decode=True)

@@ -107,8 +107,7 @@ CHANNELS = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """Largest size that is traced of a VAE that decodes piece by piece, None: all of it; further pieces add their
-    pixels."""
+    """Largest size that is traced of a VAE that decodes piece by piece (None: all of it); others add their pixels."""
 
     side_px: int | None = None
     num_frames: int | None = None

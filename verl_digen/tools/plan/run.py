@@ -254,8 +254,7 @@ class Run:
 
 
 def read_run(config: DictConfig, prompt_tokens: int) -> Run:
-    """Read the settings of a composed config and measure its networks. ValueError names the key that cannot be
-    planned."""
+    """Read a composed config's settings and measure its networks. ValueError names the key that cannot be planned."""
     if OmegaConf.is_missing(config.actor_rollout_ref.model, "path"):
         raise ValueError(
             "actor_rollout_ref.model.path must be a checkpoint in the diffusers format, got nothing; set it"

@@ -316,8 +316,7 @@ def sample_s(numbers: Numbers, slowdown: float) -> float:
 
 
 def assist_s(numbers: Numbers, num_samples: int, num_ranks: int, slowdown: float) -> float:
-    """Seconds of an assist; each rank denoises its samples together. Where memory allows, only the first step gathers
-    weights."""
+    """Seconds of an assist. Each rank denoises its samples together, and gathers weights once where memory allows."""
     gather_s = numbers.gather_s * (num_ranks - 1) / num_ranks
     on_a_rank = -(-num_samples // num_ranks)
     step_s = on_a_rank * numbers.step_s * slowdown
