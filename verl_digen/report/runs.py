@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs below a folder, and a line about each: its state, how far it is, its rewards.
 
-| state | found from |
-| --- | --- |
-| `ended`, `failed`, `stopped` | `end.json`, with the reason |
-| `starting`, `running` | the lock on `run.lock`; a run that is starting has no numbers yet |
-| `ended`, `stopped` | neither: the process is gone; by whether all steps were taken |
-
 *Invariants (tests/report/test_runs.py):* nothing is written, links to folders are not followed.
 """
 
@@ -111,7 +105,8 @@ def totals(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
 
 
 def state_of(run_dir: Path, step: int, steps: int | None) -> tuple[str, str]:
-    """(state, reason) after `step` of the planned `steps`."""
+    """(state, reason) after `step` of the planned `steps`: from `end.json`, else by the lock on `run.lock` running, or
+    starting before there are numbers; else the process is gone."""
     if (run_dir / END).is_file():
         found = json.loads((run_dir / END).read_text(encoding="utf-8"))
         return found["state"], found["reason"]

@@ -1,15 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples in TransferQueue: the columns of a trajectory's record, and its tag, under `SampleName.key`.
-
-TransferQueue keeps a `SampleTag` as a plain mapping, which verl's replay buffer reads:
-
-| verl's name | means |
-| --- | --- |
-| `status` | "success": a failed group stores no samples |
-| `seq_len` | 1: verl balances tokens, which diffusion has none of |
-| `global_steps` | the optimizer step that the sample is for |
-| `min_global_steps`, `max_global_steps` | weight versions of its first and last step |
-"""
+"""Samples in TransferQueue: the columns of a trajectory's record, and its tag, under `SampleName.key`. TransferQueue
+keeps a `SampleTag` as a plain mapping, which verl's replay buffer reads."""
 
 from __future__ import annotations
 
@@ -34,8 +25,8 @@ TAG = "digen"
 def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
     """Plain mapping of a tag; `step` is the optimizer step that the sample is for."""
     return {
-        "status": "success",
-        "seq_len": 1,
+        "status": "success",  # a failed group stores no samples
+        "seq_len": 1,  # verl balances tokens, which diffusion has none of
         "global_steps": step,
         "min_global_steps": tag.facts.version,
         "max_global_steps": tag.facts.last_version,

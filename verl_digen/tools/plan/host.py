@@ -2,17 +2,6 @@
 """Bytes outside the devices: on the wire, on disk, and host memory of the fullest node: one of the trainer with its
 replicas, or of either pool.
 
-| item | bytes on a node |
-| --- | --- |
-| checkpoint | the whole network, which rank 0 reads and sends to the others |
-| offloaded parameters, optimizer | each shard in page-locked memory of its own, rounded up to a power of two |
-| frozen base that ranks hold whole | one copy per node, not rounded; replicas of the same dtype wait with it |
-| copies of the weights | EMA, `old`, reference, teacher: with offloaded parameters only, not page-locked |
-| inputs of recomputed blocks | with `enable_activation_offload`: one tile's per rank |
-| replicas that wait | copies of networks that leave the device, see `_waiting` |
-| prompt cache | `digen.rollout.embed_cache_size` prompts of the planned length per `diffusers` replica |
-| staged weight updates | one update per replica with devices of its own; the others load updates as they arrive |
-
 PyTorch's allocator of page-locked memory rounds every allocation up to a power of two (`CachingHostAllocator`), and
 verl offloads with `non_blocking=True`, which allocates there. Left out: the processes themselves, about 2 GB each, and
 TransferQueue's copies.
@@ -45,6 +34,7 @@ def host_memory(run: Run, resident: Items, networks: Items, *, in_turns: bool, i
     if input_bytes:
         trainer["inputs of recomputed blocks"] = settings.trainer_devices_per_node * input_bytes
     replicas = max(1, settings.generator_devices_per_node // settings.tensor_parallel)
+    # replicas that share devices with the trainer load updates as they arrive
     generator = {"staged weight updates": replicas * update_bytes(run)} if settings.is_split else {}
     if settings.frees_replica or in_turns:
         generator["replicas that wait"] = _waiting(run, networks, in_turns=in_turns)
@@ -80,7 +70,8 @@ def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
 
 
 def _offloaded(run: Run, resident: Items) -> Items:
-    """State of a node's trainer ranks between two trainings."""
+    """State of a node's trainer ranks between two trainings. A frozen base that ranks hold whole has one copy per node,
+    and copies of the weights (EMA, `old`, reference, teacher) are not page-locked."""
     settings, tensors = run.settings, run.measured.tensors
     ranks, items = settings.trainer_devices_per_node, {}
     trained = [tensor for tensor in tensors if tensor.is_trained]
