@@ -306,8 +306,8 @@ class Score:
 
 @dataclass(frozen=True)
 class SampleTag:
-    """Facts about one scored sample that travel to the driver. Written by the agent loop; read by trainer and
-    metrics."""
+    """Names and numbers about one scored sample that travel to the driver: latents stay in TransferQueue, pixels with
+    the agent loop. Written by the agent loop; read by trainer and metrics."""
 
     facts: SampleFacts
     reward: float
