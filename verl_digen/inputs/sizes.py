@@ -78,19 +78,15 @@ class ImageSizes:
     """Images that the pipelines take; None: all."""
 
 
-def fitted_size(width_px: int, height_px: int, side_px: float) -> tuple[int, int]:
-    """(height, width) of about `side_px` squared pixels with the shape of a picture; multiples of `SIDE_MULTIPLE`.
+def fitted_size(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
+    """(height, width) of about `area_px` pixels with the shape of a picture; multiples of `SIDE_MULTIPLE`.
 
     Source: `calculate_dimensions` of diffusers' Qwen-Image-Edit pipelines, which has no least side.
     """
-    width = math.sqrt(side_px * side_px * (width_px / height_px))
+    width = math.sqrt(area_px * (width_px / height_px))
     height = width / (width_px / height_px)
     sides = (max(1, round(side / SIDE_MULTIPLE)) * SIDE_MULTIPLE for side in (height, width))
     return next(sides), next(sides)
-
-
-def _fitted(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
-    return fitted_size(width_px, height_px, math.sqrt(area_px))
 
 
 def preferred_size(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
@@ -168,7 +164,7 @@ def _buckets(area_px: int) -> tuple[tuple[int, int], ...]:
 
 
 IMAGE_SIZES = {
-    "qwen_image_edit": ImageSizes(read=_fitted, picture=_fitted, shaped_by=-1),
+    "qwen_image_edit": ImageSizes(read=fitted_size, picture=fitted_size, shaped_by=-1),
     "flux_kontext": ImageSizes(read=preferred_size, picture=shaped_size, shaped_by=0),
     "flux2": ImageSizes(read=limited_size, picture=limited_size, shaped_by=0, limits=FLUX2_LIMITS),
     "wan": ImageSizes(read=None, picture=floored_size, shaped_by=0),

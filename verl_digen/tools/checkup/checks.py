@@ -42,16 +42,6 @@ class Setting:
         with open(self.folder / FIGURES, "a", encoding="utf-8") as file:
             file.write(json.dumps({"what": what, **figures}) + "\n")
 
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints that checks share."""
-        return self.folder.parent / "checkpoints"
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the checks of several processes: two where there are two devices."""
-        return min(self.num_devices, 2)
-
 
 @dataclass(frozen=True)
 class CheckSpec:

@@ -102,12 +102,13 @@ def check_run(setting: Setting) -> str:
     run = RUNS[setting.folder.name]
     if run.checkpoint is None and not Path("examples/tiny_qwen_image/checkpoint").is_dir():
         raise CheckFailed("the quick start's checkpoint is not in this folder: start it in the checkout's folder")
-    words = _words(setting, run)
+    words, num_devices = _words(setting, run), quickstart_devices(setting.num_devices)
+    devices = f"trainer.n_gpus_per_node={num_devices}", "++ray_kwargs.ray_init.include_dashboard=false"
     num_steps = run.num_cpu_steps if setting.is_cpu else run.num_steps
     run_dir = setting.folder / "run"
     planning = subprocess.Popen(plan_command(setting, run, words), stdout=subprocess.PIPE) if run.is_published else None
     try:
-        steps = train(_recipe(run), (*_devices(setting), *words), num_steps, run_dir)
+        steps = train(_recipe(run), (*devices, *words), num_steps, run_dir)
     except RunFailed as failed:
         raise CheckFailed(f"verl's main: {failed}") from failed
     finally:
@@ -115,7 +116,7 @@ def check_run(setting: Setting) -> str:
             setting.note(f"step {number}", **{key: step[key] for key in NOTED if key in step})
         if planning is not None:
             _note_plan(setting, planning.communicate()[0])
-    return conclude(steps, quickstart_devices(setting.num_devices), run.rewards)
+    return conclude(steps, num_devices, run.rewards)
 
 
 def train(recipe: str, overrides: Sequence[str], num_steps: int, run_dir: Path) -> tuple[Mapping[str, float], ...]:
@@ -156,7 +157,7 @@ def _words(setting: Setting, run: Run) -> tuple[str, ...]:
     if run.checkpoint is None:
         return run.overrides
     size, make = ("tiny", build_tiny) if setting.is_cpu or not run.is_published else ("published", write_checkpoint)
-    checkpoint = make(run.checkpoint, setting.checkpoints / size / run.checkpoint)
+    checkpoint = make(run.checkpoint, setting.folder.parent / "checkpoints" / size / run.checkpoint)
     texts = [f"{'a red circle beside ' * (number % 5 + 1)}{number} squares" for number in range(16)]
     rows = [
         {"prompt": text, "data_source": "doctor", "reward_model": {"style": "rule", "ground_truth": text}}
@@ -176,11 +177,6 @@ def _recipe(run: Run) -> str:
     is_forced = get_platform().device_name == "cpu" and torch_has_accelerator_support(torch_facts())
     first, *parts = run.recipe.split("+")
     return "+".join([first, *(["digen_cpu"] if is_forced else []), *parts])
-
-
-def _devices(setting: Setting) -> tuple[str, ...]:
-    num_devices = quickstart_devices(setting.num_devices)
-    return f"trainer.n_gpus_per_node={num_devices}", "++ray_kwargs.ray_init.include_dashboard=false"
 
 
 def plan_command(setting: Setting, run: Run, words: Sequence[str]) -> list[str]:

@@ -92,8 +92,6 @@ def _files_of(folder: Path) -> list[Path]:
 
 TYPED = {AVERAGE: "ema"}
 """Policy -> how it is typed, where that is another word."""
-NOT_RANK_0 = 1
-"""Rank for which an adapter is made without reading weights."""
 
 
 class PolicyWeights:
@@ -114,7 +112,8 @@ class PolicyWeights:
     def network(self) -> Any:
         """The network, with its adapter, all on the meta device."""
         module = self._run.model.load_structure(torch.float32)
-        return add_adapter(module, self._run.model_config, NOT_RANK_0) if self._run.is_lora else module
+        # not rank 0, which would read the adapter's weights
+        return add_adapter(module, self._run.model_config, rank=1) if self._run.is_lora else module
 
     @property
     def adapter_config(self) -> LoraConfig:
