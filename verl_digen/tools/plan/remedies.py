@@ -161,4 +161,5 @@ def _tensor_parallel(size: int, run: Run) -> Run:
 
 
 def _double(run: Run) -> Run:
-    return run.on_devices(2 * run.settings.num_trainer_devices, 2 * run.settings.num_generator_devices)
+    trainer, generator = run.settings.num_trainer_devices, run.settings.num_generator_devices
+    return _set(run, num_trainer_devices=2 * trainer, num_generator_devices=2 * generator)

@@ -79,10 +79,7 @@ class Settings:
     trainer_devices_per_node: int
     generator_devices_per_node: int
     is_split: bool
-    num_shards: int
-    """Ranks that share one copy of the weights."""
     fsdp_size: int
-    """The setting behind it; -1: all ranks."""
     num_prompts: int
     group_size: int
     is_lora: bool
@@ -121,6 +118,11 @@ class Settings:
     def is_ours(self) -> bool:
         """True if our sampler generates, not vLLM-Omni."""
         return self.rollout_name != "vllm_omni"
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the weights."""
+        return num_shards(self.fsdp_size, self.num_trainer_devices)
 
     @property
     def num_devices(self) -> int:
@@ -235,12 +237,6 @@ class Run:
     settings: Settings
     measured: Measured
 
-    def on_devices(self, num_trainer: int, num_generator: int, **values: Any) -> Run:
-        """The run with pools of other sizes, and other settings."""
-        shards = num_shards(self.settings.fsdp_size, num_trainer)
-        numbers = {"num_trainer_devices": num_trainer, "num_generator_devices": num_generator, "num_shards": shards}
-        return replace(self, settings=replace(self.settings, **numbers, **values))
-
     @property
     def rows_per_sample(self) -> float:
         """Rows of a sample, all turns of an episode together."""
@@ -295,7 +291,6 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         trainer_devices_per_node=config.trainer.n_gpus_per_node,
         generator_devices_per_node=generator.n_gpus_per_node,
         is_split=split,
-        num_shards=num_shards(fsdp.fsdp_size, num_trainer),
         fsdp_size=fsdp.fsdp_size,
         num_prompts=config.data.train_batch_size,
         group_size=rollout.n,

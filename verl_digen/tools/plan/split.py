@@ -18,7 +18,7 @@ profile.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.outside import mean_steps_taken
@@ -192,22 +192,24 @@ def plan_split(
 
 def with_split(run: Run, placed: Placed) -> Run:
     """The run on separate pools of other sizes."""
-    return run.on_devices(
-        placed.split.trainer.num_devices,
-        placed.split.generator.num_devices,
+    settings = replace(
+        run.settings,
+        num_trainer_devices=placed.split.trainer.num_devices,
+        num_generator_devices=placed.split.generator.num_devices,
         is_split=True,
         rollout_name="diffusers" if run.settings.draws else run.settings.rollout_name,
         frees_replica=False,
         trainer_devices_per_node=placed.trainer.per_node,
         generator_devices_per_node=placed.generator.per_node,
     )
+    return replace(run, settings=settings)
 
 
 def _in_turns(run: Run, number: int) -> Run:
     """The run in one pool."""
-    settings = run.settings
-    frees_replica = settings.frees_replica or settings.is_split
-    return run.on_devices(number, number, is_split=False, frees_replica=frees_replica)
+    pool = {"num_trainer_devices": number, "num_generator_devices": number, "is_split": False}
+    frees_replica = run.settings.frees_replica or run.settings.is_split
+    return replace(run, settings=replace(run.settings, frees_replica=frees_replica, **pool))
 
 
 def _split_s(run: Run, profile: Profile, split: Split) -> float:
