@@ -46,15 +46,11 @@ DECIDED_BY = {
 
 
 class RayFlowGRPOTrainer(RayPPOTrainer):
-    """`RayPPOTrainer(config)`, `init_workers()` and `fit()` over the trainer that `trainer.v1.trainer_mode` names.
+    """`RayPPOTrainer(config)`, `init_workers()` and `fit()` over the trainer that `trainer.v1.trainer_mode` names. Or
+    in place of `fit`, one by one, the steps of verl's RFC: see `examples/by_hand.py`.
 
-    Or in place of `fit`, one by one, the steps of verl's RFC: see `examples/by_hand.py`.
-
-    The config alone decides, as it does under `verl.trainer.main_ppo`, and is checked as there.
-
-    Args:
-        config: a composed config of verl with a recipe.
-        device_name: as in verl, in place of `trainer.device`.
+    The config alone decides, as it does under `verl.trainer.main_ppo`, and is checked as there; `device_name` takes the
+    place of `trainer.device`.
 
     Raises:
         ValueError: the rules that the config breaks, one line each; or another argument of `RayPPOTrainer` was given,
@@ -146,11 +142,8 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
 
     def compute_advantage(self, batch: DataProto) -> DataProto:
         """Make `advantages` [N, 1] of `rm_scores`, as `digen.advantage` says, and `selected` [N, 1]: False for samples
-        of a group that the run's objective leaves out.
-
-        Raises:
-            ValueError: the run combines advantages of several rewards, or its samples share steps.
-        """
+        of a group that the run's objective leaves out. ValueError: the run combines advantages of several rewards, or
+        its samples share steps."""
         digen, uids = self._by_hand.digen, list(batch.non_tensor_batch["uid"])
         require(digen.reward.combine != "gdpo", "digen.reward.combine must be sum here", "gdpo", "call fit")
         require(not digen.branches.splits, "digen.branches.splits must be [] here", digen.branches.splits, "call fit")
@@ -163,11 +156,8 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         return _columns(advantages=compute_advantage(scores, uids, **scaling), selected=selected)
 
     def update_actor(self, batch: DataProto) -> dict[str, list[float]]:
-        """Take one optimizer step on the batch, and send the weights to the replicas -> metrics.
-
-        Args:
-            batch: of `generate_sequences`, with `advantages`, and `old_log_probs` if the weights have changed since.
-        """
+        """Take one optimizer step on the batch of `generate_sequences`, with `advantages`, and `old_log_probs` if the
+        weights have changed since, and send the weights to the replicas -> metrics."""
         trainer, rows = self._by_hand, self._rows(batch)
         once = {"mini_batch_size": len(rows), "epochs": 1, "seed": 0, "dataloader_kwargs": {"shuffle": False}}
         metrics = tu.get(trainer.actor_rollout_wg.update_actor(tu.assign_non_tensor(rows, **once)), "metrics")

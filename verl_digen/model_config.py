@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`actor_rollout_ref.model` for a diffusion model; takes the place of verl's `HFModelConfig`.
+"""`actor_rollout_ref.model` for a diffusion model; takes the place of verl's `HFModelConfig`, and carries the `digen:`
+section to the engine and the replicas.
 
-- verl builds it in every process that needs the model: trainer ranks, replicas, agent loop. So building it reads
-  JSON files at most; only reading `local_path` fetches weights.
-- It carries the `digen:` section to the engine and the replicas.
-- Fields that diffusion has no use for exist because verl's code reads them; they say so.
+verl builds it in every process that needs the model: trainer ranks, replicas, agent loop. So building it reads JSON
+files at most; only reading `local_path` fetches weights.
 
-Invariant: after construction `lora_rank` and `lora_alpha` are the only source of LoRA's size, whichever of
-verl's two spellings (`lora_rank`, `lora.rank`) or an adapter's own config it came from.
+Invariant: after construction `lora_rank` and `lora_alpha` are the only source of LoRA's size, whichever of verl's two
+spellings (`lora_rank`, `lora.rank`) or an adapter's own config it came from.
 """
 
 from __future__ import annotations

@@ -2,17 +2,7 @@
 """The `verl.plugins` entry point, and the only module of the package that acts when it is imported.
 
 verl imports it inside `import verl`, in the driver and in every Ray process, so it imports nothing heavy: it registers
-callbacks that fill verl's registries when verl imports the modules that own them.
-
-| when this is imported | this is registered | needed in |
-| --- | --- | --- |
-| now | platform `cpu` | every process |
-| `omegaconf` | resolver of the recipes' `rollout.name` | every process |
-| `hydra` | `recipe=NAME` on verl's main; its fork server, on one machine without accelerator | driver |
-| `verl.trainer.ppo.v1` | trainers | task runner |
-| `verl.workers.engine` | training engine | trainer ranks |
-| `verl.workers.rollout.replica` | replicas | task runner |
-| `verl.workers.rollout.base` | their weight senders | trainer ranks |
+callbacks that fill verl's registries when verl imports the modules that own them, at the end of this file.
 
 verl hides the error of a plugin that fails. So a failure here is printed to stderr and kept in `FAILURES`, verl
 continues, and `verl_digen.preflight` refuses to start a run of ours.
@@ -23,9 +13,10 @@ the module and extends the `exec_module` of that one module's loader (PEP 451). 
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -65,12 +56,7 @@ _finder = _CallbackFinder()
 
 def after_import(name: str, callback: Callable[[], None]) -> None:
     """Call `callback` once, right after the module `name` was imported, in the thread that imports it; at once if it is
-    imported already. What the callback raises reaches the importer.
-
-    Example:
-        after_import("verl.workers.engine", register_engine)  # nothing is imported
-        import verl.workers.engine                            # register_engine() has run
-    """
+    imported already. What the callback raises reaches the importer."""
     if name in sys.modules:
         callback()
         return
@@ -92,14 +78,8 @@ def _register_platform() -> None:
         PlatformRegistry.register(platform="cpu")(CpuPlatform)
 
 
-def _register_recipes() -> None:
-    from verl_digen.recipe_source import register
-
-    register()
-
-
 def _start_fork_server() -> None:
-    importlib.import_module("verl_digen.processes.cluster").start_early()
+    import_module("verl_digen.processes.cluster").start_early()
 
 
 def _register_resolver() -> None:
@@ -112,11 +92,7 @@ def _register_resolver() -> None:
 
 def _register_trainers() -> None:
     for mode in ("colocated", "disaggregated"):  # importing them registers them
-        importlib.import_module(f"verl_digen.trainer.{mode}")
-
-
-def _register_engine() -> None:
-    importlib.import_module("verl_digen.engine.engine")
+        import_module(f"verl_digen.trainer.{mode}")
 
 
 def _register_replicas() -> None:
@@ -137,7 +113,7 @@ def _register_weight_senders() -> None:
         _ROLLOUT_REGISTRY[(name, "async")] = entry.sender
 
 
-def _reporting_failure(noun: str, register: Callable[[], None]) -> Callable[[], None]:
+def _reporting_failure(noun: str, register: Callable[[], object]) -> Callable[[], None]:
     """Wrap `register` to print and keep what it raises, under `noun`: verl must work without us."""
 
     def run() -> None:
@@ -157,9 +133,9 @@ def _reporting_failure(noun: str, register: Callable[[], None]) -> Callable[[], 
 
 _reporting_failure("platform", _register_platform)()
 after_import("omegaconf", _reporting_failure("resolver", _register_resolver))
-after_import("hydra", _reporting_failure("recipes", _register_recipes))
+after_import("hydra", _reporting_failure("recipes", lambda: import_module("verl_digen.recipe_source").register()))
 after_import("hydra", _reporting_failure("fork server", _start_fork_server))
 after_import("verl.trainer.ppo.v1", _reporting_failure("trainers", _register_trainers))
-after_import("verl.workers.engine", _reporting_failure("engine", _register_engine))
+after_import("verl.workers.engine", _reporting_failure("engine", partial(import_module, "verl_digen.engine.engine")))
 after_import("verl.workers.rollout.replica", _reporting_failure("replicas", _register_replicas))
 after_import("verl.workers.rollout.base", _reporting_failure("weight senders", _register_weight_senders))

@@ -2,14 +2,10 @@
 """Hydra config sources of our recipes: `recipe=NAME` and `recipe=A+B` on verl's unmodified main, and on a user's own
 configs that build on verl's.
 
-Two config sources join the search path of applications whose config folder is verl's, or holds a config that builds on
-verl's, and of no others:
-
-- `RecipeSlot`, in front, serves verl's `ppo_trainer`, and configs that name its parts as it does, with one more entry
-  at the end of their defaults list, `recipe: null`. As the last one, a recipe overrides values and picks
-  (`override /model@...`) of all entries before it; a config whose defaults name such a config overrides both.
-- `RecipeSource`, behind, holds group `recipe/` (the flat files of `verl_digen/recipes/`) and the groups in its
-  subfolders.
+`RecipeSlot`, in front of the search path, adds one more entry at the end of a config's defaults list, `recipe: null`.
+As the last one, a recipe overrides values and picks (`override /model@...`) of all entries before it; a config whose
+defaults name such a config overrides both. `RecipeSource`, behind, holds group `recipe/`. Applications whose config
+folder neither is verl's nor holds a config that builds on verl's get neither.
 
 Four kinds of recipes are computed when they are loaded:
 

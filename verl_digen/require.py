@@ -67,13 +67,11 @@ class OneOf:
 
 
 def check_fields(section: Any, prefix: str, *, null: str | None = "null") -> None:
-    """Require each field of a dataclass to lie within its annotation's bound.
+    """Require each field of a dataclass to lie within its annotation's bound. ValueError for the first that does not.
 
     Args:
-        prefix: the key as typed, up to the field's name. null: word for None as it is typed; None if it cannot be.
-
-    Raises:
-        ValueError: the first field that does not.
+        prefix: the key as typed, up to the field's name.
+        null: word for None as it is typed; None if it cannot be.
     """
     for name, bound, is_optional, remedy, kind in _bounds(type(section)):
         value, others = getattr(section, name), (null,) if is_optional and null else ()
@@ -152,21 +150,14 @@ def require_fsdp2(strategy: str) -> None:
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """`did you mean NAME? ` for the known name closest to `given`, or nothing where none is close.
-
-    Example:
-        suggestion("tensorbord", ("wandb", "tensorboard"))  # "did you mean tensorboard? "
-    """
+    """`did you mean NAME? ` for the known name closest to `given`, or nothing where none is close."""
     close = get_close_matches(given, tuple(known), n=1)
     return f"did you mean {close[0]}? " if close else ""
 
 
 def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], key: str) -> Any:
-    """Arguments of a class as an instance of its dataclass of settings.
-
-    Raises:
-        ValueError: an unknown argument, a value of the wrong type, or a broken rule of the dataclass.
-    """
+    """Arguments of a class as an instance of its dataclass of settings. ValueError: an unknown argument, a value of the
+    wrong type, or a broken rule of the dataclass."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

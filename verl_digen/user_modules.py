@@ -1,14 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import of a user's own modules: the models, objectives and names that they register are known in every process.
 
-| modules | named by |
-| --- | --- |
-| of a run | `actor_rollout_ref.model.external_lib`: a name or a list of names, as verl reads it |
-| of installed packages | entry points `verl_digen.plugins`, without any key |
-
-One group of entry points serves all kinds, as verl's own does: a module registers whatever it has when it is imported,
-and is imported once, wherever the first of its names is looked up.
-
 | process | imports when |
 | --- | --- |
 | driver, task runner, agent loop, reward and environment workers; `digen plan` | `digen_config` reads verl's config |
@@ -35,11 +27,8 @@ GROUP = "verl_digen.plugins"
 
 
 def import_user_modules(given: str | Sequence[str] | None = None) -> None:
-    """Import the modules of installed packages, and those that `given`, the value of `KEY`, names. Idempotent.
-
-    Raises:
-        ValueError: a module cannot be imported.
-    """
+    """Import the modules of installed packages, and those that `given`, the value of `KEY` as verl reads it (a name or
+    a list of them), names. Idempotent. ValueError: a module cannot be imported."""
     _import_installed()
     names = () if given is None else (given,) if isinstance(given, str) else tuple(given)
     for name in names:

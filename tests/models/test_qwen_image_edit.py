@@ -44,7 +44,7 @@ def test_two_images_of_different_shapes_are_the_pipelines(model, network, encode
 @pytest.mark.parametrize("size", [(1000, 1000), (4000, 3000), (1, 2), (333, 1024), (90, 40)])
 def test_a_fitted_size_is_the_pipelines(size, area):
     width, height = pipeline_qwenimage_edit_plus.calculate_dimensions(area, size[0] / size[1])
-    assert fitted_size(*size, area**0.5) == (height, width)
+    assert fitted_size(size[0], size[1], area) == (height, width)
 
 
 def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(model, network, encode, images):
@@ -105,7 +105,7 @@ def test_the_first_model_reads_an_image_at_one_size_and_counts_its_tokens(first,
     lengths, expected = [], []
     for side_px in (64, 256):
         (condition,) = encode([PromptInputs(TEXT, images[1:2], side_px)])
-        source = fitted_size(images[1].width_px, images[1].height_px, side_px)
+        source = fitted_size(images[1].width_px, images[1].height_px, side_px**2)
         geometry = Geometry(64, 64, 1, (source,))
         assert len(condition["source"]) == first.num_source_tokens(geometry)
         lengths.append(len(condition["embeds"]))

@@ -21,7 +21,6 @@ SETTINGS = Settings(
     trainer_devices_per_node=8,
     generator_devices_per_node=8,
     is_split=False,
-    num_shards=8,
     fsdp_size=-1,
     num_prompts=4,
     group_size=8,

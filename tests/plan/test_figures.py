@@ -70,7 +70,7 @@ def assert_rows_of_the_table(name: str, run: Run) -> None:
     assert [row[1] for row in rows] == ["8"]
     for _, ranks, num_rows, recomputed, tracked, planned, difference, whole in rows:
         number = int(ranks)
-        many = {"num_trainer_devices": number, "num_generator_devices": number, "num_shards": number}
+        many = {"num_trainer_devices": number, "num_generator_devices": number}
         settings = replace(run.settings, num_prompts=64, whole_base=False, **many)
         memory = plan_memory(Run(settings, run.measured), DEVICE_BYTES)
         assert num_rows == str(memory.training.num_rows)

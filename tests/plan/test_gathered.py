@@ -55,7 +55,7 @@ def test_auto_keeps_the_base_whole_where_tiles_are_cheaper(device, recompute, sa
 def test_auto_is_for_a_base_that_is_frozen_and_sharded():
     assert may_be_whole(make("auto"))
     assert not may_be_whole(make_run(whole_base="auto"))
-    assert not may_be_whole(make("auto", num_shards=1))
+    assert not may_be_whole(make("auto", fsdp_size=1))
 
 
 def test_a_run_that_does_not_fit_gives_the_whole_base_up():

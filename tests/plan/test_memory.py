@@ -278,7 +278,7 @@ def test_offloaded_shards_are_rounded_one_by_one():
 
 
 ONE = {"num_trainer_devices": 1, "num_generator_devices": 1, "trainer_devices_per_node": 1}
-ONE |= {"generator_devices_per_node": 1, "num_shards": 1, "param_offload": True, "is_accelerated": True}
+ONE |= {"generator_devices_per_node": 1, "param_offload": True, "is_accelerated": True}
 SAME = replace(SETTINGS.dtypes, model=SETTINGS.dtypes.rollout)
 
 
@@ -289,7 +289,7 @@ SAME = replace(SETTINGS.dtypes, model=SETTINGS.dtypes.rollout)
         ({"dtypes": SAME, "trainer_devices_per_node": 8}, 8 * 4, 3000, 11),
         ({"dtypes": SAME, "merges_lora": True}, 4, 3000, 11),
         ({}, 4, 3000, 27),  # the replica has the base in another dtype
-        ({"dtypes": SAME, "num_shards": 8}, 512.5, None, 27),
+        ({"dtypes": SAME, "num_trainer_devices": 8}, 512.5, None, 27),
         ({"dtypes": SAME, "shares_host_copies": False}, 4096 + 4, None, 27),
     ],
 )

@@ -60,7 +60,7 @@ def test_encoders_leave_the_device_before_a_batch_is_cut():
 @pytest.mark.parametrize("name", ["trainer", "vllm_omni"])
 def test_a_base_in_int8_is_for_ranks_that_generate(name):
     run = replace(
-        make_run(lora=True, rollout_name=name, num_shards=1, is_accelerated=True),
+        make_run(lora=True, rollout_name=name, fsdp_size=1, is_accelerated=True),
         measured=with_weights(param_bytes=40 * GB),
     )
     asked = []
@@ -84,6 +84,12 @@ def test_tensor_parallelism_is_for_replicas_that_do_it():
         run = replace(make_run(lora=True, rollout_name=name, is_split=True, frees_replica=False), measured=big)
         asked = any("tensor_model_parallel_size" in word for word in _names(run, 80 * GB))
         assert asked == (name == "vllm_omni")
+
+
+def test_more_devices_hold_no_smaller_shards_than_fsdp_size_allows():
+    run = make_run(fsdp_size=2, num_trainer_devices=2)
+    *_, double = remedies._candidates(True, with_adapter(run))
+    assert double.apply(run).settings.num_trainer_devices == 4 and double.apply(run).settings.num_shards == 2
 
 
 def test_any_run_is_told_the_truth():

@@ -109,7 +109,7 @@ MFU, H800 = 0.4, ("H800", "H800")
 
 
 def two_pools(num_trainer: int, num_generator: int, **settings):
-    sizes = {"num_trainer_devices": num_trainer, "num_generator_devices": num_generator, "num_shards": num_trainer}
+    sizes = {"num_trainer_devices": num_trainer, "num_generator_devices": num_generator}
     per_node = {"trainer_devices_per_node": min(8, num_trainer), "generator_devices_per_node": min(8, num_generator)}
     return make_run(is_split=True, frees_replica=False, **sizes, **per_node, **settings)
 

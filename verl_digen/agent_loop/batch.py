@@ -45,7 +45,6 @@ async def generate_batch(
             have `validate` (False without it), and `global_steps` (0 without it), which moves a MixGRPO window.
         loop: agent loop over a client `WithConditions`.
         rewards: None gives samples without rewards.
-        score: the worker's method that has `rewards` score a generation.
 
     Raises:
         ValueError: a column is missing, or the run has an environment.
@@ -81,15 +80,7 @@ async def generate_batch(
 
 class GroupsBeingGenerated:
     """Count of the samples of each group that wait for a replica, so that the driver can tell when replicas may sleep.
-
-    Groups that were not begun are ignored.
-
-    Example:
-        groups = GroupsBeingGenerated()
-        groups.begin("g", 4)
-        groups.ended("g", 2)                                  # generated, or failed; a second call changes nothing
-        await groups.until_generated("g")                     # returns once all 4 have ended
-    """
+    Groups that were not begun are ignored."""
 
     def __init__(self) -> None:
         self._left: dict[str, set[int]] = {}
@@ -100,7 +91,7 @@ class GroupsBeingGenerated:
         self._left[uid], self._ended[uid] = set(range(num_samples)), asyncio.Event()
 
     def ended(self, uid: str, index: int) -> None:
-        """Note that a sample needs no replica any more."""
+        """Note that a sample needs no replica any more: it is generated, or has failed. Idempotent."""
         if uid in self._left:
             self._left[uid].discard(index)
             if not self._left[uid]:

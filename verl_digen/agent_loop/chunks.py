@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks in an agent loop worker: generated on the replica the planner chose, scored meanwhile, then published.
 
-    generate(order)     returns when all samples are generated, or failed: the slot is free
-    cancel(chunk_id)    lets the replica drop the unfinished samples; `generate` returns soon
-    adopt(order, ...)   takes samples that were generated elsewhere
-    collect(chunk_id)   returns the tags when all samples are scored and their rows are in TransferQueue
-    discard(chunk_id)   drops the chunk in any state: a sample that arrives later is neither scored nor published
-
 The driver retries a sample that fails in generation or scoring. If the replica died, it retries the whole chunk:
 samples generated until then are dropped. `RunStopped` means that a retry cannot help, and ends the run.
 
-Who waits: the driver for `generate` and `collect`; a sample's scoring only for its generation. Bound: the driver has at
-most one chunk per slot in generation, and collects every generated chunk.
+Who waits: the driver for `generate`, after which the slot is free, and `collect`; a sample's scoring only for its
+generation. Bound: the driver has at most one chunk per slot in generation, and collects every generated chunk.
 """
 
 from __future__ import annotations
@@ -117,8 +111,9 @@ class ChunkRunner(Generic[Generated, Scored]):
         return GeneratedChunk({index: _reason(error) for index, error in errors.items()}, is_lost)
 
     async def cancel(self, chunk_id: int) -> None:
-        """Cancel the chunk's samples on its replica, and those that wait for an environment; once it is generated, its
-        scores, which may wait for samples of their group that are not wanted any more."""
+        """Cancel the chunk's samples on its replica, so that `generate` returns soon, and those that wait for an
+        environment; once it is generated, its scores, which may wait for samples of their group that are not wanted any
+        more."""
         if chunk_id in self._generating:
             order, client, tasks = self._generating[chunk_id]
             await asyncio.gather(*(self.withdraw_sample(order, index, client) for index in order.samples))
@@ -144,11 +139,8 @@ class ChunkRunner(Generic[Generated, Scored]):
         return GeneratedChunk(dict.fromkeys(missing, failure), is_slot_lost=False)
 
     async def collect(self, chunk_id: int) -> ScoredChunk:
-        """Wait for the scores of a chunk whose generation has ended; publish the samples that have one.
-
-        Raises:
-            RunStopped: scoring a sample raised it. KeyError: the chunk was discarded.
-        """
+        """Wait for the scores of a chunk whose generation has ended; publish the samples that have one. RunStopped if
+        scoring a sample raised it, KeyError if the chunk was discarded."""
         order, scoring = self._scoring[chunk_id]
         outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)
         del self._scoring[chunk_id]

@@ -63,11 +63,8 @@ class Episode:
 
     @property
     def generation(self) -> Generation:
-        """All turns as one generation, whose picture and latents are the last turn's; without conditions.
-
-        Raises:
-            RuntimeError: turns of several weight versions, or pictures of several sizes.
-        """
+        """All turns as one generation, with the last one's picture and latents, without conditions. Raises as
+        `joined`."""
         turns = [turn.generation for turn in self.played]
         return replace(
             turns[-1],
@@ -105,7 +102,7 @@ class Episode:
         }
 
     def scored(self, last: Score) -> Score:
-        """Reward of the episode: the sum of its turns' rewards, and `last`, the reward functions' for its last
+        """Reward of the episode: the sum of its turns' rewards, and `last`, that of reward functions for its last
         picture."""
         total = sum(turn.result.reward for turn in self.played)
         details = {f"{ENVIRONMENT}/{name}": float(value) for name, value in self.played[-1].result.details.items()}
@@ -137,7 +134,10 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
             f"all pictures of an episode must have one size, but the latents of sample {first.sample_index} of group "
             f"{first.uid} have {sorted(map(tuple, shapes))}; set digen.sampling.size_from_image=false"
         )
-    record = _joined_paths(paths) if paths else _joined_cleans(cleans)
+    if paths:
+        record = _joined_paths(paths)
+    else:
+        record = CleanRecord(torch.cat([one.clean for one in cleans]), torch.cat([one.sigmas for one in cleans]))
     of_all = replace(
         first,
         num_steps=sum(turn.num_steps for turn in facts),
@@ -161,19 +161,12 @@ def _joined_paths(paths: Sequence[PathRecord]) -> PathRecord:
     )
 
 
-def _joined_cleans(cleans: Sequence[CleanRecord]) -> CleanRecord:
-    return CleanRecord(torch.cat([one.clean for one in cleans]), torch.cat([one.sigmas for one in cleans]))
-
-
 logger = logging.getLogger(__name__)
 
 
 class EnvironmentAgentLoop(AgentLoopBase):
     """Stateless agent loop. Skips `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer.
-
-    Args:
-        edits: `Environment.edits` of the run's environment.
-    """
+    `edits`: `Environment.edits` of the run's environment."""
 
     def __init__(self, server_manager: DiffusionServerClient | ServerClient, environments: WorkerPool, *, edits: bool):
         self.digen = server_manager.digen
@@ -182,10 +175,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **columns: Any) -> Episode:  # type: ignore[override]
         """Play the episode that is sample `session_id` of the group `uid`; see `verl_digen.data.rows.loop_columns`.
-
-        Raises:
-            EpisodeFailed: its environment kept failing. RunStopped: no environment worker or no replica is left.
-        """
+        EpisodeFailed: its environment kept failing. RunStopped: no environment worker or no replica is left."""
         row, index = loop_row(columns), columns["session_id"]
         name = f"{row.uid}_{index}"
         seed, retries = keyed_seed("environment", self.digen.seed, row.uid), self.digen.environment.max_retries

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it.
-
-Status of a prompt key in TransferQueue, read by the trainer's replay buffer: pending -> finished | failure. With a
-reward that takes turns with the replicas, it is running in between, once all of the group is generated. A failed group
-has no rows (one failed sample fails its group) and its reason is the tag `error`.
-"""
+"""Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it. One
+failed sample fails its group, whose status (`store.prompts`) has the reason."""
 
 from __future__ import annotations
 
@@ -75,12 +71,9 @@ PlainAgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_actor_class__  # pyright: ig
 
 
 class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
-    """verl's worker, with groups published atomically and pixels kept out of TransferQueue.
-
-    Args:
-        config, llm_client, teacher_client, reward_loop_worker_handles: verl's, which needs Ray and a TransferQueue that
-            was started. Without handles only `generate_sequences(DataProto)` works, and gives no rewards.
-    """
+    """verl's worker, with groups published atomically and pixels kept out of TransferQueue. Needs Ray and a
+    TransferQueue that was started. Without `reward_loop_worker_handles` only `generate_sequences(DataProto)` works, and
+    gives no rewards."""
 
     _rewards: SampleRewards
 
@@ -108,13 +101,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     async def generate_sequences(self, batch: TensorDict | DataProto) -> DataProto | None:
         """Generate samples in one of verl's two forms.
 
-        Args:
-            batch: a TensorDict of prompts: their groups are begun, and go to TransferQueue when they are finished. Or a
-                DataProto of samples, see `agent_loop.batch.generate_batch`.
-
-        Returns:
-            None, at once; or for a DataProto the columns of `sampling.outputs.to_dataproto` once all are finished, with
-            `rm_scores` if the worker has handles of reward workers.
+        A TensorDict of prompts: their groups are begun, None is returned at once, and they go to TransferQueue when
+        they are finished. A DataProto of samples (`generate_batch`): the columns of `to_dataproto` once all are
+        finished, with `rm_scores` if the worker has handles of reward workers.
         """
         if not isinstance(batch, DataProto):
             return await super().generate_sequences(batch)
@@ -287,13 +276,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     async def prepare_assist(self, order: ChunkOrder, server: Any | None) -> tuple[SampleRequest, ...]:
         """Requests for the trainer's ranks to generate; the prompt's conditions are in TransferQueue on return.
-
-        Args:
-            server: the replica that encodes the prompt; None if it was encoded for an earlier chunk.
-
-        Raises:
-            ValueError: the encoder refuses the prompt.
-        """
+        `server`: the replica that encodes the prompt, None if it was encoded for an earlier chunk. ValueError: the
+        encoder refuses the prompt."""
         requests = tuple(
             sample_request(self.digen, order.row, index, step=order.step, validate=False) for index in order.samples
         )
@@ -302,13 +286,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return requests
 
     async def adopt_chunk(self, order: ChunkOrder, parts: Sequence[Any], failure: str = "") -> GeneratedChunk:
-        """Take samples that the trainer's ranks generate; they are scored and collected like a replica's.
-
-        Args:
-            parts: references to lists of `Generation`, one per rank that has some. The samples do not pass through
-                the driver.
-            failure: why there are none.
-        """
+        """Take samples that the trainer's ranks generate; they are scored and collected like a replica's. `parts`:
+        references to lists of `Generation`, one per rank that has some, which do not pass through the driver;
+        `failure`: why there are none."""
         generated = {
             generation.trajectory.facts.sample_index: generation
             for generations in await asyncio.gather(*parts)
@@ -333,8 +313,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return await loop.run({"validate": False}, **columns)
 
     def _burst_of(self, order: ChunkOrder) -> Burst | None:
-        """All samples of a chunk reach the replica together; None with an agent loop that has several turns, or a way
-        of its own."""
+        """All samples of a chunk reach the replica together; None with an environment or a custom agent loop."""
         is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
         return Burst(str(order.chunk_id), len(order.samples)) if is_single else None
 

@@ -73,8 +73,7 @@ class DiffusionServerClient(LLMServerClient):
         )
 
     def _on_balancer(self, function: Callable[[Any, Any], Any]) -> Bundles[Any]:
-        """Calls of `function` in the balancer's process. A local function: it travels by value, so nothing is imported
-        there."""
+        """Calls of a local function in the balancer's process: it travels by value, so nothing is imported there."""
         call = self._load_balancer.__ray_call__
         return Bundles(lambda items: call.remote(lambda own, items: [function(own, item) for item in items], items))
 
@@ -83,25 +82,15 @@ class DiffusionServerClient(LLMServerClient):
 
         Args:
             request_id: its group; with `sample_index` (0 without it) and the run seed it determines the noise.
-            sampling: see `verl_digen.sampling.requests.text_request`.
-
-        Raises:
-            ValueError: a setting that `digen.sampling` does not take. RunStopped: no replica is left.
+            sampling: see `verl_digen.sampling.requests.text_request`. ValueError for a setting that it does not take.
         """
         request = text_request(self.digen, request_id, prompt, **sampling)
         return ImageOutput.of(await self.generate_sample(request, sticky=request_id))
 
     async def generate_sample(self, request: SampleRequest, *, sticky: str | None = None) -> Generation:
-        """Generate one sample on the least-loaded replica; retry on another one if that replica is lost.
-
-        The retry gives the same sample, because a sample does not depend on the replica that generates it.
-
-        Args:
-            sticky: name whose samples go to one replica while the balancer remembers it; None: the sample's own.
-
-        Raises:
-            RunStopped: no replica is left.
-        """
+        """Generate one sample on the least-loaded replica; retry on another one if that replica is lost, which gives
+        the same sample. `sticky`: name whose samples go to one replica while the balancer remembers it; None: the
+        sample's own. RunStopped: no replica is left."""
         name = request_id(request.uid, request.sample_index)
         sticky = name if sticky is None else sticky
         while True:
@@ -160,12 +149,8 @@ class DiffusionServerClient(LLMServerClient):
 
 
 class ServerClient:
-    """Sends samples to one given replica.
-
-    Args:
-        wants_latents: True if a reward of the run reads latents.
-        burst: the requests that the client's one request is sent with.
-    """
+    """Sends samples to one given replica. `wants_latents`: a reward of the run reads latents; `burst`: the requests
+    that the client's one request is sent with."""
 
     def __init__(self, server: Any, digen: DigenConfig, *, wants_latents: bool = False, burst: Burst | None = None):
         self.server = server
@@ -193,13 +178,8 @@ class ServerClient:
 
 class AsyncDiffusionServerManager(DiffusionServerClient):
     """The RFC's client over given replicas, with verl's balancer in this process: the least-loaded replica, and the
-    same one again for a `request_id`. verl's class of that kind is today's `LLMServerClient`; `DiffusionServerManager`
-    starts replicas.
-
-    Args:
-        server_handles: handles of the replicas' servers.
-        max_cache_size: number of request ids whose replica is remembered; the least recently used is forgotten.
-    """
+    same one again for a `request_id`, as long as it is among the `max_cache_size` last used. verl's class of that kind
+    is today's `LLMServerClient`; `DiffusionServerManager` starts replicas."""
 
     def __init__(
         self, config: DictConfig, server_handles: Sequence[Any], max_cache_size: int = DEFAULT_ROUTING_CACHE_SIZE
@@ -224,12 +204,8 @@ class DiffusionServerManager(LLMServerManager):
 
     @classmethod
     def adopt(cls, manager: LLMServerManager, *, keeps_one_server: bool) -> DiffusionServerManager:
-        """Take over the replicas that verl's trainer launched through `manager`.
-
-        Args:
-            keeps_one_server: True for one server that is never replaced. Its samples need no balancer, whose process
-                would import verl to count to one.
-        """
+        """Take over the replicas that verl's trainer launched through `manager`. `keeps_one_server`: one server that is
+        never replaced needs no balancer, whose process would import verl to count to one."""
         adopted = cls(
             manager.config,
             worker_group=manager.worker_group,

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The agent loop of a diffusion model: one prompt, one generation; and custom loops, which are subclasses of it.
 
-verl's worker registers at start the names in `actor_rollout_ref.rollout.agent.agent_loop_config_path`, a file in verl's
-format; `actor_rollout_ref.rollout.agent.default_agent_loop` selects the one that a run uses. Its `run` returns one
-`Generation` of the row's sample. The samples of a group share the prompt's conditions, so all of them must use the same
-prompt.
+A loop's `run` returns one `Generation` of the row's sample. The samples of a group share the prompt's conditions, so
+all of them must use the same prompt.
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ from verl_digen.types import Generation
 class DiffusionSingleTurnAgentLoop(AgentLoopBase):
     """Stateless agent loop. Skips `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer.
 
-    Args:
-        server_manager: client of the replicas.
-        trainer_config, tokenizer, processor, dataset_cls, data_config, hf_model_type, tools: verl gives them to every
-            loop. They are attributes, with the config unwrapped, for custom loops; this one reads none of them.
-        kwargs: other keys of the loop's entry in the file of agent loops, such as `name`; attribute `settings`.
+    verl gives every loop the other arguments; they are attributes, with the config unwrapped, for custom loops.
+    `kwargs` are other keys of the loop's entry in the file of agent loops, such as `name`; attribute `settings`.
     """
 
     def __init__(
@@ -63,9 +58,6 @@ class DiffusionSingleTurnAgentLoop(AgentLoopBase):
         Args:
             sampling_params: `validate`, True for a deterministic validation sample.
             columns: of the prompt, see `verl_digen.data.rows.loop_row`; `global_steps`, the optimizer step.
-
-        Raises:
-            ValueError: a column is missing. RunStopped: no replica is left.
         """
         request = sample_request(
             self.digen,
@@ -81,14 +73,9 @@ register(SINGLE_TURN)(DiffusionSingleTurnAgentLoop)  # not as a decorator: verl'
 
 
 def make_agent_loop(name: str, worker: Any, client: Any) -> Any:
-    """Create the agent loop called `name` as verl does, from its registry; it requests samples from `client`.
-
-    Args:
-        worker: verl's agent loop worker, for the arguments that verl passes to every loop.
-
-    Raises:
-        ValueError: no loop of that name is registered in this process.
-    """
+    """Create the agent loop called `name` as verl does, from its registry, with the arguments that verl's `worker`
+    passes to every loop; it requests samples from `client`. ValueError: no loop of that name is registered in this
+    process."""
     if name != SINGLE_TURN and name not in _agent_loop_registry:
         raise ValueError(
             f"actor_rollout_ref.rollout.agent.default_agent_loop must be one of {', '.join(_agent_loop_registry)}, got "

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a prompt file: parquet, JSON, JSON lines, comma- or tab-separated values, or text with one prompt per line.
 
-- A text file is UTF-8, with or without a byte order mark. Lines end with a line feed, a carriage return or both; other
-  separators of Unicode are part of a prompt. Each kind but parquet may be compressed (`.jsonl.gz`).
-- A `.json` or `.jsonl` file is an array of rows, one row, or one row per line. A row that is a string is its prompt.
-- An error is a ValueError of one line: key, place, rule, value, remedy.
+A text file is UTF-8, with or without a byte order mark. Lines end with a line feed, a carriage return or both; other
+separators of Unicode are part of a prompt.
 """
 
 from __future__ import annotations
@@ -42,11 +40,9 @@ def kind_of(path: Path) -> str | None:
 def rows_of(
     path: Path, key: str, kept: frozenset[str] = frozenset(), images: Sequence[str] = ()
 ) -> Iterator[tuple[str, str | dict[str, Any]]]:
-    """(place, row) of every non-blank row; a place is such as "line 3 of 'train.jsonl'". A string is a prompt.
-
-    Args:
-        key: the config key under which the path was typed.
-        kept, images: columns of a table, see `verl_digen.data.tables`.
+    """(place, row) of every non-blank row; a place is such as "line 3 of 'train.jsonl'". A row that is a string is its
+    prompt. `key`: the config key under which the path was typed; `kept`, `images`: columns of a table, see
+    `rows_of_table`.
 
     Raises:
         ValueError: the file is not there, cannot be read, or is malformed.

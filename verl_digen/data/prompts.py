@@ -1,20 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read prompts from files (`verl_digen.data.splits`), interpret the columns of a row, and find prompts that are longer
-than the model reads.
-
-| column | means | else |
-| --- | --- | --- |
-| `prompt` (`data.prompt_key`) | the text: a string, or verl's chat list, whose last user message counts | required |
-| `negative_prompt` | its own negative prompt, in the same two forms | `digen.sampling.negative_prompt` |
-| `data_source` (`data.reward_fn_key`) | its source; validation is reported per source | see `default_source` |
-| `ground_truth`, or `reward_model.ground_truth` | the reference for reward functions | see `default_ground_truth` |
-| `images` (`data.image_key`) | images it is about: paths relative to the file's folder, or a table's | none |
-| `chosen`, `rejected` | two images, of which the first one is preferred; for `offline_dpo` | none |
-| `extra_info` | a mapping for reward functions | `{}` |
-| any other | joins `extra_info`, e.g. GenEval's `tag`, `include`, `exclude` | - |
-
-A bad row is a ValueError that names the key, the file, the line, the rule, the value and the remedy.
-"""
+"""Read prompts from files (`verl_digen.data.splits`), interpret the columns of a row (docs/data.md has the table of
+them), and find prompts that are longer than the model reads."""
 
 from __future__ import annotations
 
@@ -60,11 +46,7 @@ class Columns:
 
     @staticmethod
     def of(data: DictConfig) -> Columns:
-        """The names in the `data:` section.
-
-        Raises:
-            ValueError: an empty name or one that has another meaning, or two keys with one name.
-        """
+        """The names in the `data:` section. ValueError for an empty or equal one, or one that has another meaning."""
         names = [data[key] for key in NAMED_BY]
         for key, name in zip(NAMED_BY, names, strict=True):
             require(
@@ -90,12 +72,8 @@ VERLS_NAMES = Columns()
 
 
 def read_prompts(files: Any, key: str = TRAIN, columns: Columns = VERLS_NAMES) -> list[PromptRow]:
-    """All prompts of `files`, in order.
-
-    Args:
-        files: one or several of what `verl_digen.data.splits` lists.
-        key: the config key under which they were typed: `data.train_files` or `data.val_files`. It says which split
-            of a folder is read, and error messages begin with it.
+    """All prompts of `files`, in order: one or several of what `verl_digen.data.splits` lists. `key`,
+    `data.train_files` or `data.val_files`, says which split of a folder is read, and error messages begin with it.
 
     Raises:
         ValueError: a value that is no path; a missing, empty, unreadable or malformed file.
@@ -305,11 +283,8 @@ class TooLong:
 
 
 def find_too_long(prompts: Iterable[PromptRow], load_check: Callable[[], PromptCheck]) -> list[TooLong]:
-    """The prompts that are too long, or have a negative prompt that is.
-
-    Args:
-        load_check: called at most once, and only if a prompt is not surely short: it loads tokenizers.
-    """
+    """The prompts that are too long, or have a negative prompt that is. `load_check` loads tokenizers: it is called at
+    most once, and only if a prompt is not surely short."""
     found: list[TooLong] = []
     reasons: dict[str, str] = {}
     check: PromptCheck | None = None

@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts in the forms that verl's interfaces take.
-
-| form | for |
-| --- | --- |
-| a batch, with the row as one column | verl's data loader and agent loop workers |
-| keyword arguments, one per column of verl's data sets | `AgentLoopBase.run` of custom agent loops |
-| a DataProto, with the row as one column, or one column per column of verl's data sets | the classes of verl's RFC |
-"""
+"""Prompts in the forms that verl's interfaces take: a batch, keyword arguments of custom agent loops, one per column of
+verl's data sets, and a DataProto with either, for the classes of verl's RFC."""
 
 from __future__ import annotations
 
@@ -70,11 +64,8 @@ REQUIRED = ("text", "uid", "data_source", "ground_truth")
 def loop_row(columns: Mapping[str, Any]) -> PromptRow:
     """Inverse of `loop_columns`; other columns are ignored. A column `row` is the row itself.
 
-    Also takes the columns of verl's RFC: `prompts` for `raw_prompt`, `ground_truth` for `reward_model`; those with
-    a default in `PromptRow` may be missing.
-
-    Raises:
-        ValueError: a required column is missing, or the prompt is no text.
+    Also takes the columns of verl's RFC: `prompts` for `raw_prompt`, `ground_truth` for `reward_model`; those with a
+    default in `PromptRow` may be missing. ValueError: a required column is missing, or the prompt is no text.
     """
     if ROW in columns:
         return columns[ROW]

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of `data.train_files` and `data.val_files`: files, folders with a file per split, and datasets of the hub.
+"""Values of `data.train_files` and `data.val_files`, see docs/data.md: files, folders with a file per split, folders
+that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote, and datasets of the hub.
 
-| given | read |
-| --- | --- |
-| a file | the file |
-| a folder with a file per split, as flow_grpo's `dataset/ocr` and `dataset/geneval` | the split's file |
-| a folder that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote | the dataset, or its split |
-| `hf://OWNER/NAME[@REVISION][/CONFIG][:SPLIT]` | a dataset of the Hugging Face hub, by the `datasets` library |
-
-The split of `data.train_files` is "train". That of `data.val_files` is "test", "validation" or "val": the one that is
-there. On the hub it is "test" unless the name says another one.
+The split of `data.val_files` is the one of its names in `SPLITS` that is there; on the hub it is "test" unless the name
+says another one.
 """
 
 from __future__ import annotations
@@ -38,11 +32,8 @@ SAVED = "state.json"
 
 
 def resolve(files: Any, key: str) -> list[str]:
-    """Paths and names that hold one split each, in order. A list that was resolved stays as it is.
-
-    Args:
-        files: one path or name, or a list of them.
-        key: the config key under which they were typed, one of `SPLITS`.
+    """Paths and names that hold one split each, in order; `files` is one of them or a list, typed under `key`. A list
+    that was resolved stays as it is.
 
     Raises:
         ValueError: a value that is no path; a folder without exactly one file of the split; a malformed hub name.
@@ -57,10 +48,8 @@ def resolve(files: Any, key: str) -> list[str]:
 
 
 def name_splits(config: DictConfig) -> None:
-    """Replace folders in `data.train_files` and `data.val_files` by the files of their splits.
-
-    verl makes both data sets by one constructor, which does not learn which of them it makes.
-    """
+    """Replace folders in `data.train_files` and `data.val_files` by the files of their splits: verl makes both data
+    sets by one constructor, which does not learn which of them it makes."""
     for key in SPLITS:
         given = OmegaConf.select(config, key)
         if given is not None:

@@ -6,9 +6,6 @@
   of bytes alone is read a few rows at a time.
 - Another column that a prompt's row cannot hold (bytes, pictures, dates, decimals) is left out with a warning. A prompt
   is part of checkpoints as JSON, and travels to every reward.
-- Comma- and tab-separated values have a header row, quotes as RFC 4180 has them, and texts only. An empty cell is a
-  missing value; a column without a name (an index, as pandas writes it) is left out. Tab-separated values whose quotes
-  are not in pairs on each line have none: there they are letters.
 
 Invariant (tests/data/test_image_columns.py): every reference leads to the bytes that the table has at that place.
 """
@@ -64,12 +61,8 @@ def require_form(kind: pyarrow.DataType, where: str) -> None:
 
 
 def table_references(column: Iterable[pyarrow.Array], source: str, name: str) -> list[References]:
-    """References of all rows of a column.
-
-    Args:
-        column: its chunks, of images or of a part of each that is there where the image is.
-        source, name: table and column.
-    """
+    """References of all rows of a column, given by its chunks: of images, or of a part of each that is there where the
+    image is."""
     found: list[References] = []
     for chunk in column:
         for number in _numbers(chunk):
@@ -130,10 +123,9 @@ def rows_of_table(
     images: Sequence[str] = (),
     found: Mapping[str, Sequence[References]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of every row of an Arrow table.
+    """(place, row) of every row of an Arrow table of this `name` (of a file or dataset).
 
     Args:
-        name: the file's or dataset's name, for the warning and for references.
         kept: columns that are read whatever they hold; their own rules say what is wrong.
         images: columns that may hold images.
         found: references of such columns, if they are known; the table is then without these.
@@ -167,11 +159,7 @@ def dataset_rows(
     load: Callable[[], Any], name: str, typed: str, key: str, kept: frozenset[str], images: Sequence[str], remedy: str
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of a dataset of the `datasets` library, `typed` in places; pictures are not decoded. See
-    `rows_of_table`.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+    `rows_of_table`. ValueError: it cannot be loaded."""
     try:
         table = load().with_format("arrow")[:]  # as it is stored: nothing is decoded
     except Exception as error:  # the library raises what its loaders, file systems and the network do
@@ -181,10 +169,9 @@ def dataset_rows(
 
 
 def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of every row that has a non-empty cell.
-
-    Args:
-        where: key and file, for messages.
+    """(place, row) of every row that has a non-empty cell, below a header row, with quotes as RFC 4180 has them; texts
+    only. An empty cell is a missing value; a column without a name (an index, as pandas writes it) is left out.
+    Tab-separated values whose quotes are not in pairs on each line have none: there they are letters.
 
     Raises:
         ValueError: a header without names or with one twice; a row with another number of cells; stray quotes.

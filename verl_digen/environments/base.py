@@ -1,16 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Environment`: the task of one episode, which answers every picture with a reward and the next instruction.
-
-    class Brighter(Environment):
-        def reset(self, row, seed):
-            return Instruction(row.text)
-
-        async def step(self, picture):
-            light = float(picture.mean()) / 255
-            return TurnResult(reward=light, done=light > 0.5, instruction=Instruction("make it brighter"))
+"""`Environment`: the task of one episode, which answers every picture with a reward and the next instruction; an
+example is in docs/environments.md.
 
 - One instance lives for one episode, in an environment worker: a Ray actor that holds many episodes at once.
-- The first turn generates from the instruction that `reset` returns, each further turn from the previous step's.
 - All turns of an episode have one weight version. The episode's reward is the sum of its turns' rewards.
 - A worker that dies costs time, not episodes: the environment is made again on another one, `reset` with the same seed,
   and given the pictures that the episode has. If it then asks for something else, the episode starts afresh.
@@ -64,12 +56,8 @@ class TurnResult:
 
 
 class Environment(ABC):
-    """Base class of environments; see the module.
-
-    Args:
-        config: an instance of `config_class`, from `digen.environment.options`.
-        shared: what `make_shared` returned in this worker, e.g. a judge model.
-    """
+    """Base class of environments. `config`: an instance of `config_class`, from `digen.environment.options`; `shared`:
+    what `make_shared` returned in this worker, e.g. a judge model."""
 
     config_class: ClassVar[type] = NoSettings
     """Dataclass of settings: the keys of `digen.environment.options`."""
@@ -92,12 +80,8 @@ class Environment(ABC):
 
     @abstractmethod
     def reset(self, row: PromptRow, seed: int) -> Instruction | Awaitable[Instruction]:
-        """Begin the episode; called once, first.
-
-        Args:
-            row: the prompt, with source, ground truth, extra columns and images.
-            seed: equal for all episodes of a group, so that they start alike, and for an episode that is made again.
-        """
+        """Begin the episode; called once, first. `seed` is equal for all episodes of a group, so that they start alike,
+        and for an episode that is made again."""
 
     @abstractmethod
     async def step(self, picture: Picture) -> TurnResult:

@@ -2,22 +2,12 @@
 """Episodes of environments: the process that holds many of them and runs their calls concurrently (`EpisodeHost`), its
 Ray actors, and an episode from its client's side (`OpenEpisode`): a worker that dies costs time, not episodes.
 
-| event in the process | consequence |
-| --- | --- |
-| `begin` | an environment is made and reset, under an id that is used once |
-| `step` of an unknown id | `RuntimeError`: this process was started again since |
-| a call raises, takes `digen.environment.step_timeout_s`, or returns something malformed | the caller gets the error |
-| more than `digen.environment.concurrent` calls | they wait; the timeout begins after the wait |
-
-A synchronous `reset` runs in a thread, a `step` in the event loop.
-
 | event at the client | consequence |
 | --- | --- |
 | a worker's process dies | Ray starts it again; its episodes are made again, as below |
 | it gives no sign of life for `digen.deadlines.answer_s` | it is killed, which is the same |
 | an environment raises, or takes too long | its episode is made again |
-| an episode is made again | on the worker with the fewest episodes: `reset` with the same seed, then `step` with each
-  picture that it has |
+| an episode is made again | on the worker with the fewest episodes: `reset` with the same seed, then its pictures |
 | its instructions are then other ones | `EpisodeDiverged`: the caller starts it afresh |
 | it was made again `digen.environment.max_retries` times | `EpisodeFailed` |
 | all workers are dead permanently | `RunStopped` |
@@ -57,7 +47,9 @@ Answer = TypeVar("Answer")
 
 
 class EpisodeHost:
-    """See the module; `device` is that of what episodes share."""
+    """Environments by an id that is used once; `device` is that of what episodes share. The caller gets the error of a
+    call that raises, takes `digen.environment.step_timeout_s`, or returns something malformed; the timeout begins after
+    the wait for one of the `digen.environment.concurrent` places."""
 
     def __init__(self, config: EnvironmentConfig, device: torch.device):
         self._class = environment_class(config)
@@ -68,7 +60,7 @@ class EpisodeHost:
         self._episodes: dict[str, Environment] = {}
 
     async def begin(self, episode: str, row: PromptRow, seed: int) -> Instruction:
-        """Make the environment of an episode, and reset it."""
+        """Make the environment of an episode, and reset it, in a thread if `reset` is synchronous."""
 
         async def reset() -> Instruction:
             environment = self._episodes[episode] = self._class(self._settings, self._shared)
@@ -153,11 +145,7 @@ class EpisodeDiverged(RuntimeError):
 
 
 class OpenEpisode:
-    """See the module. It is not begun yet.
-
-    Args:
-        workers: handles are of `EnvironmentWorker`.
-        name: unique in the run.
+    """An episode, not begun yet; see the module. `name` is unique in the run.
 
     Example:
         episode = OpenEpisode(workers, "p0_3", row, seed, max_retries=3)
@@ -243,18 +231,13 @@ class OpenEpisode:
                 asked.append(result.instruction)
         if not self._asked:
             self._asked = asked
-        elif not _are_equal(asked, self._asked):
+        elif len(asked) != len(self._asked) or not all(map(_is_equal, asked, self._asked)):
             raise EpisodeDiverged(
                 f"the environment of episode {self._name} was made again, and asks for something else"
             )
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         return await self._workers.answer(self._worker, getattr(self._worker, method).remote(self._id, *arguments))
-
-
-def _are_equal(some: Sequence[Instruction], others: Sequence[Instruction]) -> bool:
-    """True if both ask for the same, turn by turn."""
-    return len(some) == len(others) and all(map(_is_equal, some, others))
 
 
 def _is_equal(one: Instruction, other: Instruction) -> bool:

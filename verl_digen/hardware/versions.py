@@ -7,7 +7,7 @@ error. `digen doctor` prints the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -50,10 +50,10 @@ ENGINE_TESTED = ("0.28.0", "0.30.0")
 """Versions, of both packages alike, that `rollout/vllm_omni` was tested with; setup.py pins the first."""
 
 
-def installed() -> dict[str, str]:
-    """Package -> installed version, of those that decide what a run computes."""
+def installed(names: Iterable[str] = ("verl-digen", *SUPPORTED)) -> dict[str, str]:
+    """Package -> installed version; by default of those that decide what a run computes."""
     found = {}
-    for name in ("verl-digen", *SUPPORTED):
+    for name in names:
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

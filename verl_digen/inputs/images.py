@@ -67,8 +67,8 @@ class PromptInputs:
     text: str
     images: tuple[SourceImage, ...] = ()
     image_px: int = DEFAULT_IMAGE_PX
-    """Side of the square whose area an edit model reads each image at, see `verl_digen.inputs.sizes`;
-    `digen.sampling.image_px`."""
+    """`digen.sampling.image_px`: side of the square whose area an edit model reads each image at, see
+    `inputs.sizes`."""
     size: tuple[int, int, int] | None = None
     """(frames, height, width) of the picture or video that is made: a network that continues an image reads it at this
     size. None without images."""
@@ -76,8 +76,7 @@ class PromptInputs:
 
 @lru_cache(maxsize=MAX_IDENTIFIED)
 def source_image(reference: str) -> SourceImage:
-    """Identify an image by its content, read once per process. ValueError if it is no picture, or beyond
-    `MAX_PIXELS`."""
+    """Identify an image by its content, read once per process. ValueError: no picture, or beyond `MAX_PIXELS`."""
     content = _content(reference)
     width, height = _size(reference, io.BytesIO(content))
     if width * height > MAX_PIXELS:
@@ -98,11 +97,7 @@ def file_size_px(path: str) -> tuple[int, int]:
 
 
 def generated_image(name: str, pixels: NDArray[np.uint8]) -> SourceImage:
-    """A generated picture, [H, W, 3], as an image that a request carries; lossless.
-
-    Args:
-        name: reference for messages, e.g. "turn 1 of sample 3 of group p00000007".
-    """
+    """A generated picture, [H, W, 3], as an image that a request carries; lossless. Messages call it `name`."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="PNG", compress_level=1)
     content = buffer.getvalue()

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of a prompt's images as a network reads them, and of a picture or video that has an image's shape: a rule for
-each family of pipelines.
-
-- `digen.sampling.image_sizes` names the rule of a run; the checks before a run compare it with the model's.
-- A rule is a function of sizes alone, so that requests are made without the model.
+each family of pipelines, which `digen.sampling.image_sizes` names. A rule is a function of sizes alone, so that
+requests are made without the model.
 
 Invariant (tests/models/test_image_sizes.py): with the areas of a pipeline, sizes are the pipeline's.
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 SIDE_MULTIPLE = 32
 """Sides of a fitted image are multiples of this: `calculate_dimensions` of diffusers' Qwen-Image-Edit pipelines."""
@@ -47,8 +45,7 @@ class ImageLimits:
     """Long side by short side."""
 
     def check(self, width_px: int, height_px: int, reference: str) -> None:
-        """Raise ValueError for an image that the pipelines refuse; names the rule, the size, `reference` and the way
-        out."""
+        """Raise ValueError for an image that the pipelines refuse."""
         got = f"got {width_px} x {height_px} px in {reference!r}"
         if min(width_px, height_px) < self.least_px:
             raise ValueError(
@@ -81,19 +78,15 @@ class ImageSizes:
     """Images that the pipelines take; None: all."""
 
 
-def fitted_size(width_px: int, height_px: int, side_px: float) -> tuple[int, int]:
-    """(height, width) of about `side_px` squared pixels with the shape of a picture; multiples of `SIDE_MULTIPLE`.
+def fitted_size(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
+    """(height, width) of about `area_px` pixels with the shape of a picture; multiples of `SIDE_MULTIPLE`.
 
     Source: `calculate_dimensions` of diffusers' Qwen-Image-Edit pipelines, which has no least side.
     """
-    width = math.sqrt(side_px * side_px * (width_px / height_px))
+    width = math.sqrt(area_px * (width_px / height_px))
     height = width / (width_px / height_px)
     sides = (max(1, round(side / SIDE_MULTIPLE)) * SIDE_MULTIPLE for side in (height, width))
     return next(sides), next(sides)
-
-
-def _fitted(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
-    return fitted_size(width_px, height_px, math.sqrt(area_px))
 
 
 def preferred_size(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
@@ -143,10 +136,6 @@ def floored_size(width_px: int, height_px: int, area_px: int, multiple: int = FL
     return max(1, next(sides)) * multiple, max(1, next(sides)) * multiple
 
 
-def _floored_ti2v(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
-    return floored_size(width_px, height_px, area_px, TI2V_MULTIPLE)
-
-
 def bucket_size(width_px: int, height_px: int, area_px: int) -> tuple[int, int]:
     """(height, width) of HunyuanVideo 1.5's size for an image: one of `_buckets`, with the nearest ratio of sides on
     the side of the square, as its pipeline chooses with a `target_size` squared of `area_px`."""
@@ -175,11 +164,11 @@ def _buckets(area_px: int) -> tuple[tuple[int, int], ...]:
 
 
 IMAGE_SIZES = {
-    "qwen_image_edit": ImageSizes(read=_fitted, picture=_fitted, shaped_by=-1),
+    "qwen_image_edit": ImageSizes(read=fitted_size, picture=fitted_size, shaped_by=-1),
     "flux_kontext": ImageSizes(read=preferred_size, picture=shaped_size, shaped_by=0),
     "flux2": ImageSizes(read=limited_size, picture=limited_size, shaped_by=0, limits=FLUX2_LIMITS),
     "wan": ImageSizes(read=None, picture=floored_size, shaped_by=0),
-    "wan_ti2v": ImageSizes(read=None, picture=_floored_ti2v, shaped_by=0),
+    "wan_ti2v": ImageSizes(read=None, picture=partial(floored_size, multiple=TI2V_MULTIPLE), shaped_by=0),
     "hunyuan_video15": ImageSizes(read=None, picture=bucket_size, shaped_by=0),
 }
 """Name in `digen.sampling.image_sizes` and `ModelSpec.image_sizes` -> rule."""

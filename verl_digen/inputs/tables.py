@@ -3,13 +3,8 @@
 
     table:SOURCE#COLUMN[ROW][ITEM]     e.g. table:/data/train.parquet#images[12][0]
 
-| SOURCE | is |
-| --- | --- |
-| a path ending in .parquet | a parquet file |
-| hf://OWNER/NAME... | a dataset of the Hugging Face hub |
-| another path | a folder that `Dataset.save_to_disk` wrote |
-
-- ROW and ITEM begin at 0; ITEM counts the images of a row's list, and is 0 for a column without lists.
+- SOURCE is a parquet file, a dataset of the hub (hf://...), or a folder that `Dataset.save_to_disk` wrote. ROW and ITEM
+  begin at 0; ITEM counts the images of a row's list, and is 0 for a column without lists.
 - A value is a file's bytes, or the hub's form of an image, {"bytes": ..., "path": ...}: its bytes, or where these are
   null the file at `path`, relative to the folder of the table.
 - Only the row group that holds the row is read, and a process keeps the last `KEPT_GROUPS` of them.
@@ -37,11 +32,7 @@ HUB_NAME = re.compile(
 @dataclass(frozen=True)
 class HubName:
     """A dataset of the hub. Downloads are kept in the cache of the `datasets` library, and its variables hold (HF_HOME,
-    HF_TOKEN, HF_HUB_OFFLINE).
-
-    Example:
-        HubName.parse("hf://me/words/en:train[:100]", key)  # HubName("me/words", None, "en", "train[:100]")
-    """
+    HF_TOKEN, HF_HUB_OFFLINE)."""
 
     name: str
     """OWNER/NAME."""
@@ -54,10 +45,11 @@ class HubName:
 
     @staticmethod
     def parse(text: str, key: str) -> HubName:
-        """Read `HUB_FORM`; "datasets/" in front of the owner, as in the hub's own addresses, may be left out.
+        """Read `HUB_FORM`; "datasets/" in front of the owner, as in the hub's own addresses, is ignored. ValueError for
+        another form.
 
-        Raises:
-            ValueError: another form.
+        Example:
+            HubName.parse("hf://me/words/en:train[:100]", key)  # HubName("me/words", None, "en", "train[:100]")
         """
         match = HUB_NAME.fullmatch(text)
         if match is None:

@@ -125,7 +125,7 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
 
 def _encode_image(pipeline: Any, image: Image.Image, image_px: int) -> Tensor:
     """[tokens, channels] packed latents of an image, in the VAE's dtype."""
-    pixels = pipeline.image_processor.preprocess(image, *fitted_size(*image.size, image_px)).unsqueeze(2)
+    pixels = pipeline.image_processor.preprocess(image, *fitted_size(*image.size, image_px**2)).unsqueeze(2)
     latents = pipeline._encode_vae_image(pixels.to(pipeline.vae.device, pipeline.vae.dtype), None)
     return pipeline._pack_latents(latents, 1, latents.shape[1], *latents.shape[3:])[0]
 
@@ -150,4 +150,4 @@ class QwenImageEdit(QwenImageEditPlus):
 
     def _as_seen(self, pipeline: Any, image: Image.Image, image_px: int) -> Image.Image:
         # "3. Preprocess image" of QwenImageEditPipeline.__call__.
-        return pipeline.image_processor.resize(image, *fitted_size(*image.size, image_px))
+        return pipeline.image_processor.resize(image, *fitted_size(*image.size, image_px**2))

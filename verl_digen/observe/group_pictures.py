@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Best and worst sample of a few training groups, as files (`run_files`) that an agent loop worker writes while it has
-the pixels; their grid is drawn after the step. Every `digen.logged_groups_every` steps `digen.num_logged_groups` groups
-are shown.
+"""Best and worst sample of a few training groups, as files that an agent loop worker writes while it has the pixels;
+their grid is drawn after the step.
 
 Invariants (tests/observe/test_group_pictures.py): after the last sample of a group the files are the best and the worst
 of what was offered, at most two, whatever the order; no pixels are kept.
@@ -31,13 +30,7 @@ def is_step_logged(digen: DigenConfig, step: int) -> bool:
 
 
 def is_group_logged(digen: DigenConfig, *, step: int, number: int, num_prompts: int) -> bool:
-    """True if the group is shown.
-
-    Args:
-        step: the optimizer step that its samples are for.
-        number: number of its prompt in the run.
-        num_prompts: groups of a step.
-    """
+    """True if the group of the run's prompt `number`, for a `step` of `num_prompts`, is shown."""
     return is_step_logged(digen, step) and number % num_prompts < digen.num_logged_groups
 
 
@@ -68,12 +61,8 @@ class GroupPictures:
         images: Sequence[str] = (),
         audio: Audio | None = None,
     ) -> None:
-        """Write a scored sample if it is the best or the worst of its group so far.
-
-        Args:
-            pixels: uint8 [H, W, 3], or [F, H, W, 3] for a video.
-            images: `PromptRow.images`, read where the sample is written.
-        """
+        """Write a scored sample, uint8 [H, W, 3], or [F, H, W, 3] for a video, if it is the best or the worst of its
+        group so far. `images`: `PromptRow.images`, read where the sample is written."""
         with self._lock:
             held = self._group(step, uid)
             if index in held:  # generated again, under newer weights
@@ -105,13 +94,10 @@ class GroupPictures:
 
 
 def best_and_worst(run_dir: Path, step: int, groups: Mapping[str, GroupTags]) -> list[Shown]:
-    """Pictures of trained groups to show: of each its best sample, then its worst.
+    """Pictures of trained groups (uid -> sample index -> tag) to show: of each its best sample, then its worst.
 
-    A group whose best or worst trained sample has no file is shown without it: there are files of all samples that
-    were scored, and some are not trained.
-
-    Args:
-        groups: uid -> sample index -> tag.
+    A group whose best or worst trained sample has no file is shown without it: there are files of all samples that were
+    scored, and some are not trained.
     """
     shown = []
     for uid, tags in sorted(groups.items()):

@@ -8,12 +8,6 @@ often enough yet, is "unknown", never green.
 *Invariants (tests/observe/test_health.py):* the runs that were recorded for docs/algorithms end green and are never
 red; each rule turns red on a run with its fault; a verdict depends on the values alone, not on how often it is asked
 for.
-
-Example:
-    health = Health()
-    for step in range(1, 6):
-        health.observe({"reward/mean": 0.5, "reward/std": 0.0, "reward/zero_spread_fraction": 1.0})
-    [verdict.rule.metric for verdict in health.verdicts() if verdict.level == "red"]  # ["reward/zero_spread_fraction"]
 """
 
 from __future__ import annotations
@@ -56,11 +50,8 @@ VERDICT, WARNING = "hacking/verdict", "hacking/warning"
 
 def gap_metrics(metrics: Mapping[str, float], clip_width: float | None) -> dict[str, float]:
     """`rollout/log_prob_gap_to_bound` of a step: the mean gap over what is harmless; {} without a gap, and with samples
-    of older weights, whose log-probs differ for that.
-
-    Args:
-        clip_width: of a ratio against recorded log-probs; None: the ratio does not see their rounding.
-    """
+    of older weights, whose log-probs differ for that. `clip_width`: of a ratio against recorded log-probs; None: the
+    ratio does not see their rounding."""
     if "rollout/log_prob_gap_mean" not in metrics or metrics["rollout/version_age_max_versions"] > 0:
         return {}
     return {GAP: metrics["rollout/log_prob_gap_mean"] / (SAFE_GAP if clip_width is None else SAFE_SHARE * clip_width)}

@@ -2,10 +2,8 @@
 """Pictures and videos of fixed validation prompts over time: a file per prompt (`run_files`), which the agent loop
 worker writes that generated it, grids with captions and rewards, and before/after.
 
-- A picture of a prompt with images stands at the right of these in its PNG.
-- A video's PNG is its filmstrip: `STRIP_FRAMES` frames side by side, the first and the last among them.
-- A video's GIF holds every frame, at most `VIDEO_PX` wide or high. GIF, because PIL writes it and every viewer plays
-  it (TensorBoard too); it has only 256 colours, so measurements use the frames.
+A video has a GIF, because PIL writes it and every viewer plays it (TensorBoard too); it has only 256 colours, so
+measurements use the frames.
 
 Invariants (tests/observe): a grid's cells have the pictures' shape; nothing is stretched.
 """
@@ -66,15 +64,8 @@ class Shown:
 
 
 def save_pixels(pixels: Tensor, path: Path, images: Sequence[str] = (), audio: Audio | None = None) -> None:
-    """Write uint8 [H, W, 3] to the PNG `path`; for [F, H, W, 3] the filmstrip, and the video to the GIF beside it, with
-    its sound in a WAV file.
-
-    Args:
-        images: `PromptRow.images`; the PNG has them at the left of the picture, at its height.
-
-    Raises:
-        ValueError: an image cannot be read.
-    """
+    """Write uint8 [H, W, 3] to the PNG `path`, with the prompt's `images` at its left; for [F, H, W, 3] the filmstrip,
+    and beside it the video as a GIF, with its sound in a WAV file. ValueError: an image cannot be read."""
     path.parent.mkdir(parents=True, exist_ok=True)
     is_video = pixels.ndim == 4
     _beside(read_images(images), _to_image(filmstrip(pixels) if is_video else pixels)).save(path)
@@ -92,7 +83,7 @@ def filmstrip(frames: Tensor) -> Tensor:
 
 
 def save_video(frames: Tensor, path: Path) -> None:
-    """Write uint8 [F, H, W, 3] as a looping GIF."""
+    """Write uint8 [F, H, W, 3] as a looping GIF, at most `VIDEO_PX` wide or high."""
     pictures = [_to_image(frame) for frame in frames]
     if max(pictures[0].size) > VIDEO_PX:
         pictures = [ImageOps.contain(picture, (VIDEO_PX, VIDEO_PX)) for picture in pictures]
@@ -116,11 +107,8 @@ def save_grid(shown: Sequence[Shown], path: Path, title: str) -> None:
 
 
 def save_before_after(before: Sequence[Shown], after: Sequence[Shown], path: Path, titles: tuple[str, str]) -> None:
-    """Two rows per group of prompts: the first validation above, the last below, with the change of each reward.
-
-    Args:
-        titles: of the two; the mean reward of the pictures is added.
-    """
+    """Two rows per group of prompts: the first validation above, the last below, with the change of each reward; the
+    mean reward of the pictures is added to the titles."""
     after = _compared(before, after)
     titles = _with_mean(titles[0], before), _with_mean(titles[1], after)
     width = _cell_width([*before, *after])

@@ -168,10 +168,8 @@ def perf_metrics(
 
     Args:
         step_s: wall time of the step, checkpoint excluded.
-        train_s: compute time of the engine.
+        train_s: compute time of the engine; `sync_s` is wall time of the weight update.
         training: (start, end) of the engine's calls, if it trains during generation; None: they take turns.
-        sync_s: wall time of the weight update.
-        num_devices: devices of all pools.
         since_s: unix time at which the step began; samples may have been generated before.
     """
     generating = [span for tag in tags for span in tag.generations]

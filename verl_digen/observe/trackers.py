@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures, videos, tables and distributions to TensorBoard and W&B.
 
-- TensorBoard gets pictures as the files they are: PNG is shown, GIF is played.
-- W&B gets them through the module that verl's tracker has initialised, in the driver before the step's metrics, because
-  W&B drops what is logged for an earlier step.
+W&B gets pictures through the module that verl's tracker has initialised, in the driver before the step's metrics,
+because W&B drops what is logged for an earlier step.
 
 Invariant (tests/observe/test_images.py): what TensorBoard reads is the file, byte for byte.
 """
@@ -26,11 +25,8 @@ RGB_CHANNELS = 3
 
 
 def log_pictures(folder: Path, step: int, pictures: Mapping[str, Path]) -> None:
-    """Write the files `pictures`, by tag, for optimizer step `step`.
-
-    Args:
-        folder: folder of event files that no other process writes to: TensorBoard follows only the newest file of one.
-    """
+    """Write the files `pictures`, by tag, for optimizer step `step`: PNG is shown, GIF is played. No other process may
+    write event files to `folder`, because TensorBoard follows only the newest file of one."""
     summary_types: Any = summary_pb2  # created at import
     Summary = summary_types.Summary
     values = []
@@ -70,11 +66,7 @@ def log_to_wandb(
     wandb: Any, step: int, pictures: Mapping[str, Sequence[Shown]], values: Mapping[str, Sequence[float]]
 ) -> None:
     """Log lists of pictures, each also as a table NAME_table, and histograms of `values`, by name, for optimizer step
-    `step`; nothing if both are empty.
-
-    Args:
-        wandb: the module `wandb`, with a run.
-    """
+    `step`, with the module `wandb` of a run; nothing if both are empty."""
     data: dict[str, Any] = {
         name: [_media(wandb, entry) for entry in shown] for name, shown in pictures.items() if shown
     }

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,10 +70,10 @@ def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> Pef
     except (ValueError, LookupError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         targets = given.target_modules
         key = "target_modules" if model_config.lora_adapter_path is None else "lora_adapter_path"
+        linear = (name for name, one in network.named_modules() if name in names and isinstance(one, nn.Linear))
         raise ValueError(
             f"{KEY}.{key} must name layers of the network that take an adapter, such as "
-            f"{next(iter(_linear(network, names)), 'none of it')}, got "
-            f"{_listed(targets)}"
+            f"{next(linear, 'none of it')}, got {_listed(targets)}"
             f"{f' without {_listed(given.exclude_modules)}' if given.exclude_modules else ''}: "
             f"{str(error).splitlines()[0]}; name linear layers, or leave it out for the model's own"
         ) from error
@@ -82,10 +82,6 @@ def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> Pef
 
 def _listed(names: Any) -> Any:
     return names if isinstance(names, str) else sorted(names)
-
-
-def _linear(network: nn.Module, names: Collection[str]) -> list[str]:
-    return [name for name, module in network.named_modules() if name in names and isinstance(module, nn.Linear)]
 
 
 def _check_settings(model_config: DiffusionModelConfig, given: LoraConfig) -> None:
@@ -217,8 +213,8 @@ def _endings(names: Iterable[str]) -> set[str]:
 
 
 def check_teacher(run: StartConfig) -> None:
-    """Require an adapter that can teach the one that trains, where the objective reads a teacher, and settings that go
-    with it."""
+    """Require an adapter that can teach the one that trains, where the objective reads a teacher, and fitting
+    settings."""
     from verl_digen.engine.teacher import KEY, adapter_shapes, check_teacher_files
 
     digen = run.digen

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke, 130 for
-Ctrl-C.
-
-A run leaves in its folder what it was given (`save_start`), and how it ended.
-"""
+Ctrl-C. A run leaves in its folder what it was given (`save_start`), and how it ended."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ INTERRUPTED = 130
 
 
 class Preflight(Callback):
-    """Hydra callback: one paragraph on stderr and exit code 2 for a config that cannot run."""
+    """Hydra callback: checks a start, and says how it ended."""
 
     def __init__(self) -> None:
         self._notes: list[str] = []
@@ -80,18 +77,15 @@ class Preflight(Callback):
 
 
 def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
-    """Check a start, and claim its folder -> notes, and the lock, which holds while open. ValueError if it cannot
-    run."""
+    """Check a start, and claim its folder -> notes, and the lock, which holds while open. Raises ValueError."""
     found = notes(check(config))
     lock, of_folder = claim(config)
     return [*found, *of_folder], lock
 
 
 def _leave(run_dir: Path, state: str, reason: object) -> None:
-    """Write `end.json`, and once more the report of a run that ended early, which shows the time that is left.
-
-    Without them a process that is gone counts as stopped, so a full disk is only reported.
-    """
+    """Write `end.json`, and once more the report of a run that ended early, which shows the time that is left. Without
+    them a process that is gone counts as stopped, so a full disk is only reported."""
     try:
         replace_text(run_dir / END, json.dumps({"state": state, "reason": str(reason)}))
         if state != "ended" and (run_dir / REPORT).is_file():

@@ -153,12 +153,7 @@ def _load_prompt_check(config: DictConfig) -> PromptCheck:
 
 def check_sources(run: StartConfig, train: Sequence[PromptRow], val: Sequence[PromptRow]) -> None:
     """Require a trained reward for every prompt, a prompt for every source that an entry names, and for every gold
-    reward a validation prompt.
-
-    Args:
-        train: prompts of training.
-        val: prompts of validation; empty if the run does not validate.
-    """
+    reward a validation prompt. `val`: empty if the run does not validate."""
     reward = run.digen.reward
     routed = [entry for entry in reward.entries if entry.data_sources is not None]
     if not routed:

@@ -17,6 +17,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.algorithms.objectives import clips_recorded
 from verl_digen.config import DigenConfig
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE, Package
+from verl_digen.models.sequence import TRAINER_KEY
 from verl_digen.preflight.model import model_of, trains_all
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import require
@@ -34,7 +35,6 @@ at 512 px by up to 1.4e-5, and HunyuanVideo's by up to 4.4e-5 (simulated: noise 
 velocities). fp16 has three more bits."""
 COARSENESS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-SIZE_KEY = f"{FSDP}.ulysses_sequence_parallel_size"
 KEY, ROLLOUT_KEY = "digen.attention_backend", "digen.rollout.attention_backend"
 OMNI_VARIABLE = "DIFFUSION_ATTENTION_BACKEND"
 """Environment variable that chooses vLLM-Omni's attention where no setting does."""
@@ -159,11 +159,7 @@ def kernel_notes(run: StartConfig) -> list[str]:
 
 
 def check_use(key: str, name: str, *, trains: bool, dtype: str, device: str) -> None:
-    """Raise ValueError if the kernel cannot do what this side of the run asks of it.
-
-    Args:
-        trains: True for the trainer. dtype: e.g. "bfloat16" or "fp32". device: type, e.g. "cuda".
-    """
+    """Raise ValueError if the kernel cannot do what this side of the run asks of it on this type of device."""
     backend = ATTENTION_BACKENDS[name]
     require(
         backend.trains or not trains,
@@ -192,7 +188,7 @@ def _check_split(side: Side, *, needs_masks: bool) -> None:
         f"{side.key} must be a kernel that diffusers can run on a row's tokens split over devices, with its backward"
         f"{padded}",
         side.attention,
-        f"choose one of {', '.join(able)}, or set {SIZE_KEY} to 1",
+        f"choose one of {', '.join(able)}, or set {TRAINER_KEY} to 1",
     )
 
 

@@ -103,10 +103,8 @@ def check_cpus(run: StartConfig) -> None:
 
 
 def reserved_cpus(run: StartConfig) -> dict[str, int]:
-    """CPUs that Ray reserves as long as the run lasts: the key as typed -> number.
-
-    Agent loop workers, reward functions without devices and the servers of replicas reserve none.
-    """
+    """CPUs that Ray reserves as long as the run lasts: the key as typed -> number. Agent loop workers, reward functions
+    without devices and the servers of replicas reserve none."""
     digen = run.digen
     mode, pools = run.config.trainer.v1.trainer_mode, pool_entries(digen.reward)
     storage = run.config.transfer_queue.backend

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for devices: the platform, the pools and their sizes, the techniques that need separate ones, and what replicas
-of either kind can do."""
+"""Rules for devices: platform, pools and their sizes, techniques that need separate ones, abilities of the replicas."""
 
 from __future__ import annotations
 
@@ -41,10 +40,8 @@ VERLS_ENGINES = ("delta_sharded", "kimi_ckpt_engine", "mooncake", "nccl", "nixl"
 
 
 def check_device(run: StartConfig) -> None:
-    """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs.
-
-    Ray would wait forever for devices that no node has.
-    """
+    """Require that `trainer.device` is the platform verl chose, and a CPU machine has the logical devices verl needs:
+    Ray would wait forever for devices that no node has."""
     from verl.plugin.platform import get_platform
 
     platform = get_platform().device_name
@@ -230,8 +227,8 @@ def check_pools(run: StartConfig) -> None:
 
 
 def check_vllm_omni(run: StartConfig) -> None:
-    """Require the tested versions, a replica that is tensor parallel within one node, and settings that leave the
-    numbers of a step alone."""
+    """Require the tested versions, tensor parallelism within one node, and settings that leave a step's numbers
+    alone."""
     rollout = run.config.actor_rollout_ref.rollout
     if rollout.name != "vllm_omni" or find_spec("vllm_omni") is None:  # `check_rollout` reports that it is missing
         return

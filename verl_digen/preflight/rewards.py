@@ -333,8 +333,7 @@ PICTURE_MAKERS = ("diffusers", "vllm_omni")
 
 
 def check_reward_model(run: StartConfig) -> None:
-    """Require that a served model is asked and that its servers can start; that no reward asks one that is not
-    served."""
+    """Require that a served model is asked and that its servers can start, and that no reward asks an unserved one."""
     asking = [entry.key for entry in run.digen.reward.entries if asks_reward_model(entry)]
     if not has_reward_model(run.config):
         require(

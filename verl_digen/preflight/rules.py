@@ -105,13 +105,11 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> StartConfig:
-    """Apply `rules`, all by default -> the run, which may start.
+    """Apply `rules`, all by default -> the run, which may start. ValueError: the messages of all rules that are broken,
+    one line each.
 
-    - Recipes that do not go together are reported alone: everything else follows from them.
-    - A rule that reads a value of the wrong type or range is left out: the value's own message says what is wrong.
-
-    Raises:
-        ValueError: the messages of all rules that are broken, one line each.
+    Recipes that do not go together are reported alone: everything else follows from them. A rule that reads a value of
+    the wrong type or range is left out: the value's own message says what is wrong.
     """
     check_recipes(config)
     wrong = values.value_problems(config)
@@ -185,14 +183,7 @@ def check_plannable(config: DictConfig) -> None:
 
 
 def check_plannable_model(config: DictConfig, folder: Path) -> None:
-    """Run the rules that read the checkpoint's configs.
-
-    Args:
-        folder: the checkpoint, with its configs at least.
-
-    Raises:
-        ValueError: the messages that a run would be refused with.
-    """
+    """Run the rules that read the configs of the checkpoint in `folder`. Raises as `check_plannable`."""
     local = copy.deepcopy(config)
     with flag_override(local, ["struct", "readonly"], False):
         local.actor_rollout_ref.model.path = str(folder)

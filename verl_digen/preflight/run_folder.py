@@ -1,19 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for the folders that a run writes, and for a run that `trainer.default_local_dir` holds already: continued, set
-aside, or in the hands of a live process; and the file that says what a start was given.
+aside, or in the hands of a live process (docs/checkpoints.md has the table); and the file that says what a start was
+given. A start that continues a checkpoint elsewhere (`resume_path`) moves this folder's run aside, too.
 
-| the folder holds | `trainer.resume_mode` | a start |
-| --- | --- | --- |
-| no run | any | begins |
-| a checkpoint | `auto` | continues it, and says so; refused if it learns something else |
-| a run without checkpoint | `auto` | begins, and moves that run's files to `FOLDER-DATE` |
-| a run | `disable` | the same |
-| a run | `resume_path`, a checkpoint of its own | continues that one; what it learns otherwise is a note |
-| a run | `resume_path`, a checkpoint elsewhere | continues that one, and moves this run's files |
-
-Invariants (tests/plugin/test_run_folder.py)
-- No file of a run is removed, and no folder gets the metrics of two.
-- One live process holds a folder; its lock ends with it, however it ends.
+Invariants (tests/plugin/test_run_folder.py): no file of a run is removed, and no folder gets the metrics of two; one
+live process holds a folder, and its lock ends with it, however it ends.
 """
 
 from __future__ import annotations
@@ -269,8 +260,7 @@ def _other_weights(recorded: str | None, before: Any, after: Any) -> str:
 
 
 def _values(config: DictConfig, key: str) -> dict[str, Any]:
-    """Key -> value of everything at `key` and below, but of rewards without weight; empty if the config has no such
-    key."""
+    """Key -> value of everything at `key` and below, without rewards of weight 0; empty if there is no such key."""
     value = OmegaConf.select(config, key, default=MISSING)
     if value == MISSING:
         return {}
@@ -301,21 +291,8 @@ def _shown(found: list[tuple[str, Any, Any]]) -> str:
 
 def save_start(config: DictConfig, notes: Sequence[str]) -> None:
     """Write `RUN_DIR/start.json`, what the newest start of a run was given, while Hydra runs the job; read by the run's
-    report.
-
-    | key | content |
-    | --- | --- |
-    | `words` | the command line after `python -m verl.trainer.main_ppo` |
-    | `at_s` | unix time |
-    | `recipes` | names of the recipes |
-    | `changes` | [key, value of the recipes alone, value of the run] for each value that the other words changed |
-    | `config` | the whole config, with interpolations resolved |
-    | `notes` | what was said before the run started |
-    | `versions` | package -> version |
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    report. `words`: the command line after `python -m verl.trainer.main_ppo`; `changes`: [key, value of the recipes
+    alone, value of the run] for each value that the other words changed; `config`: with interpolations resolved."""
     words = command_line(config)
     of_recipes = compose(config.hydra.job.config_name, overrides=[word for word in words if GROUP_WORD.match(word)])
     run_dir = Path(config.trainer.default_local_dir)

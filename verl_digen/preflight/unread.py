@@ -130,11 +130,10 @@ def _is_slip(name: str, child: Any, root: DictConfig, known: set[str]) -> bool:
 
 
 def closest_keys(key: str, cfg: DictConfig, unknown: Collection[str] = (), more: Collection[str] = ()) -> list[str]:
-    """Known keys that `key` may have meant, the closest first; at most two. `unknown`: keys of `cfg` to leave out,
-    with their subtrees.
+    """Known keys that `key` may have meant, the closest first; at most two. `unknown`: keys of `cfg` to leave out, with
+    their subtrees.
 
     Example:
-        closest_keys("trainer.total_step", cfg)  # ["trainer.total_training_steps"]
         closest_keys("digen.digen.seed", cfg)    # ["digen.seed"]
     """
     known = [one for one in dict.fromkeys((*keys_of(cfg), *more)) if one.partition(".")[0] not in NEVER_MEANT]
@@ -236,14 +235,13 @@ SWITCHES = (
 
 def effect_problems(run: StartConfig) -> list[str]:
     """A paragraph for each key that has another value than its default, and that this run does not read."""
-    digen = run.digen
-    return [problem for switch in SWITCHES if not switch.is_on(run) for problem in _changed(switch, run, digen)]
+    return [problem for switch in SWITCHES if not switch.is_on(run) for problem in _changed(switch, run)]
 
 
-def _changed(switch: Switch, run: StartConfig, digen: DigenConfig) -> Iterator[str]:
+def _changed(switch: Switch, run: StartConfig) -> Iterator[str]:
     name_of_section, _, start = switch.keys.partition(".")
     typed = typed_keys(run.config, f"digen.{name_of_section}")
-    section, default = (getattr(each, name_of_section) for each in (digen, DEFAULTS))
+    section, default = (getattr(each, name_of_section) for each in (run.digen, DEFAULTS))
     for name in (field.name for field in fields(section) if field.name.startswith(start)):
         given, expected = getattr(section, name), getattr(default, name)
         if given != expected and (name in typed or switch.own not in typed):

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of verl's keys: values of keys that our runs read, and replacements of keys that they do not.
-Keys under `digen:` are in `verl_digen.config`.
+"""The table of verl's keys: values of keys that our runs read (`VALUES`), and replacements of keys that they do not
+(`UNUSED`). Keys under `digen:` are in `verl_digen.config`.
 
-- `VALUES`: key as typed, pydantic type, remedy. Numbers are finite, and are numbers and not texts. A bound without a
-  meaning of its own catches typos; its constant says how it was chosen.
-- `UNUSED`: keys that verl's text training reads, so a user who sets one expects something of it, and that no code path
-  of our runs reads. A run refuses any other value than verl's default, or our recipes' (`OURS`). Keys of a
-  feature that is refused as a whole (`REFUSED`, a served reward model) are not listed.
-- A section that is no mapping is named before the keys in it.
+A bound without a meaning of its own catches typos; its constant says how it was chosen. A user who sets an unused key
+expects something of it, so a run refuses any other value than verl's default, or our recipes' (`OURS`). Keys of a
+feature that is refused as a whole (`REFUSED`, a served reward model) are not listed.
 
 Invariants (tests/plugin/test_malformed_starts.py): every key is one of verl's, and every recipe has the value that an
 unused one must have.

@@ -32,8 +32,7 @@ def check_digen(run: StartConfig) -> None:
 
 
 def check_shards(run: StartConfig) -> None:
-    """Require that ranks divide into groups that shard the weights, each of which holds all of them, and into groups
-    that share rows."""
+    """Require that ranks divide into groups that share one copy of the weights, and into groups that share rows."""
     size, ranks = run.config.actor_rollout_ref.actor.fsdp_config.fsdp_size, num_trainer_devices(run.config)
     require(
         size == -1 or size >= ranks or ranks % size == 0,

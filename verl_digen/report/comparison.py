@@ -32,14 +32,8 @@ def named(run_dirs: Sequence[Path]) -> dict[str, Path]:
 
 
 def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
-    """All that the page shows.
-
-    Args:
-        runs: name -> folder.
-
-    Raises:
-        ValueError: fewer than 2 or more than `MAX_RUNS`, a folder is no run's, or a file in it is broken.
-    """
+    """All that the page shows of the runs, name -> folder. ValueError: fewer than 2 or more than `MAX_RUNS`, a folder
+    is no run's, or a file in it is broken."""
     require(2 <= len(runs) <= MAX_RUNS, f"RUN must be given 2 to {MAX_RUNS} times", len(runs), "name other folders")
     for path in runs.values():
         require(is_run(path), f"RUN must be the folder of a run, with a {METRICS}", str(path), "name another folder")
@@ -82,11 +76,8 @@ def _differences(starts: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 
 
 def _pictures(runs: Sequence[tuple[Path, Sequence[Mapping[str, float]]]]) -> dict[str, Any]:
-    """Pictures of the newest validation of each run, of prompts that all have.
-
-    Returns:
-        steps: of each run, None without pictures. prompts: texts. shown: of each prompt, of each run (picture, reward).
-    """
+    """Pictures of the newest validation of each run (`steps`: its step, or None), of `prompts` that all have; `shown`:
+    for each prompt (picture, reward) of each run."""
     steps, found = [], []
     for path, rows in runs:
         last_step = int(rows[-1]["step"]) if rows else 0

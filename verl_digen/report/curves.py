@@ -63,12 +63,9 @@ def _chosen(names: Iterable[str]) -> list[str]:
 
 
 def distributions(run_dir: Path, last_step: int) -> dict[str, Any]:
-    """Distributions of the rewards of steps whose groups are shown, up to `last_step`.
-
-    Returns:
-        steps: ascending. num_left_out: further steps. rewards: name -> `edges` [NUM_BINS + 1] and `shares`, of each
-        step [NUM_BINS], None where no sample has the reward.
-    """
+    """Distributions of the rewards of steps whose groups are shown, up to `last_step`. `num_left_out`: further steps;
+    `rewards`: name -> `edges` [NUM_BINS + 1] and `shares`, of each step [NUM_BINS], None where no sample has the
+    reward."""
     found = [step for step in pictured_steps(run_dir, TRAINING) if step <= last_step]
     steps = thinned(found, MAX_DISTRIBUTIONS)
     values = [json.loads(group_dir(run_dir, step).with_suffix(".json").read_text())["values"] for step in steps]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page: one dict with all that it shows, as JSON in one HTML file together with style, script and plotly.
 
-- Nothing is fetched: the page's content security policy forbids it.
-- Texts of a run come in as JSON without `<`, and the script writes them as text, never as HTML.
-- The file is replaced at once: a reader sees the old page or the new one.
+Nothing is fetched: the page's content security policy forbids it. The script writes texts of a run as text, never as
+HTML.
 
 *Invariants (tests/report):* the file is below `MAX_BYTES` however long the run is; no text of a run becomes markup.
 """
@@ -109,7 +108,7 @@ def write_report(run_dir: Path, path: Path) -> None:
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write a page in place of the one that is there. Raises OSError if `path` cannot be written."""
+    """Write a page in place of the one that is there, atomically. Raises OSError if `path` cannot be written."""
     descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
@@ -162,12 +161,8 @@ def written_now() -> dict[str, str]:
 
 
 def render(data: dict[str, Any], view: str = "report", *, is_live: bool = False) -> str:
-    """The HTML file that shows `data`.
-
-    Args:
-        view: function of the page's script that draws it: report, comparison or list.
-        is_live: `digen watch` serves the page: plotly is fetched from there, and so is what is new.
-    """
+    """The HTML file that shows `data`, drawn by the function `view` of the page's script: report, comparison or list.
+    `is_live`: `digen watch` serves the page, and plotly and what is new are fetched from there."""
     scripts = ["page.js", *(["runs.js"] if view != "report" else []), *(["live.js"] if is_live else [])]
     parts = {
         "title": escape(data["heading"]["name"]),

@@ -49,13 +49,9 @@ def thumbnail(path: Path) -> str | None:
 
 
 def validations(run_dir: Path, last_step: int) -> dict[str, Any]:
-    """Pictures and rewards of validation prompts up to `last_step`.
-
-    Returns:
-        prompts: texts, as of the newest validation. steps: those with pictures. pictures: of each such step, of each
-        prompt a data URL or None. reward_steps, rewards: of each such step, of each prompt a number or None.
-        num_left_out, num_prompts_left_out: further steps and prompts.
-    """
+    """Pictures and rewards of validation prompts up to `last_step`, of the newest validation's prompts: `pictures`, of
+    each of `steps` and each prompt a data URL or None; `rewards`, of each of `reward_steps` and each prompt a number or
+    None."""
     found = [step for step in pictured_steps(run_dir, VALIDATION) if step <= last_step]
     shown = {step: entries(step_dir(run_dir, step)) for step in (*thinned(found, MAX_REWARD_STEPS), *found[-1:])}
     newest = shown[found[-1]] if found else []
@@ -78,12 +74,8 @@ def validations(run_dir: Path, last_step: int) -> dict[str, Any]:
 
 
 def groups(run_dir: Path, last_step: int) -> dict[str, Any]:
-    """Best and worst samples of training groups up to `last_step`.
-
-    Returns:
-        steps: those shown. groups: of each step a list of groups, each a list of `prompt`, which begins with best or
-        worst, `reward` and `picture`. num_left_out: further steps.
-    """
+    """Best and worst samples of training groups up to `last_step`: of each of `steps` a list of groups, each a list of
+    `prompt`, which begins with best or worst, `reward` and `picture`."""
     found = [
         step for step in pictured_steps(run_dir, TRAINING) if step <= last_step and _shown(group_dir(run_dir, step))
     ]

@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs below a folder, and a line about each: its state, how far it is, its rewards.
 
-| state | found from |
-| --- | --- |
-| `ended`, `failed`, `stopped` | `end.json`, with the reason |
-| `starting`, `running` | the lock on `run.lock`; a run that is starting has no numbers yet |
-| `ended`, `stopped` | neither: the process is gone; by whether all steps were taken |
-
 *Invariants (tests/report/test_runs.py):* nothing is written, links to folders are not followed.
 """
 
@@ -60,16 +54,11 @@ def signature(run_dir: Path) -> tuple[Any, ...]:
 
 
 def line_of(name: str, run_dir: Path) -> dict[str, Any]:
-    """The line, for lists and tables; a number that is not known yet is None.
+    """The line, for lists and tables; a number that is not known yet is None. ValueError: a file of the run is broken.
 
-    Returns:
-        name, folder, recipe, state, reason. step, steps: taken and planned. reward: of the newest training step.
-        validation, best, best_step: of the newest validation and the best one. samples_per_s: median of the newest
-        steps. hours: sum of all steps. health: [level, name] of the rules that are measured, worst first.
-        changed_s: Unix seconds of the newest change. spark: rewards, evenly spread.
-
-    Raises:
-        ValueError: a file of the run is broken.
+    `samples_per_s` is the median of the newest steps; `hours` the sum of all steps; `health`: (level, name) of the
+    rules that are measured, worst first; `changed_s`: Unix seconds of the newest change; `spark`: rewards, evenly
+    spread.
     """
     return line_from(name, run_dir, read_rows(run_dir / METRICS), read_start(run_dir))
 
@@ -116,7 +105,8 @@ def totals(rows: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
 
 
 def state_of(run_dir: Path, step: int, steps: int | None) -> tuple[str, str]:
-    """(state, reason) after `step` of the planned `steps`."""
+    """(state, reason) after `step` of the planned `steps`: from `end.json`, else by the lock on `run.lock` running, or
+    starting before there are numbers; else the process is gone."""
     if (run_dir / END).is_file():
         found = json.loads((run_dir / END).read_text(encoding="utf-8"))
         return found["state"], found["reason"]

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run for the page: its start (words, recipes, config against the recipes, notes, versions), its warnings,
-its few most important numbers, and its health.
-
-The start is read from `start.json`; of a run without it, which a program of the user's started, from the newest
-checkpoint's `run.json` (config and versions).
-"""
+"""A run for the page: its start (words, recipes, config against the recipes, notes, versions), its warnings, its few
+most important numbers, and its health."""
 
 from __future__ import annotations
 
@@ -26,13 +22,9 @@ MAX_VALUE_CHARS = 300
 
 
 def read_start(run_dir: Path) -> dict[str, Any]:
-    """Read what the run left of its newest start.
-
-    Returns:
-        words, recipes, notes, versions: as in `start.json`, empty if not known. at_s: unix time, None if not known.
-        changes: (key, value of the recipes, value of the run) as texts, None if not known. config: (key, value) of
-        every leaf, as texts.
-    """
+    """Read what the run left of its newest start: `words`, `recipes`, `notes`, `versions` and `at_s` as in
+    `start.json`; `changes`: (key, value of the recipes, value of the run) as texts; `config`: (key, value) of every
+    leaf, as texts. What is not known is empty; `at_s` and `changes` are None."""
     path = run_dir / START
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else _of_checkpoint(run_dir)
     changes = found["changes"]
@@ -44,7 +36,7 @@ def read_start(run_dir: Path) -> dict[str, Any]:
 
 
 def _of_checkpoint(run_dir: Path) -> dict[str, Any]:
-    """Config and versions of the newest checkpoint, if there is one."""
+    """Config and versions of the newest checkpoint, for a run without `start.json`, which a user's program started."""
     written = sorted(run_dir.glob(CHECKPOINT_FILE), key=lambda path: path.stat().st_mtime)
     known = json.loads(written[-1].read_text(encoding="utf-8")) if written else {"config": {}, "versions": {}}
     return {**known, "words": [], "recipes": [], "notes": [], "changes": None, "at_s": None}
@@ -57,11 +49,7 @@ def value_of(start: dict[str, Any], key: str) -> str | None:
 
 
 def warnings_of(run_dir: Path) -> dict[str, Any]:
-    """The newest warnings of the driver, equal texts once.
-
-    Returns:
-        shown: text, level, count, first_step and last_step of each. num_left_out: further texts.
-    """
+    """The newest warnings of the driver, equal texts once; `num_left_out`: further texts."""
     found: dict[str, dict[str, Any]] = {}
     for line in read_lines(run_dir / WARNINGS):
         entry = found.setdefault(line["text"], {"count": 0, "first_step": line["step"]})

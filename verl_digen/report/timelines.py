@@ -23,8 +23,7 @@ MAX_BYTES = 32_000_000
 
 
 def timelines(run_dir: Path) -> dict[str, Any]:
-    """Steps of the timeline, `steps`, and the words and colours of their `kinds`; no step without a timeline.
-    ValueError if the file is broken."""
+    """`steps` of the timeline, and the words and colours of their `kinds`. ValueError if the file is broken."""
     path = run_dir / NAME
     if not path.is_file():
         return {"steps": [], "kinds": {}, "is_there": False, "is_whole": True}

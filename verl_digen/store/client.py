@@ -3,7 +3,6 @@
 
 - TransferQueue makes the client in a process's first call, and other threads see it before it can be used: a second
   call meanwhile fails with "Storage manager not initialized". So the first call of a process runs alone.
-- A put takes four round trips, whatever is in it: those that an event loop begins in one pass go as one (`put`).
 - Its client waits for the controller without a deadline, so a controller that died or hangs would stop every process
   that calls it. The driver asks for heartbeats (`verl_digen.processes.supervision`) and cancels its own calls here.
 
@@ -29,13 +28,7 @@ Result = TypeVar("Result")
 
 
 class FirstAlone:
-    """Runs calls of any thread; until one has succeeded, one at a time.
-
-    Example:
-        calls = FirstAlone()
-        calls.run(lambda: 1)    # 1; a call of another thread waits meanwhile
-        calls.run(lambda: 2)    # 2; beside calls of other threads
-    """
+    """Runs calls of any thread; until one has succeeded, one at a time."""
 
     def __init__(self) -> None:
         self._making = threading.Lock()
@@ -89,7 +82,8 @@ _PUTS: WeakKeyDictionary[asyncio.AbstractEventLoop, Bundles[Rows]] = WeakKeyDict
 
 
 async def put(partition: str, rows: Mapping[str, Row]) -> None:
-    """Store rows by key. Puts of this process's event loop that begin in one pass are one; it fails for all of them."""
+    """Store rows by key. A put takes four round trips, whatever is in it: those that this process's event loop begins
+    in one pass are one, which fails for all of them."""
     await _PUTS.setdefault(asyncio.get_running_loop(), Bundles(_put_all, key=_like)).call((partition, rows))
 
 

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompt conditions in TransferQueue: one row per content, not one per sample.
 
-- Partition CONDITIONS, key = a hash of what was encoded (`SampleRequest.condition_key`), so that groups with equal
-  texts share a row; conditions that a group has for itself begin with its uid (`store.keys.own_condition_key`).
-  Columns `positive.NAME` and, with guidance, `negative.NAME`.
-- Written by the agent loop when a group is published, read by every trainer rank that has rows of the group,
-  cleared by the trainer when the step ends.
+The key is a hash of what was encoded (`SampleRequest.condition_key`), so that groups with equal texts share a row;
+conditions that a group has for itself begin with its uid (`store.keys.own_condition_key`).
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ ConditionPair = tuple[Condition, Condition | None]
 
 
 def to_columns(positive: Condition, negative: Condition | None) -> dict[str, Tensor]:
-    """Flat column names for one prompt's conditions."""
+    """Columns `positive.NAME` and, with guidance, `negative.NAME` of one prompt's conditions."""
     columns = {f"positive.{name}": tensor for name, tensor in positive.items()}
     if negative is not None:
         columns |= {f"negative.{name}": tensor for name, tensor in negative.items()}
@@ -54,11 +51,8 @@ def own_condition_keys(uids: Collection[str]) -> frozenset[str]:
 
 
 def fetch_conditions(keys: Sequence[str]) -> dict[str, ConditionPair]:
-    """Fetch the conditions of each distinct key.
-
-    Raises:
-        RuntimeError: a key without conditions: its group was published incompletely.
-    """
+    """Fetch the conditions of each distinct key. RuntimeError: one has none, so its group was published
+    incompletely."""
     distinct = list(dict.fromkeys(keys))
     rows = CLIENT.run(lambda: tq.kv_batch_get(keys=distinct, partition_id=CONDITIONS))
     if len(rows) != len(distinct):

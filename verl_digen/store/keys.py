@@ -39,12 +39,7 @@ class SampleName(NamedTuple):
 
 
 def own_condition_key(uid: str, key: str) -> str:
-    """Key of conditions that a group has for itself: of an episode's turns, and of prompts that an agent loop
-    rewrote.
-
-    Args:
-        key: hash of their content.
-    """
+    """Key of conditions with hash `key` that only this group has: an episode's turns, prompts that a loop rewrote."""
     return f"{uid}-{key}"
 
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Status of prompts, as verl's replay buffer reads it: pending -> finished | failure, and with rewards that take turns
-with the replicas running in between.
-
-A failed prompt has no samples, and its status has the reason.
-"""
+with the replicas running in between. A failed prompt has no samples, and its status has the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ class PromptStatus:
 
     status: Status
     error: str = ""
-    """Reason of a failure."""
     is_generated: bool = False
     """True of a running prompt if no sample of it waits for a replica any more: each is generated, or has failed. Told
     only in runs with rewards that take turns with the replicas."""

@@ -1,15 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples in TransferQueue: the columns of a trajectory's record, and its tag, under `SampleName.key`.
-
-TransferQueue keeps a `SampleTag` as a plain mapping, which verl's replay buffer reads:
-
-| verl's name | means |
-| --- | --- |
-| `status` | "success": a failed group stores no samples |
-| `seq_len` | 1: verl balances tokens, which diffusion has none of |
-| `global_steps` | the optimizer step that the sample is for |
-| `min_global_steps`, `max_global_steps` | weight versions of its first and last step |
-"""
+"""Samples in TransferQueue: the columns of a trajectory's record, and its tag, under `SampleName.key`. TransferQueue
+keeps a `SampleTag` as a plain mapping, which verl's replay buffer reads."""
 
 from __future__ import annotations
 
@@ -34,8 +25,8 @@ TAG = "digen"
 def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
     """Plain mapping of a tag; `step` is the optimizer step that the sample is for."""
     return {
-        "status": "success",
-        "seq_len": 1,
+        "status": "success",  # a failed group stores no samples
+        "seq_len": 1,  # verl balances tokens, which diffusion has none of
         "global_steps": step,
         "min_global_steps": tag.facts.version,
         "max_global_steps": tag.facts.last_version,
@@ -99,12 +90,7 @@ def is_sample(entry: Mapping[str, Any]) -> bool:
 
 
 async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step: int) -> None:
-    """Store samples for the trainer's ranks.
-
-    Args:
-        samples: key -> trajectory and tag.
-        step: the optimizer step that they are for.
-    """
+    """Store samples, key -> trajectory and tag, for the trainer's ranks and optimizer step `step`."""
     await put(TRAIN, {key: Row(to_entry(tag, step), one.record.columns()) for key, (one, tag) in samples.items()})
 
 
@@ -114,14 +100,7 @@ async def put_tags(partition: str, tags: Mapping[str, SampleTag], step: int) -> 
 
 
 def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[Tensor]]:
-    """Fetch columns of samples, in order.
-
-    Args:
-        names: `PathRecord.COLUMNS` or `CleanRecord.COLUMNS`.
-
-    Raises:
-        RuntimeError: a sample is not there.
-    """
+    """Fetch columns of samples, `COLUMNS` of their record, in order. RuntimeError: a sample is not there."""
     data = CLIENT.run(lambda: tq.kv_batch_get(keys=list(keys), partition_id=partition, select_fields=list(names)))
     if len(data) != len(keys):
         raise RuntimeError(f"{len(keys)} samples are to be trained, but TransferQueue has {len(data)} of them")

@@ -40,10 +40,8 @@ def move_condition(condition: Condition, device: torch.device | str) -> Conditio
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt, from its file to its requests. Read by `verl_digen.data`; the trainer that draws it sets `uid`.
-
-    Plain values only: unfinished prompts are part of a checkpoint, as JSON.
-    """
+    """One prompt, from its file to its requests, in plain values, as unfinished prompts are part of a checkpoint, as
+    JSON. Read by `verl_digen.data`; the trainer that draws it sets `uid`."""
 
     text: str
     data_source: str
@@ -72,7 +70,6 @@ class Burst:
     name: str
     """Unique among the bursts of a run."""
     size: int
-    """Number of requests."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +185,6 @@ class SampleFacts:
     num_steps: int
     """K, its points."""
     sampling: Sampling
-    """Settings that it was generated with."""
     condition_key: str
     """Key of its prompt's conditions in TransferQueue."""
     experts: tuple[int, ...] = ()
@@ -261,18 +257,14 @@ class RewardInput:
     sample_index: int
     """Its number in the group `row.uid`."""
     is_validation: bool = False
-    """True for a sample of a validation."""
     latents: SampleLatents | None = None
     """The latents that it was decoded from; None where the reward reads no latents."""
     audio: Audio | None = None
     """Sound of the video; None where the model makes none."""
 
     def sources(self) -> list[Image.Image]:
-        """The images of its prompt as RGB, in order, in their own sizes. Each call reads and decodes them.
-
-        Raises:
-            ValueError: an image is missing, is no picture, or has changed during the run.
-        """
+        """The images of its prompt as RGB, in order, in their own sizes. Each call reads and decodes them. ValueError:
+        an image is missing, is no picture, or has changed during the run."""
         return read_images(self.row.images)
 
 
@@ -310,15 +302,12 @@ class Score:
     parts: Mapping[str, float]
     """Value of each reward that scored it, and the numeric details that it returned as `name/detail`."""
     calls: tuple[RewardCall, ...]
-    """The calls that made it."""
 
 
 @dataclass(frozen=True)
 class SampleTag:
-    """Facts about one scored sample that travel to the driver. Written by the agent loop; read by trainer and metrics.
-
-    Only names and numbers: latents stay in TransferQueue, pixels with the agent loop.
-    """
+    """Names and numbers about one scored sample that travel to the driver: latents stay in TransferQueue, pixels with
+    the agent loop. Written by the agent loop; read by trainer and metrics."""
 
     facts: SampleFacts
     reward: float
@@ -371,8 +360,7 @@ class Transitions:
 
 @dataclass(frozen=True)
 class Noised:
-    """The part of N rows that forward points have: what `TrainingRows.latents`, (1 - sigma) clean + sigma noise, are
-    made of."""
+    """The part of N rows that forward points have: `TrainingRows.latents` are (1 - sigma) clean + sigma noise."""
 
     clean: Tensor
     """[N, ...] fp32."""
@@ -412,10 +400,8 @@ class TrainingRows:
         return replace(self, point=point, **sliced)
 
     def to(self, device: torch.device) -> TrainingRows:
-        """Copy on `device`; rows of one prompt still share their conditions.
-
-        Sigmas stay on the host, where the SDE step reads them: on a device each would cost a synchronisation.
-        """
+        """Copy on `device`; rows of one prompt still share their conditions. Sigmas stay on the host, where the SDE
+        step reads them: on a device each would cost a synchronisation."""
         moved: dict[int, Condition] = {}
 
         def move(condition: Condition) -> Condition:

@@ -66,7 +66,6 @@ class Turn:
     num_steps: int
     """K of the turn."""
     sampling: Sampling
-    """Settings that it was generated with."""
     condition_key: str
     """Key of its conditions in TransferQueue."""
     generated: tuple[float, float]
@@ -74,7 +73,6 @@ class Turn:
     environment_s: float
     """Seconds from the picture to the environment's answer, retries included."""
     reward: float
-    """The environment's reward of the turn."""
 
 
 @dataclass(frozen=True)

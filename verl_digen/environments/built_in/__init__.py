@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Built-in environments, and the class that `digen.environment` names: one of them, or your own.
-
-Each is a file, whose name is the environment's, and whose `ENVIRONMENT` is the class.
-"""
+"""Built-in environments, one per file of its name, and the class that `digen.environment` names: one of them, or your
+own."""
 
 from __future__ import annotations
 
@@ -32,9 +30,5 @@ def environment_class(config: EnvironmentConfig) -> type[Environment]:
 
 
 def environment_settings(config: EnvironmentConfig, found: type[Environment]) -> Any:
-    """`digen.environment.options` as an instance of the class's `config_class`.
-
-    Raises:
-        ValueError: an unknown option, a value of the wrong type, or a broken rule of the class.
-    """
+    """`digen.environment.options` as an instance of the class's `config_class`. Raises as `settings_of`."""
     return settings_of(found, found.config_class, config.options, "digen.environment.options")

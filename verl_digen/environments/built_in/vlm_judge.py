@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vision-language model that judges every picture and says what to change next, over the OpenAI chat protocol.
+"""A vision-language model that judges every picture and says what to change next, over the OpenAI chat protocol
+(docs/environments.md).
 
-- It sees the images of the prompt, then the turn's picture, and reads the prompt and the turn's instruction. It must
-  answer with one JSON object and nothing else, {"score": NUMBER, "instruction": TEXT or null}: the score in
-  [0, `max_score`], the instruction of the next turn, or null where nothing is left to do.
-- A turn earns score / `max_score` / `num_turns`. An episode that ends early earns its last score for the turns left,
-  too; so it earns the mean over `num_turns`, 0 to 1.
-- An answer of another form, or a refusal, is asked for again at most `max_asked_again` times, and then the turn fails;
-  it never earns a 0. The detail `asked_again` counts such answers of the episode.
-- Address, retries, limits and the token (`token_env`, an environment variable) are the same as for judges
-  (docs/judges.md). One client serves all episodes of a process, so `max_concurrency` bounds them together.
+An unusable answer never earns a 0; the detail `asked_again` counts those of the episode. One client serves all episodes
+of a process, so `max_concurrency` bounds them together.
 """
 
 from __future__ import annotations
@@ -109,7 +103,7 @@ class VlmJudge(Environment):
         return Instruction(row.text)
 
     async def step(self, picture: Picture) -> TurnResult:
-        """Ask for a score and the next instruction. UnusableAnswer if none could be read, ServerError without an
+        """Ask for a score and the next instruction. UnusableAnswer if none can be read, ServerError without an
         answer."""
         config = self.config
         frames = frames_of(picture, config.num_frames)

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline: where every device-second of a run went.
+"""The timeline: where every device-second of a run went. None of these modules imports numpy, Ray or torch.
 
-- The driver notes with a `Recorder` when each device begins and ends its work, and appends to
-  `RUN_DIR/timeline.jsonl`, whose schema is in `verl_digen.observe.timeline.interval`.
-- Metrics, trace and the report's timeline are pure functions of these intervals, in a live run and afterwards alike.
+Metrics, trace and the report's timeline are pure functions of its intervals, in a live run and afterwards alike:
 
     Recorder --drain--> TimelineFile --> read_timeline
                 |                             |
            step_metrics            step_metrics, to_trace
-
-None of these modules imports a heavy library (numpy, Ray, torch).
 """
 
 from verl_digen.observe.timeline.analysis import step_metrics

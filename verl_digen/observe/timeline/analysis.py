@@ -5,19 +5,11 @@
   counts, whichever step it serves; where intervals of a lane overlap, the time counts once.
 - Idle time is a bubble. Its cause is the reason of the wait that covers it. Time that no interval covers, and devices
   without a lane, are `unattributed`: an instrumentation gap, shown as such.
-- O(n log n) in the intervals of the step.
 
-| metric | unit | meaning |
-| --- | --- | --- |
-| `perf/bubble_fraction/POOL` | - | idle device-seconds of the pool / (its devices x the step's duration) |
-| `perf/bubble_s/POOL/REASON` | device-s | idle time by cause; `unattributed` is always there |
-| `perf/busy_s/POOL/KIND` | device-s | work by kind |
-| `perf/overlap_s` | s | a trainer lane trained, assisted or committed while a generator lane generated |
-| `perf/images_per_s`, `..._per_device` | 1/s | samples the step trained / its duration; / the devices of all pools |
-| `perf/first_group_fraction` | - | generation time until the first group was complete / of the whole step |
+docs/metrics.md lists the metrics.
 
-*Invariants:* busy and bubble seconds of a pool add up to its devices x the step's duration; the order of the
-intervals does not matter; cutting an interval in two changes nothing.
+*Invariants:* busy and bubble seconds of a pool add up to its devices x the step's duration; the order of the intervals
+does not matter; cutting an interval in two changes nothing.
 """
 
 from __future__ import annotations
@@ -29,15 +21,7 @@ from dataclasses import dataclass
 from math import fsum
 
 from verl_digen.observe.metrics import union_s
-from verl_digen.observe.timeline.interval import (
-    BUSY_KINDS,
-    POOLS,
-    UNATTRIBUTED,
-    WAIT_REASONS,
-    Interval,
-    Lane,
-    join_parts,
-)
+from verl_digen.observe.timeline.interval import BUSY_KINDS, POOLS, UNATTRIBUTED, WAIT_REASONS, Interval, join_parts
 
 Span = tuple[float, float]
 """(start, end) in seconds."""
@@ -95,15 +79,12 @@ def around_step(intervals: Iterable[Interval], step: int) -> list[Interval]:
 
 
 def by_lane(intervals: Iterable[Interval], window: Span) -> dict[str, list[Interval]]:
-    """Lane name -> its intervals that reach into the window, `step` intervals left out.
-
-    Lanes come in the order of `POOLS` and their index.
-    """
+    """Lane name -> its intervals that reach into the window, without `step`; in the order of `POOLS` and index."""
     lanes: dict[str, list[Interval]] = defaultdict(list)
     for interval in intervals:
         if interval.kind != "step" and interval.start_s < window[1] and interval.end_s > window[0]:
             lanes[interval.lane.name].append(interval)
-    return dict(sorted(lanes.items(), key=lambda item: _place(item[1][0].lane)))
+    return dict(sorted(lanes.items(), key=lambda item: (POOLS.index((lane := item[1][0].lane).pool), lane.index)))
 
 
 def lane_seconds(intervals: Iterable[Interval], window: Span) -> dict[str, float]:
@@ -194,11 +175,9 @@ def num_trained_samples(intervals: Iterable[Interval], step: int) -> int:
 
 
 def first_group_fraction(intervals: Iterable[Interval], step: int) -> float | None:
-    """Time until the step's first group was wholly generated, as a fraction of the step's generation.
-
-    Generation counts from the start of the first chunk to the end of the last, on any lane. A chunk that was retried
-    counts with its last attempt. None if no chunk has a group id, or generation took 0 s.
-    """
+    """Time until the step's first group was wholly generated, as a fraction of the step's generation, from the start of
+    the first chunk to the end of the last, on any lane. A chunk that was retried counts with its last attempt. None if
+    no chunk has a group id, or generation took 0 s."""
     chunks: dict[int | str | None, Interval] = {}
     for interval in join_parts(intervals):
         if interval.kind in ("generate", "assist") and interval.step == step and interval.group_ids:
@@ -215,12 +194,8 @@ def first_group_fraction(intervals: Iterable[Interval], step: int) -> float | No
 
 
 def step_metrics(intervals: Sequence[Interval], step: int, num_devices_per_pool: Mapping[str, int]) -> dict[str, float]:
-    """The metrics of the module's table; `first_group_fraction` is left out where it has no value.
-
-    Args:
-        intervals: at least those that reach into the step or serve it; more do no harm.
-        num_devices_per_pool: pools with devices, e.g. {"trainer": 16, "generator": 16}.
-    """
+    """The `perf/*` metrics of a step, `first_group_fraction` only where it has a value. `intervals`: at least those
+    that reach into the step or serve it; `num_devices_per_pool`: e.g. {"trainer": 16, "generator": 16}."""
     window = step_window(intervals, step)
     num_devices = sum(num_devices_per_pool.values())
     if num_devices < 1:
@@ -238,7 +213,3 @@ def step_metrics(intervals: Sequence[Interval], step: int, num_devices_per_pool:
     if fraction is not None:
         metrics["perf/first_group_fraction"] = fraction
     return metrics
-
-
-def _place(lane: Lane) -> tuple[int, int]:
-    return POOLS.index(lane.pool), lane.index

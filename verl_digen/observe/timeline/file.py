@@ -48,20 +48,15 @@ class Timeline:
 
 
 class TimelineFile:
-    """The timeline's file; only the driver writes it."""
+    """The timeline's file; only the driver writes it. Pools without devices are left out of `num_devices`."""
 
     def __init__(self, path: Path, num_devices: Mapping[str, int]):
-        """
-        Args:
-            num_devices: pool -> devices; pools without devices are left out.
-        """
         self._path = path
         self._header = {"timeline": SCHEMA_VERSION, "num_devices": dict(num_devices)}
         self._is_open = False
 
     def keep_until(self, step: int) -> None:
-        """Drop the intervals that a run resumed after `step` repeats, and a torn last line; 0 drops all. Comes before
-        `append`."""
+        """Drop what a run resumed after `step` repeats, and a torn last line; 0 drops all. Comes before `append`."""
         if not self._path.exists():
             return
         records = _read(self._path)
@@ -87,15 +82,8 @@ class TimelineFile:
 
 
 def read_timeline(path: Path, *, most_bytes: int | None = None) -> Timeline:
-    """Read a timeline.
-
-    Args:
-        most_bytes: read so much from the end of a longer file, and its first line.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is of a later schema, or a line other than the last is broken.
-    """
+    """Read a timeline; of a file longer than `most_bytes` its end, and its first line. ValueError: it is of a later
+    schema, or a line other than the last is broken."""
     records = _read(path, most_bytes)
     num_devices: dict[int, Mapping[str, int]] = {}
     current: Mapping[str, int] = {}

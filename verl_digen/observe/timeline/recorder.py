@@ -113,8 +113,7 @@ class Recorder:
             self.end(opened)
 
     def drain(self) -> list[Interval]:
-        """Hand over all recorded intervals, and the part so far of open ones; says how many were lost since the last
-        drain."""
+        """Hand over all intervals, of open ones the part so far; warns of those lost since the last drain."""
         with self._lock:
             now_s = self.now_s()
             for opened in self._open.values():

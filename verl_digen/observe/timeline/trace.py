@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout of a timeline's pictures, which the page shares, and the timeline as JSON for `chrome://tracing` and
-https://ui.perfetto.dev (the "Trace Event Format"). Pure.
-
-- A pool is a process; a lane is a thread, or several where a replica works on several chunks at once.
-- Every interval is a complete event (`ph: "X"`), microseconds since the first; its facts are its `args`.
-- An arrow leads from each chunk of a group to the training of that group.
-- Names of groups (g1, g2, ...) count in the order in which they were begun; their uids are in `args`.
+https://ui.perfetto.dev (the "Trace Event Format"): a pool is a process; a lane is a thread, or several where a replica
+works on several chunks at once. Pure.
 
 *Invariants:* two intervals of one row never overlap; no more rows are used than intervals overlap at once; `ts` and
 `dur` are >= 0 and `ts` ascends; events of one thread never overlap partly (the viewers would draw them wrong); every
@@ -111,12 +107,7 @@ def group_label(interval: Interval, names: dict[tuple[int, str], str]) -> str:
 
 
 def to_trace(intervals: Sequence[Interval], window: Span) -> dict[str, Any]:
-    """The trace of the intervals that reach into the window; write it with `json.dump`.
-
-    Args:
-        intervals: with cut ones joined, as `read_timeline` gives them.
-        window: e.g. a step's, from `step_window`; (-inf, inf) for the whole run.
-    """
+    """Trace of the intervals (cut ones joined) that reach into the window, such as `step_window`'s; for `json.dump`."""
     shown = [interval for interval in intervals if interval.start_s < window[1] and interval.end_s > window[0]]
     base_s = min((interval.start_s for interval in shown), default=0.0)
     names = group_names(intervals)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of `digen doctor --gpu` by name, in order, with deadline and remedy, and what they are given.
 
-A check is a function of a `Setting` that returns a figure and raises `CheckFailed`, or whatever its parts raise. Its
-module is imported where it runs.
+A check returns a figure and raises `CheckFailed`, or whatever its parts raise.
 """
 
 from __future__ import annotations
@@ -43,16 +42,6 @@ class Setting:
         with open(self.folder / FIGURES, "a", encoding="utf-8") as file:
             file.write(json.dumps({"what": what, **figures}) + "\n")
 
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints that checks share."""
-        return self.folder.parent / "checkpoints"
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the checks of several processes: two where there are two devices."""
-        return min(self.num_devices, 2)
-
 
 @dataclass(frozen=True)
 class CheckSpec:
@@ -61,11 +50,10 @@ class CheckSpec:
     title: str
     """Claim that it checks, for the help text."""
     function: str
-    """"module:function" below `verl_digen.tools.checkup`; takes a `Setting`, returns a figure."""
+    """"module:function" below `verl_digen.tools.checkup`, imported where the check runs."""
     deadline_s: float
     """Its process is killed after this time; far more than it takes."""
     remedy: str
-    """Remedy if it fails."""
     least_s: float = 15.0
     """Time that must be left of `--budget` for it to start."""
     is_full: bool = False

@@ -144,8 +144,8 @@ def check_devices(args: Namespace) -> int:
 
 
 def find_devices(asked: str | None) -> tuple[str, int] | None:
-    """(device, number) to check; None, after a line that says why, if there is no accelerator and the CPU was not
-    asked for."""
+    """(device, number) to check; None, after a line that says why, without an accelerator where the CPU is not
+    `asked`."""
     if asked == "cpu":
         return "cpu", 1
     from verl.plugin.platform import get_platform  # takes seconds
@@ -168,17 +168,14 @@ PROGRAM = (sys.executable, "-W", "ignore", "-m", "verl_digen.tools.checkup.comma
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one check."""
+    """Result of one check; `figure` is "" if it failed, `cause` and `remedy` are "" if it passed."""
 
     name: str
     passed: bool
     seconds: float
     figure: str = ""
-    """Measurements as text; "" if it failed."""
     cause: str = ""
-    """Why it failed; "" if it passed."""
     remedy: str = ""
-    """Remedy; "" if it passed."""
     measured: Sequence[Mapping[str, float | str]] = ()
     """Measurements that the check noted, see `Setting.note`."""
 
@@ -215,16 +212,11 @@ def to_table(outcomes: Sequence[Outcome]) -> str:
 def run_checks(
     names: Sequence[str], setting: Setting, *, budget_s: float = inf, program: Sequence[str] = PROGRAM
 ) -> Iterator[Outcome]:
-    """Run the checks one after another, each in a process of its own with a deadline, so that none can stop or disturb
-    the others; yields each outcome when it is known.
+    """Run the checks one after another, each in a process and a folder of its own and with a deadline; yields each
+    outcome when it is known. A check is killed where `budget_s` ends, and one that no longer fits is left out.
 
     Invariants (tests/checkup/test_runner.py): a check that raises, dies or hangs is a failed outcome with a cause, and
     the checks after it run; no process of a check outlives it.
-
-    Args:
-        setting: its `folder` gets a folder for each check.
-        budget_s: seconds for all of them; a check is killed where they end, and one that no longer fits is left out.
-        program: command line before the check's name.
     """
     ends_s = time.monotonic() + budget_s
     for name in names:
@@ -287,12 +279,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Outcome]:
-    """Print each outcome when it is known, then the table -> all outcomes.
-
-    Args:
-        names: of all checks that were asked for.
-        out: folder that gets the same text and all figures, as they come.
-    """
+    """Print each outcome when it is known, then the table; `out` gets the same text and all figures, as they come."""
 
     def say(text: str) -> None:
         print(text, flush=True)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The device by itself: rates of matrix products, memory and copies, and gradients of attention in bf16, as networks
-ask diffusers for it, against fp32.
+"""The device by itself: rates of matrix products, memory and copies, and attention's gradient in bf16 against fp32.
 
 A wrong gradient is mostly finite, and a run trains something else without a word: cuDNN's attention has such a fault in
 PyTorch 2.11 (docs/gpu_results.md), and one with masks where tokens are 64 more than a multiple of 128.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine's gradient over the platform's collectives: reduced after the last tile, it equals the sum over tiles.
 
-Two ranks where there are two devices (NCCL on CUDA, gloo on a CPU). Samples are generated from the checkpoint, and two
-groups train as two fragments of one optimizer step.
+Samples are generated from the checkpoint, and two groups train as two fragments of one optimizer step.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ def check_gradient(setting: Setting) -> str:
     """Run all ranks, each in a process of its own. Raises CheckFailed: the gradients differ, or are zero."""
     checkpoint = build_tiny(setting.architecture, setting.folder / "checkpoint")
     context = multiprocessing.get_context("spawn")  # a fork cannot use a device that its parent has
-    with ProcessPoolExecutor(setting.num_ranks, mp_context=context) as pool:
+    num_ranks = min(setting.num_devices, 2)
+    with ProcessPoolExecutor(num_ranks, mp_context=context) as pool:
         ranks = [
-            pool.submit(run_rank, rank, setting.num_ranks, checkpoint, setting.folder / "store")
-            for rank in range(setting.num_ranks)
+            pool.submit(run_rank, rank, num_ranks, checkpoint, setting.folder / "store") for rank in range(num_ranks)
         ]
         gaps = [rank.result() for rank in ranks]
     return conclude(gaps)

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 
 from packaging.requirements import Requirement
 
-from verl_digen.hardware.versions import ENGINE_PACKAGES, ENGINE_TESTED, SUPPORTED, is_engine_tested, outside
+from verl_digen.hardware.versions import ENGINE_PACKAGES, ENGINE_TESTED, SUPPORTED, installed, is_engine_tested, outside
 
 PACKAGES = (
     *("verl-digen", "verl", "torch", "ray", "TransferQueue", "diffusers", "transformers", "peft"),
@@ -50,8 +50,7 @@ class Report:
 
 def examine() -> Report:
     """Look at this machine and installation. Imports verl, which takes seconds."""
-    report = Report()
-    report.versions = _versions()
+    report = Report({"python": platform.python_version(), "system": platform.platform(), **installed(PACKAGES)})
     _check_requirements(report)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # verl warns of every engine it has no library for
@@ -81,16 +80,6 @@ def to_text(report: Report) -> str:
     for problem in report.problems:
         lines += [f"PROBLEM  {problem.what}", f"  remedy {problem.remedy}"]
     return "\n".join(lines)
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "system": platform.platform()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _check_requirements(report: Report) -> None:

@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numerics of one model on this machine, in seconds and without a download, on its tiny random checkpoint.
 
-- our sampler with eta = 0 against the model's own diffusers pipeline, latents;
-- log-probs that training computes against those recorded at sampling;
-- in fp32 a gradient step: the loss falls by what the gradient says; in bf16 the gradient against that in fp32.
-
-`digen doctor --selftest MODEL` runs them in fp32 on the CPU, `digen doctor --gpu` in fp32 and bf16 on the accelerator.
 A short version of the tests in `tests/models`, for installations with untested versions.
 """
 
@@ -154,11 +149,7 @@ def _test(architecture: str) -> str:
 
 
 def run_selftest(name: str, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Iterator[Check]:
-    """Run the checks of tiny checkpoint `name`, a key of `verl_digen.models.tiny.BUILDERS`; yields each when done.
-
-    Args:
-        dtype: of network and encoder, float32 or bfloat16.
-    """
+    """Run the checks of tiny checkpoint `name`, a key of `verl_digen.models.tiny.BUILDERS`; yields each when done."""
     for library in (diffusers, transformers):  # no progress bars for tiny files
         library.logging.set_verbosity_error()
         library.logging.disable_progress_bar()
@@ -240,12 +231,8 @@ def _requests(sampling: Sampling, window: Window, images: tuple[SourceImage, ...
 
 @contextmanager
 def images_read_at(pipeline: Any, side_px: int, sources: Sequence[tuple[int, int]] = ()) -> Iterator[None]:
-    """Have a pipeline read images at other sizes than the published ones.
-
-    Args:
-        side_px: side of the square whose area an image is read at (Qwen-Image-Edit) or a video has (HunyuanVideo 1.5).
-        sources: for FLUX.1 Kontext's, (height, width) in px of each image.
-    """
+    """Have a pipeline read images at other sizes than the published ones: at the area of a square of `side_px`
+    (Qwen-Image-Edit; videos of HunyuanVideo 1.5), or for FLUX.1 Kontext at `sources`, each image's (height, width)."""
     module = sys.modules[type(pipeline).__module__]
     replaced: dict[str, Any] = {}
     if hasattr(module, "PREFERRED_KONTEXT_RESOLUTIONS"):
@@ -301,12 +288,8 @@ def load_pipeline(model: DiffusionModel, geometry: Geometry, dtype: torch.dtype)
 
 
 def final_latents(run: Callable[..., Any], **arguments: Any) -> Tensor:
-    """Latents after the last step of a diffusers pipeline, as its network reads them: its output with
-    output_type="latent", which FLUX.2's pipeline has unpacked.
-
-    Args:
-        run: the pipeline, or `DiffusionModel.pipeline_call`.
-    """
+    """Latents after the last step of a pipeline (`run`: its call, or `DiffusionModel.pipeline_call`), as its network
+    reads them: output_type="latent" gives these, except that FLUX.2's pipeline has unpacked them."""
     last: dict[str, Tensor] = {}
 
     def keep(_: Any, step: int, timestep: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -396,10 +379,8 @@ def _gradient_turn(model: DiffusionModel, transformer: nn.Module, rows: Training
 
 
 def _gradient_step_error(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> float:
-    """|fall / predicted fall - 1| of the loss, for a gradient step that should lower it by FALL.
-
-    Restores the weights. nan if there is no gradient.
-    """
+    """|fall / predicted fall - 1| of the loss, for a gradient step that should lower it by FALL; nan if there is no
+    gradient. Restores the weights."""
     gradients = _gradient(model, transformer, rows)
     square_norm = sum(gradient.cpu().double().square().sum().item() for gradient in gradients.values())
     if square_norm == 0:

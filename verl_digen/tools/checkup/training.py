@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of real runs through verl's main: Ray, TransferQueue, FSDP2, replicas, weight updates.
 
-- The quick start, of random weights, or as a user starts it. `python -m verl_digen.tools.checkup.training` prints the
-  devices of `make quickstart` on this machine.
-- Stable Diffusion 3.5 medium and Qwen-Image of published size with random weights, beside what `digen plan` says of the
-  same words. Configs are the published ones; the transformer's weights are drawn where it is loaded
-  (`models.checkpoint`), those of the encoders and the VAE are written. On a CPU the networks are tiny.
+Stable Diffusion 3.5 medium and Qwen-Image run in their published size with random weights, beside what `digen plan`
+says of the same words: the transformer's weights are drawn where it is loaded (`models.checkpoint`), those of the
+encoders and the VAE are written. `python -m verl_digen.tools.checkup.training` prints the devices of `make quickstart`.
 """
 
 from __future__ import annotations
@@ -104,12 +102,13 @@ def check_run(setting: Setting) -> str:
     run = RUNS[setting.folder.name]
     if run.checkpoint is None and not Path("examples/tiny_qwen_image/checkpoint").is_dir():
         raise CheckFailed("the quick start's checkpoint is not in this folder: start it in the checkout's folder")
-    words = _words(setting, run)
+    words, num_devices = _words(setting, run), quickstart_devices(setting.num_devices)
+    devices = f"trainer.n_gpus_per_node={num_devices}", "++ray_kwargs.ray_init.include_dashboard=false"
     num_steps = run.num_cpu_steps if setting.is_cpu else run.num_steps
     run_dir = setting.folder / "run"
     planning = subprocess.Popen(plan_command(setting, run, words), stdout=subprocess.PIPE) if run.is_published else None
     try:
-        steps = train(_recipe(run), (*_devices(setting), *words), num_steps, run_dir)
+        steps = train(_recipe(run), (*devices, *words), num_steps, run_dir)
     except RunFailed as failed:
         raise CheckFailed(f"verl's main: {failed}") from failed
     finally:
@@ -117,19 +116,12 @@ def check_run(setting: Setting) -> str:
             setting.note(f"step {number}", **{key: step[key] for key in NOTED if key in step})
         if planning is not None:
             _note_plan(setting, planning.communicate()[0])
-    return conclude(steps, quickstart_devices(setting.num_devices), run.rewards)
+    return conclude(steps, num_devices, run.rewards)
 
 
 def train(recipe: str, overrides: Sequence[str], num_steps: int, run_dir: Path) -> tuple[Mapping[str, float], ...]:
-    """Train in verl's main, in a process of its own, and return the metrics of its steps.
-
-    Args:
-        recipe: names joined by "+", the algorithm's first.
-        run_dir: new folder; gets `console.log`.
-
-    Raises:
-        RunFailed: it ended with an error, or without its steps.
-    """
+    """Train in verl's main, in a process of its own, and return the metrics of its steps. `recipe`: names joined by
+    "+", the algorithm's first; `run_dir`: a new folder. RunFailed if it ended with an error, or without its steps."""
     run_dir.mkdir(parents=True, exist_ok=False)
     log = run_dir / LOG
     with open(log, "w", encoding="utf-8") as file:
@@ -165,7 +157,7 @@ def _words(setting: Setting, run: Run) -> tuple[str, ...]:
     if run.checkpoint is None:
         return run.overrides
     size, make = ("tiny", build_tiny) if setting.is_cpu or not run.is_published else ("published", write_checkpoint)
-    checkpoint = make(run.checkpoint, setting.checkpoints / size / run.checkpoint)
+    checkpoint = make(run.checkpoint, setting.folder.parent / "checkpoints" / size / run.checkpoint)
     texts = [f"{'a red circle beside ' * (number % 5 + 1)}{number} squares" for number in range(16)]
     rows = [
         {"prompt": text, "data_source": "doctor", "reward_model": {"style": "rule", "ground_truth": text}}
@@ -185,11 +177,6 @@ def _recipe(run: Run) -> str:
     is_forced = get_platform().device_name == "cpu" and torch_has_accelerator_support(torch_facts())
     first, *parts = run.recipe.split("+")
     return "+".join([first, *(["digen_cpu"] if is_forced else []), *parts])
-
-
-def _devices(setting: Setting) -> tuple[str, ...]:
-    num_devices = quickstart_devices(setting.num_devices)
-    return f"trainer.n_gpus_per_node={num_devices}", "++ray_kwargs.ray_init.include_dashboard=false"
 
 
 def plan_command(setting: Setting, run: Run, words: Sequence[str]) -> list[str]:
@@ -339,12 +326,8 @@ threads (docs/quickstart.md); each rank and each replica takes 1 GB."""
 
 
 def quickstart_devices(found: int) -> int:
-    """Devices that the quick start uses, all for both training and generation.
-
-    The most that divide its prompts: ranks share the rows of a step evenly.
-
-    Args:
-        found: accelerators of this machine; 0 counts as one device.
+    """Devices that the quick start uses, all for both training and generation: of the `found` accelerators (0 counts as
+    one device) as many as divide its prompts, because ranks share the rows of a step evenly.
 
     Example:
         [quickstart_devices(found) for found in (0, 1, 2, 3, 6, 8, 16)]  # [1, 1, 2, 2, 4, 8, 8]
@@ -354,11 +337,7 @@ def quickstart_devices(found: int) -> int:
 
 
 def quickstart_override(found: int, num_cores: int) -> str:
-    """Override of recipe=digen_quickstart on this machine; "" where it trains on one device.
-
-    Args:
-        found: accelerators of this machine.
-        num_cores: CPU cores of this process.
+    """Override of recipe=digen_quickstart for `found` accelerators; "" where it trains on one device.
 
     Example:
         quickstart_override(8, 64)  # "trainer.n_gpus_per_node=8"

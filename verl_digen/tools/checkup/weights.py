@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights between processes, and between device and host.
 
-- An update goes from one process to another on the same device, as a trainer's rank sends it to its replica: live, into
-  the network, and staged, through host memory (`verl_digen.weights.receiver`). By CUDA IPC on a platform that has it,
-  else through shared memory.
-- Sleep gives the device's memory back, and waking brings back the memory and every number that no update replaces. A
-  server of the architecture's tiny checkpoint sleeps and wakes as in a run. A tiny network's memory does not show what
-  the allocator keeps, so larger weights do the same. On a CPU a server keeps its memory, and the resident memory of a
-  process also changes by itself: there the larger weights do it alone, and only their numbers are compared.
+An update goes from one process to another on the same device, as a trainer's rank sends it to its replica: live, into
+the network, and staged, through host memory (`verl_digen.weights.receiver`).
+
+A tiny network's memory does not show what the allocator keeps, so larger weights sleep beside a server. On a CPU the
+resident memory of a process also changes by itself: there only the numbers of the larger weights are compared.
 """
 
 from __future__ import annotations

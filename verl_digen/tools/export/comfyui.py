@@ -87,10 +87,7 @@ def require_known(pipeline: str) -> None:
 
 
 def comfyui_tensors(pipeline: str, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
-    """An adapter's tensors under ComfyUI's names.
-
-    Args:
-        tensors: of one network, under peft's names. scales: alpha / rank of each layer, by the layer's name in peft.
+    """Tensors of one network's adapter (peft's names) under ComfyUI's; `scales`: alpha / rank by peft's layer name.
 
     Raises:
         ValueError: a layer that ComfyUI does not read, or another kind of adapter than LoRA.
@@ -134,11 +131,8 @@ def scales_of(weights: PolicyWeights) -> dict[str, float]:
 def save_comfyui(
     run: SavedRun, network: str, tensors: Mapping[str, Tensor], scales: Mapping[str, float], folder: Path
 ) -> None:
-    """Write one network's adapter as `lora.safetensors`, or NETWORK.safetensors if there are two.
-
-    Args:
-        network: its folder in the base checkpoint, "" if there is one. scales: of all networks.
-    """
+    """Write the adapter of one network, by its folder in the base checkpoint ("" if it is the only one), as
+    `lora.safetensors`, or NETWORK.safetensors if there are two. `scales`: of all networks."""
     start = f"{PEFT_PREFIX}{network}." if network else PEFT_PREFIX
     own = {f"{PEFT_PREFIX}{name.removeprefix(start)}": scales[name] for name in scales if name.startswith(start)}
     found = comfyui_tensors(run.model.pipeline, tensors, own)

@@ -1,12 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of an export: folders with whole weights that other tools read, and their model card.
-
-| format | trained all weights | trained an adapter |
-| --- | --- | --- |
-| `diffusers` | `transformer/` (and `transformer_2/`) | `pytorch_lora_weights.safetensors`, for `load_lora_weights` |
-| `peft` | - | `adapter_model.safetensors` and `adapter_config.json`, for `PeftModel` |
-| `merged` | - | `transformer/` (and `transformer_2/`): base + adapter in fp32, rounded once |
-| `comfyui` | - | `lora.safetensors` (`transformer.safetensors` and `transformer_2.safetensors`) |
+"""Formats of an export (docs/checkpoints.md), folders with whole weights that other tools read, and their model card.
 
 An adapter of two networks (Wan2.2) is written as two adapters, in folders with the networks' names.
 """
@@ -56,11 +49,8 @@ WRITE_ERRORS = (OSError, SafetensorError)
 
 
 def save_networks(network: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write streamed tensors as diffusers folders in `folder`: `transformer`, or one for each expert, by its name.
-
-    Args:
-        tensors: for an `Experts`, one expert after the other, names prefixed with the expert's.
-    """
+    """Write streamed tensors as diffusers folders in `folder`: `transformer`, or one for each expert, by its name. The
+    tensors of an `Experts` come one expert after the other, with its name as prefix."""
     network = network.base_model.model if isinstance(network, PeftModel) else network
     if not isinstance(network, Experts):
         save_transformer(network, tensors, folder / "transformer")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures that a policy of a checkpoint draws in this process, with the settings of the run's validation.
-
-The network and what makes samples of it are a `diffusers` replica's (`verl_digen.rollout.network`, `samples`), on one
-device. Prompt number i takes the noise of validation prompt number i.
+"""Pictures that a policy of a checkpoint draws in this process, with the settings of the run's validation: prompt
+number i takes the noise of validation prompt number i.
 
 Invariant (tests/export/test_sample.py): pictures equal a replica's for a validation's requests.
 """
@@ -37,14 +35,8 @@ from verl_digen.weights.checksum import Checksum
 def changed(
     digen: DigenConfig, *, seed: int | None = None, num_steps: int | None = None, size_px: tuple[int, int] | None = None
 ) -> DigenConfig:
-    """The run's settings with others in their place; None keeps the run's.
-
-    Args:
-        size_px: height and width.
-
-    Raises:
-        ValueError: a setting that validation could not have either.
-    """
+    """The run's settings with others in their place (`size_px`: height, width); None keeps the run's. Raises ValueError
+    for a setting that validation could not have either."""
     sampling = digen.sampling
     if num_steps is not None:
         sampling = replace(sampling, val_num_steps=num_steps)
@@ -66,14 +58,7 @@ def rows_of(run: SavedRun, texts: Sequence[str], file: str | None) -> list[Promp
 
 
 class Painter:
-    """Draws with one policy of a checkpoint.
-
-    Args:
-        digen: the run's settings, or changed ones.
-
-    Raises:
-        ValueError: see `PolicyWeights`.
-    """
+    """Draws with one policy of a checkpoint, by the run's settings or changed ones. Raises as `PolicyWeights`."""
 
     def __init__(self, run: SavedRun, policy: str, digen: DigenConfig):
         self._digen, self._step = digen, run.step
@@ -89,12 +74,8 @@ class Painter:
         encoders.alternate_with(DeviceMemory(self._samples.modules, network.device))
 
     def draw(self, row: PromptRow, num_samples: int) -> Iterator[tuple[Tensor, Audio | None]]:
-        """Pixels uint8 [H, W, 3], or [F, H, W, 3], and the sound of each sample of one prompt.
-
-        Raises:
-            ValueError: a prompt that the encoder refuses, an image of it that cannot be read, or a sample that is not
-                finite.
-        """
+        """Pixels uint8 [H, W, 3], or [F, H, W, 3], and the sound of each sample of one prompt. ValueError: a prompt
+        that the encoder refuses, an image of it that cannot be read, or a sample that is not finite."""
         requests = [
             sample_request(self._digen, row, index, step=self._step, validate=True) for index in range(num_samples)
         ]

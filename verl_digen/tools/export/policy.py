@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of one policy of a checkpoint, under the names that other tools use.
-
-The network is built without weights, for its names and its adapter's layers alone.
-"""
+"""Weights of one policy of a checkpoint, under the names that other tools use."""
 
 from __future__ import annotations
 
@@ -31,12 +28,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class BaseWeights:
-    """Tensors of a checkpoint's networks.
-
-    Args:
-        path: the checkpoint's folder. networks: folders of its networks; names have the folder's as prefix if there are
-            several, as in `Experts`.
-    """
+    """Tensors of a checkpoint's networks, by their names, with the network's folder as prefix if there are several."""
 
     def __init__(self, path: Path, networks: Sequence[str]):
         self._path, self._networks = path, tuple(networks)
@@ -100,12 +92,11 @@ def _files_of(folder: Path) -> list[Path]:
 
 TYPED = {AVERAGE: "ema"}
 """Policy -> how it is typed, where that is another word."""
-NOT_RANK_0 = 1
-"""Rank for which an adapter is made without reading weights."""
 
 
 class PolicyWeights:
-    """Weights of policy `name`. ValueError if the checkpoint lacks files or this policy, or is of another network."""
+    """Weights of policy `name`. The network is built without weights, for its names and its adapter's layers alone.
+    ValueError if the checkpoint lacks files or this policy, or is of another network."""
 
     def __init__(self, run: SavedRun, name: str):
         self._run, self._saved = run, SavedState(run.actor)
@@ -121,7 +112,8 @@ class PolicyWeights:
     def network(self) -> Any:
         """The network, with its adapter, all on the meta device."""
         module = self._run.model.load_structure(torch.float32)
-        return add_adapter(module, self._run.model_config, NOT_RANK_0) if self._run.is_lora else module
+        # not rank 0, which would read the adapter's weights
+        return add_adapter(module, self._run.model_config, rank=1) if self._run.is_lora else module
 
     @property
     def adapter_config(self) -> LoraConfig:
@@ -136,10 +128,8 @@ class PolicyWeights:
 
     # -- tensors ------------------------------------------------------------------------------------------
     def full(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the networks, of an adapter merged into the base, in order, one at a time.
-
-        Args:
-            dtype: of floating tensors; None: the base checkpoint's. A merged weight is rounded once.
+        """All tensors of the networks, with an adapter merged into the base, in order, one at a time. Floating ones
+        have `dtype`, or the base checkpoint's; a merged weight is rounded once.
 
         Raises:
             ValueError: an adapter that cannot be merged, or a base checkpoint without a tensor.

@@ -26,7 +26,6 @@ class SavedRun:
     """A checkpoint and its settings."""
 
     folder: Path
-    """The run's."""
     step: int
     config: DictConfig
     """The whole config of the run."""
@@ -56,14 +55,9 @@ class SavedRun:
 
 
 def open_run(folder: Path, step: int | None, base: str | None) -> SavedRun:
-    """Open the checkpoint of `step`, or the newest complete one.
-
-    Args:
-        base: folder or hub repository of the base checkpoint; None: the config's.
-
-    Raises:
-        ValueError: no run, no checkpoint, not this step; or a config that cannot be read.
-    """
+    """Open the checkpoint of `step`, or the newest complete one. `base`: folder or hub repository of the base
+    checkpoint, in place of the config's. ValueError: no run, no checkpoint, not this step; or a config that cannot be
+    read."""
     require(
         folder.is_dir(), "RUN must be the folder of a run, its trainer.default_local_dir", str(folder), "see --help"
     )

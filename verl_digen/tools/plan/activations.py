@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation memory of a row between forward and backward, from a trace of the real network at the real size.
 
-- The forward runs on fake tensors, which have shapes and no memory. The network's own code decides what autograd
-  saves; weights are not counted. A block is what diffusers' code gives to its checkpointing function; the first one of
-  each kind runs, and the others save and return what it did.
-- The first `n` blocks are recomputed in backward: only their inputs stay. The others keep what autograd saved.
-- Backward frees memory from the last block to the first, so each block's turn is a moment of its own:
+The forward runs on fake tensors, so the network's own code decides what autograd saves. A block is what diffusers' code
+gives to its checkpointing function; the first one of each kind runs, and the others save and return what it did.
 
-      tail                  head + inputs of the recomputed blocks + kept by the others + tail
-      block i, kept         head + inputs of the recomputed blocks + kept by the others before i + its peak
-      block i, recomputed   head + inputs of the blocks up to i + its peak
+Backward frees memory from the last block to the first, so each block's turn is a moment of its own:
 
-  `head` is what is saved before the blocks or is an input of several (position tables), `tail` what is saved behind
-  the blocks. A block's peak is the most of its saved tensors together with the gradients of its activations, tracked
-  in one more forward and backward of a block of each kind.
-- Attention is assumed fused: it saves its inputs, its output and one number per query and head.
+    tail                  head + inputs of the recomputed blocks + kept by the others + tail
+    block i, kept         head + inputs of the recomputed blocks + kept by the others before i + its peak
+    block i, recomputed   head + inputs of the blocks up to i + its peak
+
+A block's peak is the most of its saved tensors together with the gradients of its activations, tracked in one more
+forward and backward of a block of each kind. Attention is assumed fused: it saves its inputs, its output and one number
+per query and head.
 
 Invariant (tests/plan/test_activations.py): on a tiny network, real tensors save the same bytes as fake ones.
 """
@@ -75,7 +73,6 @@ class Moment:
     block: int
     """Number of the block that runs; the number of blocks: the tail."""
     row_bytes: int
-    """Bytes of each row."""
     gradient_bytes: int
     """Bytes of the block's weight gradients."""
 
@@ -102,12 +99,8 @@ class Activations:
         return self.head + sum(block.kept for block in self.blocks) + self.tail
 
     def moments(self, num_recomputed: int, *, offloads: bool = False) -> list[Moment]:
-        """The moments of backward that may be the fullest, see the module.
-
-        Args:
-            num_recomputed: the first blocks, which are recomputed.
-            offloads: True if a recomputed block's inputs are on the device during its own turn only.
-        """
+        """The moments of backward that may be the fullest, see the module. `offloads`: a recomputed block's inputs are
+        on the device during its own turn only."""
         found, held = [], self.head
         for number, block in enumerate(self.blocks):
             is_recomputed = number < num_recomputed
@@ -136,7 +129,6 @@ def trace_activations(
     Args:
         network: ONE network (no `Experts`), parameters on the meta device in their training dtypes, adapter included.
         condition: real zeros of the prompt's shapes.
-        dtype: compute dtype of the network.
         has_backward: False leaves out the moments of backward (`BlockBytes.peaks`).
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -159,11 +151,7 @@ def run_rows(
     *,
     num_rows: int,
 ) -> Tensor:
-    """One forward of `num_rows` rows on fake tensors -> velocity. Call it under `mode`.
-
-    Args:
-        condition: real zeros of the prompt's shapes.
-    """
+    """One forward of `num_rows` rows on fake tensors -> velocity. Call it under `mode`; `condition` is real zeros."""
     with unset_fake_temporarily():  # masks are made of real lengths
         collated = model.collate([condition] * num_rows)
         if model.default_embedded_guidance is not None:

@@ -1,11 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config of a run from its command line, composed as by verl's main, and the plan's own words.
-
-- `gpus`, `gpu_mem`, `device`, `host_mem`, `mfu`, `prompt_tokens` and `reward_s` are not keys of the config; everything
-  else goes to Hydra.
-- On a machine without an accelerator, any of the first three plans a run on accelerators: the config is then composed
-  as it would be there, without `recipe=digen_cpu`.
-"""
+"""The config of a run from its command line, composed as by verl's main, and the plan's own words."""
 
 from __future__ import annotations
 
@@ -99,10 +93,8 @@ class Words:
 
 
 def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
-    """Split command-line words into the plan's own and Hydra's overrides.
-
-    Raises:
-        ValueError: a word is not KEY=VALUE, or a value is not a number.
+    """Split command-line words into the plan's own and Hydra's overrides. ValueError: a word is not KEY=VALUE, or a
+    value is not a number.
 
     Example:
         split_words(["recipe=digen_qwen_image", "gpus=8"])  # Words(gpus=8), ["recipe=digen_qwen_image"]
@@ -206,8 +198,7 @@ def _pools(words: Words, split: bool) -> list[str]:
 
 @contextmanager
 def platform_of(words: Words) -> Iterator[None]:
-    """Set the platform that the run is planned for: this machine's, or NVIDIA's if `words` name accelerators and it has
-    none."""
+    """Set the platform of the plan: this machine's, or NVIDIA's if `words` name accelerators and it has none."""
     here = get_platform()
     if here.device_name != "cpu" or not words.names_accelerator:
         yield
@@ -232,11 +223,8 @@ def mfu_of(title: str, num_params: int) -> float:
 
 
 def device_of(words: Words) -> tuple[str | None, int | None]:
-    """(type of device, bytes of its memory) of the plan; None if unknown. Of two types: the trainer's, and the
-    smaller memory.
-
-    Without an accelerator, here or in `words`, the memory is this machine's.
-    """
+    """(type of device, bytes of its memory) of the plan; None if unknown. Of two types: the trainer's, and the smaller
+    memory. Without an accelerator, here or in `words`, the memory is this machine's."""
     here, kind, found = get_platform(), None, None
     if words.types is not None:
         kind, found = words.types[0], min(DEVICE_GB[kind] for kind in words.types) * GB

@@ -2,18 +2,6 @@
 """Bytes outside the devices: on the wire, on disk, and host memory of the fullest node: one of the trainer with its
 replicas, or of either pool.
 
-| item | bytes on a node |
-| --- | --- |
-| checkpoint | the whole network, which rank 0 reads and sends to the others |
-| offloaded parameters, optimizer | each shard in page-locked memory of its own, rounded up to a power of two |
-| frozen base that ranks hold whole | one copy per node, not rounded; replicas of the same dtype wait with it |
-| copies of the weights | EMA, `old`, reference, teacher: with offloaded parameters only, not page-locked |
-| inputs of recomputed blocks | with `enable_activation_offload`: one tile's per rank |
-| replicas that wait | copies of networks that leave the device: all of `vllm_omni`; of `diffusers` what no update |
-| | has, once per node on GPUs, else per replica; with encoders on the host all, what trains per replica |
-| prompt cache | `digen.rollout.embed_cache_size` prompts of the planned length per `diffusers` replica |
-| staged weight updates | one update per replica with devices of its own; the others load updates as they arrive |
-
 PyTorch's allocator of page-locked memory rounds every allocation up to a power of two (`CachingHostAllocator`), and
 verl offloads with `non_blocking=True`, which allocates there. Left out: the processes themselves, about 2 GB each, and
 TransferQueue's copies.
@@ -33,14 +21,9 @@ PROMPT_CACHE = "prompt cache"
 
 
 def host_memory(run: Run, resident: Items, networks: Items, *, in_turns: bool, input_bytes: int) -> Items:
-    """Items of the fullest node.
-
-    Args:
-        resident: a trainer rank's state, see `memory.trainer_state`.
-        networks: a replica's networks, see `memory.replica`.
-        in_turns: encoders and transformer wait for one another on the host.
-        input_bytes: inputs of blocks that wait for recomputation, of one trainer rank.
-    """
+    """Items of the fullest node. `resident`: state of a trainer rank (`memory.trainer_state`); `networks`: those of a
+    replica (`memory.replica`); `in_turns`: encoders and transformer wait for one another on the host; `input_bytes`:
+    inputs of blocks that wait for recomputation, of one trainer rank."""
     settings = run.settings
     # ranks that generate leave the device while encoders are on it
     moved = replace(settings, param_offload=True, optimizer_offload=True) if in_turns and settings.draws else settings
@@ -51,6 +34,7 @@ def host_memory(run: Run, resident: Items, networks: Items, *, in_turns: bool, i
     if input_bytes:
         trainer["inputs of recomputed blocks"] = settings.trainer_devices_per_node * input_bytes
     replicas = max(1, settings.generator_devices_per_node // settings.tensor_parallel)
+    # replicas that share devices with the trainer load updates as they arrive
     generator = {"staged weight updates": replicas * update_bytes(run)} if settings.is_split else {}
     if settings.frees_replica or in_turns:
         generator["replicas that wait"] = _waiting(run, networks, in_turns=in_turns)
@@ -68,7 +52,9 @@ def cached_prompts(run: Run) -> int:
 
 
 def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
-    """Host copies of the replicas of a node that sleep, or whose encoders take turns with the transformer."""
+    """Host copies of the replicas of a node that sleep, or whose encoders take turns with the transformer: of
+    `vllm_omni` all networks; of `diffusers` what no update has, once per node on GPUs, else per replica, and what
+    trains where encoders take turns."""
     settings, names = run.settings, {*networks} - {PROMPT_CACHE}
     if not settings.is_ours:
         return settings.generator_devices_per_node * sum(networks[name] for name in names)
@@ -84,7 +70,8 @@ def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
 
 
 def _offloaded(run: Run, resident: Items) -> Items:
-    """State of a node's trainer ranks between two trainings."""
+    """State of a node's trainer ranks between two trainings. A frozen base that ranks hold whole has one copy per node,
+    and copies of the weights (EMA, `old`, reference, teacher) are not page-locked."""
     settings, tensors = run.settings, run.measured.tensors
     ranks, items = settings.trainer_devices_per_node, {}
     trained = [tensor for tensor in tensors if tensor.is_trained]
@@ -120,11 +107,7 @@ def _shards(run: Run, tensors: Iterable[Tensors]) -> int:
 
 
 def page_locked_bytes(num_bytes: int) -> int:
-    """Bytes that PyTorch page-locks for an allocation.
-
-    Example:
-        page_locked_bytes(5), page_locked_bytes(8)  # 8, 8
-    """
+    """Bytes that PyTorch page-locks for an allocation: 8 for 5, and for 8."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 

@@ -1,24 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes on every device, item by item; on the host and on the wire see `host`.
+"""Bytes on every device, item by item, while it trains and while it generates; on the host and on the wire see `host`.
 
-Per device, while it trains and while it generates. FSDP2 shards parameters in their own dtypes:
-
-| item | bytes on one device |
-| --- | --- |
-| parameters | each in its dtype / shards; frozen ones in fsdp_config.model_dtype, adapters in fp32 |
-| gathered | the block that runs, the one that is prefetched, and all outside blocks; compute dtype |
-| frozen base, whole | with `whole_base`, beside its shards: all of it; compute dtype; only trained ones are gathered |
-| gradients | trained parameters / shards, in their dtype |
-| unreduced gradients | trained parameters in the reduce dtype if `digen.tsp.reduce` defers, else two blocks' |
-| optimizer | 2 numbers per trained parameter / shards |
-| EMA, other policies | trained parameters / shards each; the reference of an adapter is the bare model |
-| activations | rows of a tile x bytes per row, see `activations` |
-| replica | transformer, text encoders and VAE, in the dtypes in which they load; what stays while its device trains |
-| encoders on the host | `digen.rollout.encoders`: they take the transformer's place, see `Memory.encoding` |
-| VAE of assistance | with `digen.tag.policy`, where the trainer generates too |
-| prompt cache | of `vllm_omni`, `digen.rollout.embed_cache_size` prompts of the planned length; stays |
-| contexts and NCCL | `CONTEXT_BYTES` per process, `NCCL_BYTES` where ranks communicate; estimates |
-| decoding | the peak of one picture or video, see `decoding`, x those decoded together; in tiles if one does not fit |
+FSDP2 shards parameters in their own dtypes: frozen ones in fsdp_config.model_dtype, adapters in fp32; what it gathers
+is in the compute dtype, and gradients that wait are in the reduce dtype. Activations are a tile's rows x bytes per row,
+see `activations`; decoding is the peak of one picture or video, see `peak`, x those decoded together.
 
 Left out: text encoding, kernel workspaces, and what a timeshared reward holds while it is awake; its process's context
 is counted. `engine.memory.MARGIN` of the memory is left free for them.
@@ -212,7 +197,8 @@ def _num_decoded(run: Run) -> int:
 
 # -- a trainer's device ---------------------------------------------------------------------------------------
 def trainer_state(run: Run) -> Items:
-    """Parameters, gradients, optimizer and copies of one rank while it trains, all on the device."""
+    """Parameters, gradients, optimizer and copies of one rank while it trains, all on the device. The reference of an
+    adapter is the bare model, which is no copy."""
     settings, counts, following = run.settings, run.measured.counts, run.settings.policies_that_follow
     shard = -(-counts.trained_bytes // settings.num_shards)
     items = {
@@ -365,8 +351,7 @@ def _without(items: Items, names: Collection[str]) -> Items:
 
 # -- a replica's device ---------------------------------------------------------------------------------------
 def replica(run: Run) -> Items:
-    """Networks of one device of a replica; text encoders and VAE are unsharded on each. A rank that generates has no
-    others."""
+    """Networks of one device of a replica; the transformer alone is sharded. A rank that generates adds the others."""
     settings, measured = run.settings, run.measured
     if settings.draws:
         return _parts(run, decode=False) | _parts(run, decode=True)
@@ -398,10 +383,7 @@ def encoders_take_turns(run: Run, device_bytes: int | None) -> bool:
 
 def _shared_devices(run: Run, resident: Items, encoder_bytes: int) -> tuple[Items, Items]:
     """(items a replica leaves on its device during training, items the trainer leaves during generation).
-
-    Args:
-        encoder_bytes: of encoders that stay with the replica.
-    """
+    `encoder_bytes`: of encoders that stay with the replica."""
     settings = run.settings
     if settings.is_split:
         return {}, {}

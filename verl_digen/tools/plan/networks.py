@@ -22,22 +22,17 @@ from verl_digen.models.checkpoint import kept_in_fp32
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters of one network."""
+    """Parameters of one network; bytes in their own dtypes."""
 
     num_params: int
-    """All parameters."""
     num_trained: int
-    """Trained parameters."""
     param_bytes: int
-    """Bytes of all parameters, in their own dtypes."""
     trained_bytes: int
-    """Bytes of the trained parameters."""
     buffer_bytes: int
     """Bytes of buffers (tables), which are not sharded."""
     exported_buffers: int
     """Elements of buffers that checkpoints and weight updates hold."""
     outside_blocks: int
-    """Parameters outside all blocks."""
     num_int8: int
     """Weights in int8 (`int8_base`), which are buffers and none of the parameters."""
 
@@ -107,15 +102,12 @@ class Part:
 
 
 def count_parts(model: DiffusionModel, dtype: torch.dtype, *, as_loaded_by_us: bool) -> dict[str, Part]:
-    """Folder of each encoder and of the VAE -> its parameters; "vae (images)" is the part of the VAE that encodes
-    a prompt's images, of which a replica has a copy.
+    """Folder of each encoder and of the VAE of a replica in `dtype` -> its parameters; "vae (images)" is the part of
+    the VAE that encodes a prompt's images, of which a replica has a copy.
 
     The VAE decodes in a dtype of its own (`DiffusionModel.decoder_dtype`), and transformers keeps some parameters of
-    text encoders in fp32.
-
-    Args:
-        dtype: of the replica.
-        as_loaded_by_us: leave out the parameters that our model file frees after loading; vLLM-Omni keeps all.
+    text encoders in fp32. `as_loaded_by_us` leaves out the parameters that our model file frees after loading;
+    vLLM-Omni keeps all.
     """
     parts = {}
     others = {"vae", *model.spec.encoder_parts, *model.spec.audio_parts}
@@ -158,13 +150,9 @@ def _loaded_dtype(network: Any, name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def transformer_bytes(model: DiffusionModel, network: nn.Module, dtype: torch.dtype, *, in_one_dtype: bool) -> int:
-    """Bytes of all experts' parameters and exported tables in a replica.
-
-    Args:
-        network: what `model.load_transformer` gives, in any dtype and on any device.
-        dtype: of the replica.
-        in_one_dtype: False where parameters that diffusers keeps in fp32 stay so.
-    """
+    """Bytes of all experts' parameters and exported tables in a replica of `dtype`. `network`: what
+    `model.load_transformer` gives, in any dtype and on any device; `in_one_dtype`: False where parameters that
+    diffusers keeps in fp32 stay so."""
     buffers, exported = dict(network.named_buffers()), network.state_dict()
     tables = sum(value.numel() for name, value in buffers.items() if name in exported) * dtype.itemsize
     fp32 = torch.float32.itemsize

@@ -78,8 +78,7 @@ def make_plan(words: Sequence[str]) -> Plan:
 
 
 def check_words(overrides: Sequence[str], own: Words) -> Any:
-    """Compose the config of these overrides and check it, as a run would before Ray starts, with the same
-    ValueError."""
+    """Compose the config of these overrides and check it, as a run would before Ray starts. Raises ValueError."""
     config = compose_run(overrides, own)
     with platform_of(own):
         check_plannable(config)

@@ -1,16 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak of the bytes that some code allocates, on fake tensors, and that of decoding one picture or video.
 
-`PeakBytes` counts each storage from its first use until it is freed:
-
-    with FakeTensorMode(), PeakBytes() as allocated:
-        network(torch.empty(1, 3, 512, 512))
-    allocated.peak  # bytes
-
-- The decoder is the model file's own, `load_decoder`, with its tiling and batching; only its weights are fake.
-- A VAE that decodes piece by piece is traced at a size of few pieces (`PIECES`); further ones add their pixels.
-- HunyuanVideo 1.5's attention fills a mask of positions x positions row by row, which takes minutes to trace. The trace
-  makes an empty one of its shape.
+The decoder is the model file's own, `load_decoder`, with its tiling and batching; only its weights are fake.
 
 Invariant (tests/plan/test_decoding.py): real tensors of a tiny VAE take the same bytes.
 """
@@ -37,7 +28,13 @@ from verl_digen.types import Geometry
 
 
 class PeakBytes(TorchDispatchMode):
-    """Count what is allocated inside the context. Tensors in `known`, and views of them, are there already."""
+    """Count what is allocated inside the context, each storage from its first use until it is freed. Tensors in
+    `known`, and views of them, are there already.
+
+        with FakeTensorMode(), PeakBytes() as allocated:
+            network(torch.empty(1, 3, 512, 512))
+        allocated.peak  # bytes
+    """
 
     def __init__(self, known: Iterable[Tensor] = ()):
         super().__init__()
@@ -76,11 +73,7 @@ class PeakBytes(TorchDispatchMode):
 
     def peaks(self, apart: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
         """(bytes of other tensors, bytes of the tensors `apart`) at the moments at which, by some weight of the two,
-        most is allocated.
-
-        Args:
-            apart: live tensors that were allocated in the context.
-        """
+        most is allocated. `apart`: live tensors that were allocated in the context."""
         numbers = {self._number_of[tensor.untyped_storage()._cdata] for tensor in apart}
         held, moments = [0, 0], set()
         for number, size in self._events:
@@ -94,11 +87,8 @@ class PeakBytes(TorchDispatchMode):
 
 
 def give_fake_weights(modules: Iterable[nn.Module], dtype: torch.dtype | None = None) -> None:
-    """Give every parameter, buffer and table of these modules' own a fake CPU tensor. Call it under a fake mode.
-
-    Args:
-        dtype: dtype of the parameters; None: each keeps its own.
-    """
+    """Give every parameter, buffer and table of these modules' own a fake CPU tensor, parameters of `dtype` or each of
+    its own. Call it under a fake mode."""
     for module in modules:
         for name, value in list(module._parameters.items()):
             if value is not None:
@@ -117,7 +107,7 @@ CHANNELS = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """Largest size that is traced of a VAE that decodes piece by piece; None: all of it."""
+    """Largest size that is traced of a VAE that decodes piece by piece (None: all of it); others add their pixels."""
 
     side_px: int | None = None
     num_frames: int | None = None
@@ -159,12 +149,8 @@ _known: dict[tuple[str, str, Geometry, torch.dtype], int] = {}
 def decoding_bytes(
     model: DiffusionModel, geometry: Geometry, dtype: torch.dtype, pieces: Mapping[str, Piece] = PIECES
 ) -> int:
-    """Peak of decoding one sample, without the VAE's weights.
-
-    Args:
-        dtype: of the replica; the VAE may decode in another, `DiffusionModel.decoder_dtype`. pieces: `TILED` for a VAE
-            that takes tiles; one that has none there is decoded as it is.
-    """
+    """Peak of decoding one sample in a replica of `dtype`, without the VAE's weights. `pieces`: `TILED` for a VAE that
+    takes tiles; one that has none there is decoded as it is."""
     dtype, geometry = model.decoder_dtype(dtype), replace(geometry, sources=())  # a given frame is decoded, too
     piece = {**PIECES, **pieces}.get(model.index["vae"][1], Piece())
     traced = piece.of(geometry)
@@ -214,7 +200,8 @@ def _without_weights(class_name: str, mode: FakeTensorMode) -> Iterator[list[nn.
 
 @contextmanager
 def _empty_masks() -> Iterator[None]:
-    """Context in which HunyuanVideo 1.5's VAE makes its attention mask in one operation."""
+    """Context in which HunyuanVideo 1.5's VAE makes its attention mask, positions x positions, in one operation: row by
+    row it takes minutes to trace."""
     from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as module
 
     block: Any = module.HunyuanVideo15AttnBlock

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Config changes that make a run fit: real keys, tried in order, kept if they help, until the run fits.
+"""Config changes that make a run fit: real keys, tried in order, kept if they help, until the run fits. Cheap changes
+come first: freeing unneeded memory, then more compute, then a restricted optimizer (LoRA), then devices.
 
-- Cheap changes first: freeing unneeded memory, then more compute, then a restricted optimizer (LoRA), then devices.
-- Every remedy is planned like the run itself: its numbers come from the changed plan.
-
-Invariant (tests/plan/test_remedies.py): the run with all remedies needs no more than with all but the last, and fits
-if the last one says so.
+Invariant (tests/plan/test_remedies.py): the run with all remedies needs no more than with all but the last, and fits if
+the last one says so.
 """
 
 from __future__ import annotations
@@ -33,23 +31,18 @@ MAX_TENSOR_PARALLEL = 8
 
 @dataclass(frozen=True)
 class Remedy:
-    """One change, on top of the ones before it."""
+    """One change, on top of the ones before it, and the bytes on a device of either kind after it."""
 
     override: str
     """Override as the user types it."""
     training_bytes: int
-    """Bytes on a training device after the change."""
     generating_bytes: int
-    """Bytes on a generating device after the change."""
     fits: bool
 
 
 def find_remedies(run: Run, device_bytes: int, read: Callable[..., Run]) -> list[Remedy]:
-    """Find changes, in order; empty if the run fits or nothing helps. The last one says if they suffice.
-
-    Args:
-        read: plans the same run with more words.
-    """
+    """Find changes, in order; empty if the run fits or nothing helps. The last one says if they suffice. `read` plans
+    the same run with more words."""
     changes: list[_Change] = []
     changed, before = run, plan_memory(run, device_bytes)
     for change in _candidates(run.settings.is_lora, cache(read)):
@@ -168,11 +161,5 @@ def _tensor_parallel(size: int, run: Run) -> Run:
 
 
 def _double(run: Run) -> Run:
-    settings = run.settings
-    is_whole = settings.num_shards == settings.num_trainer_devices
-    return _set(
-        run,
-        num_trainer_devices=2 * settings.num_trainer_devices,
-        num_generator_devices=2 * settings.num_generator_devices,
-        num_shards=2 * settings.num_shards if is_whole else settings.num_shards,
-    )
+    trainer, generator = run.settings.num_trainer_devices, run.settings.num_generator_devices
+    return _set(run, num_trainer_devices=2 * trainer, num_generator_devices=2 * generator)

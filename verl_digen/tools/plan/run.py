@@ -79,10 +79,7 @@ class Settings:
     trainer_devices_per_node: int
     generator_devices_per_node: int
     is_split: bool
-    num_shards: int
-    """Ranks that share one copy of the weights."""
     fsdp_size: int
-    """The setting behind it; -1: all ranks."""
     num_prompts: int
     group_size: int
     is_lora: bool
@@ -121,6 +118,11 @@ class Settings:
     def is_ours(self) -> bool:
         """True if our sampler generates, not vLLM-Omni."""
         return self.rollout_name != "vllm_omni"
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share one copy of the weights."""
+        return num_shards(self.fsdp_size, self.num_trainer_devices)
 
     @property
     def num_devices(self) -> int:
@@ -248,8 +250,7 @@ class Run:
 
 
 def read_run(config: DictConfig, prompt_tokens: int) -> Run:
-    """Read the settings of a composed config and measure its networks. ValueError names the key that cannot be
-    planned."""
+    """Read a composed config's settings and measure its networks. ValueError names the key that cannot be planned."""
     if OmegaConf.is_missing(config.actor_rollout_ref.model, "path"):
         raise ValueError(
             "actor_rollout_ref.model.path must be a checkpoint in the diffusers format, got nothing; set it"
@@ -290,7 +291,6 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         trainer_devices_per_node=config.trainer.n_gpus_per_node,
         generator_devices_per_node=generator.n_gpus_per_node,
         is_split=split,
-        num_shards=num_shards(fsdp.fsdp_size, num_trainer),
         fsdp_size=fsdp.fsdp_size,
         num_prompts=config.data.train_batch_size,
         group_size=rollout.n,
@@ -420,12 +420,8 @@ def record_bytes(request: SampleRequest, latent_bytes: int) -> int:
 
 
 def empty_condition(model: DiffusionModel, prompt_tokens: int, geometry: Geometry) -> Condition:
-    """Zeros in the shapes of a prompt of `prompt_tokens` tokens that quotes no text.
-
-    Args:
-        prompt_tokens: of the text; its images' (`geometry.sources`) are added. Not read if every prompt is
-            padded to one length (FLUX.1, Stable Diffusion 3).
-    """
+    """Zeros in the shapes of a prompt that quotes no text. `prompt_tokens`: of the text; its images'
+    (`geometry.sources`) are added. Not read if every prompt is padded to one length (FLUX.1, Stable Diffusion 3)."""
     layout, config = model.spec.condition, model.read_network_config(model.experts[0])
     with_images = prompt_tokens + model.num_image_text_tokens(geometry)
     num_tokens = with_images if layout.num_tokens is None else layout.num_tokens

@@ -2,41 +2,27 @@
 """Seconds of a step, calculated at an assumed share of the devices' peak, not measured, and the split of the run's
 devices into trainer and generator that is the fastest, simulated on them.
 
-A step (`plan_time`):
+A step (`plan_time`) does not count text encoding, decoding, rewards, the time of environments, weight updates,
+communication and waiting, nor the steps that the solver's cache skips, which are not known beforehand.
 
-- Generation: T forwards per sample, redundant ones included, or per turn of an episode; none for a picture of the data
-  set. Steps that the solver passes over (`digen.sampling.outside`) are left out, mean over the places of the window;
-  those that its cache skips are not known beforehand, and count.
-- Training: forward and backward per row, plus one forward if old log-probs are recomputed, one for each other policy
-  that the loss reads, and one for a joint column.
-- Not counted: text encoding, decoding, rewards, the time of environments, weight updates, communication and waiting. So
-  a real step takes longer; `digen simulate` estimates by how much, and for which split.
+A split (`plan_split`) counts if the config allows its sizes, the nodes have room for it, and it fits the memory; each
+is planned by itself, as fewer ranks hold larger shards and make smaller tiles. An assist is taken to gather the weights
+at every step, whatever memory it has. Left out: encoding, decoding, environments, variance, and rewards without
+`reward_s`. Episodes and pictures of a data set get no proposal.
 
-A split (`plan_split`):
-
-- The run becomes a profile of the simulator (`run_profile`), with the totals of `plan_time`; the live planner plays it,
-  as in `digen simulate`, with the rules of the run's config.
-- A split counts if the config allows its sizes, the nodes have room for it, and it fits the memory; each is planned by
-  itself, as fewer ranks hold larger shards and make smaller tiles.
-- An assist is taken to gather the weights at every step, whatever memory it has.
-- Left out: encoding, decoding, environments, variance, and rewards without `reward_s`. Episodes and pictures of a data
-  set get no proposal.
-
-Invariants (tests/plan/test_split.py): twice as many devices take half the time; two pools take no longer
-than the slower; a proposed split fits and passes the checks of a start; its seconds are from `digen simulate` for the
-same profile.
+Invariants (tests/plan/test_split.py): twice as many devices take half the time; two pools take no longer than the
+slower; a proposed split fits and passes the checks of a start; its seconds are from `digen simulate` for the same
+profile.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
-from verl_digen.config.pool_sizes import num_shards
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.sampling.requests import batch_rules
 from verl_digen.tools.plan.host import update_bytes
@@ -84,12 +70,8 @@ class StepTime:
 def plan_time(
     run: Run, device: str | None, mfu: float, recomputed: float, generator_device: str | None = None
 ) -> StepTime:
-    """Time a step on devices of type `device` that reach the share `mfu` of their peak.
-
-    Args:
-        recomputed: share of the blocks that backward recomputes.
-        generator_device: type of the generator's devices; None: `device`.
-    """
+    """Time a step on devices of type `device` that reach the share `mfu` of their peak; `recomputed`: share of the
+    blocks that backward recomputes; `generator_device`: type of the generator's devices, if another."""
     settings, measured = run.settings, run.measured
     num_pictures = settings.num_begun * settings.num_turns
     generating = num_pictures * _generation_steps(settings.digen) * measured.flops.forward
@@ -170,14 +152,9 @@ class SplitPlan:
 def plan_split(
     run: Run, types: tuple[str, str], device_bytes: int | None, mfu: float, reward_s: float = 0.0
 ) -> SplitPlan | None:
-    """Search the best split; None for runs whose generation the plan cannot time.
-
-    Args:
-        types: types of the trainer's and the generator's devices.
-        device_bytes: memory of a device, the smaller of both types; None: any split fits.
-        mfu: share of the peak that is assumed.
-        reward_s: from a chunk's pixels to its rewards.
-    """
+    """Search the best split; None for runs whose generation the plan cannot time. `types`: of the trainer's and the
+    generator's devices; `device_bytes`: the smaller memory of both, None: any split fits; `reward_s`: from a chunk's
+    pixels to its rewards."""
     settings = run.settings
     if settings.digen.environment.is_on or plan_time(run, types[0], mfu, 0.0).generating_flops == 0:
         return None
@@ -215,29 +192,24 @@ def plan_split(
 
 def with_split(run: Run, placed: Placed) -> Run:
     """The run on separate pools of other sizes."""
-    return _with_devices(
-        run,
-        placed.split.trainer.num_devices,
-        placed.split.generator.num_devices,
+    settings = replace(
+        run.settings,
+        num_trainer_devices=placed.split.trainer.num_devices,
+        num_generator_devices=placed.split.generator.num_devices,
         is_split=True,
         rollout_name="diffusers" if run.settings.draws else run.settings.rollout_name,
         frees_replica=False,
         trainer_devices_per_node=placed.trainer.per_node,
         generator_devices_per_node=placed.generator.per_node,
     )
+    return replace(run, settings=settings)
 
 
 def _in_turns(run: Run, number: int) -> Run:
     """The run in one pool."""
-    settings = run.settings
-    frees_replica = settings.frees_replica or settings.is_split
-    return _with_devices(run, number, number, is_split=False, frees_replica=frees_replica)
-
-
-def _with_devices(run: Run, num_trainer: int, num_generator: int, **values: Any) -> Run:
-    shards = num_shards(run.settings.fsdp_size, num_trainer)
-    numbers = {"num_trainer_devices": num_trainer, "num_generator_devices": num_generator, "num_shards": shards}
-    return replace(run, settings=replace(run.settings, **numbers, **values))
+    pool = {"num_trainer_devices": number, "num_generator_devices": number, "is_split": False}
+    frees_replica = run.settings.frees_replica or run.settings.is_split
+    return replace(run, settings=replace(run.settings, frees_replica=frees_replica, **pool))
 
 
 def _split_s(run: Run, profile: Profile, split: Split) -> float:

@@ -1,19 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files to score, as pixels, and the prompt of each.
-
-- A picture is turned as its EXIF says, 16 bits become 8, and what is transparent is laid on white.
-- An animated picture (GIF, WebP, PNG) with several frames and a film are videos: all their frames.
-- `.npy` holds uint8 pixels, or floats in [0, 1], as [H, W, 3] or [F, H, W, 3].
-
-| given | the prompt of a file |
-| --- | --- |
-| `--prompt TEXT` | this text, for all |
-| `--prompts FILE` with a column `file_name` | the row that names it: its path, or the end of it |
-| `--prompts FILE` without | the row at its place; with n files per row, rows repeat n times |
-| neither | the text file beside it, NAME.txt; or a prompt file `metadata.*` in its folder, by `file_name` |
-
-Columns mean what they mean in a run (`verl_digen.data.prompts`): ground truth, source, further columns.
-"""
+"""Files to score, as pixels, and the prompt of each: the one of `--prompt`; of `--prompts FILE` the row whose
+`file_name` is the end of its path, or without this column the row at its place, where rows repeat n times with n files
+per row; else the text file beside it, NAME.txt, or its row in a prompt file `metadata.*` in its folder."""
 
 from __future__ import annotations
 
@@ -40,14 +28,8 @@ SUFFIXES = (*PICTURES, *FILMS, ARRAY)
 
 
 def find(paths: Iterable[str]) -> list[Path]:
-    """Files to score: those named, and the pictures and videos in the folders named and below, in natural order.
-
-    Example:
-        find(["out"])  # out/2.png, out/10.png, out/sub/1.png
-
-    Raises:
-        ValueError: a path is not there, is a file of another kind, or is a folder without pictures.
-    """
+    """Files to score: those named, and the pictures and videos in the folders named and below, in natural order (2.png
+    before 10.png). ValueError: a path is not there, is a file of another kind, or is a folder without pictures."""
     found: dict[Path, None] = {}
     for name in paths:
         path = Path(name).expanduser()
@@ -150,11 +132,8 @@ SOURCE = "scored"
 
 
 def prompts_of(files: Sequence[Path], *, prompt: str | None, prompt_file: str | None) -> list[PromptRow]:
-    """One row per file; files of equal prompts share `uid`, as the samples of a group do.
-
-    Raises:
-        ValueError: a file has no prompt, a row names no file, or the numbers of both do not agree.
-    """
+    """One row per file; files of equal prompts share `uid`, as the samples of a group do. ValueError: a file has no
+    prompt, a row names no file, or the numbers of both do not agree."""
     require(prompt is None or prompt_file is None, "--prompt and --prompts exclude each other", prompt, "give one")
     if prompt is not None:
         rows = [_of_text(prompt)] * len(files)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards by name, made in this process, and their scores of files, as a table and as JSON; a run's batches, retries
-and rules (reward/)."""
+"""Rewards by name, made in this process, and their scores of files, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -77,10 +76,7 @@ def _named(name: str) -> RewardEntry:
 
 
 class LocalRewards:
-    """Rewards in this process, with a queue each: calls that overlap share batches.
-
-    Args:
-        entries: rewards; each is made once, on `device`.
+    """Rewards in this process, each made once on `device`, with a queue each: calls that overlap share batches.
 
     Raises:
         ValueError: an unknown reward, a broken rule of one, or settings of processes that a run has and this has not.
@@ -137,11 +133,7 @@ class LocalRewards:
 
 
 def chosen_device(given: str | None) -> torch.device:
-    """The device that `--device` names; without it this machine's accelerator, or the CPU.
-
-    Raises:
-        ValueError: PyTorch has no such device.
-    """
+    """The device that `--device` names; without it this machine's accelerator, or the CPU. Raises ValueError."""
     if given is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if found is None else found

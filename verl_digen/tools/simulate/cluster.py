@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated steps of a run on a cluster, technique by technique.
-
-- Disaggregated runs are played by the live planner (`schedulers.simulation.PlannerRun`); a colocated one is a sum.
-- Steady state: the first `WARM_UP_STEPS` steps are left out.
+"""Simulated steps of a run on a cluster, technique by technique, in its steady state.
 
 Seconds to train g groups on r ranks, with K rows per sample, m rows per tile, and weights gathered while the previous
 tile computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r-1)/r):
@@ -14,15 +11,12 @@ tile computes (2 gathers per tile, forward and backward; `gather_s` scaled by (r
              the same, where r ranks can keep the weights:    max(k step_s, gather_s) + (T - 1) * k step_s + k decode_s
     slot     n samples:                                       n * (T * step_s + decode_s)
 
-With a frozen base that is whole on every rank `gather_s` is 0.
+With a frozen base that is whole on every rank `gather_s` is 0. Without TSP, 8 samples on 16 ranks leave 8 ranks idle;
+with it, 8 samples x 9 rows are 4 or 5 rows per rank. Left out: memory (except `min_trainer_devices`), kernels that are
+less efficient on small tiles, variance.
 
-Without TSP, 8 samples on 16 ranks leave 8 ranks idle; with it, 8 samples x 9 rows are 4 or 5 rows per rank.
-
-Left out: memory (except `min_trainer_devices`), kernels that are less efficient on small tiles, variance.
-
-Invariants
-- With a shipped profile, no technique makes a step longer by more than 1 %: the search for assists looks at one batch.
-- Idle shares lie between 0 and 1.
+Invariants: idle shares lie between 0 and 1; with a shipped profile, no technique makes a step longer by more than 1 %
+(the search for assists looks at one batch).
 """
 
 from __future__ import annotations
@@ -110,10 +104,8 @@ def simulated_rules(profile: Profile, split: Split, techniques: Collection[str])
 def run_split(
     profile: Profile, split: Split, techniques: Collection[str], *, num_steps: int, rules: BatchRules | None = None
 ) -> Outcome:
-    """Simulate a disaggregated run; with "tcss", all of a batch may be begun early.
-
-    Args:
-        rules: replaces `simulated_rules`, the defaults of a run.
+    """Simulate a disaggregated run by the live planner (`schedulers.simulation.PlannerRun`), under `rules` or
+    `simulated_rules`; with "tcss", all of a batch may be begun early.
 
     Raises:
         ValueError: an unknown technique, too few steps, or a trainer that is too small.
@@ -206,10 +198,8 @@ def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str],
 def steady_window(ahead: Sequence[float]) -> tuple[int, int]:
     """(first, last) commit of the steady steps, the first `WARM_UP_STEPS` left out: whole periods of the run.
 
-    The window with the smallest change of `ahead` per step; ties: the longest, then the earliest. O(steps^2).
-
-    Args:
-        ahead: [commits] samples generated and not trained at each commit; at least `WARM_UP_STEPS` + 1 entries.
+    The window with the smallest change per step of `ahead`, the samples generated and not trained at each commit (at
+    least `WARM_UP_STEPS` + 1 of them); ties: the longest, then the earliest. O(steps^2).
 
     Example:
         steady_window([9.0, 4.0, 5.0, 6.0, 4.0, 5.0])   # (1, 4): three steps, a period
@@ -236,13 +226,10 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str |
     """Simulate a baseline: all devices generate, the last samples are scored, all devices train, and so on.
 
         replicas   ceil(P*G / N) * (T step_s + decode_s) + switch_s: weights move to the host and back in every step
-        ranks      `costs.assist_s` of P*G samples: the trainer's ranks generate, and nothing moves
+        ranks      `assist_s` of P*G samples: the trainer's ranks generate, and nothing moves
         step = the faster of the two + score_s + training of P groups on N ranks + commit_s
 
-    Without TSP, replicas generate: what others do.
-
-    Args:
-        devices: the devices in words; None: `pool`, "together".
+    Without TSP, replicas generate: what others do. `devices`: the devices in words, in place of `pool`, "together".
     """
     numbers, num_devices = profile.numbers, pool.num_devices
     slowdown = pool.slowdown(profile.device)
@@ -262,12 +249,8 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str |
 def turns_outcome(
     profile: Profile, pool: Pool, name: str, *, step_s: float, busy_s: float, devices: str | None = None
 ) -> Outcome:
-    """Outcome of a run in which all devices of `pool` do one part of a step after the other.
-
-    Args:
-        busy_s: seconds of a step in which a device works, mean over the devices.
-        devices: the devices in words; None: `pool`, "together".
-    """
+    """Outcome of a run in which all devices of `pool` do one part of a step after the other. `busy_s`: seconds of a
+    step in which a device works, mean over the devices."""
     return Outcome(
         name=name,
         devices=f"{pool} together" if devices is None else devices,
@@ -282,11 +265,8 @@ def turns_outcome(
 
 
 def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
-    """Colocated runs: all devices of `pools` together, without and with TSP.
-
-    Devices of two types together run at the slower type's speed; each type alone is a baseline too, if it holds the
-    training state.
-    """
+    """Colocated runs: all devices of `pools` together, without and with TSP. Devices of two types together run at the
+    slower type's speed; each type alone is a baseline too, if it holds the training state."""
     everything = together(profile, pools)
     found: list[tuple[Pool, str | None]] = [(everything, None)]
     if len({pool.device for pool in pools}) > 1:
@@ -336,8 +316,7 @@ def sample_s(numbers: Numbers, slowdown: float) -> float:
 
 
 def assist_s(numbers: Numbers, num_samples: int, num_ranks: int, slowdown: float) -> float:
-    """Seconds of an assist; each rank denoises its samples together. Where memory allows, only the first step gathers
-    weights."""
+    """Seconds of an assist. Each rank denoises its samples together, and gathers weights once where memory allows."""
     gather_s = numbers.gather_s * (num_ranks - 1) / num_ranks
     on_a_rank = -(-num_samples // num_ranks)
     step_s = on_a_rank * numbers.step_s * slowdown

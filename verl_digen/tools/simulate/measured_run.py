@@ -43,14 +43,8 @@ ONE_TILE = 10**9
 
 
 def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
-    """The profile of a run, and the number of its devices.
-
-    Args:
-        device: their type, one of `verl_digen.hardware.devices`.
-
-    Raises:
-        ValueError: it was no run on separate pools, had an environment, or did too few steps.
-    """
+    """The profile of a run on devices of type `device`, and their number. ValueError: it was no run on separate pools,
+    had an environment, or did too few steps."""
     known_device("--device", device)
     for name in (START, TIMELINE):
         require((run_dir / name).is_file(), f"--run must be a run's folder, with a {name}", str(run_dir), "name it")
@@ -130,11 +124,8 @@ class StepParts:
 
 
 def step_parts(intervals: Iterable[Interval], step: int) -> StepParts | None:
-    """Work that served `step`; None if it has no extent, chunk or fragment.
-
-    Args:
-        intervals: of this step, and of the one before, in which its first chunks may lie.
-    """
+    """Work that served `step`, from its intervals and those of the step before, in which its first chunks may lie; None
+    if it has no extent, chunk or fragment."""
     own = [interval for interval in join_parts(intervals) if interval.step == step]
     seconds = {kind: sum(part.duration_s for part in own if part.kind == kind) for kind in ("step", "save")}
     # replicas take weights on their own lanes, while others work: only the trainer's part holds up the step

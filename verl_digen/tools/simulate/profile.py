@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A profile: durations of the parts of a run for one model on one device, and the source of each number.
+"""A profile: durations of the parts of a run for one model on one device, and the source of each number, in a JSON
+file.
 
-- A profile is a JSON file; the shipped ones in `verl_digen/profiles` are loaded by name.
-- Every number has a `source` that begins with `measured:` (by `digen simulate --run`, or docs/gpu_results.md),
-  `published:` (who says so), `derived:` (the formula, in the names of the file's own `inputs`) or `chosen:` (a
-  setting). Of the shipped profiles `sd3.5-medium` rests on a measured step, the others on none.
+A `source` begins with `measured:` (by `digen simulate --run`, or docs/gpu_results.md), `published:` (who says so),
+`derived:` (the formula, in the names of the file's own `inputs`) or `chosen:` (a setting). Of the shipped profiles
+`sd3.5-medium` rests on a measured step, the others on none.
 """
 
 from __future__ import annotations

@@ -2,17 +2,12 @@
 """Splits of devices into trainer and generator: pools as a person types them, their places on the nodes of a cluster,
 the overrides that ask for them, and the search of the best split, by simulation. Pure.
 
-- verl gives a pool as nodes x devices per node (`nnodes`, `n_gpus_per_node`), and Ray puts each of these nodes on one
-  node of the cluster; several may share one.
-- Shapes of fewer nodes come first; they are placed by first fit, the largest first. So a placement that is found can be
-  made; of two odd shapes one that could be made may be missed.
-- `digen simulate` searches all splits of equal devices, `digen plan` those that its config and its nodes allow, on one
-  or two types of devices.
-- A pool has devices of one type; of two types each family of splits is searched by itself: one type trains and the
-  other generates, or one type does both and the other is not used.
+verl gives a pool as nodes x devices per node, and Ray puts each of these nodes on one node of the cluster; several may
+share one. Shapes are placed by first fit, the largest first: a placement that is found can be made, but of two odd
+shapes one that could be made may be missed.
 
-Invariants (tests/simulate/test_splits.py): what is placed on a node is never more than it has; what is
-found was among the splits given; up to `GRID_POINTS` of a family it is the best of them.
+Invariants (tests/simulate/test_splits.py): what is placed on a node is never more than it has; what is found was among
+the splits given; up to `GRID_POINTS` of a family it is the best of them.
 """
 
 from __future__ import annotations
@@ -50,11 +45,7 @@ class Shape:
 
 
 def nodes_of(num_devices: int, node_size: int = NODE_SIZE) -> list[int]:
-    """Devices of each node: full ones, and one for the rest.
-
-    Example:
-        nodes_of(20)   # [8, 8, 4]
-    """
+    """Devices of each node: full ones, and one for the rest; 20 are [8, 8, 4]."""
     full, rest = divmod(num_devices, node_size)
     return [node_size] * full + ([rest] if rest else [])
 
@@ -69,10 +60,8 @@ def pooled_nodes(pools: Iterable[Pool], per_node: Iterable[int]) -> dict[str, li
 
 
 def arrange(nodes: Mapping[str, Sequence[int]], trainer: Pool, generator: Pool) -> tuple[Shape, Shape] | None:
-    """Shapes of both pools that fit on the nodes together; None if there are none.
-
-    Args:
-        nodes: type of device -> devices of each node of that type.
+    """Shapes of both pools that fit together on the nodes, given as device type -> devices of each; None if there are
+    none.
 
     Example:
         arrange({"H800": [8, 8]}, Pool(4, "H800"), Pool(12, "H800"))   # Shape(1, 4), Shape(3, 4)
@@ -151,11 +140,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Limits:
-    """Rules of a run's config about the sizes of its pools.
-
-    Example:
-        Limits(fsdp_size=8).allows_trainer(12)   # False: 12 ranks are no whole groups of 8
-    """
+    """Rules of a run's config about the sizes of its pools."""
 
     fsdp_size: int = -1
     """Ranks that shard the weights; -1: all."""
@@ -179,12 +164,11 @@ class Placed:
 
 
 def placed_splits(nodes: Mapping[str, Sequence[int]], limits: Limits) -> list[list[Placed]]:
-    """Families of splits that the limits and the nodes allow, each with the trainer ascending.
+    """Families of splits that the limits and the nodes (device type, one or two -> devices of each) allow, each with
+    the trainer ascending: one type of device trains and the other generates, or one does both and the other is not
+    used.
 
     For each trainer the largest generator that can be placed: devices stay idle where no other can.
-
-    Args:
-        nodes: type of device, one or two -> devices of each node.
 
     Example:
         placed_splits({"H800": [8, 8]}, Limits())   # one family: 1+15, 2+14, 4+12, 8+8
@@ -215,13 +199,11 @@ def _largest_generator(nodes: Mapping[str, Sequence[int]], trainer: Pool, device
 
 
 def best_of(families: Iterable[Sequence[Item]], step_s: Callable[[Item], float]) -> tuple[Item, float] | None:
-    """The item with the shortest step, and its seconds; None without one that has finite seconds.
+    """The item with the shortest step, and its seconds, which are infinite for what cannot run; None without a finite
+    one.
 
     Each family is searched by a grid that narrows around the best: exact for up to `GRID_POINTS` items, else if the
     seconds have a single minimum along it.
-
-    Args:
-        step_s: seconds; infinite for what cannot run.
     """
     best: tuple[Item, float] | None = None
     for family in families:
@@ -239,10 +221,7 @@ def best_of(families: Iterable[Sequence[Item]], step_s: Callable[[Item], float])
 
 
 def best_split(profile: Profile, pool: Pool, techniques: Collection[str], *, num_steps: int) -> Split:
-    """The split of `pool` with the shortest step: a grid over all splits, refined around the best.
-
-    Exact for up to `GRID_POINTS` splits; else if the step time has a single minimum. Ties: the smaller trainer.
-    """
+    """The split of `pool` with the shortest step, searched as by `best_of`. Ties: the smaller trainer."""
     smallest, largest = profile.numbers.min_trainer_devices, pool.num_devices - 1
     require(
         largest >= smallest,

@@ -1,17 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of verl's main in a process of its own: what to show goes to `show`, everything to the run's `console.log`.
+"""A run of verl's main in a process of its own: what `Console` picks goes to `show`, every line from the first one on
+to the run's `console.log`.
 
-    main's output ----> launch ----> RUN/console.log   every line, from the first one on
-                           |
-                           +-------> show              what `Console` picks
-
-| signal | the run |
-| --- | --- |
-| first Ctrl-C, once it trains | ends after its step, with a checkpoint where `trainer.save_freq` > 0 |
-| second Ctrl-C, or the first one while it starts, or SIGTERM, SIGHUP | ends at once; killed after `KILL_AFTER_S` |
-| one more | is killed |
-
-The process has a session of its own, so a terminal's Ctrl-C reaches only this one.
+The first Ctrl-C, once the run trains, ends it after its step, with a checkpoint where `trainer.save_freq` > 0. The
+second one, the first one while it starts, SIGTERM and SIGHUP end it at once; it is killed after `KILL_AFTER_S`, or by
+one more. The process has a session of its own, so a terminal's Ctrl-C reaches only this one.
 """
 
 from __future__ import annotations
@@ -67,13 +60,9 @@ MILESTONES = {
 class Console:
     """The lines of a run's output that a person watches. No I/O; the clock comes in.
 
-    | shown | which |
-    | --- | --- |
-    | as it is | lines of verl-digen, steps, validations, resumes, warnings, addresses of trackers |
-    | as it is | last lines of tracebacks, and what Ray's own processes say |
-    | with the seconds so far | milestones of the start |
-
-    A text is shown once, and from an announced end (`ENDS`) on, every line is: it explains why there is no run.
+    Shown as they are: lines of verl-digen, steps, validations, resumes, warnings, addresses of trackers, last lines of
+    tracebacks, and what Ray's own processes say; with the seconds so far: milestones of the start. A text is shown
+    once, and from an announced end (`ENDS`) on, every line is: it explains why there is no run.
 
     Example:
         console = Console()

@@ -2,10 +2,7 @@
 """`verl_digen.train` and `verl_digen.Run`: a run, and its folder, in a program or a notebook.
 
 run = verl_digen.train("digen_quickstart", ["a red circle"], redness, **{"trainer.total_training_steps": 3})
-run.metrics["reward/mean"]
-
 run = verl_digen.Run("outputs/digen/quickstart")      # no Ray, no ranks
-run                                                   # in a notebook: a table with state, steps and rewards
 run.metrics.plot(x="step", y="reward/mean")
 run.pictures[run.best][0].image                       # of the first prompt, at the best validation
 run.sample(["a red circle"], step=run.best)[0].show()
@@ -60,11 +57,7 @@ class Picture:
 
 class Run:
     """A run's folder, its `trainer.default_local_dir`. Everything is read when it is asked for, so a run that goes on
-    shows its newest step.
-
-    Raises:
-        ValueError: the folder holds no run.
-    """
+    shows its newest step. Raises ValueError if the folder holds no run."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -133,11 +126,8 @@ class Run:
         policy: str = "current",
         **changes: Any,
     ) -> list[Image]:
-        """Draw `num` pictures of each prompt in this process, as `digen sample` does; of a video its filmstrip.
-
-        Args:
-            step: of the checkpoint; the newest one unless given. changes: `seed`, `num_steps` and `size_px`.
-        """
+        """Draw `num` pictures of each prompt in this process, as `digen sample` does; of a video its filmstrip. `step`:
+        of the checkpoint, the newest one by default; `changes`: `seed`, `num_steps` and `size_px`."""
         import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
         from PIL import Image
 

@@ -50,10 +50,8 @@ def run(args: Namespace) -> int:
 
 
 def words_of(given: Sequence[str], *, needs_recipe: bool = True) -> list[str]:
-    """Words for verl's main.
-
-    Raises:
-        ValueError: there is no recipe, or it does not exist; a config of the user's own may have more.
+    """Words for verl's main. ValueError: there is no recipe, or it does not exist; a config of the user's own may have
+    more.
 
     Example:
         words_of(["digen_sd3+nft", "trainer.nnodes=2"])  # ["recipe=digen_sd3+nft", "trainer.nnodes=2"]

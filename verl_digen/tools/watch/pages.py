@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages of `digen watch` as a Starlette application: made on request, and again when a run has changed.
 
-| address | shows |
-| --- | --- |
-| `/` | the runs below the folder |
-| `/run?name=A` | the report of one |
-| `/compare?run=A&run=B` | some over each other |
-
 A page asks with HEAD whether its ETag is still the same, which makes no page, and loads itself again.
 
 *Invariants (tests/report/test_watch.py):* names of requests are looked up among the runs that are found, no path is
@@ -45,14 +39,7 @@ Make = Callable[[dict[str, Path]], tuple[dict[str, Any], str]]
 
 
 class Pages:
-    """HTML of pages, made again when a run of theirs has changed. Thread-safe.
-
-    Example:
-        pages = Pages()
-        pages.etag("a", runs)        # "5feceb66": nothing is made
-        pages.html("a", runs, make)  # made
-        pages.html("a", runs, make)  # the same, until a file of a run changes
-    """
+    """HTML of pages, made again when a file of a run of theirs has changed. Thread-safe."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic):
         self._now_s, self._lock = now_s, threading.Lock()
@@ -114,12 +101,8 @@ def _refusal(text: str) -> Response:
 
 
 def make_app(root: Path, *, token: str | None = None, cookie: str = "digen-watch") -> Starlette:
-    """The application.
-
-    Args:
-        token: what an address must carry, once; None: no other machine reaches the server.
-        cookie: name under which a browser keeps it.
-    """
+    """The application. An address must carry the token once, and a browser keeps it under the name `cookie`; without a
+    token no other machine reaches the server."""
     root, pages = root.resolve(), Pages()
 
     def answer(request: Request, runs: dict[str, Path], make: Make) -> Response:
