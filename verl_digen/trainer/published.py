@@ -95,11 +95,7 @@ class PublishedSamples:
 
 
 def check_one_version(facts: SampleFacts) -> None:
-    """Require a sample to be generated under one weight version.
-
-    Raises:
-        RuntimeError: it was not.
-    """
+    """Raise RuntimeError unless the sample was generated under one weight version."""
     if facts.version != facts.last_version:
         raise RuntimeError(
             f"sample {facts.sample_index} of group {facts.uid} was generated under weight versions {facts.version} and "
