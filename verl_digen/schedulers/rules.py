@@ -26,14 +26,11 @@ FRAGMENTS_PER_BATCH = 4
 
 
 def groups_per_fragment(num_ranks: int, group_size: int, num_prompts: int, rows_per_group: int) -> int:
-    """Most groups of a fragment, `digen.gap.max_groups_per_fragment=auto`.
+    """Most groups of a fragment, `digen.gap.max_groups_per_fragment=auto`. `rows_per_group`: trained rows of a group.
 
     `GROUPS_PER_FRAGMENT`; where these have fewer than `ROWS_PER_RANK` rows per rank, as many as have at most one sample
     per rank, and at most a share of the batch: max(8, min(floor(ranks / G), floor(P / FRAGMENTS_PER_BATCH))). One group
     more than that would give a few ranks the rows of a second sample.
-
-    Args:
-        rows_per_group: trained rows of the samples of a group.
 
     Example, groups of 12 samples with 9 trained steps:
         groups_per_fragment(24, 12, 32, 108)     # 8: 36 rows per rank

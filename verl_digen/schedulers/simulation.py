@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner driven by simulated events: step times and idle times without a device.
+"""The planner driven by simulated events: step times and idle times without a device. Nothing is decided here:
+simulated and live runs share `BatchPlanner`, which all events of one moment (within `EPSILON_S`) reach before it is
+asked.
 
-- Simulated and live runs share `BatchPlanner`: nothing is decided here.
-- All events of one moment (within `EPSILON_S`) reach the planner before it is asked to decide.
-
-Invariants
-- Equal input gives equal output.
-- With "tag" a step is never longer than without it, if durations are as given.
-- Busy and idle seconds of a pool add up to its slots times the makespan.
-
-Complexity: O(log events) per event, plus the planner's own.
+Invariants: equal input gives equal output. With "tag" a step is never longer than without it, if durations are as
+given. Busy and idle seconds of a pool add up to its slots times the makespan. O(log events) per event, plus the
+planner's own.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class LoadWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchReport:
-    """Final counts of a batch; the loss and the metrics are normalised with them."""
+    """Final counts of a batch."""
 
     batch: int
     num_groups: int
@@ -154,11 +154,7 @@ class Assist(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Take the optimizer step: the batch is complete.
-
-    With `report.num_groups == 0` every group was dropped and nothing was accumulated: skip the optimizer, and still
-    report the batch as committed.
-    """
+    """Take the optimizer step: the batch is complete. With `report.num_groups == 0` every group was dropped."""
 
     report: BatchReport
 
