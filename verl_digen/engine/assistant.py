@@ -45,7 +45,7 @@ from verl_digen.types import Condition, Generation, SampleRequest
 class Assistant:
     """Sampler over the engine's weights, and decoders of picture and sound, which a trainer does not have otherwise."""
 
-    def __init__(self, engine: DiffusersFSDPEngine, *, latents_dtype: torch.dtype, decoder_dtype: torch.dtype):
+    def __init__(self, engine: DiffusersFSDPEngine, *, decoder_dtype: torch.dtype):
         self._engine = engine
         device, rollout = engine.forward.device, engine.digen.rollout
         is_alone = dist.get_world_size() == 1  # and decides for itself how many forwards it takes
@@ -56,7 +56,6 @@ class Assistant:
             engine,
             # of several ranks `auto` is one forward: a tile of a row, both branches with gradients, fits
             GuidanceBranches(rollout.split_guidance if is_alone else rollout.split_guidance is True, device),
-            latents_dtype=latents_dtype,
         )
 
     def generate(
@@ -112,13 +111,13 @@ class Assistant:
 class _RankSampler(Sampler):
     """A sampler over the engine's module, whose weights are gathered for one batch at a time."""
 
-    def __init__(self, engine: DiffusersFSDPEngine, branches: GuidanceBranches, *, latents_dtype: torch.dtype):
+    def __init__(self, engine: DiffusersFSDPEngine, branches: GuidanceBranches):
         super().__init__(
             engine.model,
             engine.module,
             run_seed=engine.digen.seed,
             device=engine.forward.device,
-            latents_dtype=latents_dtype,
+            latents_dtype=PrecisionType.to_dtype(engine.digen.rollout.latents_dtype),
             branches=branches,
         )
         # where groups share steps, a call has one group (`groups_are_alike`): all ranks skip the same forwards
@@ -177,8 +176,7 @@ class RankGenerator:
     def __init__(self, engine: DiffusersFSDPEngine, dtype: torch.dtype):
         rollout, device, name = engine.digen.rollout, engine.forward.device, name_on_node()
         self._encoders = Encoders(engine.model, dtype, device, rollout, name)
-        latents_dtype = PrecisionType.to_dtype(rollout.latents_dtype)
-        self.assistant = Assistant(engine, latents_dtype=latents_dtype, decoder_dtype=dtype)
+        self.assistant = Assistant(engine, decoder_dtype=dtype)
         decoders = [*self.assistant.decoder.modules, *self.assistant.audio_decoder.modules]
         self._decoders = DeviceMemory(decoders, device, name and f"{name}-decoders")
         self._encoders.alternate_with(_RankMemory(engine, self._decoders))

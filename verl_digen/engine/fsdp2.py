@@ -110,12 +110,12 @@ def _wait_for(collective: Any, stream: Any) -> None:
         stream.wait_event(collective.event)
 
 
-def gathered_bytes(module: nn.Module) -> int:
-    """Bytes that all parameters of the module's FSDP2 units take on a rank while they are gathered."""
+def gathered_bytes(module: nn.Module, *, frozen_only: bool = False) -> int:
+    """Bytes that parameters of the module's FSDP2 units, or its frozen ones, take on a rank while they are gathered."""
     return sum(
-        parameter._orig_size.numel() * (group.mp_policy.param_dtype or parameter.sharded_param.dtype).itemsize
-        for group in _groups(module)
-        for parameter in group.fsdp_params
+        parameter._orig_size.numel() * (parameter.mp_policy.param_dtype or parameter.sharded_param.dtype).itemsize
+        for parameter in parameters_of(module)
+        if not (frozen_only and parameter.sharded_param.requires_grad)
     )
 
 

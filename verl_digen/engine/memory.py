@@ -191,8 +191,8 @@ def smaller_tile(rows: Sequence[Row]) -> str:
 
 
 def smaller_row(*, recomputes_all: bool, offloads: bool, reduce: str) -> str:
-    """Settings under which one row takes less, as the user types them, besides those that the run has: recomputes all
-    blocks, offloads their inputs to host memory, and `reduce` "tile", "fragment" or "batch"."""
+    """Settings under which one row takes less, as the user types them, without those that the run has: all blocks
+    recomputed, their inputs in host memory, and gradients reduced at each tile."""
     missing = [
         *([] if recomputes_all else ["actor_rollout_ref.model.recompute_blocks=all"]),
         *([] if offloads else ["actor_rollout_ref.model.enable_activation_offload=true"]),

@@ -31,14 +31,10 @@ def with_fused(config: FSDPOptimizerConfig, parameters: Iterable[Tensor]) -> FSD
     """verl's settings of the optimizer, with `fused=True` where that is possible and the user chose nothing."""
     given = dict(config.override_optimizer_config or {})
     is_adam = config.optimizer_impl == "torch.optim" and config.optimizer in FUSED
-    if not is_adam or CHOICES & given.keys() or not can_fuse(parameters):
+    has_kernel = all(one.device.type in DEVICES and one.is_floating_point() for one in parameters)
+    if not (is_adam and has_kernel) or CHOICES & given.keys():
         return config
     return replace(config, override_optimizer_config=given | {"fused": True})
-
-
-def can_fuse(parameters: Iterable[Tensor]) -> bool:
-    """True if PyTorch has a fused kernel for all of these parameters."""
-    return all(one.device.type in DEVICES and one.is_floating_point() for one in parameters)
 
 
 def implementations(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

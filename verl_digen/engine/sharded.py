@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class ShardedTransformer(FSDPEngine):
             self.state.loss_scale = LossScale()
         self.copies = PolicyCopies(
             self.module,
-            self._copy_weights,
+            partial(ShadowWeights, self.module, "cpu" if self.engine_config.param_offload else None),
             self.digen.ema if trains else EmaConfig(),
             self.digen.loss_settings.copies if trains else {},
         )
@@ -114,10 +115,6 @@ class ShardedTransformer(FSDPEngine):
         """Compute in fp32 with the frozen parameters that diffusers keeps in fp32, as replicas of the `diffusers` back
         end do; before the first forward."""
         keep_fp32(self.module, self.model.spec.transformer)
-
-    def _copy_weights(self) -> ShadowWeights:
-        """Copy of the trainable shards as they are now; offloaded where the weights are."""
-        return ShadowWeights(self.module, "cpu" if self.engine_config.param_offload else None)
 
     def _build_module(self) -> nn.Module:
         return build_transformer(self.model, self.model_config, self.engine_config, self.rank)

@@ -34,7 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from verl_digen.engine import memory
-from verl_digen.engine.fsdp2 import groups_of, parameters_of, reshard, set_groups, units_of
+from verl_digen.engine.fsdp2 import gathered_bytes, groups_of, reshard, set_groups, units_of
 from verl_digen.engine.memory import TileMemory
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tiles import TileChoice, prefers_whole_base
@@ -121,16 +121,6 @@ def release_frozen(module: nn.Module) -> None:
             groups_of(unit)[-1].release()
 
 
-def frozen_bytes(module: nn.Module) -> int:
-    """Bytes of all frozen parameters, gathered."""
-    total = 0
-    for parameter in parameters_of(module):
-        if not parameter.sharded_param.requires_grad:
-            dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
-            total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor's numel counts the whole
-    return total
-
-
 def _units(module: nn.Module) -> list[Any]:
     """FSDP2's state of every unit that has parameters."""
     return [unit for unit in units_of(module) if groups_of(unit)]
@@ -145,7 +135,7 @@ class WholeBase:
 
     def __init__(self, module: nn.Module, wanted: bool | str):
         self.module = module
-        self.num_bytes = frozen_bytes(module)
+        self.num_bytes = gathered_bytes(module, frozen_only=True)
         """Bytes of the whole base."""
         self.is_kept: bool | None = wanted if isinstance(wanted, bool) else None
         """True if the base is whole from the next tile on; None: not decided yet."""

@@ -107,12 +107,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
             if name == TRAINER:
                 self._generator = RankGenerator(self.engine, self.engine.wire_dtype)
             if self.engine.digen.tag.policy != "off":
-                rollout = self.engine.digen.rollout
-                self._assistant = Assistant(
-                    self.engine,
-                    latents_dtype=PrecisionType.to_dtype(rollout.latents_dtype),
-                    decoder_dtype=self.engine.wire_dtype,
-                )
+                self._assistant = Assistant(self.engine, decoder_dtype=self.engine.wire_dtype)
         if self._is_rollout and self.config.rollout.name in REPLICAS:
             # our replicas load the checkpoint for any rollout.load_format, so an adapter needs no base sent first
             self.base_sync_done = True

@@ -12,7 +12,7 @@
     on_scored        group complete -> ready                       (or the group is dropped, beyond the bounds)
                         |  next_for_trainer: a ready fragment always goes first (or waits, once, to become larger)
                         v
-    on_trained       trained; all of the batch settled -> Commit
+    on_trained       trained; all of the batch settled -> BatchReport
     on_committed     the next batch is the trainer's
     on_published     free slots take the new version (LoadWeights, on_loaded), each between two chunks
 
@@ -61,12 +61,10 @@ from verl_digen.schedulers.types import (
     AssistReason,
     BatchReport,
     Chunk,
-    Commit,
     Fragment,
     Generate,
     LoadWeights,
     SlotDecision,
-    Train,
     TrainerDecision,
     Wait,
 )
@@ -88,9 +86,9 @@ class BatchPlanner:
         planner.next_for_trainer(0.0)               # Wait("no_fragment_ready")
         planner.on_generated(0, 4.0)                # the slot is free
         planner.on_scored(0, {0: 0.1, 1: 0.9}, 0, 4.5)
-        planner.next_for_trainer(4.5)               # Train(Fragment(0, 0, ("p0",)))
+        planner.next_for_trainer(4.5)               # Fragment(0, 0, ("p0",)): it trains
         planner.on_trained(0, 6.0)
-        planner.next_for_trainer(6.0)               # Commit(BatchReport(batch=0, num_groups=1, num_samples=2, ...))
+        planner.next_for_trainer(6.0)               # BatchReport(batch=0, num_groups=1, num_samples=2, ...)
         planner.on_committed(0, 6.2)
         planner.on_published(1)
     """
@@ -308,13 +306,13 @@ class BatchPlanner:
         if size := self._book.fragment_size(batch):
             fragment = self._fragment(batch, size)
             self._occupy(fragment, now_s)
-            return Train(fragment)
+            return fragment
         if is_last:
             self._foresight.on_end(now_s)
             searches, error = self._foresight.num_searches, self._foresight.prediction_error
             report = batch.report(self.rules.group_size, num_searches=searches, prediction_error=error)
             self._occupy(report, now_s)
-            return Commit(report)
+            return report
         return self._at_bubble(batch, now_s)
 
     def on_trained(self, fragment_id: int, now_s: float) -> None:

@@ -60,11 +60,6 @@ class GapConfig:
     def __post_init__(self) -> None:
         check_fields(self, "digen.gap.")
 
-    @property
-    def most_groups(self) -> int | None:
-        """Largest fragment; None with auto."""
-        return number(self.max_groups_per_fragment)
-
 
 @dataclass(frozen=True)
 class QueueConfig:
@@ -81,10 +76,6 @@ class QueueConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.queue.")
-
-    def most_sample_refills(self, group_size: int) -> int:
-        """`max_sample_refills`, or the group size where it is null."""
-        return group_size if self.max_sample_refills is None else self.max_sample_refills
 
 
 @dataclass(frozen=True)
@@ -151,7 +142,7 @@ class BatchRules:
     @property
     def max_sample_refills(self) -> int:
         """Maximum number of failed samples regenerated in one batch."""
-        return self.queue.most_sample_refills(self.group_size)
+        return self.group_size if self.queue.max_sample_refills is None else self.queue.max_sample_refills
 
     @property
     def techniques(self) -> tuple[str, ...]:
@@ -163,8 +154,8 @@ class BatchRules:
     @property
     def largest_fragment(self) -> int:
         """Most groups of a fragment in a pipelined run: as configured, else `groups_per_fragment`."""
-        if self.gap.most_groups is not None:
-            return self.gap.most_groups
+        if most_groups := number(self.gap.max_groups_per_fragment):
+            return most_groups
         rows = self.group_size if self.rows_per_group is None else self.rows_per_group
         return groups_per_fragment(self.num_trainer_ranks, self.group_size, self.num_prompts, rows)
 

@@ -60,11 +60,9 @@ from verl_digen.schedulers.types import (
     Assist,
     BatchReport,
     Chunk,
-    Commit,
     Fragment,
     Generate,
     LoadWeights,
-    Train,
     TrainerDecision,
     Wait,
 )
@@ -235,10 +233,10 @@ class Conductor:
                 may_ask_again = await self._calls.changed(_until(decision) if may_ask_again else None)
                 continue
             self._idle.stop(self.lanes.trainer)
-            if isinstance(decision, Commit):
-                return await self._commit(self._open, decision.report)
-            if isinstance(decision, Train):
-                await self._train(self._open, decision.fragment)
+            if isinstance(decision, BatchReport):
+                return await self._commit(self._open, decision)
+            if isinstance(decision, Fragment):
+                await self._train(self._open, decision)
             else:
                 await self._assist(decision)
             may_ask_again = True
@@ -251,7 +249,8 @@ class Conductor:
 
     async def _train(self, batch: OpenBatch, fragment: Fragment) -> None:
         """Add the gradient of a fragment."""
-        groups = self._published[fragment.batch].of_fragment(fragment)
+        published = self._published[fragment.batch].groups
+        groups = {uid: published[uid] for uid in fragment.uids}
         with self.recorder.interval(
             "train",
             self.lanes.trainer,

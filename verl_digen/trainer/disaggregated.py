@@ -277,8 +277,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
             marked_timer("update_weights", self.timing_raw),
         ):
             self._send(self.global_steps)
-        lost, joining = self._lost_slots(), self._join_replicas()
-        self._supervision.run(self._conductor.publish(self.global_steps, lost, joining))
+        living = {replica.server_address for replica in self.checkpoint_manager.replicas}
+        lost = [slot.name for slot in self._slots if slot.replica not in living]
+        self._supervision.run(self._conductor.publish(self.global_steps, lost, self._join_replicas()))
         self._replicas.replace_lost()
 
     def on_step_end(self) -> None:
@@ -304,11 +305,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
             self._generator.add_slots([slot for slot in self._slots if slot.name in joined.slots])
             joining.append(joined)
         return joining
-
-    def _lost_slots(self) -> list[str]:
-        """Slots of replicas that are no longer in the run."""
-        living = {replica.server_address for replica in self.checkpoint_manager.replicas}
-        return [slot.name for slot in self._slots if slot.replica not in living]
 
     def on_validate_begin(self) -> None:
         """Drain the slots: validation uses the newest weights, on otherwise idle replicas."""

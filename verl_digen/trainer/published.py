@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_digen.schedulers.types import BatchReport, Fragment
+from verl_digen.schedulers.types import BatchReport
 from verl_digen.store.keys import SampleName
 from verl_digen.types import GroupTags, SampleFacts, SampleTag
 
@@ -58,10 +58,6 @@ class PublishedSamples:
         if (before := group.get(tag.facts.sample_index)) is not None:
             self.unwanted.append(SampleName.of(before.facts))
         group[tag.facts.sample_index] = tag
-
-    def of_fragment(self, fragment: Fragment) -> dict[str, dict[int, SampleTag]]:
-        """Samples of the fragment: uid -> sample index -> tag."""
-        return {uid: self.groups[uid] for uid in fragment.uids}
 
     def doubt(self, names: Sequence[SampleName], condition_key: str) -> None:
         """Add samples whose scoring timed out."""

@@ -64,7 +64,7 @@ class Wire:
 
 
 class BoundedSender(BucketedWeightSender):
-    """verl's sender on a `BoundedSocket`, which calls `check` while it waits."""
+    """verl's sender on a `BoundedSocket`, whose waits call `check`; what that raises ends the update."""
 
     def __init__(self, wire: Wire, check: Callable[[], None]):
         super().__init__(wire.handle, wire.bucket_mb, wire.use_shm)
