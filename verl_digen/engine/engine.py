@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class DiffusersFSDPEngine(VerlBatches):
-    """See the module."""
+    """verl's engine for diffusers transformers, with logical batches that are trained fragment by fragment."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

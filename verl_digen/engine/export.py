@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded weights -> full tensors under the names the diffusers checkpoint uses, one at a time.
 
-- Gathering is a collective, of one large tensor or several small ones: every rank must consume the whole iterator, in
-  step. A rank that sends or writes may take minutes over some tensors. The others wait for it on the CPU, at most
-  `LOOKAHEAD` collectives ahead: a gather that waits on the device is killed by NCCL's watchdog.
-- A yielded tensor is a copy; it stays valid when the weights change. LoRA is merged into it in fp32, rounded once.
+Gathering is a collective: every rank must consume the whole iterator, in step. A rank that sends or writes may take
+minutes over some tensors. The others wait for it on the CPU, at most `LOOKAHEAD` collectives ahead: a gather that waits
+on the device is killed by NCCL's watchdog. A yielded tensor is a copy, which stays valid when the weights change. LoRA
+is merged into it in fp32, rounded once.
 
 Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's; before training, so are the values.
 """

@@ -126,7 +126,7 @@ def own_objective(**unused: Any) -> tuple[Tensor, dict[str, Any]]:
 
 
 class VerlBatches(ShardedTransformer):
-    """See the module."""
+    """The engine's methods with verl's names for a batch, on rows that the caller has split."""
 
     forward: PolicyForward
     _reduce: str | None = None

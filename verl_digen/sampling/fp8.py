@@ -56,11 +56,6 @@ class Fp8Layers:
         """Bytes of all copies, once they are made; scales left out."""
         return sum(layer.weight.numel() for layer in self._layers)
 
-    @property
-    def num_held_bytes(self) -> int:
-        """Bytes of the copies that there are now; 0 after `clear`."""
-        return sum(weight.nbytes for weight, _ in self._copies)
-
     def clear(self) -> None:
         """Free the copies; the next use makes new ones. Call it when weights change, or leave the device."""
         self._copies = []

@@ -64,7 +64,8 @@ def shown_samples(run_dir: Path, step: int, tags: Mapping[str, SampleTag], num_l
 
 
 def draw_pictures(run_dir: Path, step: int, shown: Mapping[str, Shown], to_tensorboard: bool) -> None:
-    """Draw the grid of this validation and the before/after picture; to TensorBoard the grid and the videos."""
+    """Draw the grid of this validation and the before/after picture; if asked, send the grid and the videos to
+    TensorBoard."""
     grid = step_dir(run_dir, step).with_suffix(".png")
     entries = [
         {"uid": uid, "file_name": _moving_or_still(one.path).name, "prompt": one.prompt, "reward": one.reward}
