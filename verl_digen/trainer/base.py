@@ -60,7 +60,7 @@ from verl_digen.trainer.encoding import encode_before
 from verl_digen.trainer.nodes import fetch_on_all_nodes, keep_for_good
 from verl_digen.trainer.replicas import Replicas, required_processes
 from verl_digen.trainer.run_output import RunOutput
-from verl_digen.trainer.step_result import PoolDevices, StepResult, check_log_prob_gap, result_metrics, utilisation
+from verl_digen.trainer.step_result import StepResult, check_log_prob_gap, result_metrics, utilisation
 from verl_digen.trainer.updates import TrainerRanks
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 from verl_digen.trainer.validation_run import Validation
@@ -291,10 +291,10 @@ class DiffusionTrainer(PPOTrainerSync):
         return dict.fromkeys(("trainer", "generator"), self._get_n_gpus_for_throughput())
 
     @cached_property
-    def _pool_devices(self) -> dict[str, PoolDevices]:
+    def _pool_devices(self) -> dict[str, tuple[int, str | None]]:
         names = {"trainer": self.actor_rollout_wg.device_name()[0], "generator": self._replicas.device()}
         counts = self._device_counts()
-        return {pool: PoolDevices(counts[pool], name) for pool, name in names.items()}
+        return {pool: (counts[pool], name) for pool, name in names.items()}
 
     def _remaining_s(self, step: int) -> float:
         """Estimate the time to the end from the pace since this process's first step, validations included."""

@@ -25,15 +25,6 @@ ROW_FORWARD = "actor/row_forward_flops"
 ROW_TRAINING = "actor/row_training_flops"
 
 
-@dataclass(frozen=True)
-class PoolDevices:
-    """The devices of a pool."""
-
-    num_devices: int
-    name: str | None
-    """The platform's name of the first device; None for a CPU."""
-
-
 GAP = "rollout/log_prob_gap_max"
 
 
@@ -77,7 +68,7 @@ def result_metrics(result: StepResult, *, trained_version: int, **times: Any) ->
 
 
 def utilisation(
-    result: StepResult, metrics: Mapping[str, float], *, num_steps: int, devices: Mapping[str, PoolDevices]
+    result: StepResult, metrics: Mapping[str, float], *, num_steps: int, devices: Mapping[str, tuple[int, str | None]]
 ) -> dict[str, float]:
     """`perf/tflops_per_device/POOL` and, where the device's peak is known, `perf/mfu/POOL` of one step.
 
@@ -89,7 +80,8 @@ def utilisation(
     Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.build`), text encoding,
     decoding, and discarded samples. The time excludes nothing. Samples that the trainer generated are work of neither
     pool; `perf/generate_s` includes their time, so with assistance the generator's share is a lower bound. Of the
-    denoising steps of a sample, `num_steps`, a guided one counts once. `metrics` are `result_metrics` of the step.
+    denoising steps of a sample, `num_steps`, a guided one counts once. `metrics` are `result_metrics` of the step;
+    `devices`: pool -> their number, and the platform's name of the first, None for a CPU.
     """
     spared = sum(tag.facts.num_shared_steps + tag.facts.num_skipped_steps for tag in result.tags)
     num_pictures = sum(len(tag.generations) for tag in result.tags)
@@ -101,9 +93,7 @@ def utilisation(
     return {
         name: value
         for pool, (flops, seconds) in work.items()
-        for name, value in utilisation_metrics(
-            pool, flops, seconds, devices[pool].num_devices, devices[pool].name
-        ).items()
+        for name, value in utilisation_metrics(pool, flops, seconds, *devices[pool]).items()
     }
 
 

@@ -138,30 +138,20 @@ TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class Member:
-    """A rank's state before an update."""
-
-    generation: int
-    """Generation of the rank's group; 0 if it has none."""
-    address: tuple[str, int] | None
-    """Host and port of the store, on the sender."""
-
-
-@dataclass(frozen=True)
 class MeetingPoint:
-    """Store address and group generation of an update."""
+    """Where the ranks of an update meet; before it, what one rank knows of that."""
 
-    address: tuple[str, int]
     generation: int
+    """Generation of the group; 0 if the rank has none."""
+    address: tuple[str, int] | None
+    """Host and port of the store; only the sender knows it before the update."""
 
     @classmethod
-    def of(cls, members: list[Member]) -> MeetingPoint:
-        """The group that all ranks, the sender's first, are already in, or a new generation."""
-        generations = {member.generation for member in members}
+    def of(cls, known: list[MeetingPoint]) -> MeetingPoint:
+        """The group that all ranks, the sender first, are already in, or a new generation."""
+        generations = {one.generation for one in known}
         kept = len(generations) == 1 and generations != {0}
-        address = members[SENDER].address
-        assert address is not None, "the sender opened a store"
-        return cls(address, max(generations) + (0 if kept else 1))
+        return cls(max(generations) + (0 if kept else 1), known[SENDER].address)
 
 
 class GlooEngine(CheckpointEngine):
@@ -178,7 +168,7 @@ class GlooEngine(CheckpointEngine):
         self._generation = 0
         self._num_ranks = 0
 
-    def prepare(self) -> Member:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def prepare(self) -> MeetingPoint:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Open the store once, on the sender -> this rank's state."""
         if self.is_master and self._store is None:
             host = _own_address()
@@ -188,11 +178,11 @@ class GlooEngine(CheckpointEngine):
                 host, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener.detach()
             )
             self._address = host, port
-        return Member(self._generation, self._address)
+        return MeetingPoint(self._generation, self._address)
 
     @classmethod
     def build_topology(  # pyright: ignore[reportIncompatibleMethodOverride]
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[MeetingPoint]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Arguments of `init_process_group` (rank, number of ranks, meeting point), for the trainer's ranks and for the
         replicas' workers, from the results of `prepare` in the same order."""
@@ -212,6 +202,7 @@ class GlooEngine(CheckpointEngine):
         if rank == OUTSIDE or is_current:
             return
         if self._store is None:
+            assert meeting_point.address is not None, "the sender opened a store"
             self._store = TCPStore(*meeting_point.address, is_master=False, timeout=TIMEOUT)
         name = f"{meeting_point.generation}-of-{num_ranks}"
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
