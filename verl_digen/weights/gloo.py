@@ -139,7 +139,7 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Where the ranks of an update meet; before it, what one rank knows of that."""
+    """Store and group of an update; before it, what one rank knows of them."""
 
     generation: int
     """Generation of the group; 0 if the rank has none."""
