@@ -25,7 +25,15 @@ from verl_digen.hardware.devices import Pool
 from verl_digen.processes.relays import Together, relayed
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.simulation import PlannerRun
-from verl_digen.schedulers.types import Assist, Commit, Generate, LoadWeights, SlotDecision, Train, TrainerDecision
+from verl_digen.schedulers.types import (
+    Assist,
+    BatchReport,
+    Fragment,
+    Generate,
+    LoadWeights,
+    SlotDecision,
+    TrainerDecision,
+)
 from verl_digen.tools.simulate.cluster import Split, durations_of, simulated_rules
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names
 
@@ -56,8 +64,8 @@ class TimedPlanner(BatchPlanner):
         decision = super().next_for_trainer(now_s)
         self.counted.trainer_s.append(time.thread_time() - began_s)
         calls = self.counted.calls
-        if isinstance(decision, Train | Commit):
-            calls["train" if isinstance(decision, Train) else "commit"] += self.num_callees
+        if isinstance(decision, Fragment | BatchReport):
+            calls["train" if isinstance(decision, Fragment) else "commit"] += self.num_callees
         elif isinstance(decision, Assist):
             calls["assist"] += self.num_callees
         return decision

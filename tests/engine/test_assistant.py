@@ -68,7 +68,7 @@ def condition(num_tokens: int) -> Condition:
 
 
 def assistant_of(engine: Any) -> Assistant:
-    return Assistant(engine, latents_dtype=torch.float32, decoder_dtype=torch.float32)
+    return Assistant(engine, decoder_dtype=torch.float32)
 
 
 def of_prompts(asked: Sequence[SampleRequest]) -> dict[str, ConditionPair]:

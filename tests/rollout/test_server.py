@@ -310,7 +310,7 @@ def test_copies_in_fp8_are_those_of_the_weights_that_serve_also_after_a_sleep(ti
         await update(server, other, 1)
         awake = await ask(server, asked)
         await server.sleep()
-        assert server._network.fp8.num_held_bytes == 0
+        assert not server._network.fp8._copies
         await server.wake_up()
         await update(server, other, 2)
         return before, awake, await ask(server, asked)
@@ -321,7 +321,7 @@ def test_copies_in_fp8_are_those_of_the_weights_that_serve_also_after_a_sleep(ti
 
     before, awake, woken = asyncio.run(run())
     expected = asyncio.run(run_fresh())
-    assert server._network.fp8.num_held_bytes > 0
+    assert server._network.fp8._copies
     assert_bitwise(awake, expected)
     assert_bitwise(woken, expected)
     assert not torch.equal(before[0].trajectory.record.latents, expected[0].trajectory.record.latents)

@@ -14,7 +14,7 @@ from verl_digen.sampling.recording import initial_seed
 from verl_digen.sampling.requests import batch_rules, num_points, rows_per_group, sample_request
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
-from verl_digen.schedulers.types import Train
+from verl_digen.schedulers.types import Fragment
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.types import PromptRow
 
@@ -200,7 +200,7 @@ def test_the_trainer_cuts_a_batch_into_fragments_by_its_ranks(gap, num_steps, si
             planner.on_generated(decision.chunk.id, 0.0)
             planner.on_scored(decision.chunk.id, dict.fromkeys(decision.chunk.samples, 0.5), 0, 0.0)
     found = []
-    while isinstance(decision := planner.next_for_trainer(0.0), Train):
-        found.append(len(decision.fragment.uids))
-        planner.on_trained(decision.fragment.id, 0.0)
+    while isinstance(decision := planner.next_for_trainer(0.0), Fragment):
+        found.append(len(decision.uids))
+        planner.on_trained(decision.id, 0.0)
     assert found == sizes

@@ -12,7 +12,7 @@ from tests.schedulers.flat import changed, make_rules
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.types import Assist, Chunk, Commit, Fragment, Generate, LoadWeights, Train, Wait
+from verl_digen.schedulers.types import Assist, BatchReport, Chunk, Fragment, Generate, LoadWeights, Wait
 
 NUM_WORLDS = 400
 
@@ -91,9 +91,9 @@ class World:
             self.waits[decision.reason] += 1
             if not self.due:
                 raise AssertionError(f"nobody has anything to do: {decision}")
-        elif isinstance(decision, Train):
-            self.trained.append(decision.fragment)
-            self._later(0.3, self._trained, decision.fragment)
+        elif isinstance(decision, Fragment):
+            self.trained.append(decision)
+            self._later(0.3, self._trained, decision)
         elif isinstance(decision, Assist):
             assert not self.rules.gap.enable or not self.planner._book.batches[self.planner.batch].ready
             assert not self.assisting, "two assists at once"
@@ -106,9 +106,9 @@ class World:
             for chunk in decision.chunks:
                 self._generate("trainer", chunk, mean_s=1.5)
         else:
-            assert isinstance(decision, Commit)
-            self.reports[decision.report.batch] = decision.report
-            self._later(0.2, self._committed, decision.report.batch)
+            assert isinstance(decision, BatchReport)
+            self.reports[decision.batch] = decision
+            self._later(0.2, self._committed, decision.batch)
 
     # -- executing decisions --------------------------------------------------------------------------------
     def _generate(self, who: str, chunk: Chunk, mean_s: float) -> None:
@@ -344,7 +344,7 @@ def test_gap_spreads_one_group_over_all_slots_before_the_next():
     for chunk in first:
         finish(planner, chunk)
     assert [chunk.uid for chunk in chunks_of(planner.assign(1.0))] == ["p1", "p1"]
-    assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0",)))
+    assert planner.next_for_trainer(1.0) == Fragment(0, 0, ("p0",))
 
 
 def test_a_group_goes_to_one_slot_whole_without_prompt_replication():
@@ -356,13 +356,13 @@ def test_groups_that_pile_up_merge_into_one_fragment_up_to_the_bound():
     planner = planner_with(changed(STRICT, replicate_prompts=False, max_groups_per_fragment=2), *"abcd")
     for chunk in reversed(chunks_of(planner.assign(0.0))):
         finish(planner, chunk)
-    assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0", "p1")))
+    assert planner.next_for_trainer(1.0) == Fragment(0, 0, ("p0", "p1"))
     planner.on_trained(0, 2.0)
-    assert planner.next_for_trainer(2.0) == Train(Fragment(1, 0, ("p2", "p3")))
+    assert planner.next_for_trainer(2.0) == Fragment(1, 0, ("p2", "p3"))
     planner.on_trained(1, 3.0)
-    commit = planner.next_for_trainer(3.0)
-    assert isinstance(commit, Commit)
-    assert (commit.report.num_groups, commit.report.num_samples, commit.report.num_fragments) == (4, 16, 2)
+    report = planner.next_for_trainer(3.0)
+    assert isinstance(report, BatchReport)
+    assert (report.num_groups, report.num_samples, report.num_fragments) == (4, 16, 2)
 
 
 def test_a_lost_slots_chunk_is_issued_again_once_and_its_late_scores_are_ignored():
@@ -376,9 +376,9 @@ def test_a_lost_slots_chunk_is_issued_again_once_and_its_late_scores_are_ignored
     planner.on_scored(lost.id, {0: 9.0, 1: 9.0}, 0, 1.5)
     assert planner.next_for_trainer(1.5) == Wait("no_fragment_ready")
     finish(planner, again, 2.0)
-    assert planner.next_for_trainer(2.0) == Train(Fragment(0, 0, ("p0",)))
+    assert planner.next_for_trainer(2.0) == Fragment(0, 0, ("p0",))
     planner.on_trained(0, 3.0)
-    report = planner.next_for_trainer(3.0).report
+    report = planner.next_for_trainer(3.0)
     assert (report.num_reissued, report.num_late) == (2, 2)
 
 
@@ -407,7 +407,7 @@ def test_a_failed_sample_is_refilled_within_the_bound_and_then_its_group_is_drop
     assert (again.uid, again.samples, again.version) == ("p0", (2,), 0)
     planner.on_failed(again.id, [2])
     planner.on_generated(again.id, 2.0)
-    report = planner.next_for_trainer(2.0).report
+    report = planner.next_for_trainer(2.0)
     assert (report.num_groups, report.num_sample_refills, report.dropped) == (0, 1, {"failed": 1})
 
 
@@ -422,7 +422,7 @@ def test_a_group_without_spread_is_dropped_and_refilled_within_the_bound():
     (chunk,) = chunks_of(planner.assign(1.0))
     finish(planner, chunk, 2.0, rewards=dict.fromkeys(range(4), 0.5))
     assert planner.prompts_wanted() == {}
-    report = planner.next_for_trainer(2.0).report
+    report = planner.next_for_trainer(2.0)
     assert (report.num_groups, report.num_group_refills, report.dropped) == (0, 1, {"zero_spread": 2})
 
 
@@ -443,9 +443,9 @@ def test_a_batch_is_full_with_p_groups_and_the_surplus_is_cancelled():
     finish(planner, chunks[2])
     finish(planner, chunks[0])
     assert planner.take_cancelled() == [chunks[1].id]
-    assert planner.next_for_trainer(1.0) == Train(Fragment(0, 0, ("p0", "p2")))
+    assert planner.next_for_trainer(1.0) == Fragment(0, 0, ("p0", "p2"))
     planner.on_trained(0, 2.0)
-    assert planner.next_for_trainer(2.0).report.dropped == {"surplus": 1}
+    assert planner.next_for_trainer(2.0).dropped == {"surplus": 1}
 
 
 def test_the_end_of_a_cancelled_chunk_says_nothing_about_the_speed_of_its_slot():
@@ -475,7 +475,7 @@ def test_an_old_slot_finishes_the_groups_of_its_version_before_it_loads_the_new_
     assert planner.assign(5.0) == [LoadWeights("a", 1)]
     finish(planner, fourth, 5.0)
     assert planner.assign(5.0) == [LoadWeights("b", 1)]
-    assert planner.next_for_trainer(5.0) == Train(Fragment(1, 1, ("p1",)))
+    assert planner.next_for_trainer(5.0) == Fragment(1, 1, ("p1",))
 
 
 def test_a_slot_loads_the_newest_weights_before_it_begins_a_group():
@@ -507,7 +507,7 @@ def test_a_group_whose_version_no_slot_has_any_more_starts_over_under_the_new_on
     finish(planner, again, 4.0)
     planner.next_for_trainer(4.0)
     planner.on_trained(1, 5.0)
-    assert planner.next_for_trainer(5.0).report.stale_groups == {0: 1}
+    assert planner.next_for_trainer(5.0).stale_groups == {0: 1}
 
 
 def test_a_sample_of_another_version_is_an_error_in_strict_mode_and_fails_otherwise():
@@ -629,7 +629,7 @@ def test_an_assist_has_a_chunk_of_each_of_the_oldest_groups_and_the_trainer_is_f
     planner.on_generated(second.id, 5.0)
     planner.on_scored(first.id, dict.fromkeys(first.samples, 1.0), 0, 5.1)
     planner.on_scored(second.id, {0: 1.0, 2: 2.0}, 0, 5.1)
-    assert planner.next_for_trainer(5.1) == Train(Fragment(0, 0, ("p1",)))
+    assert planner.next_for_trainer(5.1) == Fragment(0, 0, ("p1",))
     planner.on_generated(slots.id, 6.0)
     assert [(chunk.uid, chunk.samples) for chunk in chunks_of(planner.assign(6.0))] == [("p2", (1, 3))]
 
@@ -644,11 +644,10 @@ def test_a_group_that_is_dropped_in_the_middle_of_an_assist_leaves_its_others():
     assert planner.take_cancelled() == [lost.id]
     for chunk in (lost, kept):
         finish(planner, chunk, 2.0)
-    assert planner.next_for_trainer(2.0) == Train(Fragment(0, 0, (kept.uid,)))
+    assert planner.next_for_trainer(2.0) == Fragment(0, 0, (kept.uid,))
     planner.on_trained(0, 3.0)
-    commit = planner.next_for_trainer(3.0)
-    assert isinstance(commit, Commit)
-    report = commit.report
+    report = planner.next_for_trainer(3.0)
+    assert isinstance(report, BatchReport)
     assert (report.num_assists, report.num_assisted, report.num_late) == (1, 8, 4)
     assert (report.num_groups, report.dropped) == (1, {"failed": 1})
     assert planner._durations.assist_s() == pytest.approx((0.0, 2.0)), "one round of 8 ranks, whoever was dropped"

@@ -13,7 +13,7 @@ from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
 from verl_digen.observe.timeline import Lane
 from verl_digen.processes.deadlines import DeadlinesConfig
-from verl_digen.schedulers.types import Assist, Commit, Train, Wait
+from verl_digen.schedulers.types import Assist, BatchReport, Fragment, Wait
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.published import PublishedSamples
 from verl_digen.trainer.timelines import Joining
@@ -80,8 +80,9 @@ def test_a_ready_fragment_goes_before_an_assist():
 
     conductor.planner.next_for_trainer = watched
     run(conductor)
-    assert {type(one) for one, ready in zip(decided, num_ready, strict=True) if ready} == {Train}
-    assert {type(one) for one, ready in zip(decided, num_ready, strict=True) if not ready} == {Assist, Wait, Commit}
+    kinds = [*zip(map(type, decided), num_ready, strict=True)]
+    assert {kind for kind, ready in kinds if ready} == {Fragment}
+    assert {kind for kind, ready in kinds if not ready} == {Assist, Wait, BatchReport}
 
 
 class Gated(Pools):

@@ -6,7 +6,7 @@ import pytest
 from tests.tags import make_tag
 from verl_digen.config import RolloutConfig
 from verl_digen.errors import RunStopped
-from verl_digen.trainer.step_result import GAP, PoolDevices, StepResult, check_log_prob_gap, utilisation
+from verl_digen.trainer.step_result import GAP, StepResult, check_log_prob_gap, utilisation
 from verl_digen.trainer.timelines import call_intervals, host_of, joined_name
 from verl_digen.trainer.validation import validation_metrics
 from verl_digen.types import RewardCall
@@ -20,7 +20,9 @@ METRICS = {
 }
 
 
-def utilised(trainer: PoolDevices, generator: PoolDevices, tags: dict | None = None, num_assisted: int = 0):
+def utilised(
+    trainer: tuple[int, str | None], generator: tuple[int, str | None], tags: dict | None = None, num_assisted: int = 0
+):
     """Utilisation of a step of 10 denoise steps; without `tags` of 8 samples."""
     tags = {f"g_{index}_0": make_tag() for index in range(8)} if tags is None else tags
     result = StepResult(tags, {}, 2.0, 0, num_assisted=num_assisted)
@@ -28,7 +30,7 @@ def utilised(trainer: PoolDevices, generator: PoolDevices, tags: dict | None = N
 
 
 def test_each_pool_is_measured_by_its_own_work_time_and_devices():
-    found = utilised(PoolDevices(2, "NVIDIA H100 80GB HBM3"), PoolDevices(4, "NVIDIA H20"))
+    found = utilised((2, "NVIDIA H100 80GB HBM3"), (4, "NVIDIA H20"))
     assert found == pytest.approx(
         {
             "perf/tflops_per_device/trainer": 40 * 3e13 / 2.0 / 2 / 1e12,
@@ -41,13 +43,13 @@ def test_each_pool_is_measured_by_its_own_work_time_and_devices():
 
 @pytest.mark.parametrize("name", [None, "Some Accelerator 9000"])
 def test_a_device_without_a_known_peak_has_no_share_of_it(name):
-    found = utilised(PoolDevices(1, name), PoolDevices(1, name))
+    found = utilised((1, name), (1, name))
     assert sorted(found) == ["perf/tflops_per_device/generator", "perf/tflops_per_device/trainer"]
 
 
 def test_shared_skipped_and_assisted_steps_are_no_forwards_of_the_generators():
     tags = {f"g_{index}_0": make_tag(num_shared_steps=2 * index, num_skipped_steps=index) for index in range(3)}
-    found = utilised(PoolDevices(1, None), PoolDevices(1, None), tags, num_assisted=1)
+    found = utilised((1, None), (1, None), tags, num_assisted=1)
     num_forwards = (3 - 1) * 10 - (2 + 4) - (1 + 2)
     assert found["perf/tflops_per_device/generator"] == pytest.approx(num_forwards * 1e13 / 4.0 / 1e12)
 

@@ -11,7 +11,7 @@ import torch
 from ray.exceptions import RayError
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-from verl_digen.weights.gloo import Bucket, MeetingPoint, Member, from_buckets, to_buckets
+from verl_digen.weights.gloo import Bucket, MeetingPoint, from_buckets, to_buckets
 
 pytestmark = pytest.mark.slow
 
@@ -190,10 +190,10 @@ def test_after_a_replica_died_in_an_update_the_next_one_reaches_the_others(worke
 
 
 def test_a_gloo_group_is_kept_while_all_of_its_members_are():
-    sender = Member(3, ("host", 1))
-    assert MeetingPoint.of([sender, Member(3, None)]).generation == 3
-    assert MeetingPoint.of([sender, Member(3, None), Member(0, None)]).generation == 4
-    assert MeetingPoint.of([Member(0, ("host", 1)), Member(0, None)]).generation == 1
+    sender = MeetingPoint(3, ("host", 1))
+    assert MeetingPoint.of([sender, MeetingPoint(3, None)]).generation == 3
+    assert MeetingPoint.of([sender, MeetingPoint(3, None), MeetingPoint(0, None)]).generation == 4
+    assert MeetingPoint.of([MeetingPoint(0, ("host", 1)), MeetingPoint(0, None)]).generation == 1
 
 
 def test_a_header_says_what_lies_in_a_bucket_and_nothing_else_is_read(tmp_path):

@@ -3,9 +3,8 @@
 
 A type is a resource of the Ray cluster: Ray's `accelerator_type:NAME`, which it detects on most accelerators, or a
 custom resource (`ray start --resources='{"NAME": 1}'`). A process requests the smallest share of it and so is placed on
-a node that has it; Ray counts the devices themselves as usual.
-
-Everything is checked before the first process starts: Ray would wait forever for devices that do not exist.
+a node that has it. Everything is checked before the first process starts: Ray would wait forever for devices that do
+not exist.
 
 Invariant (tests/platforms/test_placement.py): a config that passes `check_placement` can be placed on an idle cluster,
 where nodes of a type and their devices are concerned.
@@ -75,10 +74,7 @@ def pool_options(pool: PoolSettings, digen: DigenConfig) -> dict[str, Any]:
 
 def timeshared_options(pool: Any) -> list[dict[str, Any]]:
     """Options of the Ray actor of a timeshared reward on each device of a pool: in the bundle of the rank that has it.
-
-    Args:
-        pool: verl's `RayResourcePool`, reserved: a placement group per node, with a bundle per device.
-    """
+    The pool is verl's `RayResourcePool`, reserved: a placement group per node, with a bundle per device."""
     share = share_options(TIMESHARE)
     return [
         {
@@ -167,16 +163,13 @@ def type_resource(key: str, accelerator: str | None) -> str | None:
     for name in (f"{TYPE_PREFIX}{accelerator}", accelerator):
         if name in resources:
             return name
-    types = ", ".join(_types(resources)) or "it names none"
+    found = sorted(name.removeprefix(TYPE_PREFIX) for name in resources if not name.startswith(NOT_TYPES))
+    types = ", ".join(found) or "it names none"
     raise RunStopped(
         f"{key} must be a type of accelerator that the Ray cluster has ({types}), got {accelerator!r}; "
         "set one of these, null for any, or name the nodes' type with "
         f"`ray start --resources='{{\"{accelerator}\": 1}}'`"
     )
-
-
-def _types(resources: Mapping[str, float]) -> list[str]:
-    return sorted(name.removeprefix(TYPE_PREFIX) for name in resources if not name.startswith(NOT_TYPES))
 
 
 def _num_devices(resource: str, nodes: Sequence[Mapping[str, Any]]) -> int:

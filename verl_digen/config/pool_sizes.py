@@ -104,11 +104,8 @@ def asked_text(asked: Mapping[str, int]) -> str:
 
 
 def asked_devices(config: Any, digen: DigenConfig, *, has_own_replicas: bool) -> dict[str, int]:
-    """Pool, as the prefix of its keys, -> devices that it asks for; pools without devices are left out.
-
-    Args:
-        has_own_replicas: True if replicas do not share the trainer's devices.
-    """
+    """Pool, as the prefix of its keys, -> devices that it asks for; pools without devices are left out, and the
+    replicas' where they share the trainer's (`has_own_replicas`)."""
     asked = {
         "trainer": num_trainer_devices(config),
         ROLLOUT: num_generator_devices(config) if has_own_replicas else 0,

@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Columns of samples that arrive from TransferQueue in the background, in the order in which tiles need them.
 
-    arrival = Arrival(keys, names, fetch)      nothing is fetched yet
-    arrival.request([[0, 1], [1, 2]])          samples of the first tile, of the second: one thread fetches them
-    arrival.columns["latents"][0]              waits until that sample is there
-    arrival.close()                            nothing further is fetched; returns when the call in flight has ended
-
-- Calls of `fetch` are of the samples of 1, 1, 2, 4 ... tiles: the first tile waits for its own samples alone, and
-  many tiles take few calls. One call is in flight at a time.
-- A sample may be read before it was requested; it is then fetched by a call of its own.
-- Bound: the tensors of these samples, which are one rank's of one training call; nobody asks for more.
+- One thread calls `fetch` for the samples of 1, 1, 2, 4 ... tiles: the first tile waits for its own samples alone, and
+  many tiles take few calls. A sample that is read before it was requested is fetched by a call of its own.
+- Bound: the tensors of one rank's samples of one training call; nobody asks for more.
 
 Invariants (tests/engine/test_arrival.py): each sample is fetched once; an error reaches the reader with the samples'
 keys; after `close` no thread runs.
@@ -32,12 +26,7 @@ THREAD = "digen-rows"
 
 
 class Arrival:
-    """See the module.
-
-    Args:
-        keys: the samples.
-        names: the columns.
-    """
+    """The named columns of the samples `keys`; reading `columns["latents"][0]` waits until that sample is there."""
 
     def __init__(self, keys: Sequence[str], names: Iterable[str], fetch: FetchColumns):
         self._keys, self._fetch = keys, fetch
@@ -68,11 +57,8 @@ class Arrival:
             self._calls |= dict.fromkeys(call, (begun, call))
 
     def wait_for(self, index: int) -> dict[str, Tensor]:
-        """Columns of one sample, when it is there.
-
-        Raises:
-            RuntimeError: it could not be fetched; or the batch was closed before it came.
-        """
+        """Columns of one sample, when it is there. RuntimeError if it could not be fetched, or the batch was closed
+        before."""
         if index not in self._calls:
             self._begin([index])
         if self._is_closed:

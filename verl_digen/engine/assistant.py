@@ -6,16 +6,8 @@
 | the planner (`digen.tag`) | while a logical batch is open | encoded by a replica |
 | `actor_rollout_ref.rollout.name=trainer` | between batches; there is no other generator | encoded by the rank |
 
-- No second copy of the network, nothing offloaded; the gradient of an open logical batch stays as it is.
-- The samples of a call, of one group or several, are split over the data-parallel ranks; of ranks that share rows the
-  first answers.
-- Every forward gathers weights from all ranks, so all ranks denoise the same number of batches, and all batches of a
-  call take the same number of forwards. A batch holds samples of one `Sampling`; a rank with fewer batches than others
-  makes a padding sample and discards it.
-- A rank also holds the decoders of picture and sound, which a trainer does not have otherwise.
-- Between batches the rank's network stays where it is; while it trains, a `RankGenerator`'s encoders and decoders have
-  no device memory. Encoders that wait on the host take the place of everything else on the device for the time of one
-  encoding.
+Every forward gathers weights from all ranks, so all ranks denoise the same number of batches, and all batches of a call
+take the same number of forwards. A rank with fewer batches than others makes a padding sample and discards it.
 
 Invariant (tests/engine/test_assistant.py): a sample equals what a replica with the same weights generates, to float
 error; an open gradient is bitwise as before.
@@ -51,11 +43,9 @@ from verl_digen.types import Condition, Generation, SampleRequest
 
 
 class Assistant:
-    """Args:
-    latents_dtype: `digen.rollout.latents_dtype`. decoder_dtype: `actor_rollout_ref.rollout.dtype`.
-    """
+    """Sampler over the engine's weights, and decoders of picture and sound, which a trainer does not have otherwise."""
 
-    def __init__(self, engine: DiffusersFSDPEngine, *, latents_dtype: torch.dtype, decoder_dtype: torch.dtype):
+    def __init__(self, engine: DiffusersFSDPEngine, *, decoder_dtype: torch.dtype):
         self._engine = engine
         device, rollout = engine.forward.device, engine.digen.rollout
         is_alone = dist.get_world_size() == 1  # and decides for itself how many forwards it takes
@@ -66,19 +56,13 @@ class Assistant:
             engine,
             # of several ranks `auto` is one forward: a tile of a row, both branches with gradients, fits
             GuidanceBranches(rollout.split_guidance if is_alone else rollout.split_guidance is True, device),
-            latents_dtype=latents_dtype,
         )
 
     def generate(
         self, requests: Sequence[SampleRequest], prompts: Prompts, *, version: int
     ) -> list[tuple[int, Generation | ValueError]]:
         """Generate this rank's share of `requests` -> (place in `requests`, answer). All ranks call it with the same
-        arguments.
-
-        Args:
-            prompts: knows the conditions of the prompts, the same on all ranks.
-            version: weight version.
-        """
+        arguments, and with prompts that have the same conditions. Of ranks that share rows the first answers."""
         rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         conditions, refused = conditions_by_place(prompts, requests)
         taken = [*conditions]
@@ -107,11 +91,8 @@ class Assistant:
     ) -> list[Generation]:
         """Generate this rank's share of requests whose prompts are encoded, and stored, already.
 
-        Args:
-            conditions: condition key -> conditions of that prompt; the negative one only with guidance.
-
-        Raises:
-            ValueError: latents, pixels or sound of one of them are not finite.
+        `conditions` holds each prompt's conditions by condition key; the negative one only with guidance. ValueError if
+        latents, pixels or sound of a sample are not finite.
         """
         samples = []
         asked = [replace(request, wants_condition=False) for request in requests]
@@ -130,13 +111,13 @@ class Assistant:
 class _RankSampler(Sampler):
     """A sampler over the engine's module, whose weights are gathered for one batch at a time."""
 
-    def __init__(self, engine: DiffusersFSDPEngine, branches: GuidanceBranches, *, latents_dtype: torch.dtype):
+    def __init__(self, engine: DiffusersFSDPEngine, branches: GuidanceBranches):
         super().__init__(
             engine.model,
             engine.module,
             run_seed=engine.digen.seed,
             device=engine.forward.device,
-            latents_dtype=latents_dtype,
+            latents_dtype=PrecisionType.to_dtype(engine.digen.rollout.latents_dtype),
             branches=branches,
         )
         # where groups share steps, a call has one group (`groups_are_alike`): all ranks skip the same forwards
@@ -169,12 +150,8 @@ class _Known:
 
 
 def deal_samples(kinds: Sequence[Hashable], num_ranks: int) -> list[list[list[int]]]:
-    """Batches of each rank: positions of its samples; a batch has samples of one kind. Pure.
-
-    Numbers of samples differ by one at most. All ranks have as many batches; some may be empty.
-
-    Args:
-        kinds: kind of each sample.
+    """Batches of each rank: positions of its samples; a batch has samples of one kind. Numbers of samples differ by one
+    at most. All ranks have as many batches; some may be empty.
 
     Example: four samples of a kind and one of another, on two ranks
         deal_samples(["a", "a", "b", "a", "a"], 2)   # [[[0, 1, 3], []], [[4], [2]]]
@@ -192,15 +169,14 @@ def deal_samples(kinds: Sequence[Hashable], num_ranks: int) -> list[list[list[in
 class RankGenerator:
     """Generation where there is no replica: `actor_rollout_ref.rollout.name=trainer`.
 
-    Args:
-        dtype: `actor_rollout_ref.rollout.dtype`, of encoders and decoders.
+    While the rank trains, encoders and decoders have no device memory. Encoders that wait on the host take the place of
+    everything else on the device for the time of one encoding.
     """
 
     def __init__(self, engine: DiffusersFSDPEngine, dtype: torch.dtype):
         rollout, device, name = engine.digen.rollout, engine.forward.device, name_on_node()
         self._encoders = Encoders(engine.model, dtype, device, rollout, name)
-        latents_dtype = PrecisionType.to_dtype(rollout.latents_dtype)
-        self.assistant = Assistant(engine, latents_dtype=latents_dtype, decoder_dtype=dtype)
+        self.assistant = Assistant(engine, decoder_dtype=dtype)
         decoders = [*self.assistant.decoder.modules, *self.assistant.audio_decoder.modules]
         self._decoders = DeviceMemory(decoders, device, name and f"{name}-decoders")
         self._encoders.alternate_with(_RankMemory(engine, self._decoders))
@@ -209,11 +185,8 @@ class RankGenerator:
     def draw(
         self, requests: Sequence[SampleRequest], coming: Sequence[PromptInputs], version: int
     ) -> list[tuple[int, Generation | ValueError]]:
-        """Generate this rank's share of `requests`, see `Assistant.generate`.
-
-        Args:
-            coming: prompts of later requests, which are encoded in the same turn of encoders that wait on the host.
-        """
+        """Generate this rank's share of `requests`, see `Assistant.generate`. The prompts of later requests, `coming`,
+        are encoded in the same turn of encoders that wait on the host."""
         prompts = self._encoders.prompts
         if self._encoders.wait_on_host:
             prompts.prepare([inputs for request in requests for inputs in request.branches], coming)

@@ -47,8 +47,8 @@ def build_transformer(
     """The transformer: real on rank 0, from which verl's `fsdp2_load_full_state_dict` broadcasts, meta elsewhere.
 
     Some networks keep a few parameters in fp32 when they are loaded in another dtype (Wan: norms, time embedding).
-    FSDP2 trains the parameters of a unit in one dtype, so without an adapter all have `model_dtype`; a replica
-    of the `diffusers` back end casts them then, too.
+    FSDP2 trains the parameters of a unit in one dtype, so without an adapter all have `model_dtype`; a replica of the
+    `diffusers` back end casts them then, too.
     """
     dtype = PrecisionType.to_dtype(engine_config.model_dtype)
     module = model.load_transformer(dtype, meta=rank != 0)
@@ -133,10 +133,6 @@ class RowFlops:
       setting that adds work does not look like speed.
     - Rows of a batch are counted with the mean length of their prompts, and with as many images as every prompt of the
       model has (`ModelSpec.num_images`), at the size that `digen.sampling` asks for.
-
-    Args:
-        module: the engine's module, in its wrappers.
-        is_frozen: True if its weights are frozen under an adapter.
 
     Invariant (tests/engine/test_build.py): the forward counted is the checkpoint's network's, whatever wraps it.
     """

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a diffusers transformer: all or nothing on disk, bitwise on resume by as many ranks.
 
-`torch.distributed.checkpoint` writes and reads the files, for any number of ranks and any shards:
-`verl_digen.engine.saved_state` has their entries. Ranks of another number than saved continue as closely as sums in
-another order are. They take numbers that are the same on all ranks (optimizer steps, learning rate, loss scale,
-counters) from rank 0, and keep torch's random state that they started with; no result depends on it, noise is drawn by
-(seed, uid, sample, k). With LoRA a checkpoint holds the adapter alone, and a fingerprint of the base weights, which
-come from `actor_rollout_ref.model.path` again.
+`torch.distributed.checkpoint` writes and reads the files, whose entries `verl_digen.engine.saved_state` lists. Ranks of
+another number than saved continue up to the order of sums. They take what is the same on all ranks (optimizer steps,
+learning rate, loss scale, counters) from rank 0, and keep torch's random state that they started with; no result
+depends on it, noise is drawn by (seed, uid, sample, k). With LoRA a checkpoint holds the adapter alone, and a
+fingerprint of the base weights.
 
-A save writes into `NAME.partial` next to its folder, and rank 0 renames it when every rank is done. So a full disk or a
-kill leaves the last good checkpoint intact; the next save removes leftovers of a killed one. `digen export` makes files
-for other tools of a checkpoint; the driver does so for "hf_model" (`verl_digen.engine.driver_checkpoint`).
+A save writes into `NAME.partial` next to its folder, and rank 0 renames it when every rank is done, so a full disk or a
+kill leaves the last good checkpoint intact; the next save removes leftovers.
 
-Invariants (tests/engine/test_checkpoint.py): n updates, save, load, n updates equal 2n updates bitwise; a
-save that fails on any rank raises on every rank and leaves no folder behind; so does a load, which then ends the run.
+Invariants (tests/engine/test_checkpoint.py): n updates, save, load, n updates equal 2n updates bitwise; a save that
+fails on any rank raises on every rank and leaves no folder behind; so does a load, which then ends the run.
 """
 
 from __future__ import annotations
@@ -80,11 +78,8 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write this rank's part of a checkpoint; it appears under `local_path` when all ranks are done.
-
-        Raises:
-            RuntimeError: a rank could not write; nothing appears, and older checkpoints are untouched.
-        """
+        """Write this rank's part of a checkpoint; it appears under `local_path` when all ranks are done. RuntimeError
+        if a rank could not write: nothing appears then, and older checkpoints are untouched."""
         if local_path is None:
             return
         folder, num_kept = Path(local_path).absolute(), max_ckpt_to_keep or 0
@@ -173,11 +168,8 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Load this rank's part of a checkpoint of any number of ranks.
-
-        Raises:
-            ValueError: it is no checkpoint, or of a run that trained other weights; on all ranks.
-        """
+        """Load this rank's part of a checkpoint of any number of ranks. ValueError, on all ranks, if it is no
+        checkpoint, or of a run that trained other weights."""
         if local_path is None:
             return
         saved, into = SavedState(Path(local_path)), self._weights()
@@ -201,10 +193,7 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
 
     def _load_own(self, saved: SavedState, local_path: str) -> dict[str, Any]:
         """Values beside the tensors: this rank's, or rank 0's without random states if there were more or fewer ranks.
-
-        Raises:
-            ValueError: they are not those that this run needs.
-        """
+        ValueError if they are not those that this run needs."""
         is_same_number = sum(entry.startswith("rank/") for entry in saved.entries) == self.world_size
         entry = f"rank/{self.rank if is_same_number else 0}"
         saved.load(values := {entry: None})
@@ -290,10 +279,8 @@ def _layout(value: Tensor) -> str:
 
 @torch.no_grad()
 def base_fingerprint(module: nn.Module) -> str:
-    """Hash of the first numbers of every frozen parameter, "" without one: tells base weights apart. Collective.
-
-    They are of its first row, which rank 0 has, however many ranks share the rest.
-    """
+    """Hash of the first numbers of every frozen parameter, "" without one: tells base weights apart. Collective. The
+    numbers are of the first row, which rank 0 has, however many ranks share the rest."""
     frozen = [value for value in module.parameters() if not value.requires_grad]
     heads = [local_shard(value).flatten()[: min(FINGERPRINT_NUMBERS, value.shape[1:].numel())] for value in frozen]
     digest = [sha256(torch.cat([head.float() for head in heads]).cpu().numpy().tobytes()).hexdigest() if heads else ""]

@@ -10,12 +10,11 @@
 | `teacher` | the adapter in `digen.loss.teacher`, frozen | no |
 | `old` of other objectives | from before the first of several optimizer steps on the same samples | no |
 
-- A copy is each rank's own shards, and needs no collective: they are copied, averaged and exchanged in place.
-- `swapped_in` puts a copy in place of the weights and back again. With `reshard_after_forward=false` FSDP2 keeps
-  gathered parameters beyond a forward; so both ways start by resharding, and the next forward gathers again.
+A copy is each rank's own shards: they are copied, averaged and exchanged in place, without a collective. With
+`reshard_after_forward=false` FSDP2 keeps gathered parameters beyond a forward, so a swap starts by resharding.
 
-Invariants (tests/engine/test_copies.py): a copy follows only steps that changed the weights; after
-`swapped_in` the weights are bitwise what they were, also if the body raised.
+Invariants (tests/engine/test_copies.py): a copy follows only steps that changed the weights; after `swapped_in` the
+weights are bitwise what they were, also if the body raised.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ def local_shards(module: nn.Module) -> dict[str, Tensor]:
 
 
 class ShadowWeights:
-    """A copy of the trained shards of `module` as they are now.
-
-    Args:
-        device: device of the copy; None: each shard's own.
-    """
+    """A copy of the trained shards of `module` as they are now, on `device`; None: on each shard's own."""
 
     def __init__(self, module: nn.Module, device: torch.device | str | None = None):
         live = local_shards(module)  # waits for them
@@ -94,13 +89,8 @@ AVERAGE = "average"
 
 
 class PolicyCopies(Mapping[str, ShadowWeights]):
-    """Policy -> its weights.
-
-    Args:
-        copy: copies the trainable shards of `module` as they are now.
-        ema: `digen.ema`.
-        decays: policies that follow once per batch, see `LossConfig.copies`.
-    """
+    """Policy -> its weights. `copy` copies the trainable shards of `module` as they are now; `decays` are of the
+    policies that follow once per batch, see `LossConfig.copies`."""
 
     def __init__(
         self, module: nn.Module, copy: Callable[[], ShadowWeights], ema: EmaConfig, decays: Mapping[str, Decay]

@@ -58,12 +58,8 @@ def digest(prompts: Sequence[PromptRow]) -> str:
 def save_driver_state(
     step_dir: Path, state: DriverState, dataloader_state: dict[str, Any], open_prompts: Sequence[PromptRow]
 ) -> None:
-    """Write the driver's files into `step_dir`.
-
-    Args:
-        open_prompts: prompts that were drawn and that no optimizer step has trained; a resumed run begins with
-            them.
-    """
+    """Write the driver's files into `step_dir`; a resumed run begins with `open_prompts`, which were drawn, and which
+    no optimizer step has trained."""
     step_dir.mkdir(parents=True, exist_ok=True)
     torch.save(dataloader_state, step_dir / "data.pt")
     replace_text(step_dir / "prompts.json", json.dumps([_plain(vars(row), row.place) for row in open_prompts]))
@@ -79,11 +75,8 @@ def save_run_description(step_dir: Path, config: DictConfig) -> None:
 
 
 def export_checkpoint(step_dir: Path) -> None:
-    """Write `actor/huggingface`, for `hf_model` in `save_contents`, by `digen export` in a process of its own.
-
-    Raises:
-        OSError: it failed; with what it said.
-    """
+    """Write `actor/huggingface`, for `hf_model` in `save_contents`, by `digen export` in a process of its own. OSError
+    with what it said, if it failed."""
     run_dir, step = step_dir.parent, step_dir.name.removeprefix(CHECKPOINT)
     words = ["export", str(run_dir), "--step", step, "--output", str(step_dir / "actor" / "huggingface")]
     command = [sys.executable, "-c", "from verl_digen.cli import main; raise SystemExit(main())", *words]
@@ -94,11 +87,8 @@ def export_checkpoint(step_dir: Path) -> None:
 
 
 def load_driver_state(step_dir: Path) -> DriverState:
-    """Read back what `save_driver_state` wrote.
-
-    Raises:
-        ValueError: the checkpoint was not written by verl-digen, or by a version with other files.
-    """
+    """Read what `save_driver_state` wrote. ValueError if it was not verl-digen that wrote it, or a version with other
+    files."""
     path = step_dir / "digen.json"
     if not path.is_file():
         raise ValueError(
@@ -118,11 +108,8 @@ def load_open_prompts(step_dir: Path) -> list[PromptRow]:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """Convert a value of a prompt's row to what JSON gives back unchanged; `place` names the row in a message.
-
-    Raises:
-        ValueError: a type that no prompt file holds.
-    """
+    """Convert a value of a prompt's row to what JSON gives back unchanged. ValueError, which names the row by `place`,
+    for a type that no prompt file holds."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(item, place) for key, item in value.items()}
     if isinstance(value, list | tuple):

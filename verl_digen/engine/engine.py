@@ -8,25 +8,13 @@
 
     evaluate(fragments)             log-probs of their rows, before the first of several optimizer steps trains them
 
-Colocated training is the same calls: one fragment of all groups, or one logical batch per mini-batch. verl's own
-`train_batch`, `infer_batch` and `forward_step` run the same code on rows that the caller has split over the ranks, see
-`verl_digen.engine.verl_batches`.
-
-| what | where |
-| --- | --- |
-| how the module is built, optimizer step, export | `verl_digen.engine.sharded` |
-| the accumulating gradient | `verl_digen.engine.transaction` |
-| advantages before all rewards are known | `verl_digen.engine.ledger` |
-| partition of rows over ranks and tiles | `verl_digen.schedulers.deal`, `verl_digen.schedulers.tiles` |
-| forwards, of other policies too | `verl_digen.engine.policies` |
+Colocated training is the same calls: one fragment of all groups, or one logical batch per mini-batch.
 
 Invariants (tests/engine)
-- The committed gradient equals the serial loop's over rows, whatever the fragments, their order, the number of
-  ranks and `digen.tsp.*`; also if the advantage scale is known only with the whole batch.
+- The committed gradient equals the serial loop's over rows, whatever the fragments, their order, the number of ranks
+  and `digen.tsp.*`; also if the advantage scale is known only with the whole batch.
 - The ratio of an update's own first pass is exactly 1.
 - After `abort` weights, optimizer, copies, schedule and counters are bitwise as at `begin`.
-- `assisting` leaves the open gradient bitwise as it is.
-- A step with a gradient that is not finite changes neither weights nor copies, and is counted.
 """
 
 from __future__ import annotations
@@ -66,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 class DiffusersFSDPEngine(VerlBatches):
-    """See the module."""
+    """verl's engine for diffusers transformers, with logical batches that are trained fragment by fragment."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -111,13 +99,12 @@ class DiffusersFSDPEngine(VerlBatches):
             num_samples: most samples it may have. Its gradient is complete when that many have arrived.
             num_rows: planned number of rows; `commit` corrects the gradient if another number trained. 0 if the
                 objective selects none of the samples: its gradient is then empty, and `commit` takes no step.
-            fetch: loads samples from TransferQueue. Each rank calls it for the samples whose rows it trains, from
-                `accumulate` or, for samples held back, from `commit`. Do not clear them before `commit`.
+            fetch: loads samples from TransferQueue, on each rank those whose rows it trains, from `accumulate` or, for
+                samples held back, from `commit`. Do not clear them before `commit`.
             scale: divisor of centred rewards under `digen.advantage.scale` batch and max_group, where it is known: all
                 rewards are there, of these samples and of the other mini-batches'.
 
-        Raises:
-            RuntimeError: a logical batch is open, or this one would have no samples.
+        RuntimeError if a logical batch is open, or this one would have no samples.
         """
         self._require_closed("begin")
         if num_samples < 1 or num_rows < 0:
@@ -157,13 +144,11 @@ class DiffusersFSDPEngine(VerlBatches):
         """Add the gradient of complete groups, or of a part of one. Its only collectives are in the forwards and
         backwards, and where tiles or recomputed blocks are automatic the ranks' agreement on the longest prompt.
 
-        Returns:
-            `num_rows`, trained in this call, over all ranks, and `num_held_samples`, held back because their
-            advantages might be clamped, see `verl_digen.engine.ledger`.
+        Returns `num_rows`, trained in this call, over all ranks, and `num_held_samples`, held back because their
+        advantages might be clamped, see `verl_digen.engine.ledger`.
 
-        Raises:
-            RuntimeError: no logical batch is open; an earlier call on it failed; part of the fragment was added
-                before, in which case the batch stays as it is. After any other exception only `abort` is legal.
+        RuntimeError if no logical batch is open, an earlier call on it failed, or part of the fragment was added
+        before, in which case the batch stays as it is. After any other exception only `abort` is legal.
         """
         batch = self._require_open("accumulate")
         batch.transaction.require_sound("accumulate")
@@ -174,19 +159,14 @@ class DiffusersFSDPEngine(VerlBatches):
         return {"num_rows": num_rows, "num_held_samples": len(batch.ledger.held)}
 
     def commit(self, *, more: bool = False) -> dict[str, Any]:
-        """Take one optimizer step and one learning-rate step on the accumulated gradient; close the batch. A batch of
-        which no sample has rows, because the objective selected none, takes the learning-rate step alone, and counts in
-        the metric `num_empty_updates`.
+        """Take one optimizer step and one learning-rate step on the accumulated gradient; close the batch. A batch
+        without rows, because the objective selected no sample, takes the learning-rate step alone, and counts in the
+        metric `num_empty_updates`. With `more`, another optimizer step on the same samples follows: the learning rate
+        stays, and offloaded tensors stay on the device.
 
-        Args:
-            more: another optimizer step on the same samples follows. The learning rate then stays, and offloaded
-                tensors stay on the device.
+        Returns `loss`, this rank's in a list, and `metrics`, name -> `Metric`, the same on all ranks.
 
-        Returns:
-            `loss`, this rank's in a list, and `metrics`, name -> `Metric`, the same on all ranks.
-
-        Raises:
-            RuntimeError: as in `accumulate`; or no sample came. Then only `abort` is legal.
+        RuntimeError as in `accumulate`, or if no sample came. Then only `abort` is legal.
         """
         batch = self._require_open("commit")
         skipped = self.state.num_skipped
@@ -228,26 +208,18 @@ class DiffusersFSDPEngine(VerlBatches):
         return {name: _number(value) for name, value in numbers.items()}
 
     def abort(self) -> None:
-        """Close the logical batch and discard it: weights, optimizer, copies, schedule and counters stay.
-
-        If only some ranks raised, the others may hang in a collective; then only a restart helps.
-
-        Raises:
-            RuntimeError: no logical batch is open.
-        """
+        """Close the logical batch and discard it: weights, optimizer, copies, schedule and counters stay. RuntimeError
+        if none is open. If only some ranks raised, the others may hang in a collective; then only a restart helps."""
         self._require_open("abort").transaction.drop()
         self._close()
 
     @contextmanager
     def assisting(self) -> Iterator[nn.Module]:
-        """Context in which the module may run forwards without gradient, for trainer-assisted generation. Its weights
-        are those that replicas have.
+        """Context in which the module may run forwards without gradient, for trainer-assisted generation, with the
+        weights that replicas have. RuntimeError if an earlier call on the open logical batch failed.
 
-        An open logical batch's gradient stays as it is, also if the body raises. All ranks must run the same number of
+        An open gradient stays bitwise as it is, also if the body raises. All ranks must run the same number of
         forwards. Weights are gathered once where memory allows (`memory.weights_may_stay`), else in every forward.
-
-        Raises:
-            RuntimeError: an earlier call on the open logical batch failed.
         """
         if self._open is not None:
             self._open.transaction.require_sound("assisting")
@@ -261,26 +233,18 @@ class DiffusersFSDPEngine(VerlBatches):
         return nullcontext() if self.exports == CURRENT else self.copies[self.exports].swapped_in(self.module)
 
     def keep_old(self) -> None:
-        """Copy the weights, as policy `old` of the optimizer steps up to the next `commit` without `more`.
-
-        Raises:
-            RuntimeError: a logical batch is open.
-        """
+        """Copy the weights, as policy `old` of the optimizer steps up to the next `commit` without `more`. RuntimeError
+        if a logical batch is open."""
         self._require_closed("keep_old")
         self.copies.keep("old")
 
     @torch.no_grad()
     def evaluate(self, fragments: Sequence[FragmentSpec], fetch: Fetch) -> dict[str, dict[int, float]]:
-        """Log-probs of the fragments' rows that this rank would train, under the current weights. Of ranks that share
-        rows the first returns them.
+        """Log-probs of the fragments' rows that this rank would train, under the current weights: sample's key ->
+        trained step -> log-prob. Of ranks that share rows the first returns them. RuntimeError if a logical batch is
+        open.
 
         Rows go to the same ranks and tiles as in `accumulate`, so that their first ratio is exactly 1.
-
-        Returns:
-            Sample's key -> trained step -> log-prob.
-
-        Raises:
-            RuntimeError: a logical batch is open.
         """
         self._require_closed("evaluate")
         found: dict[str, dict[int, float]] = {}
@@ -330,11 +294,7 @@ class DiffusersFSDPEngine(VerlBatches):
 
     # -- verl's methods that offload, or must not touch an open gradient ------------------------------------
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
-        """verl's `train_mode`.
-
-        Raises:
-            RuntimeError: a logical batch is open, whose gradient would be zeroed.
-        """
+        """verl's `train_mode`. RuntimeError while a logical batch is open, whose gradient would be zeroed."""
         self._require_closed("training")
         return super().train_mode(**kwargs)
 

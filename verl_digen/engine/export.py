@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded weights -> full tensors under the names the diffusers checkpoint uses, one at a time.
 
-- Gathering is a collective, of one large tensor or several small ones: every rank must consume the whole iterator, in
-  step.
-- A rank that sends or writes may take minutes over some tensors. The others wait for it on the CPU, at most
-  `LOOKAHEAD` collectives ahead: a gather that waits on the device is killed by NCCL's watchdog.
-- A yielded tensor is a copy; it stays valid when the weights change.
-- The module is not changed: LoRA is merged into the copy, in fp32, rounded once.
+Gathering is a collective: every rank must consume the whole iterator, in step. A rank that sends or writes may take
+minutes over some tensors. The others wait for it on the CPU, at most `LOOKAHEAD` collectives ahead: a gather that waits
+on the device is killed by NCCL's watchdog. A yielded tensor is a copy, which stays valid when the weights change. LoRA
+is merged into it in fp32, rounded once.
 
 Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's; before training, so are the values.
 """
@@ -48,9 +46,7 @@ def export(
 ) -> tuple[NamedTensors, dict[str, Any] | None]:
     """(tensors for a replica, peft config of an adapter that is not merged, else None).
 
-    Args:
-        merge_lora: True if replicas have the adapter merged into their weights.
-        base_sync_done: read if the adapter is not merged. True: replicas have the base already, send the adapter alone.
+    With `base_sync_done` replicas have the base already, and an adapter that is not merged is sent alone.
     """
     if merge_lora or not isinstance(module, PeftModel):
         return full_weights(module, merge_lora=merge_lora, dtype=dtype), None
@@ -61,15 +57,10 @@ def export(
 
 @torch.no_grad()
 def full_weights(module: nn.Module, *, merge_lora: bool, dtype: torch.dtype | None = None) -> NamedTensors:
-    """All weights of the transformer, without adapter tensors.
+    """All weights of the transformer, without adapter tensors and under the checkpoint's names.
 
-    Args:
-        module: with or without peft's and FSDP2's wrapping.
-        merge_lora: add the adapter's share; False yields the base weights as loaded.
-        dtype: dtype of yielded floating tensors; None keeps each parameter's own.
-
-    Raises:
-        ValueError: the adapter cannot be merged.
+    Floating tensors have `dtype`; None keeps each parameter's own. `merge_lora` adds the adapter's share, with a
+    ValueError if it cannot be merged; False yields the base weights as loaded.
     """
     adapters = mergeable(module) if merge_lora else {}
     for name, full in gathered((name, value) for name, value in module.state_dict().items() if not is_adapter(name)):
@@ -174,14 +165,8 @@ def is_adapter(name: str) -> bool:
 
 
 def mergeable(module: nn.Module, asked: str = "actor_rollout_ref.model.lora.merge=true") -> dict[str, LoraLayer]:
-    """State-dict name of each wrapped weight -> its layer.
-
-    Args:
-        asked: what the user typed to have it merged.
-
-    Raises:
-        ValueError: a layer that `merge` is not for.
-    """
+    """State-dict name of each wrapped weight -> its layer. ValueError for a layer that `merge` is not for, with what
+    the user typed to have it merged, `asked`."""
     layers = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, LoraLayer):

@@ -65,11 +65,8 @@ class FragmentSpec:
 
 def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
     """All rows of the samples; samples are numbered in order, buckets by expert, and then by sampling. Tiles do not mix
-    buckets, and all ranks run the same buckets in the same order.
-
-    Raises:
-        RuntimeError: a sample's number of experts is not its number of points.
-    """
+    buckets, and all ranks run the same buckets in the same order. RuntimeError if a sample has not one expert for each
+    point, or none."""
     kinds: dict[Sampling, int] = {}
     for sample in samples:
         for sampling in (turn.sampling for turn in sample.turns) if sample.turns else (sample.facts.sampling,):

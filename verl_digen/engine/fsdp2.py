@@ -8,18 +8,12 @@ gathered parameters: kept from forward to forward, and dropped, also after an ex
 | 2.12 | several, `_fsdp_param_groups` | by hand, `_reset` |
 | 2.13 | several, `_fsdp_param_groups` | `FSDPModule.reset_iter_state` |
 
-A row, and the code for it, goes when `verl_digen.hardware.versions` refuses that PyTorch.
-
-- Without `forwards(keeps=True)` each unit gathers its parameters in every forward, T times in a denoising loop.
-- Without `kept_after_backward` each unit gathers its parameters again for every tile.
-
 With `reshard_after_forward=false`, FSDP2's own `reshard` does nothing while a forward runs. After an exception FSDP2
 assumes that the forward still runs, so a reader of the shards would get gathered parameters. Call `recover` first then.
 
-Invariants
-- (tests/contracts/test_private_names.py): the functions do the same with every PyTorch that can work.
-- (tests/engine/test_copies.py, test_gradients.py, test_assistant.py): afterwards a module's parameters are its shards;
-  with `keeps` each unit gathers once, and the outputs are the same.
+Invariants: the functions do the same with every PyTorch that can work (tests/contracts/test_private_names.py);
+afterwards a module's parameters are its shards; with `keeps` each unit gathers once, and the outputs are the same
+(tests/engine/test_copies.py, test_gradients.py, test_assistant.py).
 """
 
 from __future__ import annotations
@@ -63,10 +57,8 @@ def parameters_of(module: nn.Module) -> list[Any]:
 
 
 def reset(root: Any) -> None:
-    """Put the shards of a root module in place after an exception in its forward or backward, with nothing in flight.
-
-    A gradient that waits to be reduced stays.
-    """
+    """Put the shards of a root module in place after an exception in its forward or backward, with nothing in flight. A
+    gradient that waits to be reduced stays."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:
@@ -118,23 +110,20 @@ def _wait_for(collective: Any, stream: Any) -> None:
         stream.wait_event(collective.event)
 
 
-def gathered_bytes(module: nn.Module) -> int:
-    """Bytes that all parameters of the module's FSDP2 units take on a rank while they are gathered."""
+def gathered_bytes(module: nn.Module, *, frozen_only: bool = False) -> int:
+    """Bytes that parameters of the module's FSDP2 units, or its frozen ones, take on a rank while they are gathered."""
     return sum(
-        parameter._orig_size.numel() * (group.mp_policy.param_dtype or parameter.sharded_param.dtype).itemsize
-        for group in _groups(module)
-        for parameter in group.fsdp_params
+        parameter._orig_size.numel() * (parameter.mp_policy.param_dtype or parameter.sharded_param.dtype).itemsize
+        for parameter in parameters_of(module)
+        if not (frozen_only and parameter.sharded_param.requires_grad)
     )
 
 
 @contextmanager
 def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
-    """Context for forwards without gradient; after it, also after an exception, the parameters are the shards.
-
-    Args:
-        keeps: a unit gathers its parameters in its first forward, and keeps them for those that follow. The same on
-            all ranks.
-    """
+    """Context for forwards without gradient; after it, also after an exception, the parameters are the shards. With
+    `keeps`, the same on all ranks, a unit gathers its parameters in its first forward alone; else in every one, T times
+    in a denoising loop."""
     meshes = [(group, group.post_forward_mesh_info) for group in _groups(module)]
     for group, _ in meshes if keeps else ():
         group.post_forward_mesh_info = None  # what FSDP2's `set_reshard_after_forward(False)` sets
@@ -152,7 +141,7 @@ def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
 @contextmanager
 def kept_after_backward(module: nn.Module, keeps: bool) -> Iterator[None]:
     """Context in which units that keep their parameters after a forward (`reshard_after_forward=false`) keep them after
-    its backward too, if `keeps`: the next forward, with the same weights, does not gather. The same on all ranks."""
+    its backward too, if `keeps`: the next tile, with the same weights, does not gather. The same on all ranks."""
     groups = [group for group in _groups(module) if group.post_forward_mesh_info is None] if keeps else []
     for group in groups:
         group.reshard_after_backward = False

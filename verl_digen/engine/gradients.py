@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of an FSDP2 module in all the places where FSDP2 keeps it: read, scale, move, reduce, drop.
 
-- `projection` is one number of the reduced gradient that tells directions apart, where its norm does not.
-
-- A reduced gradient is in each parameter's `grad`, sharded. An unreduced one is in the unsharded parameter's `grad`
-  and, in the reduce dtype, in `unsharded_accumulated_grad`; FSDP2 has no public way to reach those two.
-- FSDP2 reduces in a backward. `reduce_pending` does it without one, by the callback that FSDP2 runs at the end of
-  every backward; so the last tile of a batch need not be known in advance.
-- What differs between versions of PyTorch is in `fsdp2.py`.
+A reduced gradient is in each parameter's `grad`, sharded. An unreduced one is in the unsharded parameter's `grad` and,
+in the reduce dtype, in `unsharded_accumulated_grad`; FSDP2 has no public way to reach those two.
 
 Invariants (tests/engine/test_gradients.py): a gradient that was moved out and back, or reduced later, is bitwise the
 one that was not; `drop` clears it in every place; the projection is the same on any number of ranks.
@@ -121,11 +116,8 @@ def reduced_at_end(module: nn.Module, last: bool) -> Iterator[None]:
 
 def exempt_unused(module: nn.Module) -> None:
     """Let a backward without reduction pass parameters that never ran, such as another expert's; call it between
-    forward and backward.
-
-    FSDP2 looks for their unreduced gradient to cast it to the reduce dtype, and raises AttributeError, because the
-    first forward makes the place where that would be. Under reduction it passes them.
-    """
+    forward and backward. FSDP2 looks for their unreduced gradient to cast it to the reduce dtype, and raises
+    AttributeError, because the first forward makes the place where that would be. Under reduction it passes them."""
     for unit in units_of(module):
         for group in groups_of(unit):
             if not any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
@@ -133,7 +125,9 @@ def exempt_unused(module: nn.Module) -> None:
 
 
 def reduce_pending(module: nn.Module) -> None:
-    """Reduce over the ranks what no backward has reduced yet. Collective if there is any; call it on all ranks."""
+    """Reduce over the ranks what no backward has reduced yet, by the callback that FSDP2 runs at the end of every
+    backward; so the last tile of a batch need not be known in advance. Collective if there is any; call it on all
+    ranks."""
     assert isinstance(module, FSDPModule)
     module._get_fsdp_state()._root_post_backward_final_callback()
 
@@ -151,8 +145,8 @@ def unreduced_bytes(module: nn.Module) -> int:
 
 @torch.no_grad()
 def projection(module: nn.Module) -> Tensor:
-    """[] fp32: the fixed ±1 projection (`project`) of the whole reduced gradient, by the
-    checkpoint's names; the same on all ranks. Nothing is gathered: one all-reduce of one number per mesh."""
+    """[] fp32: the fixed ±1 projection (`project`) of the whole reduced gradient, the same on all ranks; it tells
+    directions apart, where the norm does not. Nothing is gathered: one all-reduce of one number per mesh."""
     reshard(module)
     mine: dict[tuple[Any, Any], Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -196,15 +190,12 @@ def sizes(module: nn.Module) -> list[tuple[float, int]]:
 
 
 def eps_numbers(found: Sequence[tuple[float, int]], *, eps: float, clip_factor: float) -> dict[str, float]:
-    """`grad_rms`, `grad_rms_to_eps` and `eps_bound_share`: the size of the gradient's entries against Adam's eps.
+    """`grad_rms`, `grad_rms_to_eps` and `eps_bound_share`: the gradient's entries, clipped by `clip_factor`, against
+    Adam's eps.
 
     Adam divides by sqrt(v) + eps, where sqrt(v) is about the root mean square (RMS) of a gradient entry over steps.
     Where that is large against eps the step does not depend on the gradient's scale; where it is small the parameter
     hardly moves, whatever the learning rate.
-
-    Args:
-        found: see `sizes`.
-        clip_factor: factor by which clipping shortened the gradient, at most 1.
     """
     count = max(1, sum(count for _, count in found))
     rms = math.sqrt(sum(square for square, _ in found) / count) * clip_factor
@@ -236,16 +227,13 @@ def project(name: str, shard: Tensor, offset: Sequence[int] | None = None) -> Te
 
         p = sum over tensors and their elements [i, j, ...] of sign(name, 0, i) sign(name, 1, j) ... * element
 
-    - A sign depends only on the tensor's name, an axis and the element's number on it in the whole tensor. So a sharded
-      tensor is projected shard by shard: the shards' projections sum to the whole's, however it is sharded. And it
-      costs little more than reading the tensor: signs are made per row and column, not per element.
+    - A sign depends only on the tensor's name, an axis and the element's number on it in the whole tensor, in which the
+      shard begins at `offset`. So the shards' projections sum to the whole's, however it is sharded; and signs are made
+      per row and column, not per element, which costs little more than reading the tensor.
     - The projections of two tensors differ by about the norm of the tensors' difference: the mean square over random
       signs is the squared norm.
 
     Invariants (tests/engine/test_gradients.py): shards add up to the whole; linear; a permutation changes it.
-
-    Args:
-        offset: position of the shard's first element in the whole tensor; None: `shard` is the whole.
     """
     total = shard.to(torch.promote_types(shard.dtype, torch.float32))
     for axis in reversed(range(shard.dim())):

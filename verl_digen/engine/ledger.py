@@ -9,27 +9,20 @@ A group is complete when it arrives, so its mean is known. The scale that divide
 | batch, max_group | with the last group | with the centred reward; the gradient is divided by the scale afterwards |
 | the same, given at the start | at once | with its advantage; mini-batches of one batch share its scale |
 
-The second line is exact while the loss is homogeneous in the advantage and clamping (`digen.loss.advantage_clip`)
-does not bind. So these samples are held back until the scale is known, and then train with their advantages:
+The second line is exact while the loss is homogeneous in the advantage and clamping (`digen.loss.advantage_clip`) does
+not bind. So these samples are held back until the scale is known, and then train with their advantages:
 
-- samples that might be clamped. The rewards seen so far give a lower bound on the final scale:
-  sqrt(sum of squares about their mean / planned samples), or the largest group scale so far. A sample whose centred
-  reward is within the clip times that bound cannot be clamped. As the bound rises, held samples are released;
+- samples that might be clamped. The rewards seen so far give a lower bound on the final scale: sqrt(sum of squares
+  about their mean / planned samples), or the largest group scale so far. A sample whose centred reward is within the
+  clip times that bound cannot be clamped. As the bound rises, held samples are released;
 - all samples, if the loss is not homogeneous: training then starts with the last group;
 - the others of their group, if the objective needs a group's rows together.
 
-In a tree (`digen.branches`) a sample has an advantage for each of its K points, its node's, and is held
-while any of them might be clamped. Scales other than "group" are made of the samples' rewards, so they stay one number.
+In a tree (`digen.branches`) a sample has an advantage for each of its K points, its node's, and is held while any of
+them might be clamped. Scales other than "group" are made of the samples' rewards, so they stay one number.
 
 Invariants (tests/engine/test_ledger.py): every sample is released exactly once; a centred reward that is released
 before the scale is known gives, divided by the scale, an advantage that is not clamped; a group is added once.
-
-Example, scale "batch", clip 5:
-    ledger = AdvantageLedger(AdvantageConfig(), num_samples=4, clip=5.0, is_homogeneous=True)
-    ledger.add(["a0", "a1"], ["a", "a"], [1.0, 0.0])
-    ledger.take()    # Ready(("a0", "a1"), [0.5, -0.5], divisor=None): to be divided by the scale
-    ledger.add(["b0", "b1"], ["b", "b"], [0.0, 0.0])
-    ledger.take()    # Ready(("b0", "b1"), [0, 0], divisor=0.4331): advantages; earlier gradients are divided by it
 """
 
 from __future__ import annotations
@@ -65,14 +58,20 @@ class Ready:
 
 
 class AdvantageLedger:
-    """Streaming advantages of one logical batch. See the module.
+    """Streaming advantages of one logical batch.
 
     Args:
         num_samples: most samples the batch may have; it is complete when that many have arrived.
-        clip: `digen.loss.advantage_clip`.
         is_homogeneous: True if the loss is, see `verl_digen.algorithms.objectives`.
         scale: scale of the batch that these samples are part of; None if they are the batch.
         whole_groups: True releases a group's samples together.
+
+    Example, scale "batch", clip 5:
+        ledger = AdvantageLedger(AdvantageConfig(), num_samples=4, clip=5.0, is_homogeneous=True)
+        ledger.add(["a0", "a1"], ["a", "a"], [1.0, 0.0])
+        ledger.take()    # Ready(("a0", "a1"), [0.5, -0.5], divisor=None): to be divided by the scale
+        ledger.add(["b0", "b1"], ["b", "b"], [0.0, 0.0])
+        ledger.take()    # Ready(("b0", "b1"), [0, 0], divisor=0.4331): advantages; earlier gradients are divided by it
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class AdvantageLedger:
         self.groups: list[str] = []
         self.rewards: list[float] = []
         self.nodes: list[tuple[int, ...]] = []
-        """Per sample its K nodes, see `FragmentSample.nodes`; () without a tree."""
+        """Per sample its K nodes, see `SampleFacts.nodes`; () without a tree."""
         self._early: list[list[float]] = []
         """Per sample the values it can train with once its group is known, one or K: advantages, or centred rewards."""
         self._largest_scale = 0.0
@@ -125,11 +124,8 @@ class AdvantageLedger:
         rewards: Sequence[float],
         nodes: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
-        """Add complete groups: key, group and reward of each sample, and its nodes in the group's tree.
-
-        Raises:
-            RuntimeError: a group or a sample came before, or there are more samples than planned; nothing is added.
-        """
+        """Add complete groups: key, group and reward of each sample, and its nodes in the group's tree. RuntimeError if
+        a group or a sample came before, or there are more samples than planned; nothing is added."""
         twice = sorted({*keys} & {*self.keys}) or sorted({*groups} & {*self.groups})
         if twice or len({*keys}) < len(keys):
             raise RuntimeError(
@@ -158,11 +154,8 @@ class AdvantageLedger:
         self.nodes += nodes
 
     def take(self, *, is_last: bool = False) -> Ready:
-        """Release the samples that can train now.
-
-        Args:
-            is_last: no more groups will come (e.g. some were dropped), so the scale is known.
-        """
+        """Release the samples that can train now. With `is_last` no more groups will come (e.g. some were dropped), so
+        the scale is known."""
         if not self.keys:
             return Ready((), torch.zeros(0), None)
         advantages, chosen, divisor = self._early_advantages(), self._waiting, 1.0
@@ -214,9 +207,7 @@ class AdvantageLedger:
 
     def _largest_unclamped(self) -> float:
         """Largest centred reward that cannot be clamped, whatever rewards follow; -1 if the loss is not homogeneous.
-
-        More rewards can only add to the sum of squares about the mean, and at most the planned samples arrive.
-        """
+        More rewards can only add to the sum of squares about the mean, and at most the planned samples arrive."""
         if not self.is_homogeneous:
             return -1.0
         least_scale = self._largest_scale

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class LogicalBatch:
-    """See the module."""
+    """Ledger, planner and transaction of one logical batch."""
 
     def __init__(
         self,
@@ -53,12 +53,8 @@ class LogicalBatch:
         self._samples: dict[str, FragmentSample] = {}
 
     def add(self, fragment: FragmentSpec) -> None:
-        """Add a fragment.
-
-        Raises:
-            RuntimeError: the fragment or one of its groups was added before, it is malformed, or there are more samples
-                than planned. Nothing is added then.
-        """
+        """Add a fragment. RuntimeError, and nothing is added, if the fragment or one of its groups was added before, it
+        is malformed, or there are more samples than planned."""
         if fragment.fragment_id in self.fragment_ids:
             raise RuntimeError(
                 f"a fragment trains once in a logical batch, but fragment {fragment.fragment_id} came twice; "
@@ -83,11 +79,8 @@ class LogicalBatch:
         return num_rows
 
     def finish(self) -> tuple[Tensor, dict[str, Metric]] | None:
-        """Train the samples held back, and close the gradient transaction; see its `close`. None if no sample has rows.
-
-        Raises:
-            RuntimeError: no sample came.
-        """
+        """Train the samples held back, and close the gradient transaction; see its `close`. None if no sample has rows,
+        RuntimeError if none came."""
         if not self.ledger.keys:
             raise RuntimeError("a logical batch needs at least one group to commit, got none; call abort instead")
         self._train(is_last=True)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluated rows -> loss: the terms of a run, with the inputs that they declare.
+"""Evaluated rows -> loss: the objective's terms, and the KL to the reference if `digen.kl.coef` > 0.
 
-The terms are the objective's loss and, if `digen.kl.coef` > 0, the KL to the reference. Their inputs are listed in
-`verl_digen.algorithms.objectives`. For path points `behaviour_log_prob` is always recorded at generation, and
-`DigenConfig.denominator` decides what `old_log_prob` is:
+For path points `behaviour_log_prob` is always recorded at generation, and `DigenConfig.denominator` decides what
+`old_log_prob` is:
 
 | value | one optimizer step takes the batch | several do (mini-batches, epochs) |
 | --- | --- | --- |
@@ -74,11 +73,8 @@ class LossTerms:
 
 
 class DiffusionLoss:
-    """The loss of the engine.
-
-    Raises:
-        ValueError: `digen.loss.name` is unknown, its settings are wrong, or it does not fit `digen.loss.old_log_probs`.
-    """
+    """The loss of the engine. ValueError if `digen.loss.name` is unknown, its settings are wrong, or it does not fit
+    `digen.loss.old_log_probs`."""
 
     def __init__(self, digen: DigenConfig):
         require_one_of("digen.loss.name", digen.loss_name, objective_names())
@@ -127,7 +123,7 @@ class DiffusionLoss:
             old_log_probs: [N] fp32; None takes `old`'s.
             num_rows: unmasked rows of the logical batch, over all ranks.
             joint: [N] fp32, the objective's joint column, if it has one.
-            clamps: False does not clamp advantages, for those that are divided by their scale later.
+            clamps: False for advantages that are divided by their scale later.
         """
         device = current.velocity.device
         shared: dict[str, Tensor] = {"mask": rows.mask, "num_rows": torch.full((), num_rows, device=device)}

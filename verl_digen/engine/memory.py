@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of tiles as measured, and whether gradients may stay unreduced.
 
-- Rows: the peak of one forward/backward grows linearly with its rows. So the peaks of 1 row and of 2 give the rows
-  that fit, less a margin for what varies from call to call (fragmentation), and less the optimizer's state as long as
-  it does not exist: it is made by the first step and then stays on the device beside every tile.
+- Rows: the peak of one forward/backward grows linearly with its rows. So the peaks of 1 row and of 2 give the rows that
+  fit, less a margin for what varies from call to call (fragmentation), and less the optimizer's state, which the first
+  step makes and which then stays on the device beside every tile.
 - Blocks: rows are measured with all blocks recomputed. What each block saves is seen while it is recomputed; one more
   rehearsal, with one row and as few blocks recomputed as that shows to fit, scales these numbers to what they are
-  outside of recomputation. `schedulers.tiles` chooses from both.
-- Two rows are rehearsed only where the peak of one shows, on every rank, that they fit: at most, all that the first
-  row took beyond what was allocated before comes again.
-- A rehearsal that runs out of memory on the only rank leaves one row, and one with kept blocks leaves fewer of them. On
-  one of several ranks that is an error, which ends the run: the other ranks wait in a collective of FSDP2.
+  outside of recomputation.
+- Two rows are rehearsed only where the peak of one shows, on every rank, that they fit: at most, all that the first row
+  took beyond what was allocated before comes again.
+- A rehearsal that runs out of memory on the only rank leaves one row, or with kept blocks fewer of them. On one of
+  several ranks it ends the run: the other ranks wait in a collective of FSDP2.
 - A tile that trains and runs out of memory ends the run, with the settings of a tile of half the rows. Rolling it back
   would take a second copy of the gradient beside every tile, of all weights where gradients wait.
-- Unreduced gradients take a full copy on each rank. That must be at most `UNREDUCED_SHARE` of the free memory.
-- An assist keeps gathered weights from step to step where they take at most `GATHERED_SHARE` of what is free then.
-- On a CPU memory does not limit a tile, and a process's peak memory cannot be reset: tiles have a fixed number of
-  rows, enough to keep caches and cores busy.
+- On a CPU memory does not limit a tile, and a process's peak memory cannot be reset: tiles have a fixed number of rows,
+  enough to keep caches and cores busy.
 
 Invariants (tests/engine/test_memory.py, test_tight_device.py): the rows that fit do by the measurements, one more would
 not. No rehearsal beyond what its measurements allow. All ranks have the same numbers: the most of any.
@@ -169,15 +167,9 @@ def _scaled(
 
 @contextmanager
 def shortage_explained(what: str, num_rows: int, remedy: Callable[[], str]) -> Iterator[None]:
-    """Context that raises the device's out-of-memory error as one that says what to do.
-
-    Args:
-        remedy: settings that take less memory, asked for after the shortage.
-
-    Raises:
-        RuntimeError: the body ran out of memory. Other ranks may wait for this one in a collective, so the driver must
-            end the run at the first rank's error.
-    """
+    """Context that raises the device's out-of-memory error as a RuntimeError with a remedy: settings that take less
+    memory, asked for after the shortage. Other ranks may wait for this one in a collective, so the driver must end the
+    run at the first rank's error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -199,13 +191,8 @@ def smaller_tile(rows: Sequence[Row]) -> str:
 
 
 def smaller_row(*, recomputes_all: bool, offloads: bool, reduce: str) -> str:
-    """Settings under which one row takes less, as the user types them.
-
-    Args:
-        recomputes_all: True if all blocks are recomputed.
-        offloads: True if inputs of recomputed blocks wait in host memory.
-        reduce: "tile", "fragment" or "batch".
-    """
+    """Settings under which one row takes less, as the user types them, without those that the run has: all blocks
+    recomputed, their inputs in host memory, and gradients reduced at each tile."""
     missing = [
         *([] if recomputes_all else ["actor_rollout_ref.model.recompute_blocks=all"]),
         *([] if offloads else ["actor_rollout_ref.model.enable_activation_offload=true"]),

@@ -2,16 +2,14 @@
 """Offloaded weights that a host may read.
 
 verl offloads with `module.to("cpu", non_blocking=True)`: the copies arrive with the accelerator's next synchronisation,
-and until then the host's memory holds garbage. verl loads such weights back in the same stream, which is safe; a
-reader on the host has to wait.
+and until then the host's memory holds garbage. verl loads such weights back in the same stream, which is safe; a reader
+on the host has to wait. FSDP2 is such a reader, inside the very call: it pads a shard that is shorter than the others'
+into new host memory. So a module with such shards is offloaded by blocking copies.
 
-FSDP2 is such a reader, inside the very call: it pads a shard that is shorter than the others' into new host memory. So
-a module with such shards is offloaded by blocking copies.
-
-A frozen base that one rank holds whole is copied to the host once, at the first offload. An offload puts that copy in
-place of the frozen parameters, which are then host tensors like all others, and copies the adapter alone. A sleeping
-replica of this node shares the copy if it has equal weights (`verl_digen.weights.host_copies`). So nothing may write to
-a frozen parameter on the host, and a change of one on the device is lost at the next offload.
+A frozen base that one rank holds whole is copied to the host once. Each offload puts that copy in place of the frozen
+parameters, and copies the adapter alone. A sleeping replica of this node shares the copy if it has equal weights
+(`verl_digen.weights.host_copies`). So nothing may write to a frozen parameter on the host, and a change of one on the
+device is lost at the next offload.
 
 Invariants (tests/engine/test_offload.py): host copies of offloaded weights, and weights that return to the device, are
 bitwise the weights; replica and rank hold one copy of equal frozen weights, whichever comes first.
@@ -43,11 +41,8 @@ def wait_for(tensors: Iterable[Tensor]) -> None:
 
 
 def offload_safely(module: nn.Module, *, keeps_base: bool) -> None:
-    """Make offloading `module` block, if a rank's shard of a parameter may be shorter than another's.
-
-    Args:
-        keeps_base: keep the host copy of frozen parameters, if this rank holds them whole: nobody changes them.
-    """
+    """Make offloading `module` block, if a rank's shard of a parameter may be shorter than another's. With
+    `keeps_base`, nobody changes frozen parameters, and their host copy is kept if this rank holds them whole."""
     frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
     if any(_is_uneven(parameter) for parameter in module.parameters()):
         module.to = partial(_blocking_to, module)  # type: ignore[method-assign]

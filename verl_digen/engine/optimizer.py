@@ -2,11 +2,9 @@
 """The optimizer step: Adam's in one kernel for many tensors (`fused=True` of PyTorch), where verl's settings leave that
 open, and the loss scale of fp16.
 
-- `actor_rollout_ref.actor.optim.override_optimizer_config` holds arguments of the optimizer. `fused`, `foreach` in it
-  are the user's choice: `fused: false` turns this off.
-- Fused are AdamW and Adam of `torch.optim`, on CUDA and CPU. Other devices may lack the kernel.
-- A checkpoint holds these options, too, and the place of the step counters follows from them. `settle` gives a loaded
-  optimizer its own options back, so that a run continues one of either kind.
+`fused` or `foreach` in `actor_rollout_ref.actor.optim.override_optimizer_config` is the user's choice: `fused: false`
+turns this off. A checkpoint holds these options, too, and the place of the step counters follows from them; `settle`
+gives a loaded optimizer its own options back, so that a run continues one of either kind.
 
 Invariant (tests/engine/test_optimizer.py): weights equal PyTorch's loop over tensors, to rounding, also after a
 checkpoint of the other kind.
@@ -33,14 +31,10 @@ def with_fused(config: FSDPOptimizerConfig, parameters: Iterable[Tensor]) -> FSD
     """verl's settings of the optimizer, with `fused=True` where that is possible and the user chose nothing."""
     given = dict(config.override_optimizer_config or {})
     is_adam = config.optimizer_impl == "torch.optim" and config.optimizer in FUSED
-    if not is_adam or CHOICES & given.keys() or not can_fuse(parameters):
+    has_kernel = all(one.device.type in DEVICES and one.is_floating_point() for one in parameters)
+    if not (is_adam and has_kernel) or CHOICES & given.keys():
         return config
     return replace(config, override_optimizer_config=given | {"fused": True})
-
-
-def can_fuse(parameters: Iterable[Tensor]) -> bool:
-    """True if PyTorch has a fused kernel for all of these parameters."""
-    return all(one.device.type in DEVICES and one.is_floating_point() for one in parameters)
 
 
 def implementations(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
@@ -85,11 +79,6 @@ class LossScale:
 
     Invariants (tests/engine/test_loss_scale.py): a power of two, so that dividing by it is exact; the same on all
     ranks, because it depends on the gradient's norm alone.
-
-    Example:
-        scale = LossScale(8.0)
-        scale.update(is_finite=False)   # 4.0: the step was skipped
-        for _ in range(GROWTH_STEPS): scale.update(is_finite=True)  # 8.0
     """
 
     value: float = FIRST_SCALE
@@ -97,14 +86,8 @@ class LossScale:
     """Optimizer steps since the last overflow or growth."""
 
     def update(self, *, is_finite: bool) -> None:
-        """Record an optimizer step.
-
-        Args:
-            is_finite: False if its gradient was not, and the step was skipped.
-
-        Raises:
-            RuntimeError: gradients overflow without any scale.
-        """
+        """Record an optimizer step, which was skipped unless its gradient is finite. RuntimeError if gradients overflow
+        without any scale."""
         if not is_finite:
             if self.value <= 1.0:
                 raise RuntimeError(

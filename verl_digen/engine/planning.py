@@ -4,11 +4,10 @@
 - Every rank partitions all rows over the ranks by itself and fetches the samples of its own rows: conditions, by which
   tiles are planned, then columns, in the order of the tiles and in the background (`arrival`). Nothing is exchanged,
   except the number of tiles where lengths of texts are kept apart.
-- Rows whose texts are of like length share tiles, so that little is padded (`verl_digen.schedulers.tiles`).
-- Rows per tile and recomputed blocks under `auto` are chosen from measurements, see `verl_digen.engine.memory` and
-  `verl_digen.schedulers.tiles`. All ranks measure together, with masked tiles, once per sampling and text length:
-  the longest prompt of all ranks' rows, rounded up to `TEXT_STEP` tokens unless all are of one length. Later prompts
-  are as long at most, or are measured too. On a CPU the rows are fixed, and nothing is recomputed.
+- Rows per tile and recomputed blocks under `auto` are chosen from measurements (`memory`,
+  `verl_digen.schedulers.tiles`). All ranks measure together, with masked tiles, once per sampling and text length: the
+  longest prompt of all ranks' rows, rounded up to `TEXT_STEP` tokens unless all are of one length. Later prompts are as
+  long at most, or are measured too.
 
 Invariant: all ranks make the same plan, so that all run the same number of tiles.
 """
@@ -53,16 +52,13 @@ SMALLEST_TILE = "set digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1, or
 
 
 class Planner:
-    """See the module.
+    """Plans of one engine, and the measurements that they need.
 
     Args:
         group: the data-parallel ranks.
-        points: kind of the rows.
         model: says how long the texts of a sample are, and whether the network can mask padding.
         rehearse: dry run of rows as in training, to measure memory.
         later_bytes: device memory for what comes with the first optimizer step and stays.
-        recomputation: the module's switch.
-        base: the module's other switch, of a frozen base.
     """
 
     def __init__(
@@ -85,11 +81,8 @@ class Planner:
 
     def deal(self, samples: Sequence[FragmentSample], advantages: Tensor, fetch: Fetch) -> TileWork:
         """This rank's part of these samples' rows, of which there is at least one; a padding row if it gets none.
-        Samples still arrive: close them when the tiles have run, or failed.
-
-        Args:
-            advantages: [samples] fp32, or [samples, K] with a tree.
-        """
+        Advantages are [samples] fp32, or [samples, K] with a tree. Samples still arrive: close them when the tiles have
+        run, or failed."""
         rows = fragment_rows(samples)
         dealt = deal_rows(rows, self.num_ranks, whole_samples=not self.tsp.enable)
         needed = sorted({row.sample for row in (*dealt[self.rank], *stand_ins(dealt, self.rank).values())})

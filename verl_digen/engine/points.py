@@ -69,12 +69,7 @@ class PathPoints:
 
 
 class ForwardPoints:
-    """Clean latents, noised again.
-
-    Args:
-        run_seed: `digen.seed`.
-        shares_noise: the samples of a group have the same noise.
-    """
+    """Clean latents, noised again; with `shares_noise` the samples of a group have the same noise."""
 
     columns: tuple[str, ...] = CleanRecord.COLUMNS
 

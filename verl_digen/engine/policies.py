@@ -8,7 +8,7 @@
 | `teacher` | a copy of the adapter with the teacher's weights, see `verl_digen.engine.teacher` |
 
 A copy is swapped in once for all tiles of a call, and results are kept on the host; the adapter is switched off tile by
-tile. A policy that no term of the loss reads costs no forward.
+tile.
 """
 
 from __future__ import annotations
@@ -61,12 +61,7 @@ class Evaluated:
 
 
 class PolicyForward:
-    """Evaluates rows with the module's weights, whatever they are.
-
-    Args:
-        copies: policy -> its weights. The engine adds and removes some.
-        has_adapter: whether `module` is a LoRA on a base.
-    """
+    """Evaluates rows with the module's weights, whatever they are. The engine adds and removes `copies`, by policy."""
 
     def __init__(
         self,
@@ -89,12 +84,11 @@ class PolicyForward:
     def others(
         self, wanted: Mapping[str, Sequence[str]], tiles: Sequence[Callable[[], TrainingRows]]
     ) -> Iterator[dict[str, Outputs]]:
-        """Outputs of other policies on each tile, in order: policy -> outputs.
+        """Outputs of other policies on each tile, in order: policy -> outputs. `tiles` are functions that make a tile's
+        rows, on the device.
 
-        Args:
-            wanted: policy -> names of the outputs that are read. `old` without a copy is left out: it is the policy
-                that trains.
-            tiles: per tile a function that makes its rows, on the device.
+        `wanted` names the outputs of each policy that are read. `old` without a copy is left out: it is the policy that
+        trains.
         """
         present = {policy: names for policy, names in wanted.items() if policy in self.copies or policy != "old"}
         columns = {policy: self._of_policy(policy, names, tiles) for policy, names in present.items()}
@@ -127,11 +121,9 @@ def moved(outputs: Outputs, device: torch.device | str) -> Outputs:
 
 @contextmanager
 def without_adapter(module: nn.Module) -> Iterator[None]:
-    """Context in which forwards skip the adapter.
-
-    peft's own context also switches `requires_grad`. With `reshard_after_forward=false` it switches it off on the
-    shards at entry and on again on the gathered parameters at exit, and the adapter never trains again.
-    """
+    """Context in which forwards skip the adapter. peft's own context also switches `requires_grad`: with
+    `reshard_after_forward=false` off on the shards at entry and on again on the gathered parameters at exit, and the
+    adapter never trains again."""
     layers = [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
     for layer in layers:
         layer._disable_adapters = True

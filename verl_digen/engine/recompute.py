@@ -3,13 +3,12 @@
 
 - A recomputed block keeps its inputs alone between forward and backward. The first `num_blocks` blocks of a forward are
   recomputed: backward frees memory from the last block to the first, so that by the time they run again there is room.
-- Networks of diffusers give each block and its inputs to a function; that function decides here.
 - With `enable_activation_offload` the inputs of recomputed blocks wait in host memory. Those that require a gradient
   differ from block to block; a copy in pinned memory takes their place. Others (rotary tables, masks) are one tensor
-  for all blocks and stay. Copies are made on the stream that computes, without a wait of the host: the device's order
-  of work is enough.
-- verl's own activation offload wraps each block and disables recomputation by the method of transformers'
-  models, which diffusers' models lack; blocks would be recomputed twice.
+  for all blocks and stay. Copies are made on the stream that computes, whose order of work is enough: the host waits
+  for none.
+- verl's own activation offload wraps each block and disables recomputation by the method of transformers' models, which
+  diffusers' models lack; blocks would be recomputed twice.
 
 Invariants (tests/engine/test_recompute.py): the gradient is that without recomputation, and bitwise the same with and
 without offload; no input of an offloading block stays on the device between forward and backward.
@@ -39,12 +38,11 @@ HOST = "cpu"
 
 
 class Recomputation:
-    """Switch between recomputed blocks and blocks that keep their activations, from forward to forward.
+    """Switch between recomputed blocks and blocks that keep their activations, from forward to forward. Experts count
+    their blocks each. Networks of diffusers give each block and its inputs to a function; it decides here.
 
-    Args:
-        module: the network to train, in its wrappers. Several experts count their blocks each.
-        wanted: "auto", "all", "none", or the number of blocks.
-        offloads: keep the inputs of recomputed blocks in host memory.
+    `wanted` is "auto", "all", "none", or the number of blocks; `offloads` keeps the inputs of recomputed blocks in host
+    memory.
     """
 
     def __init__(self, module: nn.Module, wanted: str | int, *, offloads: bool):
@@ -80,11 +78,8 @@ class Recomputation:
             self._sizes = None
 
     def _run(self, numbers: dict[nn.Module, int], block: nn.Module, *inputs: Any) -> Any:
-        """Run `block`; a network calls it in place of its own function.
-
-        Args:
-            numbers: blocks of the network in the order in which they ran first.
-        """
+        """Run `block`; a network calls it in place of its own function. `numbers`: its blocks, in the order in which
+        they ran first."""
         number = numbers.setdefault(block, len(numbers))
         self._num_known = len(numbers)
         if number >= self.num_blocks:

@@ -3,9 +3,6 @@
 
 verl has the kernel hand a port to a task, which frees it; rank 0 listens on it seconds later. A socket that another
 process of the start opens in between may get that port, and the run ends with `DistNetworkError ... EADDRINUSE`.
-
-    driver: group.init_model() -> `dispatch` asks rank 0 for a port -> every rank gets it, and meets there
-
 Without room outside that range verl's port stays.
 """
 
@@ -37,11 +34,8 @@ _random = SystemRandom()
 
 
 def dispatch(group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Dispatch function for verl's `register`: ask rank 0 for a port, and pass it to every rank as the first argument.
-
-    Args:
-        group: verl's worker group of `DiffusionWorker`s.
-    """
+    """Dispatch function for verl's `register`: ask rank 0 of a worker group for a port, and pass it to every rank as
+    the first argument."""
     return dispatch_one_to_all(group, group.free_port(), *args, **kwargs)
 
 

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of samples -> the rows of a tile, and a fragment's work as a rank sees it.
+"""Records of samples -> the rows of a tile, one (sample, point) pair each, and a fragment's work as a rank sees it.
 
-- A row is one (sample, point) pair. `verl_digen.schedulers.tiles` plans the rows of each tile by numbers alone; this
-  module gathers their tensors, one tile at a time.
-- A filler (padding) tile repeats an existing row, with mask 0.
-- Lengths of the rows' texts decide how samples are ordered, so that tiles need little padding.
-
-Invariants (tests/engine/test_rows.py)
-- The rows of all tiles of a plan are the rows of the samples, each once; a filler's row has mask 0.
+Invariants (tests/engine/test_rows.py): the rows of all tiles of a plan are the rows of the samples, each once; a filler
+(padding) tile repeats an existing row, with mask 0.
 """
 
 from __future__ import annotations
@@ -106,12 +101,8 @@ def fetch_samples(points: Points, partition: str, samples: Sequence[FragmentSamp
 
 
 def row_advantages(advantages: Tensor, samples: Sequence[int], points: Sequence[int]) -> Tensor:
-    """Advantages of N rows, [N].
-
-    Args:
-        advantages: [B], or [B, K] where each point has its own.
-        samples, points: N entries.
-    """
+    """Advantages [N] of N rows, by their samples and points. `advantages`: [B], or [B, K] where each point has its
+    own."""
     return advantages[samples] if advantages.dim() == 1 else advantages[samples, points]
 
 
@@ -148,11 +139,7 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
 
 
 def tile_rows(points: Points, samples: Samples, tile: Tile, places: Mapping[int, int]) -> TrainingRows:
-    """The rows of a tile.
-
-    Args:
-        places: `Row.sample`, a sample's number in the plan -> its index in `samples`.
-    """
+    """The rows of a tile. `places`: `Row.sample`, a sample's number in the plan -> its index in `samples`."""
     picks = [
         (places[sample], [row.point for row in rows]) for sample, rows in groupby(tile.rows, lambda row: row.sample)
     ]
@@ -222,12 +209,7 @@ class AllRows:
 
 @dataclass(frozen=True)
 class TileWork:
-    """Tiles of this rank and the samples of their rows; every rank has the same number of tiles.
-
-    A joint column is made of numbers of rows on all ranks and in all tiles, before the tiles train.
-
-    Invariant (tests/engine/test_rows.py): the column does not depend on how rows are spread over tiles and ranks.
-    """
+    """Tiles of this rank and the samples of their rows; every rank has the same number of tiles."""
 
     samples: Samples
     places: Mapping[int, int]
@@ -245,11 +227,10 @@ class TileWork:
     def joint_columns(
         self, scalars: Sequence[Tensor], combine: Callable[[JointRows], Tensor], exchange: Exchange
     ) -> list[Tensor]:
-        """The joint column of each of this rank's tiles, [N] fp32 each.
+        """The joint column of each of this rank's tiles, [N] fp32 each, which `combine` makes of one number for each
+        row on all ranks and in all tiles, before the tiles train; `scalars`: per tile those of its rows, [N] fp32.
 
-        Args:
-            scalars: per tile one number for each row, [N] fp32.
-            combine: makes the column of all rows.
+        Invariant (tests/engine/test_rows.py): the column does not depend on how rows are spread over tiles and ranks.
         """
         index = {(row.sample, row.point): number for number, row in enumerate(self.all_rows.rows)}
         places = [torch.tensor([index[row.sample, row.point] for row in tile.rows]) for tile in self.tiles]

@@ -38,11 +38,7 @@ METADATA = ".metadata"
 
 
 class SavedState(FileSystemReader):
-    """A checkpoint's folder `actor`.
-
-    Raises:
-        ValueError: it is no checkpoint, or not one of this format.
-    """
+    """A checkpoint's folder `actor`. ValueError if it is no checkpoint, or not one of this format."""
 
     def __init__(self, folder: Path):
         super().__init__(folder)
@@ -82,10 +78,7 @@ class SavedState(FileSystemReader):
 
     def load(self, into: dict[str, Any]) -> None:
         """Fill the tensors of `into`, by entry, and replace its other values; collective where there are ranks.
-
-        Raises:
-            ValueError: a file is missing or damaged; on all ranks.
-        """
+        ValueError, on all ranks, if a file is missing or damaged."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             with warnings.catch_warnings():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's FSDP2 engine around a diffusers transformer: how it is built, updated, averaged, saved and exported.
+"""verl's FSDP2 engine around a diffusers transformer.
 
-Ours: the module, copies of its weights, steps whose gradient is not finite, the loss scale of fp16, export.
-verl's: sharding, mixed precision, optimizer, schedule, offload, clipping, file names of checkpoints.
+Ours: the module, copies of its weights, steps whose gradient is not finite, the loss scale of fp16, export. verl's:
+sharding, mixed precision, optimizer, schedule, offload, clipping, file names of checkpoints.
 
 Invariant (tests/engine): a step with a gradient that is not finite changes neither weights nor copies, and is counted.
 """
@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +50,8 @@ logger = logging.getLogger(__name__)
 
 
 class ShardedTransformer(FSDPEngine):
-    """See the module. Constructor and methods are verl's.
-
-    Raises:
-        ValueError: settings that this engine does not support, named by their keys.
-    """
+    """verl's constructor and methods. ValueError for settings that this engine does not support, named by their
+    keys."""
 
     module: nn.Module
     model_config: DiffusionModelConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -66,7 +64,7 @@ class ShardedTransformer(FSDPEngine):
         checkpoint_config: CheckpointConfig,
     ):
         check_engine_config(engine_config)
-        # verl splits packed text only; a diffusion row has no padding to remove, see `verl_digen.engine.sharded`
+        # verl splits packed text only; a diffusion row has no padding to remove, see `sequence_mesh`
         is_split = engine_config.ulysses_sequence_parallel_size > 1
         with _set_to(model_config, "use_remove_padding", is_split):
             super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)  # pyright: ignore
@@ -99,7 +97,7 @@ class ShardedTransformer(FSDPEngine):
             self.state.loss_scale = LossScale()
         self.copies = PolicyCopies(
             self.module,
-            self._copy_weights,
+            partial(ShadowWeights, self.module, "cpu" if self.engine_config.param_offload else None),
             self.digen.ema if trains else EmaConfig(),
             self.digen.loss_settings.copies if trains else {},
         )
@@ -114,15 +112,9 @@ class ShardedTransformer(FSDPEngine):
         )
 
     def keep_fp32(self) -> None:
-        """Compute in fp32 with the frozen parameters that diffusers keeps in fp32; before the first forward.
-
-        For runs whose replicas do so, on the `diffusers` back end.
-        """
+        """Compute in fp32 with the frozen parameters that diffusers keeps in fp32, as replicas of the `diffusers` back
+        end do; before the first forward."""
         keep_fp32(self.module, self.model.spec.transformer)
-
-    def _copy_weights(self) -> ShadowWeights:
-        """Copy of the trainable shards as they are now; offloaded where the weights are."""
-        return ShadowWeights(self.module, "cpu" if self.engine_config.param_offload else None)
 
     def _build_module(self) -> nn.Module:
         return build_transformer(self.model, self.model_config, self.engine_config, self.rank)
@@ -210,14 +202,9 @@ class ShardedTransformer(FSDPEngine):
         """Tensors for a replica: (name, full tensor) in `wire_dtype`, to be consumed by all ranks in step.
 
         Full weights, or with LoRA the merged ones (`model.lora.merge=true`), come under the checkpoint's names and
-        without a peft config; an adapter alone under peft's names and with its config.
-
-        Args:
-            base_sync_done: False yields the base weights if updates carry the adapter alone.
-            policy: name of the policy, in place of `exports`; do not train until all is consumed.
-
-        Raises:
-            ValueError: the run keeps no such copy.
+        without a peft config; an adapter alone under peft's names and with its config. `base_sync_done=False` yields
+        the base weights if updates carry the adapter alone. A `policy` replaces `exports`; do not train until all is
+        consumed. ValueError if the run keeps no such copy.
         """
         policy = policy or self.exports
         self._hand_over()

@@ -41,17 +41,8 @@ def adapter_shapes(module: nn.Module) -> Shapes:
 
 
 def check_teacher_files(path: str, own: Shapes) -> LoraConfig:
-    """Require an adapter with the tensors of the one that trains; reads headers alone.
-
-    Args:
-        own: see `adapter_shapes`.
-
-    Returns:
-        peft's settings of the adapter.
-
-    Raises:
-        ValueError: a broken rule.
-    """
+    """Require an adapter with the tensors of the one that trains, `own`, and return peft's settings of it; reads
+    headers alone. ValueError for a broken rule."""
     config, file = _read_config(Path(path).expanduser()), Path(path).expanduser() / SAFETENSORS_WEIGHTS_NAME
     try:
         with safe_open(file, framework="pt") as opened:
@@ -78,11 +69,7 @@ def check_teacher_files(path: str, own: Shapes) -> LoraConfig:
 @torch.no_grad()
 def load_teacher(copies: PolicyCopies, module: nn.Module, path: str) -> None:
     """Add policy `teacher`, the adapter in a folder, to the copies of the adapter of `module`. Each rank reads the file
-    by itself, one tensor at a time.
-
-    Raises:
-        ValueError: as for `check_teacher_files`.
-    """
+    by itself, one tensor at a time. ValueError as for `check_teacher_files`."""
     config, live = check_teacher_files(path, adapter_shapes(module)), dict(module.named_parameters())
     copies.keep(TEACHER)
     with safe_open(Path(path).expanduser() / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:

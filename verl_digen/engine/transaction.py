@@ -3,22 +3,17 @@
 
     run(tiles) ... run(tiles)  ->  close()  ->  the logical batch's gradient is in the module, reduced over ranks
 
-- A tile's loss is its share of the mean over the planned rows; `close` corrects the gradient if another number
-  trained. FSDP2 averages gradients over ranks, so losses are multiplied by the number of ranks.
+- A tile's loss is its share of the mean over the planned rows; `close` corrects the gradient if another number trained.
+  FSDP2 averages gradients over ranks, so losses are multiplied by the number of ranks.
 - Rows trained with centred rewards (`is_final=False`) are divided by the advantage scale in `settle`. That scale must
   not divide terms without advantages, such as KL: with one, the two gradients of such rows are accumulated separately,
   which costs one extra backward and one extra gradient buffer.
-- `reduce` says when gradients are reduced over the ranks: at each tile, at the last tile of each run, or at the last
-  tile of the batch; `close` reduces what is still pending.
-- For an objective with a joint column all tiles run a forward before the first backward, and the ranks exchange one
-  number per row.
-- In fp16 losses are multiplied by a loss scale, one for the whole batch; `close` divides the reduced gradient by it.
+- For an objective with a joint column all tiles run a forward before the first backward.
 - Metrics of tiles stay on their device until `close`, so that a run waits for no device and no rank.
 
-Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py, test_properties.py)
-- The gradient equals the serial loop's over rows, whatever the tiles, runs, their order, `reduce`, and the number
-  of ranks.
-- After an exception only `drop` is legal.
+Invariants (tests/engine/test_transaction.py, test_two_ranks_fragments.py, test_properties.py): the gradient equals the
+serial loop's over rows, whatever the tiles, runs, their order, `reduce`, and the number of ranks. After an exception
+only `drop` is legal.
 """
 
 from __future__ import annotations
@@ -47,18 +42,17 @@ from verl_digen.types import TrainingRows, Transitions
 
 
 class GradientTransaction:
-    """See the module.
+    """An accumulating gradient.
 
     Args:
         num_rows: planned unmasked rows of the logical batch, over all ranks.
         num_ranks: data-parallel ranks.
-        ranks_per_row: ranks that share each row, see `verl_digen.engine.sharded`.
-        points: kind of the rows.
-        loss_scale: factor that `backward` multiplies losses by.
-        reduce: "tile", "fragment" or "batch", see `digen.tsp.reduce`.
-        backward: runs a loss's backward, with the loss scale of fp16 if any; takes (loss, retain_graph).
+        ranks_per_row: ranks that share each row, see `sharded.sequence_mesh`.
+        loss_scale: factor that `backward` multiplies losses by (fp16), and `close` divides the gradient by.
+        reduce: when gradients are reduced over the ranks, "tile": at each, "fragment": at the last tile of a run,
+            "batch": at the last of all. `close` reduces what is still pending.
+        backward: runs a loss's backward; takes (loss, retain_graph).
         exchange: sums a tensor over the ranks.
-        recomputation: the module's switch.
     """
 
     def __init__(
@@ -117,9 +111,8 @@ class GradientTransaction:
     def run(self, work: TileWork, *, is_final: bool, is_last: bool) -> None:
         """Run forward and backward over the tiles.
 
-        Args:
-            is_final: advantages are divided by their scale already; required after `settle`.
-            is_last: no more rows are expected; pending gradients are reduced with the last tile.
+        `is_final`: advantages are divided by their scale already; required after `settle`. `is_last`: no more rows are
+        expected; pending gradients are reduced with the last tile.
         """
         for number, (rows, outputs, column) in enumerate(self._tiles_of(work)):
             ends = number == len(work.tiles) - 1
@@ -166,8 +159,8 @@ class GradientTransaction:
         )
 
     def rehearse(self, rows: TrainingRows) -> None:
-        """Dry run of a forward and backward as in `run`; discards the gradient, and leaves the module's own as
-        it is, also if the device runs out of memory."""
+        """Dry run of a forward and backward as in `run`; leaves the module's gradient as it is, also if the device runs
+        out of memory."""
         scratch: Gradient = {}
         with gradients.exchanged(self.module, scratch):
             try:
@@ -218,12 +211,8 @@ class GradientTransaction:
         self._unsettled, self._fixed_gradient = [], {}
 
     def close(self) -> tuple[Tensor, dict[str, Metric]]:
-        """Leave the logical batch's gradient in the module, reduced over the ranks.
-
-        Returns:
-            (this rank's loss times the number of ranks, this rank's metrics); on the device.
-        At least one row was trained.
-        """
+        """Leave the logical batch's gradient in the module, reduced over the ranks; at least one row was trained.
+        Returns this rank's loss times the number of ranks, and its metrics; on the device."""
         assert not self._unsettled and self.num_trained_rows
         correction = self.num_rows / self.num_trained_rows
         if correction != 1:
@@ -263,10 +252,7 @@ def tile_loss(
 def _with_old(
     forward: PolicyForward, loss: DiffusionLoss, rows: TrainingRows, others: Mapping[str, Outputs]
 ) -> tuple[Tensor | None, Mapping[str, Outputs]]:
-    """(old log-probs [N], outputs of all policies); without both, the forward's own take their place.
-
-    See `verl_digen.engine.loss`.
-    """
+    """(old log-probs [N], outputs of all policies), see `loss`; without both, the forward's own take their place."""
     denominator, point = loss.denominator, rows.point
     if "old" in others or denominator == "unused" or not isinstance(point, Transitions):
         return None, others

@@ -5,7 +5,8 @@
     engine.lr_scheduler_step()          after the last optimizer step on a batch
     engine.infer_batch(rows)            log-probs and means, no gradient
 
-`rows` is a TensorDict of batch size [N], which verl's methods take and split:
+`rows` is a TensorDict of batch size [N], whose columns have the names and meanings of the fields of `TrainingRows`,
+`Transitions` and `Noised`:
 
 | column | shape | rows |
 | --- | --- | --- |
@@ -20,14 +21,10 @@
 | `old_log_probs` | [N] fp32, before the first of several optimizer steps | path points, if given |
 | `clean`, `noise` | [N, ...] fp32 | forward points |
 
-Columns have the names and meanings of the fields of `TrainingRows`, `Transitions` and `Noised`. Lists are a
-`NonTensorStack` of one object per row, so that verl's `tensordict_utils`, `chunk`, `to` and `torch.cat` keep rows
-whole. Further columns are allowed, for a caller's loss function. Keys beside the columns, each one value:
-
-| key | meaning |
-| --- | --- |
-| `micro_batch_size_per_gpu` | most rows of a tile; None or absent: all rows of this rank |
-| `policy` | `infer_batch` only: the policy that is evaluated, see `verl_digen.engine.policies`; absent: `current` |
+Lists are a `NonTensorStack` of one object per row, so that verl's `tensordict_utils`, `chunk`, `to` and `torch.cat`
+keep rows whole. Further columns are allowed, for a caller's loss function. Keys beside the columns:
+`micro_batch_size_per_gpu`, the most rows of a tile (None or absent: all rows of this rank), and for `infer_batch` the
+`policy` that is evaluated (`verl_digen.engine.policies`; absent: `current`).
 
 - A rank's rows are its own: nothing is exchanged but their kinds (network and sampling). Ranks run the same number of
   tiles of each kind; a rank with fewer repeats a row, with mask 0.
@@ -37,10 +34,9 @@ whole. Further columns are allowed, for a caller's loss function. Keys beside th
   unmasked rows of all ranks, and `data["dp_size"]`: a mean is `sum / batch_num_tokens * dp_size`, as in verl.
 - `use_dynamic_bsz` has no effect: a row has no token budget.
 
-Invariants (tests/engine/test_verl_batches.py)
-- Rows that were packed, split, joined and unpacked are the same.
-- Loss, gradient and weights after `train_batch` equal those after `begin`, `accumulate`, `commit` on the same rows;
-  log-probs of `infer_batch` equal `evaluate`'s.
+Invariants (tests/engine/test_verl_batches.py): rows that were packed, split, joined and unpacked are the same. Loss,
+gradient and weights after `train_batch` equal those after `begin`, `accumulate`, `commit` on the same rows; log-probs
+of `infer_batch` equal `evaluate`'s.
 """
 
 from __future__ import annotations
@@ -85,11 +81,8 @@ def pack_rows(rows: TrainingRows) -> TensorDict:
 
 
 def unpack_rows(batch: TensorDict) -> TrainingRows:
-    """The rows of a TensorDict, with the schedule on the host.
-
-    Raises:
-        ValueError: a column is missing, or the rows have several samplings.
-    """
+    """The rows of a TensorDict, with the schedule on the host. ValueError if a column is missing, or the rows have
+    several samplings."""
     kind = Noised if "clean" in batch else Transitions
     columns = _columns(batch, TrainingRows, besides=("point",))
     samplings = {*columns["sampling"]}
@@ -127,16 +120,13 @@ _NAMES = {"log_prob": "log_probs", "mean": "latent_sample_means"}
 
 
 def own_objective(**unused: Any) -> tuple[Tensor, dict[str, Any]]:
-    """Stand-in for `digen.loss` and `digen.kl` where verl wants a loss function; the engine computes them itself.
-
-    Raises:
-        RuntimeError: it was called.
-    """
+    """Stand-in for `digen.loss` and `digen.kl` where verl wants a loss function; the engine computes them itself, and a
+    call of it is a RuntimeError."""
     raise RuntimeError("own_objective names the run's loss to DiffusersFSDPEngine, it computes none; pass it on")
 
 
 class VerlBatches(ShardedTransformer):
-    """See the module."""
+    """The engine's methods with verl's names for a batch, on rows that the caller has split."""
 
     forward: PolicyForward
     _reduce: str | None = None
@@ -146,18 +136,14 @@ class VerlBatches(ShardedTransformer):
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Any]:
         """Forward of this rank's rows, and backward unless `forward_only`; the gradient is then in the module, reduced
-        over the ranks. Collective. An exception discards the gradient.
-
-        Args:
-            loss_function: see `forward_step`.
+        over the ranks. Collective. An exception discards the gradient. `loss_function`: see `forward_step`.
 
         Returns:
             `model_output`: name -> [N, ...] on the CPU, in the order of the rows; empty after a backward. `loss`: one
-            per tile; the mean over the ranks of their sum is the batch's. `metrics`: name -> list of each tile's; of
-            the run's own objective, the batch's number alone.
+                per tile; the mean over the ranks of their sum is the batch's. `metrics`: name -> list of each tile's;
+                of the run's own objective, the batch's number alone.
 
-        Raises:
-            ValueError: the rows cannot be trained together, or not without their groups.
+        ValueError if the rows cannot be trained together, or not without their groups.
         """
         unpack_rows(tu.index_select_tensor_dict(data, [0]))  # columns are checked before the first collective
         tiles = self._tiles(data)
@@ -198,19 +184,16 @@ class VerlBatches(ShardedTransformer):
         self, micro_batch: TensorDict, loss_function: LossFunction | None, forward_only: bool
     ) -> tuple[Tensor, dict[str, Any]]:
         """Forward of one tile, differentiable unless `forward_only`. Without `batch_num_tokens` and `dp_size`, which
-        `forward_backward_batch` assigns, the tile is the whole batch.
-
-        Args:
-            loss_function: verl's, or `own_objective`. None: the run's own objective, or with `forward_only` no loss.
+        `forward_backward_batch` assigns, the tile is the whole batch. `loss_function` is verl's, or `own_objective`;
+        None: the run's own objective, or with `forward_only` no loss.
 
         Returns:
             (loss [], 0 without one; `model_output`, `loss`, `metrics`). `model_output` of path points is `log_probs`
             [N], `latent_sample_means` [N, ...] of the SDE step, its `std` [N] and `velocity` [N, ...]; of forward
             points `velocity`. Metrics of the own objective are `Metric`s, shares of the batch's.
 
-        Raises:
-            ValueError: columns are missing; the policy has no weights here, or a loss was asked of another one than
-                `current`; the own objective needs whole groups.
+        ValueError if columns are missing, the policy has no weights here, a loss was asked of another one than
+        `current`, or the own objective needs whole groups.
         """
         rows, policy = unpack_rows(micro_batch).to(self.forward.device), tu.get(micro_batch, "policy", CURRENT)
         is_own = _is_own(loss_function, forward_only)

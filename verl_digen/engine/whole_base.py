@@ -4,21 +4,17 @@
 - A sharded base is gathered in the forward and the backward of every tile. A whole one is gathered once, and takes its
   size in the compute dtype beside its shard.
 - auto is decided at the first tile, from the memory that `memory` measures with a sharded base: whole where the tiles
-  that fit beside it are the cheaper ones (`schedulers.tiles`), and never where no row fits beside it. On a CPU
-  memory does not limit a tile: whole where it takes at most `memory.UNREDUCED_SHARE` of the free memory.
+  that fit beside it are the cheaper ones (`schedulers.tiles`). On a CPU memory does not limit a tile: whole where it
+  takes at most `memory.UNREDUCED_SHARE` of the free memory.
 - Tiles of another kind (longer prompts, larger samples) are measured with a sharded base, too. If no row of theirs fits
   beside the whole one, the base is sharded from then on.
-- auto leaves it sharded on one shard per replica, where nothing is sent, and with PyTorch 2.11, where the model's
-  config refuses true.
+- auto leaves it sharded on one shard per replica, where nothing is sent, and with PyTorch 2.11, whose units have one
+  group each; there the model's config refuses true.
 
 FSDP2 communicates the parameters of a unit as one group, and gathers it in every forward and backward. `split_frozen`
-moves the frozen parameters of each unit to a group of their own, whose gathered memory stays; `merge_frozen` moves them
-back.
-
-- Shards stay: weights, checkpoints, export, and copies are read and written there, as before.
-- `release_frozen` frees the gathered memory: before the device is handed over, and where shards of frozen parameters
-  change. The next forward gathers once more, the same values.
-- Units have several groups from PyTorch 2.12 on (`FSDP2_HAS_SEVERAL_GROUPS`); with 2.11 nothing may be split.
+moves the frozen parameters of each unit to a group of their own, whose gathered memory stays until `release_frozen`:
+before the device is handed over, and where shards of frozen parameters change. Weights, checkpoints, export, and copies
+are read and written in the shards, which stay.
 
 Invariants (tests/engine/test_whole_base.py): all ranks decide alike, from the same numbers; the gradient bitwise equals
 the sharded base's; a tile gathers the trained parameters alone; after `merge_frozen` a unit has one group again, with
@@ -38,7 +34,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from verl_digen.engine import memory
-from verl_digen.engine.fsdp2 import groups_of, parameters_of, reshard, set_groups, units_of
+from verl_digen.engine.fsdp2 import gathered_bytes, groups_of, reshard, set_groups, units_of
 from verl_digen.engine.memory import TileMemory
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tiles import TileChoice, prefers_whole_base
@@ -93,19 +89,16 @@ def split_frozen(module: nn.Module) -> None:
         frozen = [parameter for parameter in group.fsdp_params if not parameter.sharded_param.requires_grad]
         if not frozen:
             continue
-        whole = WholeGroup(
-            [],
-            group.modules,
-            group.mesh_info,
-            group.post_forward_mesh_info,
-            group.device,
-            None,
-            group.mp_policy,
-            group.offload_policy,
-        )
+        whole = _empty_group(WholeGroup, group)
         whole.fsdp_params = frozen
         group.fsdp_params = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
         set_groups(unit, [group, whole] if group.fsdp_params else [whole])
+
+
+def _empty_group(kind: type[FSDPParamGroup], like: Any) -> Any:
+    """A group without parameters, for the modules and the ranks of another one."""
+    meshes = like.mesh_info, like.post_forward_mesh_info
+    return kind([], like.modules, *meshes, like.device, None, like.mp_policy, like.offload_policy)
 
 
 def merge_frozen(module: nn.Module) -> None:
@@ -116,20 +109,7 @@ def merge_frozen(module: nn.Module) -> None:
             continue
         *others, whole = groups_of(unit)
         whole.release()
-        group = (
-            others[0]
-            if others
-            else FSDPParamGroup(
-                [],
-                whole.modules,
-                whole.mesh_info,
-                whole.post_forward_mesh_info,
-                whole.device,
-                None,
-                whole.mp_policy,
-                whole.offload_policy,
-            )
-        )
+        group = others[0] if others else _empty_group(FSDPParamGroup, whole)
         group.fsdp_params = [*group.fsdp_params, *whole.fsdp_params]
         set_groups(unit, [group])
 
@@ -139,16 +119,6 @@ def release_frozen(module: nn.Module) -> None:
     for unit in _units(module):
         if _is_split(unit):
             groups_of(unit)[-1].release()
-
-
-def frozen_bytes(module: nn.Module) -> int:
-    """Bytes of all frozen parameters, gathered."""
-    total = 0
-    for parameter in parameters_of(module):
-        if not parameter.sharded_param.requires_grad:
-            dtype = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
-            total += parameter.sharded_param.numel() * dtype.itemsize  # a DTensor's numel counts the whole
-    return total
 
 
 def _units(module: nn.Module) -> list[Any]:
@@ -161,15 +131,11 @@ def _is_split(unit: Any) -> bool:
 
 
 class WholeBase:
-    """Switch of one module between a sharded and a whole base, between two tiles.
-
-    Args:
-        wanted: "auto", True or False.
-    """
+    """Switch of one module between a sharded and a whole base, between two tiles; `wanted` is "auto", True or False."""
 
     def __init__(self, module: nn.Module, wanted: bool | str):
         self.module = module
-        self.num_bytes = frozen_bytes(module)
+        self.num_bytes = gathered_bytes(module, frozen_only=True)
         """Bytes of the whole base."""
         self.is_kept: bool | None = wanted if isinstance(wanted, bool) else None
         """True if the base is whole from the next tile on; None: not decided yet."""
@@ -208,19 +174,15 @@ class WholeBase:
             split_frozen(self.module)
 
     def choose(self, found: TileMemory, choose: Callable[..., TileChoice], num_rows: int) -> TileChoice:
-        """Tiles of measured rows; decides, or gives the whole base up if none of these rows fits beside it.
-
-        Args:
-            choose: `choose_tile` with everything but memory and costs.
-            num_rows: most rows of any rank.
-        """
+        """Tiles of measured rows; decides, or gives the whole base up if none of these rows fits beside it. `choose` is
+        `choose_tile` with everything but memory and costs, `num_rows` the most rows of any rank."""
         sharded = partial(choose, found.rows, num_blocks=found.num_blocks)
         if self.is_kept is False:
             return sharded()
         beside = found.beside(self.num_bytes)
-        if self._is_forced:
-            return choose(beside.rows, num_blocks=beside.num_blocks, is_whole=True)
         whole = choose(beside.rows, num_blocks=beside.num_blocks, is_whole=True)
+        if self._is_forced:
+            return whole
         fits = beside.rows(whole.num_recomputed) >= min(whole.shape.size, num_rows)
         room = f"{max(0, found.room - found.base - found.row) / 1e9:.1f} GB are free beside a tile of one row"
         if self.is_kept is None:

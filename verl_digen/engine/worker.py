@@ -53,21 +53,15 @@ logger = logging.getLogger(__name__)
 
 
 def ensure_process_group(timeout_s: int) -> None:
-    """Start the process group before verl does, which names gloo twice on a CPU and fails, and sets no timeout.
-
-    Args:
-        timeout_s: `actor_rollout_ref.nccl_timeout`, of every collective.
-    """
+    """Start the process group before verl does, which names gloo twice on a CPU and fails, and sets no timeout of
+    collectives (`actor_rollout_ref.nccl_timeout`)."""
     backend = "gloo" if get_device_name() == "cpu" else None
     initialize_global_process_group_ray(timeout_second=timeout_s, backend=backend)
 
 
 def share_cpu_cores(num_replicas: int) -> None:
-    """Limit each rank's threads on a CPU to its share of the cores; every rank with all cores would be slow.
-
-    Args:
-        num_replicas: replicas on this node that generate while the ranks train.
-    """
+    """Limit each rank's threads on a CPU to its share of the cores, which `num_replicas` on this node share; every rank
+    with all cores would be slow."""
     if get_device_name() == "cpu":
         ranks_here = int(os.environ.get("RAY_LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (ranks_here + num_replicas)))
@@ -82,7 +76,7 @@ def stored_by_group(generations: Sequence[Generation]) -> list[tuple[str, Any]]:
 
 
 class DiffusionWorker(ActorRolloutRefWorker):
-    """See the module."""
+    """One rank of verl's worker group, with methods for diffusion samples."""
 
     _assistant: Assistant
     """Exists only with `digen.tag.policy` other than off."""
@@ -96,11 +90,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=rendezvous.AT_ONE_PORT)
     def init_model(self, port: int | None = None) -> None:
-        """Meet the other ranks, and build the engine and the rollout handle.
-
-        Args:
-            port: where the ranks meet; the worker group passes it. None: at verl's port.
-        """
+        """Meet the other ranks at `port`, which the worker group passes (None: at verl's), and build the engine and the
+        rollout handle."""
         send_as_bytes()
         rendezvous.meet_at(port)
         ensure_process_group(self.config.nccl_timeout)
@@ -116,12 +107,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
             if name == TRAINER:
                 self._generator = RankGenerator(self.engine, self.engine.wire_dtype)
             if self.engine.digen.tag.policy != "off":
-                rollout = self.engine.digen.rollout
-                self._assistant = Assistant(
-                    self.engine,
-                    latents_dtype=PrecisionType.to_dtype(rollout.latents_dtype),
-                    decoder_dtype=self.engine.wire_dtype,
-                )
+                self._assistant = Assistant(self.engine, decoder_dtype=self.engine.wire_dtype)
         if self._is_rollout and self.config.rollout.name in REPLICAS:
             # our replicas load the checkpoint for any rollout.load_format, so an adapter needs no base sent first
             self.base_sync_done = True
@@ -143,11 +129,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
     def draw(
         self, requests: Sequence[SampleRequest], coming: Sequence[PromptInputs], version: int
     ) -> tuple[list[tuple[int, Any]], dict[str, Any]]:
-        """Generate this rank's share of the requests, see `RankGenerator.draw`.
-
-        Returns:
-            (place in `requests`, where the sample is stored, or the error) of each; and `RankGenerator.facts`.
-        """
+        """Generate this rank's share of the requests, see `RankGenerator.draw` -> (place in `requests`, where the
+        sample is stored, or the error) of each; and `RankGenerator.facts`."""
         assert self._generator is not None
         drawn = self._generator.draw(requests, coming, version)
         stored = dict(stored_by_group([one for _, one in drawn if not isinstance(one, ValueError)]))
@@ -190,11 +173,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
     # -- one logical batch, fragment by fragment ----------------------------------------------------------
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def begin(self, num_samples: int, num_rows: int, partition: str, scale: float | None = None) -> None:
-        """Open a logical batch, see `DiffusersFSDPEngine.begin`. Non-blocking: one reference per rank.
-
-        Args:
-            partition: TransferQueue partition that holds the samples' rows until the batch is closed.
-        """
+        """Open a logical batch, see `DiffusersFSDPEngine.begin`; TransferQueue's `partition` holds the samples' rows
+        until it is closed. Non-blocking: one reference per rank."""
         self.engine.begin(num_samples, num_rows, fetch=self._fetch_from(partition), scale=scale)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -216,10 +196,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_accumulate")
     def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
-        """Add a fragment's gradient, see `DiffusersFSDPEngine.accumulate`. Returns its counts and `accumulate_s`.
-
-        Non-blocking: one reference per rank. Counts are totals over all ranks, the same on every rank.
-        """
+        """Add a fragment's gradient, see `DiffusersFSDPEngine.accumulate`. Returns its counts, the same on every rank,
+        and `accumulate_s`. Non-blocking: one reference per rank."""
         started_s = time.perf_counter()
         counts = self.engine.accumulate(fragment)
         return {**counts, "accumulate_s": time.perf_counter() - started_s}
@@ -227,16 +205,9 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="blue", role="actor_assist")
     def assist(self, requests: tuple[SampleRequest, ...], version: int) -> list[tuple[str, Any]]:
-        """Generate this rank's share of the requests, see `Assistant.assist`.
-
-        Only with `digen.tag.policy` other than off. The prompts' conditions must be in TransferQueue.
-
-        Args:
-            version: weight version, recorded with the samples.
-
-        Returns:
-            Of each group in the share: its uid, and a reference to the list of its samples.
-        """
+        """Generate this rank's share of the requests, see `Assistant.assist` -> of each group in it (uid, reference to
+        the list of its samples). The samples record the weight version. Only with `digen.tag.policy` other than off.
+        The prompts' conditions must be in TransferQueue."""
         conditions = fetch_conditions([request.condition_key for request in requests])
         return stored_by_group(self._assistant.assist(requests, conditions, version=version))
 

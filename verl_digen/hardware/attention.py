@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention kernels by diffusers' names (`AttentionBackendName` of diffusers 0.40 to 0.42), and what each can do.
 
-- Facts come from `diffusers.models.attention_dispatch`; nothing of it is imported, so that a config can be checked
-  on any machine. `tests/contracts/test_attention.py` compares.
+- Facts come from `diffusers.models.attention_dispatch`; nothing of it is imported, so that a config can be checked on
+  any machine. `tests/contracts/test_attention.py` compares.
 - A kernel without masks needs texts of one length in each forward; see `DiffusionModel.keeps_lengths_apart`. The
-  `*varlen` kernels of a local package count as such: diffusers gives them a row's first keys, which are others than
-  the unmasked ones where padding is not last (Qwen-Image).
+  `*varlen` kernels of a local package count as such: diffusers gives them a row's first keys, which are others than the
+  unmasked ones where padding is not last (Qwen-Image).
 - `trains` is false where diffusers calls a kernel without a backward.
-- Where devices share a row's tokens (`verl_digen.models.sequence`), diffusers runs the kernels that have a `split`.
 """
 
 from __future__ import annotations

@@ -60,11 +60,8 @@ def installed(names: Iterable[str] = ("verl-digen", *SUPPORTED)) -> dict[str, st
 
 
 def outside(found: Mapping[str, str], *, tested: bool) -> Iterator[tuple[str, str, SpecifierSet]]:
-    """(package, its version, the range it is not in), of what cannot work or of what was not tested.
-
-    Args:
-        found: package -> installed version; those that are not there are left out.
-    """
+    """(package, its version, the range it is not in), of installed packages that cannot work, or with `tested` were not
+    tested."""
     for name, number in found.items():
         supported = SUPPORTED[name]
         ranges = supported.all_tested if tested else (supported.can_work,)

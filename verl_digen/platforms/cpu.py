@@ -40,11 +40,8 @@ class CpuPlatform(PlatformBase):
         return True
 
     def is_platform_available(self, use_smi_check: bool = False) -> bool:
-        """True if verl should auto-detect this platform.
-
-        verl asks platforms in order of registration and takes the first that returns True, so this one also asks the
-        platforms of plugins that were loaded after it.
-        """
+        """True if verl should auto-detect this platform. verl asks platforms in order of registration and takes the
+        first that returns True, so this one also asks the platforms of plugins that were loaded after it."""
         if torch_has_accelerator_support(torch_facts()):
             return False
         names = PlatformRegistry.registered_names()

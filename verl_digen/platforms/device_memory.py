@@ -13,11 +13,7 @@ MARGIN = 0.1
 
 
 def free_bytes(num_ranks: int) -> int:
-    """Memory this process can still allocate: on its device, or its share of the host's on a CPU.
-
-    Args:
-        num_ranks: ranks that may share the host; read on a CPU only.
-    """
+    """Memory this process can still allocate: on its device, or on a CPU its share of the host's, by `num_ranks`."""
     device = get_platform().device_module
     free, _ = device.mem_get_info()
     if get_device_name() == "cpu":

@@ -4,9 +4,8 @@
 Tensors stay the objects they are; their storage is emptied. Weights that never change are copied to the host once, at
 the first release, and kept there: after that a release copies nothing, and a return costs one copy to the device.
 Weights that every update replaces are not copied at all where an update follows: after a return their numbers are
-undefined until then. Where none follows they are copied at every release.
-Processes of one node with equal weights share a copy (`verl_digen.weights.host_copies`), one for the parameters of each
-module and one for its buffers. A trainer that offloads a frozen base shares it, too (`verl_digen.engine.offload`).
+undefined until then. Where none follows they are copied at every release. Processes of one node with equal weights
+share a copy (`verl_digen.weights.host_copies`), one for the parameters of each module and one for its buffers.
 
 Invariants (tests/platforms/test_module_memory.py): a release frees every byte; a return gives back every number that no
 update replaces; the second release copies nothing; of processes that share, one copies.
@@ -44,12 +43,8 @@ def parameters_of(share_as: str | None, number: int) -> str | None:
 
 
 def host_copies(name: str | None, weights: Sequence[Tensor], device: torch.device, pool: HostPool) -> SharedCopy:
-    """Host copies of `weights`: the node's of this name, or this process's, which may be on their way.
-
-    Args:
-        name: see `shared_copy`; None: copies of this process alone.
-        weights: uint8 [num_bytes] each, on `device`.
-    """
+    """Host copies of `weights`, uint8 [num_bytes] each, on `device`: the node's of this name, see `shared_copy`, or
+    this process's, which may be on their way."""
     if name is not None and device.type in SHARING:
         shared = shared_copy(name, weights, device=device)
         if shared is not None:
@@ -60,12 +55,8 @@ def host_copies(name: str | None, weights: Sequence[Tensor], device: torch.devic
 
 
 class DeviceMemory:
-    """The storage of the parameters and buffers of `modules`, all on `device`.
-
-    Args:
-        share_as: name under which processes of this node share the host copies of a module of the same number; None:
-            this process has its own.
-    """
+    """The storage of the parameters and buffers of `modules`, all on `device`. `share_as` names the host copies that
+    processes of this node share, of a module of the same number; None: this process has its own."""
 
     def __init__(self, modules: Sequence[nn.Module], device: torch.device, share_as: str | None = None):
         self._modules = tuple(modules)
@@ -99,9 +90,8 @@ class DeviceMemory:
         """Free the memory -> bytes freed; 0 if it is free already. Does not wait for copies to the host that are not
         shared.
 
-        Args:
-            replaced: returns the tensors of the modules that an update will replace.
-            changed: returns those whose numbers may be others than at the last release.
+        `replaced` returns the tensors of the modules that an update will replace, `changed` those whose numbers may be
+        others than at the last release.
         """
         if self._released:
             return 0

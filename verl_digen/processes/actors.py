@@ -9,8 +9,6 @@
 | starts, starts again, or works for long | no answer | it is waited for: `while_alive` |
 
 A call may have been executed although its answer was lost. So only calls that may be made twice are retried.
-
-Invariant (tests/processes/test_actors.py): pauses grow, and their sum is at most the patience.
 """
 
 from __future__ import annotations
@@ -49,11 +47,8 @@ def pauses_s(patience_s: float) -> Iterator[float]:
 async def retried(
     call: Callable[[], Awaitable[Answer]], patience_s: float, on: type[Exception] = ActorUnavailableError
 ) -> Answer:
-    """The answer of `call`, which is made again while it raises `on`: while its actor cannot be reached.
-
-    Raises:
-        Exception: `on`, still so after `patience_s`. Whatever else the call raises.
-    """
+    """The answer of `call`, which is made again while it raises `on`, for `patience_s`: while its actor cannot be
+    reached."""
     for pause_s in pauses_s(patience_s):
         try:
             return await call()
@@ -71,11 +66,8 @@ def is_starting(actor: Any) -> bool:
 async def silence(
     actor: Any, config: DeadlinesConfig, method: str = "__ray_ready__"
 ) -> asyncio.TimeoutError | RayActorError | None:
-    """Ask for a sign of life -> None, or why there is none: TimeoutError if the actor hangs, else it is lost.
-
-    Args:
-        method: a method without work and arguments.
-    """
+    """Ask for a sign of life, by a method without work and arguments -> None, or why there is none: TimeoutError if the
+    actor hangs, else it is lost."""
     ask = getattr(actor, method).remote
     try:
         await retried(lambda: asyncio.wait_for(ask(), config.answer_s), config.blip_s)
@@ -89,12 +81,8 @@ async def silence(
 async def while_alive(
     call: Awaitable[Answer], every_s: Callable[[], float], check: Callable[[], Awaitable[None]]
 ) -> Answer:
-    """The answer of a call, with no timeout of its own.
-
-    Args:
-        every_s: seconds until the next check.
-        check: looks whether the actor is alive; ends the wait by raising, or by killing the actor.
-    """
+    """The answer of a call, with no timeout of its own. `check`, every `every_s()` seconds, looks whether the actor is
+    alive, and ends the wait by raising, or by killing the actor."""
     answering = asyncio.ensure_future(call)
     try:
         while not (await asyncio.wait([answering], timeout=every_s()))[0]:

@@ -2,9 +2,6 @@
 """Calls of one actor that are made in one pass of the event loop, sent as one: a message costs its two processes about
 two milliseconds of CPU time, whatever is in it.
 
-    tasks of samples  --item-->  Bundles  --items-->  actor: `outcomes` of a call per item
-                    <--its own answer or error--
-
 Who waits: a caller for all of its bundle. Bound: that of the call.
 
 Invariants (tests/processes/test_bundles.py): every caller gets the answer to its own item; an item that fails fails
@@ -31,11 +28,10 @@ Item = TypeVar("Item")
 
 
 class Bundles(Generic[Item]):
-    """See the module.
+    """Sends items that wait as bundles of at most `size`.
 
     Args:
         send: items -> an outcome of each, in order; an exception is raised at its caller.
-        size: maximum items of a bundle.
         key: of an item; those of a bundle have the same.
         cut_by: of an item; those of a bundle have the same where more than `size` wait.
 
@@ -57,10 +53,8 @@ class Bundles(Generic[Item]):
         self._sending: set[asyncio.Task[None]] = set()
 
     def call(self, item: Item) -> asyncio.Future[Any]:
-        """The answer to one item, which is sent whether it is awaited or not.
-
-        Raises: the exception of the item, or of the call.
-        """
+        """The answer to one item, which is sent whether it is awaited or not. Raises the exception of the item, or of
+        the call."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._begin)

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls in flight, each with a deadline: who waits for whom, since when, and until when.
 
-- `call` awaits something within a bound; an overdue one is cancelled.
-- `spawn` begins a task that makes calls; `run` awaits the one that all of them serve, and fails with the first that
-  fails.
-- After a long time without any event the log lists every call in flight; after a longer one `run` fails.
+After a long time without any event the log lists every call in flight; after a longer one `run` fails. All waiting goes
+through asyncio, and so does time (`loop.time`).
 
-All waiting goes through asyncio, and so does time (`loop.time`).
-
-Invariants (tests/processes/test_calls.py)
-- `call` returns or raises within its bound, and `run` as soon as a task fails.
-- An event takes as long with 1,000 calls in flight as with one: nothing goes through them but for a message.
+Invariants (tests/processes/test_calls.py): `call` returns or raises within its bound, and `run` as soon as a task
+fails. An event takes as long with 1,000 calls in flight as with one: nothing goes through them but for a message.
 """
 
 from __future__ import annotations
@@ -56,14 +51,8 @@ class Patience:
         return self._since_s + min(self._report_in_s, self._config.no_progress_s)
 
     def check(self, count: int, what: Callable[[], str]) -> None:
-        """Compare the count with the previous one.
-
-        Args:
-            what: makes a noun phrase that names who is waited for.
-
-        Raises:
-            DeadlineMissed: it has not changed for `digen.deadlines.no_progress_s`.
-        """
+        """Compare the count with the previous one: DeadlineMissed if it has not changed for
+        `digen.deadlines.no_progress_s`. `what` makes a noun phrase that names who is waited for."""
         if count != self._count:
             self.restart(count)
         waited_s = self._now_s() + CLOCK_MARGIN_S - self._since_s
@@ -86,9 +75,6 @@ class Call:
 
 class CallsUnderWay:
     """Tasks in flight, each a coroutine that makes bounded calls, and one that all of them serve.
-
-    Args:
-        deadlines: when to report, and when to time out.
 
     Example:
         calls = CallsUnderWay(deadlines)
@@ -119,11 +105,7 @@ class CallsUnderWay:
         return len(self._tasks)
 
     async def call(self, work: Awaitable[Result], *, what: str, bound: Bound) -> tuple[Result, float]:
-        """Await `work` -> (its result, seconds that it took).
-
-        Raises:
-            DeadlineMissed: it was overdue, and is cancelled. Any exception of `work`.
-        """
+        """Await `work` -> (its result, seconds that it took). DeadlineMissed if it was overdue, and is cancelled."""
         call, task = Call(what, _now_s(), bound), asyncio.ensure_future(work)
         self._calls[call] = None
         try:
@@ -155,11 +137,8 @@ class CallsUnderWay:
         self.notify()
 
     def tell(self, work: Awaitable[None], what: str, *, may_be_late: bool = False) -> None:
-        """Begin a notification: a call whose result is not used, bounded like an answer.
-
-        Args:
-            may_be_late: True logs an overdue one, and does not fail.
-        """
+        """Begin a notification: a call whose result is not used, bounded like an answer. An overdue one is only logged
+        if it may be late."""
 
         async def bounded() -> None:
             try:
@@ -188,12 +167,8 @@ class CallsUnderWay:
         return True
 
     async def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await `work`, which fails with the first task that fails.
-
-        Raises:
-            DeadlineMissed: nothing happened for `digen.deadlines.no_progress_s`. What a spawned task raised, now or
-                since the last `run`. Any exception of `work`.
-        """
+        """Await `work`, which fails with the first task that fails, now or since the last `run`. DeadlineMissed if
+        nothing happened for `digen.deadlines.no_progress_s`."""
         self._main = main = asyncio.ensure_future(work)
         self._patience = Patience(self._deadlines.config, _now_s)
         try:
@@ -254,10 +229,8 @@ async def to_the_end(work: Awaitable[None], seconds: float, what: str) -> None:
 
 
 def tell(callers: Iterable[asyncio.Future[Any]], outcomes: Sequence[Any]) -> None:
-    """Give every caller its outcome, as many as there are callers; an exception is raised there.
-
-    A caller that was cancelled meanwhile is passed over.
-    """
+    """Give every caller its outcome, as many as there are callers; an exception is raised there. Cancelled callers are
+    passed over."""
     for caller, outcome in zip(callers, outcomes, strict=True):
         if caller.done():
             continue

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's cluster, before the run has joined it: one that runs already, or one that the run makes of this machine, and
-then the driver's side of `verl_digen.processes.forks`: when a run has a fork server, and when that starts.
-
-The server needs as long as the driver does to reach Ray. So verl's main starts it from the middle of its own imports,
-when the config is not known yet, with the variables of recipe `digen_cpu`; a run that has others starts a new one.
-"""
+"""Ray's cluster, before the run has joined it: one that runs already, or one that the run makes of this machine; and
+when a run has a fork server (`verl_digen.processes.forks`), which needs as long as the driver does to reach Ray. So
+verl's main starts it from the middle of its own imports, when the config is not known yet, with the variables of recipe
+`digen_cpu`; a run that has others starts a new one."""
 
 from __future__ import annotations
 
@@ -27,11 +25,8 @@ _servers: list[ForkServer] = []
 
 
 def joins_cluster(address: str | None) -> bool:
-    """True if Ray joins a cluster that runs already; else it makes one of this machine.
-
-    Args:
-        address: `ray_kwargs.ray_init.address`; RAY_ADDRESS in the environment comes before it.
-    """
+    """True if Ray joins a cluster that runs already; else it makes one of this machine. RAY_ADDRESS in the environment
+    comes before `address`, `ray_kwargs.ray_init.address`."""
     if ray.is_initialized():
         return True
     address = os.environ.get("RAY_ADDRESS") or address
@@ -54,11 +49,8 @@ def start_early() -> None:
 
 
 def fork_workers(ray_init: Mapping[str, Any]) -> None:
-    """Have Ray, which has not started yet, start the workers of this run as forks, where that is possible.
-
-    Args:
-        ray_init: the arguments that it will be started with. With an interpreter of the user's, there are no forks.
-    """
+    """Have Ray, which has not started yet, start the workers of this run as forks, where that is possible: not with an
+    interpreter of the user's in `ray_init`, the arguments that it will be started with."""
     if is_fork() or ray.is_initialized():  # of a server that forks its workers too; for an earlier job
         return
     runtime_env = ray_init.get("runtime_env") or {}

@@ -8,10 +8,8 @@ The prediction is a fixed part plus a part per item (samples, groups), learnt ov
 compares the samples of a group waits for all of them: its bound is longer by the bound of a first generation, so that a
 sample whose replica hangs is generated again before those that wait for it are given up.
 
-Invariants (tests/processes/test_deadlines.py)
-- A bound is never below its floor. For the first call of a kind to a callee it is never below `first_s`.
-- A call that takes `factor` times as long as predicted, or less, is never overdue.
-- No clock inside: durations come in, bounds go out.
+Invariant (tests/processes/test_deadlines.py): a call that takes at most `factor` times as long as predicted is never
+overdue.
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ short run's start. A server imports them once, while the driver does, and each w
                         fork: becomes the worker   <---------------------   arguments, environment, folder, output
 
 - Forked are Ray's workers; anything else that is run with the executable is the real interpreter's, and so is all
-  without a server, because it could not start or was killed.
-- A fork is a child of the server, not of the process that asked for it; its exit status becomes that of the executable.
+  without a server, because it could not start or was killed, and a worker that has other values of variables that the
+  server has read.
 - The server ends when the driver does, however it ends, and kills the forks that are left.
-- A worker has its own interpreter if variables that the server has read are others for it.
 """
 
 from __future__ import annotations
@@ -128,10 +127,8 @@ def start(
 ) -> ForkServer:
     """Start a server that imports `libraries`, and at the first request `modules`; who asks it meanwhile, waits.
 
-    Args:
-        variables: of its environment, beside this process's own.
-        with_modules: True if it also forks for programs given as `-m MODULE`, and forks have the executable as
-            `sys.executable`.
+    Its environment has `variables` beside this process's own. `with_modules` also forks for programs given as `-m
+    MODULE`, and forks have the executable as `sys.executable`.
     """
     folder = Path(tempfile.mkdtemp(prefix="fork_"))  # the path of a socket is at most 107 bytes long
     address = str(folder / "socket")
@@ -295,11 +292,8 @@ class _Replaced(BaseException):
 
 
 def _exit_status_of(arguments: list[str], connection: socket.socket, fixed: Mapping[str, str | None]) -> int:
-    """Run a program; one that replaces itself by a worker with the same interpreter is followed.
-
-    Args:
-        fixed: variable -> its value when it was read, which no fork can change.
-    """
+    """Run a program; one that replaces itself by a worker with the same interpreter is followed, unless it has other
+    values of variables that were read already, which no fork can change (`fixed`)."""
     replace = os.execvp
 
     def exec_bash(file: str, args: tuple[str, ...] | list[str]) -> NoReturn:

@@ -3,20 +3,15 @@
 
     driver -> relay -> relay of a node -> process        nothing calls more than FAN_OUT others, up to 256 nodes
 
-A call costs its caller CPU time, and the last process begins only when the caller has sent the last call. Up to FAN_OUT
-processes are called directly. With more of them every node has a relay, a process that calls the node's; with
-more than FAN_OUT nodes other relays call these, each about as many as the driver does. docs/control_plane.md has what
-it saves.
+A call costs its caller CPU time, and the last process begins only when the caller has sent the last call. With more
+than FAN_OUT processes every node has a relay, a process that calls the node's; with more than FAN_OUT nodes other
+relays call these, each about as many as the driver does. docs/control_plane.md has what it saves.
 
-| failure | the caller gets |
-| --- | --- |
-| a process raises | its exception, at once: others may wait for that one in a collective |
-| a process dies | its RayActorError, at once |
-| a relay dies | the relay's RayActorError; relays run on the nodes of what they call |
+A process that raises, or dies, gives the caller its exception at once: others may wait for that one in a collective. A
+relay that dies gives its RayActorError; relays run on the nodes of what they call.
 
-Invariants (tests/processes/test_relays.py)
-- Every process is called once. Answers have the order of the processes.
-- An exception has the same type and text through relays as without.
+Invariants (tests/processes/test_relays.py): every process is called once; answers have the order of the processes; an
+exception has the same type and text through relays as without.
 """
 
 from __future__ import annotations
@@ -65,22 +60,14 @@ class Callee(Protocol):
     def num_processes(self) -> int: ...
 
     async def call(self, work: Work, keep: Keep) -> list[Any]:
-        """Have every process do its work.
-
-        Raises:
-            RayError: the first failure of a process or a relay, unless `keep` is `outcomes`.
-        """
+        """Have every process do its work. RayError of the first process or relay that fails, unless `keep` is
+        `outcomes`."""
         ...
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process, called directly.
-
-    Args:
-        actor: its Ray handle.
-        prefix: of the methods' names on it.
-    """
+    """One process, called directly by its Ray handle; its methods' names have `prefix`."""
 
     actor: Any
     prefix: str = ""
@@ -133,11 +120,7 @@ class Relay:
 
 @dataclass(frozen=True)
 class Relayed:
-    """The processes behind a relay.
-
-    Args:
-        relay: Ray handle of a `Relay`.
-    """
+    """The processes behind a relay, the Ray handle of a `Relay`."""
 
     relay: Any
     num_processes: int
@@ -167,13 +150,8 @@ def relayed(
     start: Callable[[str, Sequence[Callee]], Callee] = start_relay,
     fan_out: int = FAN_OUT,
 ) -> Together:
-    """Start the relays that are needed to call these processes -> what the driver calls.
-
-    Args:
-        nodes: [processes] node of each.
-        start: starts a relay on a node.
-        fan_out: most processes that are called without relays, and most callees of a node's relay.
-    """
+    """Start the relays that are needed to call these processes -> what the driver calls. `nodes` has the node of each
+    process; at most `fan_out` processes are called without relays, and by a node's relay."""
     if len(processes) <= fan_out:
         return Together(processes)
     relays: list[tuple[str, Callee]] = []
@@ -198,14 +176,8 @@ def ranks_of(worker_group: Any, *, answer_s: float) -> Together:
 
 
 def reach(processes: Sequence[Process], *, answer_s: float) -> Together:
-    """Start the relays that are needed to call these processes.
-
-    Args:
-        answer_s: how long a process may take to answer on which node it is.
-
-    Raises:
-        RayActorError: a process died. GetTimeoutError: one does not answer.
-    """
+    """Start the relays that are needed to call these processes. Each tells on which node it is: RayActorError if one
+    died, GetTimeoutError if one does not answer within `answer_s`."""
     if len(processes) <= FAN_OUT:
         return Together(processes)
     nodes = ray.get([process.actor.__ray_call__.remote(_node) for process in processes], timeout=answer_s)
@@ -214,11 +186,7 @@ def reach(processes: Sequence[Process], *, answer_s: float) -> Together:
 
 class Route:
     """The way to processes of which some may end and others join: found when it is first asked for, and whenever they
-    have changed.
-
-    Args:
-        answer_s: how long a process may take to answer on which node it is.
-    """
+    have changed. Each may take `answer_s` to tell on which node it is."""
 
     def __init__(self, answer_s: float):
         self._answer_s = answer_s

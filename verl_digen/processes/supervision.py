@@ -70,14 +70,8 @@ class LoopThread:
 
 
 def within(bound: Bound, work: Callable[[], Result], *, what: str) -> Result:
-    """Run blocking `work` in its own thread and return its result; a thread that is overdue is abandoned.
-
-    Args:
-        what: a noun phrase that names the work.
-
-    Raises:
-        DeadlineMissed: it is overdue. Any exception of `work`.
-    """
+    """Run blocking `work` in its own thread and return its result; a thread that is overdue is abandoned, and a
+    DeadlineMissed names it by `what`, a noun phrase."""
     outcome: Future[Result] = Future()
 
     def run() -> None:
@@ -96,7 +90,7 @@ def within(bound: Bound, work: Callable[[], Result], *, what: str) -> Result:
 
 
 class Supervision:
-    """See the module.
+    """Ends the driver's waits.
 
     Args:
         loop: runs the driver's coroutines.
@@ -133,12 +127,9 @@ class Supervision:
     @contextmanager
     def watch(self, kind: CallKind, what: str) -> Iterator[None]:
         """Bound blocking calls, and learn from their durations. When they are overdue the processes that they wait for
-        are killed: first the replicas that do not answer, after which the calls get their full time again; once all
-        remaining replicas answer, the trainer's ranks and the replicas, which ends the run.
-
-        Raises:
-            RayError: a replica was killed. DeadlineMissed: everything was.
-        """
+        are killed: first the replicas that do not answer (RayError), after which the calls get their full time again;
+        once all remaining replicas answer, the trainer's ranks and the replicas, which ends the run
+        (DeadlineMissed)."""
         began_s = self.loop.time()
         guard = self.loop.begin(self._guard(f"step {self.step()}: {what}", self.deadlines.bound(kind, TRAINER)))
         try:
@@ -168,11 +159,7 @@ class Supervision:
 
     # -- processes without a deadline ---------------------------------------------------------------------
     def watch_processes(self, processes: Mapping[str, Any]) -> None:
-        """Ask actors for heartbeats from now on.
-
-        Args:
-            processes: a noun phrase that names the process -> its handle.
-        """
+        """Ask actors for heartbeats from now on; a noun phrase names each."""
         for what, process in processes.items():
             self.loop.begin(self._heartbeats(what, process))
 
@@ -211,11 +198,7 @@ class Supervision:
         return self.loop.run(self.unless_lost(work))
 
     async def unless_lost(self, work: Awaitable[Result]) -> Result:
-        """Run `work` and return its result.
-
-        Raises:
-            ProcessLost: a process was lost meanwhile. Any exception of `work`.
-        """
+        """Run `work` and return its result. ProcessLost if a process was lost meanwhile."""
         task: asyncio.Task[Result] = asyncio.ensure_future(work)  # type: ignore[assignment]
         self._guarded.add(task)
         try:

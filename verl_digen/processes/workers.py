@@ -48,12 +48,8 @@ actor has started, and could not restart it (2.60)."""
 
 
 class RestartingActor:
-    """Ray actor class of a worker that restarts after a crash; used like Ray's own actor classes.
-
-    Args:
-        max_retries: number of times that Ray retries a call on which the worker died.
-        options: further actor options.
-    """
+    """Ray actor class of a worker that restarts after a crash; used like Ray's own actor classes. Ray retries a call on
+    which the worker died at most `max_retries` times."""
 
     def __init__(self, worker_class: type, max_retries: int, **options: Any):
         self._actor: Any = ray.remote(worker_class)
@@ -78,13 +74,8 @@ class RestartingActor:
 
 
 class WorkerPool:
-    """Client of workers of one kind, started with `RestartingActor`.
-
-    Args:
-        kind: what they are, for messages.
-        key: config key of their number.
-        run: consecutive calls that go to the same worker, its batch size, so that it finds full batches.
-    """
+    """Client of workers of one kind, started with `RestartingActor`. Messages have the `kind`, and the config `key` of
+    their number. `run` consecutive calls go to the same worker, its batch size, so that it finds full batches."""
 
     def __init__(self, handles: Sequence[Any], config: DeadlinesConfig, *, kind: str, key: str, run: int = 1):
         self._living = list(handles)
@@ -99,11 +90,8 @@ class WorkerPool:
         self._last_error = "none was started"
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """The answer of one worker; of another one if that is dead permanently.
-
-        Raises:
-            ActorUnavailableError: workers died of the call too often. RunStopped: no worker is left.
-        """
+        """The answer of one worker; of another one if that is dead permanently. ActorUnavailableError if workers died
+        of the call too often, RunStopped if no worker is left."""
         while True:
             worker, lost = self.take(), None
             try:
@@ -116,9 +104,7 @@ class WorkerPool:
     async def call_together(self, method: str, item: Any) -> Any:
         """The answer to one item of `method`, which takes items and returns their `outcomes`: in one call with others
         of the same pass of the event loop. If the worker dies, of which any of them may be the cause, in a call alone.
-
-        Raises: see `call`. The item's exception.
-        """
+        Errors: the item's, or those of `call`."""
         worker, lost = self.take(), None
         try:
             return await self._bundles.call((worker, method, item))
@@ -135,11 +121,7 @@ class WorkerPool:
 
     def take(self, other_than: Any = None) -> Any:
         """Choose the worker of the last call, until it has its run; then one of those with the fewest open calls, and
-        another one than given where there is one.
-
-        Raises:
-            RunStopped: no worker is left.
-        """
+        another one than given where there is one. RunStopped if no worker is left."""
         if not self._living:
             raise RunStopped(
                 f"every {self._kind} worker is lost, the last one with: {self._last_error}; if that names no cause, "

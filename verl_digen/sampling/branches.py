@@ -5,8 +5,7 @@
   and no padding of prompts to the length of negative prompts.
 - `auto` runs the first guided step of each kind of batch in two forwards and measures it. Both branches together take
   at most twice what one took beyond what was allocated before; one forward runs them from the next step on if so much
-  is there, less a margin.
-- On a CPU memory does not limit a forward: `auto` is one forward.
+  is there, less a margin. On a CPU memory does not limit a forward: `auto` is one forward.
 
 Invariant (tests/sampling/test_branches.py): no forward of both runs where its bound exceeds the memory.
 """
@@ -25,11 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class GuidanceBranches:
-    """Chooses for each guided forward; see the module. Not for ranks that share a forward's collectives, with `auto`.
-
-    Args:
-        setting: `digen.rollout.split_guidance`.
-        device: where forwards run.
+    """Chooses for each guided forward, as `digen.rollout.split_guidance` says. With `auto` not for ranks that share a
+    forward's collectives.
 
     Example: 100 GB, of which the network takes 40
         branches = GuidanceBranches("auto", torch.device("cuda"))
@@ -43,11 +39,8 @@ class GuidanceBranches:
         self._splits: dict[Hashable, bool] = {}
 
     def run(self, kind: Hashable, forward: Callable[[bool], Tensor]) -> Tensor:
-        """Call `forward`, with True for two forwards; returns its result.
-
-        Args:
-            kind: batches of one kind take the same memory.
-        """
+        """Call `forward`, with True for two forwards; returns its result. Batches of one `kind` take the same
+        memory."""
         if self._fixed is not None:
             return forward(self._fixed)
         if kind in self._splits:

@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """fp8 copies of a network's linear layers, for forwards whose result need not be exact (`digen.sampling.outside.fp8`).
 
-    with fp8.active():      linear layers of the repeated blocks multiply in fp8
-        velocity = ...
-    velocity = ...          the network as it is
-
 - Weights are kept beside the network as e4m3 with a scale per output channel, activations get a scale per token: a
   sample's numbers do not depend on the others of its batch, to float error. The product is bf16.
 - The layers are the `nn.Linear` of the blocks that repeat. What is outside of them (input, output, time and text
   embeddings) stays exact, and so do adapters: an adapter's own factors are added to the fp8 product of its layer.
-- Copies are made at the first use after `clear`, from the current weights; code that changes weights clears them.
 
-Invariants (tests/sampling/test_fp8.py)
-- After `active` the network computes bitwise what it did before, also after an exception.
-- A layer's product equals its dequantised factors', to bf16's rounding.
+Invariants (tests/sampling/test_fp8.py): after `active` the network computes bitwise what it did before, also after an
+exception. A layer's product equals its dequantised factors', to bf16's rounding.
 """
 
 from __future__ import annotations
@@ -41,11 +35,8 @@ MULTIPLE = 16
 
 
 class Fp8Layers:
-    """See the module.
-
-    Args:
-        network: fresh from `DiffusionModel.load_transformer`, before an adapter is added to its layers.
-    """
+    """Layers of a network fresh from `DiffusionModel.load_transformer`, before an adapter is added, and their copies,
+    which are made at the first use after `clear`, from the current weights."""
 
     def __init__(self, network: nn.Module):
         self._layers = [
@@ -64,11 +55,6 @@ class Fp8Layers:
     def num_bytes(self) -> int:
         """Bytes of all copies, once they are made; scales left out."""
         return sum(layer.weight.numel() for layer in self._layers)
-
-    @property
-    def num_held_bytes(self) -> int:
-        """Bytes of the copies that there are now; 0 after `clear`."""
-        return sum(weight.nbytes for weight, _ in self._copies)
 
     def clear(self) -> None:
         """Free the copies; the next use makes new ones. Call it when weights change, or leave the device."""
@@ -89,11 +75,8 @@ class Fp8Layers:
 
 
 def require_fp8(layers: Fp8Layers, device: torch.device) -> None:
-    """Require layers that can multiply in fp8, and multiply two small matrices in fp8 on `device`.
-
-    Raises:
-        ValueError: there is no such layer, or the device cannot.
-    """
+    """Require layers that can multiply in fp8, and multiply two small matrices in fp8 on `device`. ValueError if there
+    is no such layer, or the device cannot."""
     require(
         layers.num_layers > 0,
         "digen.sampling.outside.fp8 must be false with a network whose blocks have no linear layer with sizes that are "

@@ -118,10 +118,7 @@ class FinishedSample:
 
 def finished_samples(batch: KVBatchMeta) -> list[FinishedSample]:
     """The samples of a finished batch of training, from TransferQueue, in order; for runs that record paths.
-
-    Raises:
-        RuntimeError: one is not there. ValueError: they are episodes, which have a prompt per turn.
-    """
+    RuntimeError if one is not there, ValueError for episodes, which have a prompt per turn."""
     tags = from_batch(batch)
     if any(tag.episode is not None for tag in tags.values()):
         raise ValueError("samples must have one prompt each, got episodes; leave digen.environment.name out")
@@ -136,14 +133,9 @@ def finished_samples(batch: KVBatchMeta) -> list[FinishedSample]:
 
 
 def to_dataproto(samples: Sequence[FinishedSample], means: Means | None = None) -> DataProto:
-    """The samples as one DataProto, in order; its columns are listed in the module.
-
-    Args:
-        means: called once per sample with its K transitions, on the CPU, which share their conditions and settings.
-
-    Raises:
-        ValueError: samples without a path; or samples whose columns differ in shape, such as pictures of two sizes.
-    """
+    """The samples as one DataProto, in order; its columns are listed in the module. `means` is called once per sample
+    with its K transitions, on the CPU, which share their conditions and settings. ValueError for samples without a
+    path, or whose columns differ in shape, such as pictures of two sizes."""
     paths = [_path(sample.trajectory) for sample in samples]
     records = [path.columns() for path in paths]
     tensors: dict[str, Tensor] = {
@@ -171,11 +163,7 @@ def to_dataproto(samples: Sequence[FinishedSample], means: Means | None = None) 
 def training_rows(batch: DataProto) -> TrainingRows:
     """The N * K transitions of a batch that `to_dataproto` made, sample after sample, on the CPU. Columns `advantages`
     [N] or [N, 1] and `old_log_probs` [N, K] are theirs; without advantages they are 0. Samples that are not `selected`
-    [N, 1] have mask 0.
-
-    Raises:
-        ValueError: the samples have several settings.
-    """
+    [N, 1] have mask 0. ValueError if the samples have several settings."""
     tensors: Any = batch.batch
     starts, samplings = tensors["positions"], {*batch.non_tensor_batch["sampling"]}
     if len(samplings) != 1:

@@ -5,14 +5,10 @@ With `digen.sampling.shared_initial_noise` the samples of a group start alike, a
 deterministic. Samples with a window wait for it in their batch, while one of their group runs these steps by itself
 (`PrefixCache`). Samples without one that start alike run as one (a lane).
 
-In a tree (`digen.branches`) samples share stochastic steps too. From the window on, at each step
-
-- one forward serves all samples of the group in the batch that have the same latents (a lane), and
-- one step is taken for all that also take the same noise (an edge). At a split a lane has several edges.
-
-A step that a sample's solver passes over (`digen.sampling.outside`) runs nothing for it.
-
-Samples of a group in other batches are not looked at: each batch runs what its own samples need.
+In a tree (`digen.branches`) samples share stochastic steps too. From the window on, one forward serves all samples of
+the group in the batch that have the same latents (a lane), and one step is taken for all that also take the same noise
+(an edge). At a split a lane has several edges. A step that a sample's solver passes over (`digen.sampling.outside`)
+runs nothing for it.
 
 Invariants (tests/sampling/test_prefix.py, test_tree.py): latents at a window's start equal those of a sample generated
 alone bit for bit; without a tree, a batch in which samples share these steps is bitwise the one in which each runs
@@ -62,20 +58,14 @@ def prefix_of(request: SampleRequest, initial_seed: int) -> Prefix | None:
 class PrefixCache:
     """Latents at the start of a group's window, kept for the samples of the group that come in later batches.
 
-    With `digen.sampling.shared_initial_noise` they are a function of `Prefix` and of the weights.
-
     - Steps before a window run for one row at a time, on every back end: the rounding of matrix products depends on the
       batch size, and so the rest of a batch has no part in these latents.
     - No memory of the solver is kept with them: the first step of a window is stochastic, and reads none.
     - Processes that share the collectives of a forward keep the same entries, since they get the same calls.
 
-    Invariants (tests/sampling/test_prefix.py): an entry is what running the steps gives, bitwise; none outlives
-    the weights it was made with.
-
-    Bound: `max_bytes` in all. The entry that was used least recently goes first.
-
-    Args:
-        max_bytes: 0 keeps nothing, so that every sample runs every step.
+    Invariants (tests/sampling/test_prefix.py): an entry is what running the steps gives, bitwise; none outlives the
+    weights it was made with. Bound: `max_bytes` in all, 0 keeps nothing; the entry that was used least recently goes
+    first.
 
     Example:
         cache.keep(prefix, 3, latents)
@@ -97,11 +87,8 @@ class PrefixCache:
         return self._num_bytes
 
     def lookup(self, prefix: Prefix, weights: Hashable) -> Tensor | None:
-        """Latents [...] after the steps of `prefix`, on the CPU in the dtype they were sampled in; None if not kept.
-
-        Args:
-            weights: identifies the weights among those since the last `clear`.
-        """
+        """Latents [...] after the steps of `prefix`, on the CPU in the dtype they were sampled in; None if not kept
+        with these weights, which are identified among those since the last `clear`."""
         if weights != self._weights or prefix not in self._entries:
             return None
         self._entries.move_to_end(prefix)
@@ -155,11 +142,8 @@ class Lanes:
         return tuple(map(tuple, members))
 
     def place(self, made: Tensor, before: Tensor) -> Tensor:
-        """[B, ...]: of `made` [R, ...] where a lane ran, of `before` [B, ...] in rows that do not run.
-
-        Args:
-            made: one entry per row of `rows`.
-        """
+        """[B, ...]: of `made` [R, ...], one entry per row of `rows`, where a lane ran, of `before` [B, ...] in rows
+        that do not run."""
         if self.is_whole:
             return made
         sources = [len(made) + row if lane is None else lane for row, lane in enumerate(self.lane_of)]
@@ -169,11 +153,8 @@ class Lanes:
 class SharedPrefix:
     """Lanes and edges of a batch, step by step.
 
-    Args:
-        requests: the batch. initial_seeds: seed of each one's initial noise.
-
     Example: three samples of a group with a window that begins at step 2
-        prefix = SharedPrefix(requests, (5, 5, 5))
+        prefix = SharedPrefix(requests, (5, 5, 5))    # seeds of their initial noise
         prefix.waiting        # {0: p, 1: p, 2: p}; row 0 runs p's steps, then
         prefix.count(1)       # for each row that gets the latents from it
         prefix.lanes(1)       # Lanes(rows=(), lane_of=(None, None, None))

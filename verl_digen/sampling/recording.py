@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record the parts of a generation that training needs, on replicas and trainers alike.
 
-- Points of the path: `PathRecord`. Forward points (`SampleRequest.noise_levels`): `CleanRecord`.
-- Records own their memory: a view of a batch would be sent with the whole batch.
-- A replica makes trajectories in another thread, when the numbers of a batch have come to the host (`Denoised.moved`).
+Records own their memory: a view of a batch would be sent with the whole batch. A replica makes trajectories in another
+thread, when the numbers of a batch have come to the host (`Denoised.moved`).
 """
 
 from __future__ import annotations
@@ -44,13 +43,9 @@ def with_experts(model: DiffusionModel, trajectory: Trajectory) -> Trajectory:
 def not_finite(
     request: SampleRequest, final: Tensor, version: int, is_finite: Tensor, audio: Audio | None
 ) -> ValueError | None:
-    """The error of a sample whose numbers are not all finite; None for others. Waits for a device that holds them.
-
-    8 bits cannot show what is not finite: rewards would score a black picture as any other.
-
-    Args:
-        final: [...] latents after the last step. is_finite: [] of its pixels, see `Decoded`.
-    """
+    """The error of a sample whose numbers (final latents [...], pixels, sound) are not all finite; None for others.
+    Waits for a device that holds them. 8 bits cannot show what is not finite: rewards would score a black picture as
+    any other."""
     sample = f"sample {request.sample_index} of group {request.uid} must have finite"
     if not final.isfinite().all():
         return ValueError(
@@ -132,12 +127,10 @@ def record_trajectory(
     """One sample's trajectory, on the CPU.
 
     Args:
-        seed: seed of its initial noise.
         versions: weight versions of the first and of the last step.
         path: step -> latents [...], at the `trained_latents`, ascending.
         final: [...] the latents after the last step.
         sigmas: [T+1] on the CPU. log_probs_T: [T], 0 where the step was deterministic.
-        num_shared_steps, num_skipped_steps: see `SampleFacts`.
     """
     levels = request.noise_levels
     record = (

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample requests, made from the config and a prompt, and the planner's rules, from the config.
-
-Pure functions, but for the hashes of a prompt's images and pictures.
-"""
+"""Sample requests, made from the config and a prompt, and the planner's rules, from the config."""
 
 from __future__ import annotations
 
@@ -26,11 +23,8 @@ ODE_ONLY = Window(sde_steps=(), train_steps=())
 
 
 def geometry_of(config: SamplingConfig, images: Sequence[tuple[int, int]]) -> Geometry:
-    """Size of the picture, and of the images of its prompt as the network reads them.
-
-    Args:
-        images: (width, height) in px of each image, as it lies in its file.
-    """
+    """Size of the picture, and of the images of its prompt as the network reads them, from (width, height) in px of
+    each as it lies in its file."""
     sizes = IMAGE_SIZES[config.image_sizes]
     height, width = config.height_px, config.width_px
     if config.size_from_image and images:
@@ -47,11 +41,8 @@ def inputs_of(text: str, images: tuple[SourceImage, ...], geometry: Geometry, im
 
 
 def planned_geometry(config: SamplingConfig, num_images: int) -> Geometry:
-    """Geometry of a prompt with images of the shape that pictures have without images.
-
-    Args:
-        num_images: least number of images of the model's prompts; `digen.sampling.planned_images` goes first.
-    """
+    """Geometry of a prompt with images of the shape that pictures have without images: `digen.sampling.planned_images`
+    of them, or the least number of the model's prompts, `num_images`."""
     number = num_images if config.planned_images is None else config.planned_images
     return geometry_of(config, [(config.width_px, config.height_px)] * number)
 
@@ -85,17 +76,12 @@ def rows_per_group(digen: DigenConfig, group_size: int) -> int:
 def sample_request(
     digen: DigenConfig, row: PromptRow, sample_index: int, *, step: int, validate: bool
 ) -> SampleRequest:
-    """One sample's request.
+    """One sample's request; a deterministic one to `validate`. The window and the noise levels are functions of the
+    prompt's uid and the run seed, so a group shares them; a MixGRPO window moves with `step`, the optimizer step that
+    the sample is for.
 
-    Args:
-        row: the prompt. The window and the noise levels are functions of its uid and the run seed, so a group shares
-            them.
-        step: the optimizer step that the sample is for; moves a MixGRPO window.
-        validate: True for a deterministic validation sample.
-
-    Raises:
-        ValueError: an image of the prompt, or a picture of its pair, cannot be read, or the model's pipeline does not
-            take it.
+    ValueError if an image of the prompt, or a picture of its pair, cannot be read, or the model's pipeline does not
+    take it.
     """
     request = plain_request(digen, row, sample_index, step=step, validate=validate)
     _check_images(digen.sampling, request)
@@ -113,15 +99,8 @@ def turn_request(
     step: int,
     validate: bool,
 ) -> SampleRequest:
-    """Request of one turn of an episode; each carries its own conditions.
-
-    Args:
-        row: the prompt, with the turn's instruction as text.
-        images: those that the turn edits, in place of the row's.
-
-    Raises:
-        ValueError: the model's pipeline does not take one of them.
-    """
+    """Request of one turn of an episode; each carries its own conditions. The row has the turn's instruction as text,
+    and `images` take the place of its own. ValueError if the model's pipeline does not take one of them."""
     request = plain_request(digen, row, sample_index, step=step, validate=validate, images=images)
     _check_images(digen.sampling, request)
     return replace(request, turn=turn, wants_condition=not validate)
@@ -139,17 +118,12 @@ def text_request(
     images: Sequence[str] = (),
     **sampling: Any,
 ) -> SampleRequest:
-    """Request of one sample of a prompt without a data set; its answer carries the prompt's conditions.
+    """Request of one sample of a prompt without a data set; its answer carries the prompt's conditions. The sample is a
+    function of the run seed, `uid` and `sample_index`.
 
-    Args:
-        sample_index, step, validate: see `sample_request`. The sample is a function of the run seed, `uid` and
-            `sample_index`.
-        negative_prompt: None for `digen.sampling.negative_prompt`.
-        images: see `PromptRow.images`.
-        sampling: keys of `digen.sampling` to replace, such as `num_steps=20`.
-
-    Raises:
-        ValueError: as `sample_request`, or a value that `digen.sampling` does not take. TypeError: an unknown key.
+    `negative_prompt` is None for `digen.sampling.negative_prompt`, `images` are as in `PromptRow`, and `sampling` has
+    keys of `digen.sampling` to replace, such as `num_steps=20`. ValueError as `sample_request`, or for a value that
+    `digen.sampling` does not take; TypeError for an unknown key.
     """
     digen = replace(digen, sampling=replace(digen.sampling, **sampling)) if sampling else digen
     row = PromptRow(prompt, "", None, negative=negative_prompt, images=tuple(images), uid=uid)
@@ -173,11 +147,8 @@ def plain_request(
     validate: bool,
     images: Sequence[SourceImage] | None = None,
 ) -> SampleRequest:
-    """`sample_request` without the picture of the data set, for a prompt that may have no pair.
-
-    Args:
-        images: those that the request reads; None: the row's.
-    """
+    """`sample_request` without the picture of the data set, for a prompt that may have no pair. It reads `images`;
+    None: the row's."""
     config = digen.sampling
     num_steps = config.val_num_steps if validate else config.num_steps
     window, noise_levels = ODE_ONLY, None
@@ -245,10 +216,8 @@ def check_batch(
 
 def groups_are_alike(digen: DigenConfig) -> bool:
     """True if the samples of all groups take the same forwards, so that ranks may generate different groups in step.
-
-    Not where samples of a group share the steps before their window, or pass over steps outside of it: that depends
-    on the group's window, and on how many of the group a rank has. Other windows than consecutive ones begin at step 0.
-    """
+    Not where samples of a group share the steps before their window, or pass over steps outside of it: that depends on
+    the group's window, and on how many of the group a rank has. Other windows than consecutive ones begin at step 0."""
     has_steps_before = digen.window.kind == "consecutive" and not digen.trains_forward_points
     return not has_steps_before or not (digen.sampling.shared_initial_noise or digen.sampling.outside.passes_over)
 

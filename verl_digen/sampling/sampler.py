@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one denoising loop, and the replay of its steps.
 
-- All generation (replicas and assisting trainers) runs `Sampler.sample`; all log-probs of recorded steps come
-  from `score_rows`, all velocities of rows from `row_velocity`. They share `DiffusionModel.velocity` and `sde_step`.
-- A step costs one forward for the whole batch, both guidance branches in it, or one per branch (`branches`). Each
-  row's own window decides whether a step is stochastic; other rows take the ODE step.
-- Steps before a window run once for the samples of a group that start alike, by themselves (`PrefixCache`), and steps
-  that samples of a tree share run as one (`prefix`). Steps that are not stochastic are `Sampling.solver`'s.
+- All generation (replicas and assisting trainers) runs `Sampler.sample`; all log-probs of recorded steps come from
+  `score_rows`, all velocities of rows from `row_velocity`. They share `DiffusionModel.velocity` and `sde_step`.
+- A step costs one forward for the whole batch, or one per guidance branch (`branches`). Each row's own window decides
+  whether a step is stochastic; other rows take the step of `Sampling.solver`.
 - Steps outside a window may pass without a forward (`Sampling.outside`): the solver passes over some, and others take a
-  row's last velocity again, as the row's own `StepCache` says. The rows that evaluate the network share a forward;
-  with `outside.fp8` those whose step is not stochastic share one in fp8.
-- x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used
-  further: by the log-prob, the next forward, the record and the replay.
+  row's last velocity again, as the row's own `StepCache` says. The rows that evaluate the network share a forward; with
+  `outside.fp8` those whose step is not stochastic share one in fp8.
+- x is rounded to `latents_dtype` when it is made (the initial noise too), and only the rounded x is used further: by
+  the log-prob, the next forward, the record and the replay.
 
 Invariants (tests/sampling/test_sampler.py, test_outside.py)
-- A sample is a function of its request, the weights and the run seed: the rest of its batch, and the order,
-  change it by float error only.
+- A sample is a function of its request, the weights and the run seed: the rest of its batch, and the order, change it
+  by float error only.
 - `score_rows` on what `sample` recorded, under the same weights, gives the recorded log-probs.
 - Without stochastic steps the result equals the model's own diffusers pipeline.
 - A clean record holds bitwise the final latents.
@@ -86,13 +84,11 @@ class _Memory:
 
 
 class Sampler:
-    """Denoises batches of requests with one transformer.
+    """Denoises batches of requests with one transformer, on `device`, in whatever wrapper (FSDP2, peft), whose mode
+    stays.
 
     Args:
-        transformer: on `device`, in whatever wrapper (FSDP2, peft); the sampler does not change its mode.
-        run_seed: `digen.seed`.
         latents_dtype: dtype of latents between steps and in the record.
-        branches: chooses between one forward for both branches of guidance and two.
         prefixes: keeps latents at the start of windows from call to call; code that changes weights clears it. None: a
             call shares them among its own rows.
         fp8: copies of the transformer's layers, for requests with `outside.fp8`.
@@ -142,19 +138,16 @@ class Sampler:
         version: int,
         should_stop: Callable[[], bool] | None = None,
     ) -> Denoised:
-        """Denoise B requests that share their `Sampling`; windows and uids may differ. Does not wait for the device.
+        """Denoise B requests that share their `Sampling`; windows and uids may differ. The samples are on `device`,
+        latents in `latents_dtype`. Does not wait for the device.
 
         Args:
             conditions, negative_conditions: B entries each, on `device`; negative ones only with guidance.
             version: weight version of the transformer, which must not change until this returns.
-            should_stop: called before every step. Under FSDP all ranks must get the same answer.
+            should_stop: called before every step; True raises SamplingStopped. Under FSDP all ranks must get the same
+                answer.
 
-        Returns:
-            The samples on `device`, latents in `latents_dtype`.
-
-        Raises:
-            RuntimeError: requests that do not belong together, or a window that reaches the last step.
-            SamplingStopped: `should_stop` returned True.
+        RuntimeError for requests that do not belong together, or a window that reaches the last step.
         """
         sampling = check_batch(requests, conditions, negative_conditions)
         shape = self.model.latent_shape(sampling.geometry)
@@ -205,10 +198,8 @@ class Sampler:
     def _to_windows(
         self, batch: _Batch, latents: Tensor, version: int, should_stop: Callable[[], bool] | None
     ) -> Tensor:
-        """Latents [B, ...] with those of rows that wait for their window as they are at its start.
-
-        Each run has one row, so that its latents do not depend on the batch (`PrefixCache`).
-        """
+        """Latents [B, ...] with those of rows that wait for their window as they are at its start. Each run has one
+        row, so that its latents do not depend on the batch (`PrefixCache`)."""
         prefix = batch.prefix
         if not prefix.waiting:
             return latents
@@ -241,10 +232,8 @@ class Sampler:
         should_stop: Callable[[], bool] | None,
     ) -> SdeStep:
         """Take one denoising step of the rows that run -> steps of the edges [R]; `memory` is then this step's.
-
-        Args:
-            shared: lanes and edges, in numbers of `batch`'s rows. latents, memory: of the rows in their `lane_of`.
-        """
+        `shared` are lanes and edges, in numbers of `batch`'s rows, and latents and memory those of the rows in their
+        `lane_of`."""
         lanes, edges = shared
         if should_stop is not None and should_stop():
             raise SamplingStopped(f"stopped before denoise step {step} of {batch.sampling.num_steps}")
@@ -340,9 +329,8 @@ class Sampler:
     ) -> tuple[SdeStep, Prediction | None]:
         """One denoising step: stochastic for the requests whose window says so, the solver's for the others.
 
-        Args:
-            sigmas: the schedule, T+1 numbers, and where the step of each row ends, N numbers.
-            rows: request and seed of the step's noise, for each row. previous: what the step before returned.
+        `sigmas` are the schedule, T+1 numbers, and where the step of each row ends, N numbers; `rows` request and seed
+        of the step's noise, for each row; `previous` what the step before returned.
         """
         schedule, ends = sigmas
         sampling, shape = rows[0][0].sampling, latents.shape[1:]
@@ -384,10 +372,8 @@ def _of_all_rows(predicted: Prediction, edges: Lanes, previous: Prediction | Non
 
 
 def row_velocity(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> Tensor:
-    """Guided velocity [N, ...] fp32 of rows of either kind, differentiable.
-
-    Rows of different points and prompts share the forward, if they belong to one expert (`DiffusionModel.expert_of`).
-    """
+    """Guided velocity [N, ...] fp32 of rows of either kind, differentiable. Rows of different points and prompts share
+    the forward, if they belong to one expert (`DiffusionModel.expert_of`)."""
     return model.velocity(
         transformer,
         rows.latents,
@@ -401,11 +387,8 @@ def row_velocity(model: DiffusionModel, transformer: nn.Module, rows: TrainingRo
 
 
 def score_rows(model: DiffusionModel, transformer: nn.Module, rows: TrainingRows) -> tuple[SdeStep, Tensor]:
-    """Replay N recorded steps, differentiably -> (steps under `transformer`, `row_velocity`).
-
-    Raises:
-        RuntimeError: rows of forward points, which have no step.
-    """
+    """Replay N recorded steps, differentiably -> (steps under `transformer`, `row_velocity`). RuntimeError for rows of
+    forward points, which have no step."""
     point = rows.point
     if not isinstance(point, Transitions):
         raise RuntimeError(

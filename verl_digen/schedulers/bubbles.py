@@ -3,10 +3,9 @@
 
 - Surplus groups are left out: the oldest groups that fill the batch are assumed to be the ones that will train.
 - A slot whose chunk takes longer than expected is assumed to end now; one that loads weights is assumed free.
-- Of a large remainder, slots that are free at about the same time make a bundle, free at their mean time. It takes the
-  chunks of all of them at once, and larger ones where there are few slots: the search plays at most `MAX_STREAM`.
-
-Invariant (tests/schedulers/test_search.py): with bundles the makespan differs from single slots' by a few per cent.
+- Of a large remainder, slots that are free at about the same time make a bundle, which takes the chunks of all of them
+  at once, and larger ones where there are few slots. With bundles the makespan differs from single slots' by a few per
+  cent (tests/schedulers/test_search.py).
 """
 
 from __future__ import annotations
@@ -84,11 +83,8 @@ def bubble_at(
 
 def bundles(slots: Sequence[tuple[float, float]], size: int) -> tuple[list[float], list[float]]:
     """Bundles of `size` slots that are free at about the same time -> when each is free, and its seconds per sample.
-
-    The slots that are left over are shared out: all bundles are a little faster instead.
-
-    Args:
-        slots: [S] (seconds until it is free, seconds of a sample).
+    `slots`: [S] (seconds until it is free, seconds of a sample). Left-over slots are shared out: all bundles are a
+    little faster instead.
 
     Example:
         bundles([(0.0, 2.0), (3.0, 2.0), (1.0, 2.0), (2.0, 2.0)], 2)   # [0.5, 2.5], [2.0, 2.0]
@@ -104,14 +100,8 @@ def bundles(slots: Sequence[tuple[float, float]], size: int) -> tuple[list[float
 
 
 def _groups_to_come(batch: Batch, rules: BatchRules, scored_in_s: Mapping[int, float]) -> tuple[list[int], list[float]]:
-    """The groups that fill the batch, ready ones first.
-
-    Args:
-        scored_in_s: live chunk -> seconds until its samples are scored.
-
-    Returns:
-        Per group, the number of samples left to issue, and seconds until the samples in flight are scored.
-    """
+    """The groups that fill the batch, ready ones first: per group, the number of samples left to issue, and seconds
+    until the samples in flight are scored. `scored_in_s`: live chunk -> seconds until its samples are scored."""
     ready_in_s = [0.0] * len(batch.ready)
     unissued = [0] * len(batch.ready)
     num_left = rules.num_prompts - batch.num_training - batch.num_trained
@@ -127,8 +117,7 @@ def _groups_to_come(batch: Batch, rules: BatchRules, scored_in_s: Mapping[int, f
 def idle_reason(batch: Batch, *, has_slots: bool, has_unissued: bool) -> TrainerWaitReason:
     """Reason why a free trainer waits that may not assist.
 
-    Args:
-        has_slots: some slot generates. has_unissued: samples of the batch are left to issue.
+    `has_slots`: some slot generates; `has_unissued`: samples of the batch are left to issue.
     """
     if batch.num_open == 0:
         return "prompts"

@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time-step parallelism: partition the rows of a fragment over the data-parallel ranks.
 
-- Training on a recorded trajectory has no order in time, so rows, not samples, are assigned to ranks: 8 samples of
-  9 trained steps feed 16 ranks with 4 or 5 rows each.
-- Ranks take consecutive rows, so that an even split cuts samples at as few places as possible: rows of one sample
-  share its latents, rows of one prompt its conditions.
+- Training on a recorded trajectory has no order in time, so rows, not samples, are assigned to ranks: 8 samples of 9
+  trained steps feed 16 ranks with 4 or 5 rows each.
+- Ranks take consecutive rows, so that an even split cuts samples at as few places as possible: rows of one sample share
+  its latents, rows of one prompt its conditions.
 - A bucket holds the rows that may share a forward: rows of one network (expert) and one kind of sampling (geometry,
   guidance). All ranks must run the same network at a time; so each bucket's rows are partitioned separately, and the
   rows left over from an even division go to ranks round-robin.
-- Every rank computes the whole partition itself from the same input, without communication.
 
 Invariants (tests/schedulers/test_deal.py): every row is assigned exactly once, in order; ranks' numbers of rows differ
-by at most one, per bucket and in total (with `whole_samples`: by less than two samples' rows, and no sample is
-cut). O(rows + ranks).
+by at most one, per bucket and in total (with `whole_samples`: by less than two samples' rows, and no sample is cut).
+O(rows + ranks).
 """
 
 from __future__ import annotations
@@ -33,12 +32,8 @@ class Row(NamedTuple):
 
 
 def deal_rows(rows: Sequence[Row], num_ranks: int, *, whole_samples: bool = False) -> list[list[Row]]:
-    """The rows of each rank.
-
-    Args:
-        rows: sorted by sample.
-        whole_samples: never cut a sample, to train without time-step parallelism; ranks are then as even as whole
-            consecutive samples allow.
+    """The rows of each rank, from rows sorted by sample. With `whole_samples`, to train without time-step parallelism,
+    no sample is cut; ranks are then as even as whole consecutive samples allow.
 
     Example, three rows of one sample and one of the next, written as (sample, point):
         deal_rows(rows, 2)                      # (0,0) (0,1)       | (0,2) (1,0)
@@ -77,10 +72,8 @@ def _deal_samples(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:
 
 
 def stand_ins(dealt: Sequence[Sequence[Row]], rank: int) -> dict[int, Row]:
-    """Padding row of `rank` for each bucket: run with weight 0 where other ranks have more tiles.
-
-    Its own first row of the bucket, or else the first one of any rank.
-    """
+    """Padding row of `rank` for each bucket, run with weight 0 where other ranks have more tiles: its own first row of
+    the bucket, or else the first one of any rank."""
     chosen: dict[int, Row] = {}
     for hand in (dealt[rank], *dealt):
         for row in hand:

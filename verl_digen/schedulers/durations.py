@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Durations of generation, scoring and training: given, or learnt during the run as running averages.
 
-- Generation is counted per sample and per slot (slots may differ in speed); a slot not measured yet takes the average
-  of the others.
-- Training is a fixed part per call and a part per group; assisting, per call and per round (the samples of the fullest
-  rank; the last round may leave ranks idle). The two parts can be separated as soon as calls of two sizes were seen.
-- A running average gives the newest measurement the weight `NEWEST_WEIGHT`, or 1/n for the first ones. The very first
-  includes compilation, cache filling and memory allocation: it counts only while it is the only one.
+Training is a fixed part per call and a part per group; assisting, per call and per round (the samples of the fullest
+rank; the last round may leave ranks idle). The two parts can be separated as soon as calls of two sizes were seen.
 
 Invariant: constant durations are learnt exactly (to rounding), from the first measurement on.
 """
@@ -90,7 +86,8 @@ def _line(seconds: Sequence[float]) -> tuple[float, float]:
 
 @dataclass
 class RunningMean:
-    """Exponentially weighted mean without the first value; a plain mean over the first 1/NEWEST_WEIGHT after it."""
+    """Exponentially weighted mean without the first value; a plain mean over the first 1/NEWEST_WEIGHT after it. The
+    very first includes compilation, cache filling and memory allocation: it counts only while it is the only one."""
 
     value: float | None = None
     _count: int = 0
@@ -105,10 +102,8 @@ class RunningMean:
 
 @dataclass
 class RunningLine:
-    """Seconds of a call as (fixed part, part per item): least squares, weighted as in `RunningMean`.
-
-    Proportional (fixed part 0) while all calls had one size, or if the fit makes either part negative.
-    """
+    """Seconds of a call as (fixed part, part per item): least squares, weighted as in `RunningMean`. Proportional
+    (fixed part 0) while all calls had one size, or if the fit makes either part negative."""
 
     _size: RunningMean = field(default_factory=RunningMean)
     _size_squared: RunningMean = field(default_factory=RunningMean)

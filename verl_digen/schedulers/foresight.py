@@ -2,18 +2,16 @@
 """Tracker of the search's prediction errors: predicted against real end of each batch.
 
 The makespan model leaves things out: pools that share a host or its memory slow each other down, speeds drift. A gain
-smaller than the model's usual error may be a loss, so an assist must gain more than `DOUBTS` mean errors over waiting.
-An error that speaks against assists counts in full. Any other one shows that the model is inexact, which makes small
-gains doubtful, and counts at most `INEXACT`:
+smaller than the model's usual error may be a loss, so an assist must gain more than `DOUBTS` mean errors over waiting,
+relative to the time left. An error that speaks against assists counts in full. Any other one shows that the model is
+inexact, which makes small gains doubtful, and counts at most `INEXACT`:
 
 | in the batch the trainer | training ended before the prediction | after it |
 | --- | --- | --- |
 | did not assist | in full: waiting was better than predicted | at most INEXACT |
 | assisted | at most INEXACT | in full: assisting was worse than predicted |
 
-Invariants
-- While all predictions were exact, or there was none, any gain counts.
-- The error margin is relative to the time left, so it means the same at the start and at the end of a batch.
+Invariant: while all predictions were exact, or there was none, any gain counts.
 """
 
 from __future__ import annotations

@@ -56,10 +56,7 @@ class Headstart:
 
     Invariant (tests/schedulers/test_group_book.py): groups that are begun early make no run longer, by more than 1 %.
 
-    Args:
-        num_groups: groups of a batch.
-
-    Example:
+    Example, batches of two groups:
         headstart = Headstart(num_groups=2)
         headstart.on_worked(1.0, ["a", "b"], durations)     # a sample takes 4 s on a slot; a group trains for 5 s
         headstart.on_worked(9.0, ["a", "b"], durations, assists=True)
@@ -96,11 +93,8 @@ class Headstart:
         self._last_assists, self._assists = self._assists, False
 
     def has_time_for(self, num_samples: int, *, num_ahead: int) -> bool:
-        """True if slots that begin these samples now end them in time, or if nothing is known yet.
-
-        Args:
-            num_ahead: batches from the trainer's to theirs.
-        """
+        """True if slots that begin these samples now, `num_ahead` batches before the trainer trains them, end them in
+        time, or if nothing is known yet."""
         if self._train_s is None or not (self._assists or self._last_assists):
             return True
         batch_s = self._num_groups * self._train_s if self._last_busy_s is None else self._last_busy_s
@@ -179,11 +173,8 @@ class GroupBook:
         return list(self._begun)
 
     def next_group(self, version: int, *, may_begin: bool) -> Group | None:
-        """Oldest group whose samples may be generated under `version`.
-
-        Args:
-            may_begin: False leaves out the groups that are not begun.
-        """
+        """Oldest group whose samples may be generated under `version`; without `may_begin` only of the groups that are
+        begun."""
         begun = self._begun_front(version)
         fresh = self._fresh.front(self.groups) if may_begin else None
         if fresh is None or not self._may_begin(fresh, version):
@@ -200,10 +191,8 @@ class GroupBook:
         return min(candidates, key=lambda group: group.place, default=None)
 
     def issue_on_policy(self, number: int, size: int) -> tuple[Chunk, ...]:
-        """Cut chunks of `size` samples in all from the oldest groups that `oldest_on_policy` names.
-
-        One chunk of each group; fewer samples if no more are left, or if an assist keeps to one group.
-        """
+        """Cut chunks of `size` samples in all from the oldest groups that `oldest_on_policy` names, one of each; fewer
+        samples if no more are left, or if an assist keeps to one group."""
         chunks: list[Chunk] = []
         while size and (group := self.oldest_on_policy(number)) is not None:
             chunks.append(self.issue(group, number, size))
@@ -236,14 +225,11 @@ class GroupBook:
         return None if queue is None else queue.front(self.groups)
 
     def _may_begin(self, group: Group, version: int) -> bool:
-        age = group.batch - version
+        age, num_ahead = group.batch - version, group.batch - min(self.batches)
         return age == 0 or (
-            self.batches[group.batch].num_begun(age) < self._rules.stale_allowance(age) and self._has_time_for(group)
+            self.batches[group.batch].num_begun(age) < self._rules.stale_allowance(age)
+            and self.headstart.has_time_for(self._rules.group_size, num_ahead=num_ahead)
         )
-
-    def _has_time_for(self, group: Group) -> bool:
-        num_ahead = group.batch - min(self.batches)
-        return self.headstart.has_time_for(self._rules.group_size, num_ahead=num_ahead)
 
     def _queue(self, group: Group) -> None:
         """Put a begun group into the queue of its version."""
@@ -254,11 +240,8 @@ class GroupBook:
 
     # -- samples that come back -----------------------------------------------------------------------------
     def accept(self, chunk_id: int, rewards: Mapping[int, float]) -> frozenset[int]:
-        """Record the rewards of a live chunk; returns the samples that it still missed.
-
-        Raises:
-            RuntimeError: a reward is not finite.
-        """
+        """Record the rewards of a live chunk; returns the samples that it still missed. RuntimeError if a reward is not
+        finite."""
         live = self.live[chunk_id]
         for index, reward in rewards.items():
             if not isfinite(reward):
@@ -332,10 +315,8 @@ class GroupBook:
 
     # -- groups on their way to the trainer -----------------------------------------------------------------
     def complete(self, group: Group) -> list[int]:
-        """Mark a group whose samples are all scored as ready, or drop it; returns the ids of void chunks.
-
-        The group that fills its batch makes the others surplus.
-        """
+        """Mark a group whose samples are all scored as ready, or drop it; returns the ids of void chunks. The group
+        that fills its batch makes the others surplus."""
         batch = self.batches[group.batch]
         if self._rules.queue.drop_zero_spread and min(group.rewards.values()) == max(group.rewards.values()):
             return self.drop(group, "zero_spread")

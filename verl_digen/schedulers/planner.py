@@ -12,16 +12,15 @@
     on_scored        group complete -> ready                       (or the group is dropped, beyond the bounds)
                         |  next_for_trainer: a ready fragment always goes first (or waits, once, to become larger)
                         v
-    on_trained       trained; all of the batch settled -> Commit
+    on_trained       trained; all of the batch settled -> BatchReport
     on_committed     the next batch is the trainer's
     on_published     free slots take the new version (LoadWeights, on_loaded), each between two chunks
 
-- `GroupBook` keeps the state of each group and sample; the planner decides when its methods are called, and for whom.
-- Staleness: a group of batch b begun under version v is b - v versions stale; `BatchRules.stale_allowance` and
-  `Headstart` say how many may be. A begun group stays with its version: slots that have it take its samples before
-  they load a newer one; if no slot has it any more, the group is restarted.
-- Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `digen.tag.policy` says what
-  the trainer does then.
+- Staleness: a begun group stays with its version: slots that have it take its samples before they load a newer one; if
+  no slot has it any more, the group is restarted. `BatchRules.stale_allowance` and `Headstart` say how many groups may
+  be stale.
+- Bubble: the trainer is free, has no ready fragment, and the batch is not settled. `digen.tag.policy` says what the
+  trainer does then.
 - Redundancy: a batch begins with P + extra groups and is full when P are complete; the others are dropped.
 
 | who waits | for whom | bound |
@@ -62,12 +61,10 @@ from verl_digen.schedulers.types import (
     AssistReason,
     BatchReport,
     Chunk,
-    Commit,
     Fragment,
     Generate,
     LoadWeights,
     SlotDecision,
-    Train,
     TrainerDecision,
     Wait,
 )
@@ -76,11 +73,9 @@ from verl_digen.schedulers.types import (
 class BatchPlanner:
     """State machine of the open batches.
 
-    Args:
-        rules: the switches.
-        durations: input of the search at a bubble; the planner reports to it the durations that it observes.
-        first_batch: the weight version of the trainer at the start: 0, or the version of the checkpoint resumed from.
-        num_batches: total number of batches to plan; None = until the caller stops.
+    The search at a bubble reads `durations`, to which the planner reports those that it observes. `first_batch` is the
+    trainer's weight version at the start: 0, or that of the checkpoint resumed from. Without `num_batches` it plans
+    until the caller stops.
 
     Example, one slot, one group of two samples, one batch:
         planner = BatchPlanner(BatchRules(1, 2), durations, first_batch=0, num_batches=1)
@@ -91,9 +86,9 @@ class BatchPlanner:
         planner.next_for_trainer(0.0)               # Wait("no_fragment_ready")
         planner.on_generated(0, 4.0)                # the slot is free
         planner.on_scored(0, {0: 0.1, 1: 0.9}, 0, 4.5)
-        planner.next_for_trainer(4.5)               # Train(Fragment(0, 0, ("p0",)))
+        planner.next_for_trainer(4.5)               # Fragment(0, 0, ("p0",)): it trains
         planner.on_trained(0, 6.0)
-        planner.next_for_trainer(6.0)               # Commit(BatchReport(batch=0, num_groups=1, num_samples=2, ...))
+        planner.next_for_trainer(6.0)               # BatchReport(batch=0, num_groups=1, num_samples=2, ...)
         planner.on_committed(0, 6.2)
         planner.on_published(1)
     """
@@ -177,10 +172,7 @@ class BatchPlanner:
 
     def assign(self, now_s: float, *, begins: bool = True) -> list[SlotDecision]:
         """Decisions for free slots, least-loaded replica first. Call after every event; O(versions) if there is none.
-
-        Args:
-            begins: False finishes begun groups and loads new weights, but begins no group.
-        """
+        Without `begins` begun groups are finished and new weights loaded, but no group is begun."""
         decisions: list[SlotDecision] = []
         self._restart_orphans()
         for version in self._slots.idle_versions():
@@ -242,18 +234,11 @@ class BatchPlanner:
             self._book.headstart.on_worked(took_s, self._slots.ids, self._durations, assists=True)
 
     def on_scored(self, chunk_id: int, rewards: Mapping[int, float], version: int, now_s: float) -> frozenset[int]:
-        """Samples of a chunk have their rewards; before or after `on_generated`, at once or one by one.
+        """Record rewards of a chunk's samples, by index; before or after `on_generated`, at once or one by one. Returns
+        the accepted samples; discard the others.
 
-        Args:
-            rewards: sample index -> reward.
-            version: weight version the samples were generated under, as recorded with their trajectories. Samples of
-                another version than the chunk's count as failed.
-
-        Returns:
-            The accepted samples; discard the others.
-
-        Raises:
-            RuntimeError: a sample of another version in strict mode; a reward that is not finite.
+        `version` is recorded with the trajectories. Samples of another version than the chunk's count as failed, and
+        are a RuntimeError in strict mode, as is a reward that is not finite.
         """
         live = self._book.live.get(chunk_id)
         if live is None:
@@ -321,13 +306,13 @@ class BatchPlanner:
         if size := self._book.fragment_size(batch):
             fragment = self._fragment(batch, size)
             self._occupy(fragment, now_s)
-            return Train(fragment)
+            return fragment
         if is_last:
             self._foresight.on_end(now_s)
             searches, error = self._foresight.num_searches, self._foresight.prediction_error
             report = batch.report(self.rules.group_size, num_searches=searches, prediction_error=error)
             self._occupy(report, now_s)
-            return Commit(report)
+            return report
         return self._at_bubble(batch, now_s)
 
     def on_trained(self, fragment_id: int, now_s: float) -> None:

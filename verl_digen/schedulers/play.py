@@ -6,7 +6,6 @@
   bubble's sizes. An assist takes the next samples of the stream, of as many groups as they belong to.
 - The value of a leaf is the best of "never assist again", "assist at the next k bubbles" for every k, and "assist where
   no fragment is delayed" for every k; with each size at the root, with the best of them below it.
-- A large remainder is played with bundles of slots that are free at about the same time (`schedulers.bubbles`).
 
 Invariant (tests/schedulers/test_search.py): a slot's chunk is of one group, an assist of as many as it has samples for.
 

@@ -26,14 +26,11 @@ FRAGMENTS_PER_BATCH = 4
 
 
 def groups_per_fragment(num_ranks: int, group_size: int, num_prompts: int, rows_per_group: int) -> int:
-    """Most groups of a fragment, `digen.gap.max_groups_per_fragment=auto`.
+    """Most groups of a fragment, `digen.gap.max_groups_per_fragment=auto`. `rows_per_group`: trained rows of a group.
 
     `GROUPS_PER_FRAGMENT`; where these have fewer than `ROWS_PER_RANK` rows per rank, as many as have at most one sample
     per rank, and at most a share of the batch: max(8, min(floor(ranks / G), floor(P / FRAGMENTS_PER_BATCH))). One group
     more than that would give a few ranks the rows of a second sample.
-
-    Args:
-        rows_per_group: trained rows of the samples of a group.
 
     Example, groups of 12 samples with 9 trained steps:
         groups_per_fragment(24, 12, 32, 108)     # 8: 36 rows per rank
@@ -63,11 +60,6 @@ class GapConfig:
     def __post_init__(self) -> None:
         check_fields(self, "digen.gap.")
 
-    @property
-    def most_groups(self) -> int | None:
-        """Largest fragment; None with auto."""
-        return number(self.max_groups_per_fragment)
-
 
 @dataclass(frozen=True)
 class QueueConfig:
@@ -84,10 +76,6 @@ class QueueConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "digen.queue.")
-
-    def most_sample_refills(self, group_size: int) -> int:
-        """`max_sample_refills`, or the group size where it is null."""
-        return group_size if self.max_sample_refills is None else self.max_sample_refills
 
 
 @dataclass(frozen=True)
@@ -154,7 +142,7 @@ class BatchRules:
     @property
     def max_sample_refills(self) -> int:
         """Maximum number of failed samples regenerated in one batch."""
-        return self.queue.most_sample_refills(self.group_size)
+        return self.group_size if self.queue.max_sample_refills is None else self.queue.max_sample_refills
 
     @property
     def techniques(self) -> tuple[str, ...]:
@@ -166,8 +154,8 @@ class BatchRules:
     @property
     def largest_fragment(self) -> int:
         """Most groups of a fragment in a pipelined run: as configured, else `groups_per_fragment`."""
-        if self.gap.most_groups is not None:
-            return self.gap.most_groups
+        if most_groups := number(self.gap.max_groups_per_fragment):
+            return most_groups
         rows = self.group_size if self.rows_per_group is None else self.rows_per_group
         return groups_per_fragment(self.num_trainer_ranks, self.group_size, self.num_prompts, rows)
 

@@ -8,15 +8,13 @@ of the batch forward on a makespan model and returns the choice that ends it fir
   between, generates the same samples and ends later, so it is never better.
 - An assist that has begun runs to its end, also if a fragment is ready sooner than predicted. Training it releases
   nothing but the commit, so it loses nothing by going second, and the assist's samples come earlier.
-- Branching is exact for the first choices and heuristic after (`schedulers.play`).
-- Iterative deepening until `MAX_WORK` simulated chunks are used up: a small remainder of a batch is searched
-  exhaustively, a large one hardly beyond the heuristic plans.
-- The plan found is kept, and competes with the plans that the next search finds.
+- Branching is exact for the first choices and heuristic after (`schedulers.play`). Iterative deepening until `MAX_WORK`
+  simulated chunks are used up: a small remainder of a batch is searched exhaustively, a large one hardly beyond the
+  heuristic plans. The plan found competes with the plans that the next search finds.
 
-Invariants
-- Under the model, the plan followed is never longer than waiting at every bubble.
-- An assist is chosen only where it shortens the model's makespan by more than `EPSILON_S`.
-- Equal input gives equal output: the budget counts work, not time.
+Invariants: under the model, the plan followed is never longer than waiting at every bubble. An assist is chosen only
+where it shortens the makespan by more than `EPSILON_S`. Equal input gives equal output: the budget counts work, not
+time.
 
 Complexity of a decision, with U unissued chunks of bundles, M groups and S bundles: O(MAX_WORK) simulated chunks, plus
 O((U + M) * STOPS_TRIED * sizes) for the leaf at the root; a chunk costs O(log S + log M), a choice O(S).

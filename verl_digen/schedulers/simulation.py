@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The planner driven by simulated events: step times and idle times without a device.
+"""The planner driven by simulated events: step times and idle times without a device. Nothing is decided here:
+simulated and live runs share `BatchPlanner`, which all events of one moment (within `EPSILON_S`) reach before it is
+asked.
 
-- Simulated and live runs share `BatchPlanner`: nothing is decided here.
-- All events of one moment (within `EPSILON_S`) reach the planner before it is asked to decide.
-
-Invariants
-- Equal input gives equal output.
-- With "tag" a step is never longer than without it, if durations are as given.
-- Busy and idle seconds of a pool add up to its slots times the makespan.
-
-Complexity: O(log events) per event, plus the planner's own.
+Invariants: equal input gives equal output. With "tag" a step is never longer than without it, if durations are as
+given. Busy and idle seconds of a pool add up to its slots times the makespan. O(log events) per event, plus the
+planner's own.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Chunk, Commit, Generate, LoadWeights, Train
+from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Chunk, Fragment, Generate, LoadWeights
 
 
 class Work(NamedTuple):
@@ -191,18 +187,18 @@ class PlannerRun:
     def _work(self, now_s: float) -> bool:
         """Start the planner's next decision on the trainer; False if that is to wait."""
         decision = self._planner.next_for_trainer(now_s)
-        if isinstance(decision, Train):
-            end_s = now_s + self.durations.fragment_s[len(decision.fragment.uids) - 1]
-            self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, decision.fragment.uids)))
-            self._expect(end_s, "train", decision.fragment)
+        if isinstance(decision, Fragment):
+            end_s = now_s + self.durations.fragment_s[len(decision.uids) - 1]
+            self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, decision.uids)))
+            self._expect(end_s, "train", decision)
         elif isinstance(decision, Assist):
             end_s = now_s + self.durations.assisted_s[self.rules.assist_rounds(decision.num_samples) - 1]
             self._busy(TRAINER, "assist", now_s, end_s, tuple(map(int, decision.uids)))
             self._expect(end_s, "assist", decision)
-        elif isinstance(decision, Commit):
+        elif isinstance(decision, BatchReport):
             end_s = now_s + self.commit_s
-            self._busy(TRAINER, "commit", now_s, end_s, (decision.report.batch,))
-            self._expect(end_s, "commit", decision.report)
+            self._busy(TRAINER, "commit", now_s, end_s, (decision.batch,))
+            self._expect(end_s, "commit", decision)
         else:
             return False
         return True

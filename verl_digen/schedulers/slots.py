@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generator's slots: their state and weight version; the next free one is on the least-loaded replica.
-
-Invariants
-- A slot is idle, busy or loading, and handed out only while idle.
-- Among the idle slots of a version, one whose replica has the fewest busy slots goes first; ties by slot id.
+"""The generator's slots: their state and weight version; the next free one is on the least-loaded replica, ties by slot
+id.
 
 Complexity: O(slots of the replica * log slots) when a slot becomes busy or free, else O(log slots).
 """

@@ -2,18 +2,9 @@
 """Packing of a rank's rows into tiles, and the choice of their size. A tile is a micro-batch: the rows of one
 forward/backward.
 
-Two shapes of a tile:
-
-- `Grid(samples, steps)`: at most `samples` samples with at most `steps` rows each. The two are independent: (8, 1) is
-  a batch of samples at one step each, (1, 8) one sample at eight steps. Each sample's rows are cut into the fewest
-  even strips of at most `steps` rows; strips are ordered by lane (lane l has samples l, l + S, l + 2S, ... with
-  S = `samples`) and assigned to tiles round-robin. A sample has no more strips than there are tiles, so each tile gets
-  at most one of them; and neighbouring samples share tiles.
-- `Budget(rows)`: at most `rows` consecutive rows of any samples and steps, in even parts.
-
-With both, most rows of a tile belong to one prompt, so that its text needs no padding. Where a tile holds several
-prompts, `order` sorts them by the lengths of their texts, so that neighbours are padded little. Each rank sorts its own
-samples: tiles at the same position are then about as long on all ranks. For all ranks together:
+Most rows of a tile belong to one prompt, so that its text needs no padding. Where a tile holds several prompts, `order`
+sorts them by the lengths of their texts, so that neighbours are padded little. Each rank sorts its own samples: tiles
+at the same position are then about as long on all ranks. For all ranks together:
 
 - Rows of different buckets never share a tile, and tiles at the same position have the same bucket on all ranks: FSDP
   gathers the weights of one network at a time. Each bucket may have a shape of its own, as its rows have their size.
@@ -21,9 +12,9 @@ samples: tiles at the same position are then about as long on all ranks. For all
 - For a network that cannot mask padding, rows of different text lengths never share a tile (`agreed_most`). A rank does
   not know the texts of another's samples, so ranks then agree on the number of tiles.
 
-Invariants (tests/schedulers/test_tiles.py): every row is in exactly one tile; the number of tiles is the minimum
-for the shape, unless lengths are kept apart; all ranks have the same number; a rank's tiles of a bucket differ by at
-most one strip, or one row; padding rows are as few as equal numbers of tiles allow. O(rows log rows).
+Invariants (tests/schedulers/test_tiles.py): every row is in exactly one tile; the number of tiles is the minimum for
+the shape, unless lengths are kept apart; all ranks have the same number; a rank's tiles of a bucket differ by at most
+one strip, or one row; padding rows are as few as equal numbers of tiles allow. O(rows log rows).
 """
 
 from __future__ import annotations
@@ -31,6 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from verl_digen.schedulers.deal import Row, stand_ins
@@ -46,7 +38,13 @@ def _as_they_come(row: Row) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Grid:
-    """Tiles of samples x steps."""
+    """Tiles of at most `samples` samples with at most `steps` rows each: (8, 1) is a batch of samples at one step each,
+    (1, 8) one sample at eight steps.
+
+    Each sample's rows are cut into the fewest even strips of at most `steps` rows; strips are ordered by lane (lane l
+    has samples l, l + S, l + 2S, ... with S = `samples`) and assigned to tiles round-robin. A sample has no more strips
+    than there are tiles, so each tile gets at most one of them; and neighbouring samples share tiles.
+    """
 
     samples: int
     """Maximum number of samples in a tile."""
@@ -78,7 +76,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Budget:
-    """Tiles of at most `rows` rows."""
+    """Tiles of at most `rows` consecutive rows of any samples and steps, in even parts."""
 
     rows: int
 
@@ -100,13 +98,9 @@ TileShape = Grid | Budget
 
 
 def choose_shape(max_rows: int, *, samples: int | None = None, steps: int | None = None) -> TileShape:
-    """Tile shape from the user's settings and the memory limit.
-
-    Args:
-        max_rows: rows that fit into memory; not read if both extents are given.
-        samples, steps: the user's extents; None = automatic. If both are, samples and steps mix freely, which never
-            needs more tiles than a grid.
-    """
+    """Tile shape from the user's extents (None = automatic), and the rows that fit into memory, `max_rows`, which are
+    not read if both extents are given. If both are automatic, samples and steps mix freely, which never needs more
+    tiles than a grid."""
     if samples is None and steps is None:
         return Budget(max_rows)
     if samples is None:
@@ -217,9 +211,10 @@ def choose_tile(
     - They free memory for more rows per tile. A tile costs `TILE_COST` forwards of one row beside its rows: weights
       that are gathered before the first block, launches of small kernels. So few rows per tile are worth recomputation,
       many are not: from 1 row to 2 a fourth of the blocks, from 8 to 16 a thirtieth.
-    - A frozen base that is whole on every rank is not gathered; a tile costs `WHOLE_TILE_COST` beside its rows. It
-      takes memory from rows and kept blocks: `prefers_whole_base` compares the cheapest pairs with and without.
-    - Rows of one fragment are counted, in whole tiles: no block is recomputed for room that no row takes.
+    - A frozen base that is whole on every rank, `is_whole`, is not gathered; a tile costs `WHOLE_TILE_COST` beside its
+      rows.
+    - Of `num_rows`, the most rows of any rank, whole tiles are counted: no block is recomputed for room that no row
+      takes.
     - Extents that the user gives are kept: blocks are recomputed until that tile fits.
 
     Invariants (tests/schedulers/test_tiles.py): no other pair that fits is cheaper, or as cheap with fewer blocks
@@ -227,10 +222,7 @@ def choose_tile(
 
     Args:
         rows_that_fit: number of recomputed blocks -> rows of one tile that fit; less than 1 if none does.
-        num_blocks: blocks that can be recomputed.
-        num_rows: most rows of any rank.
         samples, steps: the user's extents of a tile; None = automatic.
-        is_whole: True if the base is whole on every rank.
 
     Example: 40 blocks, and one more row per tile for every 8 that are recomputed
         choose_tile(lambda n: 1 + n // 8, num_blocks=40, num_rows=2)  # 8 blocks, tiles of 2 rows
@@ -240,8 +232,7 @@ def choose_tile(
     for num_recomputed in range(num_blocks + 1):
         most = rows_that_fit(num_recomputed)
         shape = choose_shape(max(1, most), samples=samples, steps=steps)
-        size = shape.size
-        if most < min(size, num_rows) and num_recomputed < num_blocks:
+        if most < min(shape.size, num_rows) and num_recomputed < num_blocks:
             continue
         choice = TileChoice(num_recomputed, shape)
         cost = _cost(choice, num_blocks=num_blocks, num_rows=num_rows, is_whole=is_whole)
@@ -252,19 +243,16 @@ def choose_tile(
 
 
 def prefers_whole_base(sharded: TileChoice, whole: TileChoice, *, num_blocks: int, num_rows: int) -> bool:
-    """True if tiles beside a whole base cost less than those with a sharded one, or as much. Both must fit.
+    """True if tiles beside a whole base, which takes memory from rows and kept blocks, cost less than those with a
+    sharded one, or as much. Both must fit.
 
     Example: beside the whole base, 10 blocks more of 40 are recomputed
-        few, more = TileChoice(0, TileShape(2, 4, False)), TileChoice(10, TileShape(2, 4, False))
+        few, more = TileChoice(0, Grid(2, 4)), TileChoice(10, Grid(2, 4))
         prefers_whole_base(few, more, num_blocks=40, num_rows=8)  # False: 2.1 forwards, against 0.5
         prefers_whole_base(few, more, num_blocks=40, num_rows=1)  # True: 0.35, against 0.5
     """
-    costs = (
-        _cost(choice, num_blocks=num_blocks, num_rows=num_rows, is_whole=is_whole)
-        for choice, is_whole in ((whole, True), (sharded, False))
-    )
-    with_whole, without = costs
-    return with_whole <= without
+    cost = partial(_cost, num_blocks=num_blocks, num_rows=num_rows)
+    return cost(whole, is_whole=True) <= cost(sharded, is_whole=False)
 
 
 def _cost(choice: TileChoice, *, num_blocks: int, num_rows: int, is_whole: bool) -> float:

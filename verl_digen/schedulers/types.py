@@ -99,7 +99,7 @@ class LoadWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchReport:
-    """Final counts of a batch; the loss and the metrics are normalised with them."""
+    """Final counts of a complete batch. With 0 groups every one was dropped."""
 
     batch: int
     num_groups: int
@@ -128,12 +128,6 @@ class BatchReport:
     """Samples that arrived after their chunk was cancelled; ignored."""
 
 
-class Train(NamedTuple):
-    """Accumulate the gradient of a fragment."""
-
-    fragment: Fragment
-
-
 class Assist(NamedTuple):
     """Generate chunks on the trainer's devices, all in one call."""
 
@@ -153,16 +147,6 @@ class Assist(NamedTuple):
         return sum(len(chunk.samples) for chunk in self.chunks)
 
 
-class Commit(NamedTuple):
-    """Take the optimizer step: the batch is complete.
-
-    With `report.num_groups == 0` every group was dropped and nothing was accumulated: skip the optimizer, and still
-    report the batch as committed.
-    """
-
-    report: BatchReport
-
-
 class Wait(NamedTuple):
     """Do nothing; ask again after the next event."""
 
@@ -172,4 +156,5 @@ class Wait(NamedTuple):
 
 
 SlotDecision = Generate | LoadWeights
-TrainerDecision = Train | Assist | Commit | Wait
+TrainerDecision = Fragment | Assist | BatchReport | Wait
+"""Next task of the trainer: a fragment trains; a batch with its report is complete, and takes its optimizer step."""

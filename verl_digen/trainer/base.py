@@ -3,13 +3,6 @@
 
     fit (verl) -> on_step_begin, step, on_step_end, ... (verl's hooks) -> _compute_metrics
 
-| sibling | `step` |
-| --- | --- |
-| `verl_digen.trainer.colocated` | generate all groups, then train them, on the same devices |
-| `verl_digen.trainer.disaggregated` | generation and training at the same time, on separate pools |
-
-Both train through the same calls of the ranks: `verl_digen.trainer.updates`.
-
 Invariant: weight version = committed optimizer steps of verl's count, `global_steps`.
 """
 
@@ -67,7 +60,7 @@ from verl_digen.trainer.encoding import encode_before
 from verl_digen.trainer.nodes import fetch_on_all_nodes, keep_for_good
 from verl_digen.trainer.replicas import Replicas, required_processes
 from verl_digen.trainer.run_output import RunOutput
-from verl_digen.trainer.step_result import PoolDevices, StepResult, check_log_prob_gap, result_metrics, utilisation
+from verl_digen.trainer.step_result import StepResult, check_log_prob_gap, result_metrics, utilisation
 from verl_digen.trainer.updates import TrainerRanks
 from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
 from verl_digen.trainer.validation_run import Validation
@@ -82,7 +75,7 @@ logging.getLogger("verl_digen").setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO")
 
 
 class DiffusionTrainer(PPOTrainerSync):
-    """See the module."""
+    """verl's synchronous trainer with our processes, and `_run_step` in place of its step."""
 
     agent_loop_manager: Any
     checkpoint_manager: Any
@@ -115,11 +108,8 @@ class DiffusionTrainer(PPOTrainerSync):
 
     # -- setting up ---------------------------------------------------------------------------------------
     def init(self) -> None:
-        """Start all processes, load the models, send the first weights (verl's `init`).
-
-        Raises:
-            DeadlineMissed: it took longer than `digen.deadlines.setup_s`.
-        """
+        """Start all processes, load the models, send the first weights (verl's `init`). DeadlineMissed after
+        `digen.deadlines.setup_s`."""
         bound = Bound(self.digen.deadlines.setup_s, "digen.deadlines.setup_s")
         within(bound, self._start, what="starting the processes and loading the models")
 
@@ -189,12 +179,8 @@ class DiffusionTrainer(PPOTrainerSync):
         """Start a replica in place of a lost one; `number` counts the replicas of the run."""
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Run verl's loop.
-
-        Raises:
-            RunStopped: a remote task failed or its process died, or a deadline was missed. The message says how to
-                resume.
-        """
+        """Run verl's loop. RunStopped, with how to resume, if a remote task failed or its process died, or a deadline
+        was missed."""
         with self._supervision.ends_explained(lambda: way_to_resume(self.run_dir)):
             self._supervision.watch_processes(required_processes(agent_loop_manager.agent_loop_workers))
             super().fit(agent_loop_manager)
@@ -305,10 +291,10 @@ class DiffusionTrainer(PPOTrainerSync):
         return dict.fromkeys(("trainer", "generator"), self._get_n_gpus_for_throughput())
 
     @cached_property
-    def _pool_devices(self) -> dict[str, PoolDevices]:
+    def _pool_devices(self) -> dict[str, tuple[int, str | None]]:
         names = {"trainer": self.actor_rollout_wg.device_name()[0], "generator": self._replicas.device()}
         counts = self._device_counts()
-        return {pool: PoolDevices(counts[pool], name) for pool, name in names.items()}
+        return {pool: (counts[pool], name) for pool, name in names.items()}
 
     def _remaining_s(self, step: int) -> float:
         """Estimate the time to the end from the pace since this process's first step, validations included."""

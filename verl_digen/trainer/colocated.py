@@ -17,9 +17,6 @@
 | agent loop worker | replica, then reward worker | its own samples |
 | replica | no one: batches what is queued | callers wait, so P*G |
 
-With `actor_rollout_ref.rollout.name=trainer` the one replica is the ranks themselves (`verl_digen.trainer.generating`).
-With timeshared rewards the scoring of their samples comes after all generation, see `verl_digen.trainer.turns`.
-
 Invariant: in one step every sample has version `global_steps - 1`.
 """
 
@@ -59,7 +56,8 @@ NAME = "digen_colocated"
 
 
 class ColocatedTrainer(DiffusionTrainer):
-    """See the module."""
+    """Trainer of one pool. With `actor_rollout_ref.rollout.name=trainer` the one replica is the ranks themselves
+    (`verl_digen.trainer.generating`)."""
 
     replay_buffer: GroupReplayBuffer
     _turns: Turns | None = None

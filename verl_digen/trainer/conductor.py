@@ -9,14 +9,11 @@
                   +--> trainer: begin, accumulate(fragment) ..., commit ----------------------+
                        or, at a bubble, assist: generate chunks itself ... each scored and published
 
-The conductor decides nothing: which chunk goes where, when a fragment is ready, whether the trainer assists and when
-the batch is complete is decided by `verl_digen.schedulers`, which simulates with the same code.
-
     run_batch ... publish ... run_batch ... publish       the caller moves weights, then saves, validates and logs
               ^^^         ^^^                             slots keep working; after `publish` the next batch has begun
 
-Three coroutines do the work. Whichever changes the planner's state calls `_go_on`, which gives free slots their next
-chunk and wakes the trainer. Nothing polls.
+The conductor decides nothing: `verl_digen.schedulers` does, which simulates with the same code. Three coroutines do the
+work. Whichever changes the planner's state calls `_go_on`. Nothing polls.
 
 | coroutine | consumes | waits for | unblocked by |
 | --- | --- | --- | --- |
@@ -43,7 +40,6 @@ Invariants (tests/trainer/test_conductor.py)
 - A free slot gets the next chunk at once; a free trainer a ready fragment, unless it waits for a larger one.
 - A group is trained once, whole, under one weight version; published samples of other groups are returned for clearing.
 - An exception anywhere aborts the open gradient: the model is its last committed state.
-- Every wait has a bound (`verl_digen.processes.deadlines`).
 """
 
 from __future__ import annotations
@@ -64,11 +60,9 @@ from verl_digen.schedulers.types import (
     Assist,
     BatchReport,
     Chunk,
-    Commit,
     Fragment,
     Generate,
     LoadWeights,
-    Train,
     TrainerDecision,
     Wait,
 )
@@ -96,12 +90,13 @@ class OpenBatch:
 
 
 class Conductor:
-    """Args:
-    planner: makes all decisions.
-    draw_prompts: (batch, count) -> draws `count` prompts for the batch and returns their uids.
-    replicas: those of the run's start; they have the planner's weights.
-    deadlines: bound of each call; learns from the durations of calls.
-    recorder, lanes: the timeline, and the lanes to record work and waits in.
+    """Runs the logical batches of a run, one after the other.
+
+    Args:
+        draw_prompts: (batch, count) -> draws `count` prompts for the batch and returns their uids.
+        replicas: those of the run's start; they have the planner's weights.
+        deadlines: bound of each call, which every wait has; learns from the durations of calls.
+        recorder, lanes: the timeline, and the lanes to record work and waits in.
     """
 
     def __init__(
@@ -161,9 +156,8 @@ class Conductor:
         """Announce that every replica has received `version` and may load it between two chunks. Prompts of the next
         batch are drawn, so that it begins while the caller saves, validates and logs.
 
-        Args:
-            lost_slots: slots of replicas that died, now or before.
-            joining: restarted replicas, and living replicas whose slots had been given up.
+        `lost_slots` are of replicas that died, now or before; `joining` are restarted replicas, and living ones whose
+        slots had been given up.
         """
         self._calls.raise_failure()
         for slot in lost_slots:
@@ -239,10 +233,10 @@ class Conductor:
                 may_ask_again = await self._calls.changed(_until(decision) if may_ask_again else None)
                 continue
             self._idle.stop(self.lanes.trainer)
-            if isinstance(decision, Commit):
-                return await self._commit(self._open, decision.report)
-            if isinstance(decision, Train):
-                await self._train(self._open, decision.fragment)
+            if isinstance(decision, BatchReport):
+                return await self._commit(self._open, decision)
+            if isinstance(decision, Fragment):
+                await self._train(self._open, decision)
             else:
                 await self._assist(decision)
             may_ask_again = True
@@ -255,7 +249,8 @@ class Conductor:
 
     async def _train(self, batch: OpenBatch, fragment: Fragment) -> None:
         """Add the gradient of a fragment."""
-        groups = self._published[fragment.batch].of_fragment(fragment)
+        published = self._published[fragment.batch].groups
+        groups = {uid: published[uid] for uid in fragment.uids}
         with self.recorder.interval(
             "train",
             self.lanes.trainer,

@@ -29,15 +29,10 @@ logger = logging.getLogger(__name__)
 class DiffusionPromptDataset(Dataset):
     """Prompts as rows for verl's loader; the constructor's signature is verl's.
 
-    Args:
-        data_files: what `verl_digen.data.splits` lists; the trainer names the splits. None: no prompts, for a run that
-            does not validate.
-        config: the `data:` section. With `filter_overlong_prompts`, prompts that are longer than the checkpoint
-            `custom_cls.checkpoint` reads are left out.
-        max_samples: keep at most the first `max_samples` prompts; -1 keeps all.
-
-    Raises:
-        ValueError: a malformed file, or no prompt is left of one.
+    `data_files` is what `verl_digen.data.splits` lists; None: no prompts, for a run that does not validate. At most the
+    first `max_samples` prompts are kept; -1 keeps all. With `filter_overlong_prompts` in `config`, the `data:` section,
+    prompts that are longer than the checkpoint `custom_cls.checkpoint` reads are left out. ValueError for a malformed
+    file, or one of which no prompt is left.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlowGRPO on separate pools: generation and training at the same time inside one strictly on-policy step.
+"""Generation and training at the same time, on separate pools, inside one strictly on-policy step.
 
-    _setup        trainer ranks, reward workers; then replicas on devices of their own, and a checkpoint engine to them
     step          the conductor: chunks out, fragments in, one commit              (verl_digen.trainer.conductor);
                   then version v+1 to every replica, which takes it between two chunks
     checkpoint    written by the trainer's ranks (verl's loop), while replicas load v+1 and generate for the next step
@@ -60,7 +59,7 @@ NAME = "digen_disaggregated"
 
 
 class DisaggregatedTrainer(DiffusionTrainer):
-    """Trainer on separate pools, see the module."""
+    """Trainer on separate pools."""
 
     # -- setting up ---------------------------------------------------------------------------------------
     def _setup(self) -> None:
@@ -231,11 +230,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
         self._update_replicas(lambda: self.checkpoint_manager.stage_weights(version))
 
     def _update_replicas(self, update: Callable[[], Any]) -> None:
-        """Have `update` send weights to every replica. While all are lost, wait for one that is started.
-
-        Raises:
-            ReplicasLost: `digen.rollout.max_restarts` is used up.
-        """
+        """Have `update` send weights to every replica. While all are lost, wait for one that is started; ReplicasLost
+        if `digen.rollout.max_restarts` is used up."""
         while True:
             self._replicas.add_started()
             try:
@@ -257,10 +253,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
         return False
 
     def _clear(self, outcome: BatchOutcome) -> None:
-        """Clear what is no longer read; conditions stay while a prompt of an unfinished batch has the same.
-
-        The rows of trained samples are cleared by verl's loop, at the end of the step.
-        """
+        """Clear what is no longer read, but for the rows of trained samples, which verl's loop clears at the end of the
+        step. Conditions stay while a prompt of an unfinished batch has the same."""
         self._condition_keys |= outcome.condition_keys | own_condition_keys(outcome.doubtful_groups)
         unused = self._condition_keys - self._generator.condition_keys()
         self._condition_keys -= unused
@@ -283,8 +277,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
             marked_timer("update_weights", self.timing_raw),
         ):
             self._send(self.global_steps)
-        lost, joining = self._lost_slots(), self._join_replicas()
-        self._supervision.run(self._conductor.publish(self.global_steps, lost, joining))
+        living = {replica.server_address for replica in self.checkpoint_manager.replicas}
+        lost = [slot.name for slot in self._slots if slot.replica not in living]
+        self._supervision.run(self._conductor.publish(self.global_steps, lost, self._join_replicas()))
         self._replicas.replace_lost()
 
     def on_step_end(self) -> None:
@@ -310,11 +305,6 @@ class DisaggregatedTrainer(DiffusionTrainer):
             self._generator.add_slots([slot for slot in self._slots if slot.name in joined.slots])
             joining.append(joined)
         return joining
-
-    def _lost_slots(self) -> list[str]:
-        """Slots of replicas that are no longer in the run."""
-        living = {replica.server_address for replica in self.checkpoint_manager.replicas}
-        return [slot.name for slot in self._slots if slot.replica not in living]
 
     def on_validate_begin(self) -> None:
         """Drain the slots: validation uses the newest weights, on otherwise idle replicas."""

@@ -37,15 +37,9 @@ CHUNK = 16
 
 
 def encode_before(config: Any, digen: DigenConfig, datasets: Sequence[Any]) -> None:
-    """Encode the run's prompts that the folder of conditions lacks, with `digen.rollout.encoders=before`. Called while
-    the trainer's devices are free; shows progress on stderr.
-
-    Args:
-        datasets: each a `DiffusionPromptDataset`.
-
-    Raises:
-        ValueError: they do not fit into `digen.rollout.conditions_gb`, or an image of a prompt cannot be read.
-    """
+    """Encode the prompts of `datasets` that the folder of conditions lacks, with `digen.rollout.encoders=before`.
+    Called while the trainer's devices are free; shows progress on stderr. ValueError if they do not fit into
+    `digen.rollout.conditions_gb`, or an image of a prompt cannot be read."""
     if digen.rollout.encoders != "before":
         return
     rows = [row for dataset in datasets for row in dataset.prompts]

@@ -4,8 +4,7 @@
     agent loop workers --generate--> TrainerServer --draw--> all ranks     each denoises its share of the batch
                                                    <-------- references     samples go straight to who asked
 
-There is no second copy of the network, no weights are sent, and nothing is moved between host and device. To verl it is
-one replica of all ranks. Its server is a process without a device or a model, which collects requests into batches.
+No weights are sent. To verl it is one replica of all ranks; its server is a process without a device or a model.
 
 Invariant (tests/engine/test_generating.py): samples equal a `diffusers` replica's bitwise, in fp32.
 """

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of other nodes and processes at a run's start. They import this module, so it imports no trainer.
-
-- The checkpoint is on every node before the first process that loads it starts: ranks and replicas wait for one another
-  with bounds of their own, which a node that still has to download it would let pass on all nodes.
-- What lives when the first step begins is exempt from Python's garbage collector.
-"""
+"""Calls of other nodes and processes at a run's start. They import this module, so it imports no trainer."""
 
 from __future__ import annotations
 
@@ -26,12 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def fetch_on_all_nodes(config: Any, *, is_disaggregated: bool) -> None:
-    """Have every node with devices fetch the checkpoint, or find its folder. Nodes that the run can do without need not
-    have it.
+    """Have every node with devices fetch the checkpoint, or find its folder, before the first process that loads it
+    starts: ranks and replicas wait for one another with bounds that a download on one node would let pass on all.
 
-    Raises:
-        RunStopped: the nodes that have it have fewer devices than the ranks and replicas that load it; says which node
-            has not and why.
+    RunStopped, with a node that has it not and why, if those that have it have fewer devices than the ranks and
+    replicas that load it.
     """
     path, use_shm = os.path.expanduser(config.actor_rollout_ref.model.path), config.actor_rollout_ref.model.use_shm
     num_devices = num_trainer_devices(config) + (num_generator_devices(config) if is_disaggregated else 0)
@@ -70,14 +64,12 @@ def problem_here(path: str, use_shm: bool) -> str | None:
 
 
 def keep_for_good(processes: Sequence[Any]) -> None:
-    """Exempt everything that this process and these Ray actors hold now from the garbage collector.
+    """Exempt everything that this process and these Ray actors hold now from the garbage collector. RayActorError if
+    one died.
 
     The modules and the model of a process are half a million objects. From time to time the collector looks through all
-    of them and finds nothing: 0.28 s each time (measured). With 7,700 samples a step that is every second
-    or third step, and a rank that pauses holds up all others. Afterwards it takes 6 ms at most.
-
-    Raises:
-        RayActorError: a process died.
+    of them and finds nothing: 0.28 s each time (measured). With 7,700 samples a step that is every second or third
+    step, and a rank that pauses holds up all others. Afterwards it takes 6 ms at most.
     """
     calls = [process.__ray_call__.remote(_keep) for process in processes]
     _keep()

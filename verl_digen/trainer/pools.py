@@ -44,13 +44,8 @@ class SlotHandle:
 class GeneratorPool:
     """Agent loop workers in front of replicas, and in front of the trainer's ranks when those assist.
 
-    Args:
-        workers: handles of `DiffusionAgentLoopWorker`; a group stays with one of them.
-        trainer: the ranks, which assist.
-        end_replica: ends the processes of the replica with this address.
-        condition_key: key of a prompt's conditions.
-        answer_s: how long a replica may take to encode a prompt.
-        blip_s: how long a replica may be unreachable.
+    `end_replica` ends the processes of the replica with this address, `condition_key` is the key of a prompt's
+    conditions. A replica may take `answer_s` to encode a prompt, and be unreachable for `blip_s`.
     """
 
     def __init__(
@@ -140,14 +135,9 @@ class GeneratorPool:
         )
 
     async def _prepare_assist(self, chunk: Chunk, number: int) -> tuple[Sequence[SampleRequest], str]:
-        """Requests of the chunk that the ranks are to generate; a replica encodes the prompt, the first time.
-
-        Args:
-            number: of the chunk in its assist; each of them asks another replica first.
-
-        Returns:
-            The requests, or none and the reason why the encoder refuses the prompt.
-        """
+        """Requests of the chunk that the ranks are to generate, or none and the reason why the encoder refuses the
+        prompt. A replica encodes it, the first time; each chunk of an assist, by its number, asks another replica
+        first."""
         order, worker = self._order(chunk), self._worker(chunk)
         try:
             return await self._make_requests(order, worker, number), ""
@@ -191,14 +181,8 @@ class GeneratorPool:
 
 
 class TrainerPool:
-    """The trainer's ranks, for the conductor.
-
-    Args:
-        num_samples: most samples of a logical batch.
-        num_rows: planned rows of a logical batch.
-        select: the objective's choice of samples.
-        rewards_of: maps samples to their rewards.
-    """
+    """The trainer's ranks, for the conductor, which opens batches of at most `num_samples` samples, with `num_rows`
+    rows planned."""
 
     def __init__(
         self, ranks: TrainerRanks, *, num_samples: int, num_rows: int, select: Select, rewards_of: GroupRewards = totals
@@ -226,11 +210,8 @@ class TrainerPool:
 
 
 class ReplicaSlots:
-    """Slots and their replicas: new weights between two chunks, and replicas that are lost, given up, or join.
-
-    Args:
-        go_on: called after a change of the plan that no caller knows of.
-    """
+    """Slots and their replicas: new weights between two chunks, and replicas that are lost, given up, or join. `go_on`
+    is called after a change of the plan that no caller knows of."""
 
     def __init__(
         self,

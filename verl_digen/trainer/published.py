@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl_digen.schedulers.types import BatchReport, Fragment
+from verl_digen.schedulers.types import BatchReport
 from verl_digen.store.keys import SampleName
 from verl_digen.types import GroupTags, SampleFacts, SampleTag
 
@@ -59,10 +59,6 @@ class PublishedSamples:
             self.unwanted.append(SampleName.of(before.facts))
         group[tag.facts.sample_index] = tag
 
-    def of_fragment(self, fragment: Fragment) -> dict[str, dict[int, SampleTag]]:
-        """Samples of the fragment: uid -> sample index -> tag."""
-        return {uid: self.groups[uid] for uid in fragment.uids}
-
     def doubt(self, names: Sequence[SampleName], condition_key: str) -> None:
         """Add samples whose scoring timed out."""
         self.doubtful.extend(names)
@@ -95,11 +91,7 @@ class PublishedSamples:
 
 
 def check_one_version(facts: SampleFacts) -> None:
-    """Require a sample to be generated under one weight version.
-
-    Raises:
-        RuntimeError: it was not.
-    """
+    """Raise RuntimeError unless the sample was generated under one weight version."""
     if facts.version != facts.last_version:
         raise RuntimeError(
             f"sample {facts.sample_index} of group {facts.uid} was generated under weight versions {facts.version} and "

@@ -19,11 +19,7 @@ from verl_digen.types import SampleRequest
 
 
 class TrainerServer(BatchingServer):
-    """See the module.
-
-    Args:
-        max_batch_size: samples of a batch, on all ranks together. wait_s: see `RequestBatcher`.
-    """
+    """Collects requests into batches of at most `max_batch_size` samples, on all ranks together."""
 
     def __init__(self, *, max_batch_size: int, wait_s: float):
         super().__init__(max_batch_size=max_batch_size, wait_s=wait_s)

@@ -10,12 +10,9 @@ without the server it cannot generate, without a worker it would generate under 
 | does not answer for `digen.deadlines.answer_s` | the same |
 | cannot be reached (ActorUnavailableError) | is retried for a quarter of `digen.deadlines.answer_s`, then the same |
 
-A replica in place of a lost one joins when weights are next published.
-
-- On its own devices it starts in the background, under a new number, so that it reuses no name of a lost one. If every
-  other one is lost meanwhile, the run waits for it.
-- On the trainer's devices it starts between two steps, while the others sleep, with the rank of the lost one.
-- At most `digen.rollout.max_restarts` per run, over all replicas; a failed start counts.
+A replica in place of a lost one joins when weights are next published. On its own devices it starts in the background,
+under a new number, so that it reuses no name of a lost one; on the trainer's devices it starts between two steps, while
+the others sleep, with the rank of the lost one.
 
 Invariants (tests/trainer/test_replicas.py, test_restarts.py): after an update every remaining replica has the weights;
 living, starting and ready replicas never exceed the initial number.
@@ -51,10 +48,9 @@ class Replicas:
     Args:
         checkpoint_manager: verl's `CheckpointEngineManager`, which has the list of them.
         server_manager: verl's `LLMServerManager`.
-        loop: the driver's.
         workers: route to the replicas' workers. Those of colocated replicas are not asked.
         start: starts the replica with this number, which counts the replicas of the run; raises if it cannot.
-        max_restarts: limit per run.
+        max_restarts: limit per run, over all replicas; a failed start counts.
     """
 
     def __init__(
@@ -81,11 +77,7 @@ class Replicas:
     def tell_living(self, tell: Callable[[], Any]) -> None:
         """Have `tell` send weights to the replicas, or put them to sleep; whenever one dies meanwhile, retry with the
         remaining ones. A replica that is unreachable for a moment has missed its part, which in a transfer the others
-        wait for: it is killed.
-
-        Raises:
-            ReplicasLost: no replica is left. Any exception of `tell` while all of them are alive.
-        """
+        wait for: it is killed. ReplicasLost if none is left; any exception of `tell` while all of them are alive."""
         self.forget_lost()
         while True:
             try:
@@ -102,10 +94,7 @@ class Replicas:
 
     def forget_lost(self) -> list[str]:
         """Ask every replica for a heartbeat; those that do not answer are killed and left out. Returns their addresses.
-
-        Raises:
-            ReplicasLost: no replica is alive.
-        """
+        ReplicasLost if no replica is alive."""
         lost = [] if self._all_answer() else self._loop.run(self._silent())
         addresses = [replica.server_address for replica in lost]
         if lost:
@@ -190,11 +179,7 @@ class Replicas:
         | `rollout/prompt_cache_hit_rate` | | share of prompts that did not have to be encoded, since the run began |
         | `rollout/version_lag_max_versions` | versions | largest lag of a replica behind the published weights |
 
-        Args:
-            published: the newest weight version.
-
-        Raises:
-            RuntimeError: a replica did not receive the published version.
+        RuntimeError if a replica did not receive the newest weight version, `published`.
         """
         health_of = self._healths()
         counts = {"rollout/num_restarts": float(self.num_restarts), "rollout/num_replicas": float(len(health_of))}
@@ -218,11 +203,8 @@ class Replicas:
         }
 
     def device(self) -> str | None:
-        """Accelerator of the replicas, as reported by the first that answers; None on a CPU.
-
-        Raises:
-            ReplicasLost: no replica answers.
-        """
+        """Accelerator of the replicas, as reported by the first that answers; None on a CPU. ReplicasLost if none
+        answers."""
         for replica in self._all:
             for health in _ask_each([replica], self._deadlines.answer_s).values():
                 return health["device"]
@@ -271,13 +253,8 @@ class Replicas:
 
 
 async def start_replica(server_manager: Any, rank: int, start_s: float, *, on_ranks: bool) -> Any:
-    """Start one of verl's replicas in place of a lost one, as soon as that one's devices and names are free.
-
-    Args:
-        server_manager: verl's `LLMServerManager`, which started the first ones.
-        start_s: how long to wait for devices and names.
-        on_ranks: start it on the trainer's devices, not on devices of its own.
-    """
+    """Start one of the replicas of verl's `LLMServerManager` in place of a lost one, as soon as that one's devices and
+    names are free, within `start_s`; with `on_ranks` on the trainer's devices, not on devices of its own."""
 
     def start() -> Any:
         replica = server_manager.rollout_replica_class(

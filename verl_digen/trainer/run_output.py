@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Output of the driver for people after each step: metrics, pictures, warnings, the console line, the report.
 
-    on_step -> pictures of training groups, line of metrics.jsonl, warning of what turned red, console line,
-               report (once a minute)
-
 Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.setup_s` each.
 """
 
@@ -61,14 +58,8 @@ class TrainingPictures:
     | W&B | the same names, each picture or video by itself |
 
     Files come from the agent loop workers (`verl_digen.observe.group_pictures`). A task beside the run draws the grid
-    and writes TensorBoard's files. Who waits: the next such step, and the end of the run. Bound:
-    `digen.deadlines.setup_s`.
-
-    Args:
-        num_prompts: groups of a step.
-        rewards: names of the rewards.
-        to_tensorboard: also write there.
-        begin: starts `draw` with its arguments -> a Ray reference to wait for, or None.
+    and writes TensorBoard's files; the next such step waits for it. `begin` starts `draw` with its arguments -> a Ray
+    reference to wait for, or None.
     """
 
     def __init__(
@@ -97,12 +88,8 @@ class TrainingPictures:
         )
 
     def log(self, step: int, samples: Mapping[str, SampleTag], wandb: Any | None) -> None:
-        """Show the groups of `step`, if it is one of those that are shown.
-
-        Args:
-            samples: key -> tag of each trained sample.
-            wandb: the module, if the run logs there.
-        """
+        """Show the groups of `step`, if it is one of those that are shown. `samples`: key -> tag; `wandb`: the module,
+        if the run logs there."""
         if not is_step_logged(self._digen, step):
             return
         shown = best_and_worst(self._run_dir, step, self._groups(step, samples))
@@ -172,10 +159,8 @@ class RunOutput:
 
     @cached_property
     def clip_width(self) -> float | None:
-        """Distance from 1 at which the loss clips a ratio to recorded log-probs; None if it clips none.
-
-        Known from the first step on: a user's objective is not registered before the workers are there.
-        """
+        """Distance from 1 at which the loss clips a ratio to recorded log-probs; None if it clips none. Known from the
+        first step on: a user's objective is not registered before the workers are there."""
         digen = self._digen
         if not clips_recorded(digen.loss_name, digen.loss_settings, digen.denominator):
             return None
@@ -202,14 +187,8 @@ class RunOutput:
         num_steps: int,
         remaining_s: float,
     ) -> None:
-        """Write a step's output.
-
-        Args:
-            samples: key -> tag of each trained sample.
-            wandb: the module, if the run logs there.
-            num_steps: steps of the whole run.
-            remaining_s: estimate of the time to its end.
-        """
+        """Write a step's output; `samples`: key -> tag of each trained one, `wandb`: the module, if the run logs
+        there."""
         self._warnings.step = step
         self._pictures.log(step, samples, wandb)
         append_metrics(self._metrics_path, step, metrics)
@@ -249,16 +228,8 @@ class RunReport:
     - A report that cannot be written is a warning, and the run goes on. The page that is there stays.
     - The task imports `verl_digen.report.page`: what that imports costs each run seconds of a core.
 
-    Args:
-        wait_s: bound of `finish`.
-        begin: starts writing the report of a run's folder -> seconds that it took.
-        now_s: a clock.
-
-    Example:
-        report = RunReport(run_dir, wait_s=600)
-        report.refresh()  # starts a task
-        report.refresh()  # nothing: it runs, or it began less than a minute ago
-        report.finish()   # waits, writes once more
+    `begin` starts writing the report of a run's folder -> seconds that it took; `wait_s` bounds `finish`, which writes
+    once more.
     """
 
     def __init__(

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's checkpoint engine manager for replicas that keep generating while new weights arrive, and for many processes.
 
-stage_weights(v)       send to every replica, which stages them; no replica pauses
-activate_weights()     of a replica's server: load between two trajectories, at the conductor's request
-update_weights(v)      both, on all replicas: before the first step, and around a validation with averaged weights
-
 An update is verl's protocol of checkpoint engines: every rank and every worker of a replica prepares, joins the group,
 sends or receives, and finalizes. verl's manager calls each of them itself, which is four calls of each; here they are
 called through relays (`verl_digen.processes.relays`).
@@ -23,24 +19,16 @@ from verl_digen.processes.relays import Route, Together, Work
 
 
 class StagedCheckpointManager(CheckpointEngineManager):
-    """verl's manager.
-
-    Args:
-        ranks: the trainer's.
-        route: to the workers of the replicas.
-        load_s: timeout for the replicas' switch to weights that they have received.
-    """
+    """verl's manager; `route` leads to the workers of the replicas, which switch to received weights within
+    `load_s`."""
 
     def __init__(self, *args: Any, ranks: Together, route: Route, load_s: float, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._ranks, self._route, self._load_s = ranks, route, load_s
 
     def stage_weights(self, version: int) -> None:
-        """Send the trainer's weights, as `version`, to every replica.
-
-        Raises:
-            RayError: a process died, or its call failed.
-        """
+        """Send the trainer's weights, as `version`, to every replica, which stages them; none pauses. RayError if a
+        process died, or its call failed."""
         receivers = self._route.to([worker for replica in self.replicas for worker in replica.workers])
         asyncio.run(self._stage(version, receivers))
 
@@ -63,11 +51,8 @@ class StagedCheckpointManager(CheckpointEngineManager):
         await everyone.call(Work("execute_checkpoint_engine", ("finalize",)), "first")
 
     def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:  # type: ignore[override]
-        """Send the trainer's weights, as version `global_steps`, and have every replica load them.
-
-        Raises:
-            RayError: a process died; GetTimeoutError: a replica did not load them in time.
-        """
+        """Send the trainer's weights, as version `global_steps`, and have every replica load them. RayError if a
+        process died, GetTimeoutError if a replica did not load them in time."""
         assert global_steps is not None, "a weight update has a version"
         self.stage_weights(global_steps)
         ray.get([replica.server_handle.activate_weights.remote() for replica in self.replicas], timeout=self._load_s)
@@ -75,11 +60,8 @@ class StagedCheckpointManager(CheckpointEngineManager):
 
 
 def _of_each(arguments: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
-    """Name -> value for each of `count` processes, from name -> values of all of them.
-
-    Raises:
-        ValueError: a name has another number of values.
-    """
+    """Name -> value for each of `count` processes, from name -> values of all of them; ValueError if they are not as
+    many."""
     for name, values in arguments.items():
         if len(values) != count:
             raise ValueError(f"the checkpoint engine must give {name} to {count} processes, got {len(values)} values")

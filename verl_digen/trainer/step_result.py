@@ -25,15 +25,6 @@ ROW_FORWARD = "actor/row_forward_flops"
 ROW_TRAINING = "actor/row_training_flops"
 
 
-@dataclass(frozen=True)
-class PoolDevices:
-    """The devices of a pool."""
-
-    num_devices: int
-    name: str | None
-    """The platform's name of the first device; None for a CPU."""
-
-
 GAP = "rollout/log_prob_gap_max"
 
 
@@ -60,12 +51,8 @@ class StepResult:
 
 
 def result_metrics(result: StepResult, *, trained_version: int, **times: Any) -> dict[str, float]:
-    """Metrics of a step from its result, without utilisation.
-
-    Args:
-        trained_version: weight version before the step.
-        times: further arguments of `perf_metrics`.
-    """
+    """Metrics of a step from its result, without utilisation. `trained_version`: weight version before the step;
+    `times`: further arguments of `perf_metrics`."""
     return {
         **training_metrics(result.training),
         **result.facts,
@@ -81,7 +68,7 @@ def result_metrics(result: StepResult, *, trained_version: int, **times: Any) ->
 
 
 def utilisation(
-    result: StepResult, metrics: Mapping[str, float], *, num_steps: int, devices: Mapping[str, PoolDevices]
+    result: StepResult, metrics: Mapping[str, float], *, num_steps: int, devices: Mapping[str, tuple[int, str | None]]
 ) -> dict[str, float]:
     """`perf/tflops_per_device/POOL` and, where the device's peak is known, `perf/mfu/POOL` of one step.
 
@@ -90,14 +77,11 @@ def utilisation(
     | trainer | forward and backward of every trained row | `perf/train_s`, in the engine's calls |
     | generator | all denoise steps of the trained samples | `perf/generate_s`, in which any sample was generated |
 
-    Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.build`), text
-    encoding, decoding, and discarded samples. The time excludes nothing. Samples that the trainer generated are work of
-    neither pool; `perf/generate_s` includes their time, so with assistance the generator's share is a lower bound.
-
-    Args:
-        metrics: `result_metrics` of the step, with `actor/*` and `perf/*`.
-        num_steps: denoising steps of a sample; a guided step counts once.
-        devices: "trainer" and "generator" -> their devices.
+    Useful work excludes recomputation, old log-probs and the KL reference (`verl_digen.engine.build`), text encoding,
+    decoding, and discarded samples. The time excludes nothing. Samples that the trainer generated are work of neither
+    pool; `perf/generate_s` includes their time, so with assistance the generator's share is a lower bound. Of the
+    denoising steps of a sample, `num_steps`, a guided one counts once. `metrics` are `result_metrics` of the step;
+    `devices`: pool -> their number, and the platform's name of the first, None for a CPU.
     """
     spared = sum(tag.facts.num_shared_steps + tag.facts.num_skipped_steps for tag in result.tags)
     num_pictures = sum(len(tag.generations) for tag in result.tags)
@@ -109,22 +93,14 @@ def utilisation(
     return {
         name: value
         for pool, (flops, seconds) in work.items()
-        for name, value in utilisation_metrics(
-            pool, flops, seconds, devices[pool].num_devices, devices[pool].name
-        ).items()
+        for name, value in utilisation_metrics(pool, flops, seconds, *devices[pool]).items()
     }
 
 
 def check_log_prob_gap(metrics: Mapping[str, float], max_gap: float | None, *, step: int) -> None:
-    """Stop a run whose trainer computes other log-probs for the recorded steps than its replicas did.
-
-    Args:
-        metrics: metrics of the step; without recorded log-probs there is no gap.
-        max_gap: in nats; None: no limit.
-
-    Raises:
-        RunStopped: the gap is larger, or not a number.
-    """
+    """Raise RunStopped if the trainer computes other log-probs for the recorded steps than its replicas did: the step's
+    gap is larger than `max_gap`, in nats, or not a number. None: no limit; without recorded log-probs there is no
+    gap."""
     if max_gap is None or GAP not in metrics:
         return
     gap = metrics[GAP]

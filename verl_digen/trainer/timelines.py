@@ -1,20 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The timeline lanes of separate pools, what idle lanes wait for, names of the nodes that lanes are on; and
-`ColocatedTimeline`.
-
-That is the timeline of a run whose replicas and rewards take turns on the trainer's devices, `RUN_DIR/timeline.jsonl`:
-
-| lane | intervals |
-| --- | --- |
-| `driver/0` | `step` |
-| `generator/0` | `generate`, one per group, from its first sample's start to its last one's end |
-| `reward/0` | `score`, one per group, for rewards without processes of their own |
-| `reward/N` | `wake`, `score`, `sleep` of one reward each, from 1 on |
-| `trainer/0` | the devices: `generate` (samples without a gap between them), `train`, `publish`, `save`, `validate` |
-
-The devices work in turn, so their lane is at work while they generate, and the lanes of generator and rewards, which
-say for whom, stand for no devices.
-"""
+`ColocatedTimeline`."""
 
 from __future__ import annotations
 
@@ -46,13 +32,8 @@ def host_names() -> dict[str, str]:
 
 
 def host_of(server_address: str, names: Mapping[str, str], driver: str) -> str:
-    """Name of the node of a server.
-
-    Args:
-        server_address: IP:PORT, with an IPv6 address in brackets.
-        names: address -> name.
-        driver: name of this node, which a server on the loopback address is on.
-    """
+    """Name of the node of a server at IP:PORT, with an IPv6 address in brackets, from address -> name; `driver` is the
+    name of this node, which a server on the loopback address is on."""
     address = server_address.rpartition(":")[0].strip("[]")
     if address in names:
         return names[address]
@@ -94,12 +75,8 @@ class Joining:
 
 
 def call_intervals(tags: Iterable[SampleTag], names: Sequence[str], host: str, *, step: int) -> list[Interval]:
-    """The calls of rewards that scored samples of a step, each once: samples of one call share it.
-
-    Args:
-        names: rewards with processes of their own; each has a lane without devices, from `reward/1` on.
-        host: where the lanes are drawn.
-    """
+    """The calls of rewards that scored samples of a step, each once: samples of one call share it. Rewards in `names`
+    have processes of their own, and each a lane without devices on `host`, from `reward/1` on."""
     groups: dict[RewardCall, dict[str, None]] = {}
     for tag in tags:
         for call in tag.calls:
@@ -146,13 +123,19 @@ Span = tuple[float, float]
 
 
 class ColocatedTimeline:
-    """See the module.
+    """Timeline of a run whose replicas and rewards take turns on the trainer's devices, `RUN_DIR/timeline.jsonl`:
 
-    Args:
-        names: rewards with processes of their own, in order.
-        num_devices: devices that trainer, replicas and rewards share.
-        after: the step after which the run resumes; 0 for a new one.
-        host: name of their node, or nodes.
+    | lane | intervals |
+    | --- | --- |
+    | `driver/0` | `step` |
+    | `generator/0` | `generate`, one per group, from its first sample's start to its last one's end |
+    | `reward/0` | `score`, one per group, for rewards without processes of their own |
+    | `reward/N` | `wake`, `score`, `sleep` of one reward each, from 1 on |
+    | `trainer/0` | the devices: `generate` (samples without a gap), `train`, `publish`, `save`, `validate` |
+
+    The devices work in turn, so their lane is at work while they generate, and the lanes of generator and rewards,
+    which say for whom, stand for no devices. `names`: rewards with processes of their own; `after`: the step after
+    which the run resumes, 0 for a new one.
     """
 
     def __init__(self, run_dir: Path, names: Sequence[str], *, num_devices: int, after: int, host: str):
@@ -173,12 +156,8 @@ class ColocatedTimeline:
             self._work.append((kind, (began_s, max(began_s, time.time()))))
 
     def write(self, step: int, samples: Mapping[str, SampleTag], turns: Sequence[RewardTurn], *, extent: Span) -> None:
-        """Append a step, with the work since the last one was written.
-
-        Args:
-            samples: key -> tag of what it trained.
-            turns: changes since the last step was written; validations in between have theirs.
-        """
+        """Append a step that trained `samples` (key -> tag), with the work and the turns since the last one was
+        written; validations in between have theirs."""
         groups: dict[str, list[SampleTag]] = {}
         for tag in samples.values():
             groups.setdefault(tag.facts.uid, []).append(tag)

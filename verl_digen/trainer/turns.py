@@ -69,11 +69,8 @@ class RewardTurn:
 
 
 class RewardProcesses:
-    """The processes of all timeshared rewards, which wake and sleep together.
-
-    Args:
-        workers: reward -> handles of its `RewardPoolWorker`s, asleep.
-    """
+    """The processes of all timeshared rewards, which wake and sleep together. `workers`: reward -> handles of its
+    `RewardPoolWorker`s, asleep."""
 
     def __init__(
         self,
@@ -89,28 +86,19 @@ class RewardProcesses:
         self._turns: list[RewardTurn] = []
 
     def wake(self) -> None:
-        """Bring the weights to the devices, and return once they are there.
-
-        Raises:
-            RunStopped: a reward could not be made, or woken. DeadlineMissed: within `digen.deadlines.first_s`.
-        """
+        """Bring the weights to the devices, and return once they are there. RunStopped if a reward could not be made,
+        or woken, DeadlineMissed if not within `digen.deadlines.first_s`."""
         self._change("wake", self._deadlines.first_s, "digen.deadlines.first_s")
 
     def sleep(self) -> None:
-        """Free the devices' memory.
-
-        Raises:
-            RunStopped: a reward raised. DeadlineMissed: one did not sleep within `digen.deadlines.generate_s`.
-        """
+        """Free the devices' memory. RunStopped if a reward raised, DeadlineMissed if it took more than
+        `digen.deadlines.generate_s`."""
         self._asked = {}
         self._change("sleep", self._deadlines.generate_s, "digen.deadlines.generate_s")
 
     def keep_awake(self) -> None:
-        """Wake processes that were restarted meanwhile; does not wait for them. Called at every poll.
-
-        Raises:
-            RunStopped: a reward could not be made.
-        """
+        """Wake processes that were restarted meanwhile, without a wait; called at every poll. RunStopped if a reward
+        could not be made."""
         if not self._asked:
             if self._now_s() - self._asked_s < KEEP_AWAKE_S:
                 return
@@ -156,12 +144,8 @@ class RewardProcesses:
 
 
 class Turns:
-    """See the module. It begins with the replicas' turn.
-
-    Args:
-        rewards: all asleep.
-        sleep_replicas, wake_replicas: change all replicas, and return once it is done.
-    """
+    """The turn of replicas or rewards, the replicas' at first. `sleep_replicas` and `wake_replicas` return once all
+    have changed."""
 
     def __init__(self, rewards: Any, *, sleep_replicas: Callable[[], None], wake_replicas: Callable[[], None]):
         self._rewards, self._sleep_replicas, self._wake_replicas = rewards, sleep_replicas, wake_replicas
@@ -193,11 +177,7 @@ class Turns:
 
 
 def require_same_places(name: str, workers: Sequence[Any], ranks: Sequence[Any]) -> None:
-    """Require that a reward has a process on each rank's device.
-
-    Raises:
-        RuntimeError: it has not; names the places of both.
-    """
+    """Raise RuntimeError unless a reward has a process on each rank's device."""
     places = [sorted(ray.get([one.__ray_call__.remote(_place) for one in of])) for of in (workers, ranks)]
     if places[0] != places[1]:
         raise RuntimeError(

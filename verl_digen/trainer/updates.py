@@ -45,12 +45,8 @@ class TrainerRanks:
     rank is raised.
 
     A call is one message per rank, or with many ranks one per relay (`verl_digen.processes.relays`). Fragments and
-    requests, which grow with the groups, are put into Ray's object store once, and each message holds a reference: the
-    driver serialises a fragment once, whatever the number of ranks.
-
-    Args:
-        ranks: all ranks, see `verl_digen.processes.relays.ranks_of`.
-        put: stores a value once for all ranks -> what each of them is sent in its place.
+    requests, which grow with the groups, are put into Ray's object store once, by `put`, and each message holds a
+    reference: the driver serialises a fragment once, whatever the number of ranks.
     """
 
     def __init__(self, ranks: Together, put: Callable[[Any], Any] = ray.put):
@@ -68,11 +64,8 @@ class TrainerRanks:
         self.compute_s += counts["accumulate_s"]
 
     async def evaluate(self, fragments: Sequence[FragmentSpec]) -> list[FragmentSpec]:
-        """Copies of the fragments with the log-probs of their rows under the current weights.
-
-        Raises:
-            RuntimeError: no rank evaluated one of the rows.
-        """
+        """Copies of the fragments with the log-probs of their rows under the current weights. RuntimeError if no rank
+        evaluated one of the rows."""
         started_s = time.perf_counter()
         found: dict[str, dict[int, float]] = {}
         for part in await self._ranks.call(Work("evaluate", (self._put(fragments), TRAIN)), "all"):
@@ -152,13 +145,10 @@ def group_rewards(config: DictConfig, digen: DigenConfig) -> GroupRewards:
 def fragment_samples(
     groups: Mapping[str, GroupTags], select: Select, rewards_of: GroupRewards = totals
 ) -> tuple[FragmentSample, ...]:
-    """Describe complete groups for the ranks.
+    """Describe complete groups (uid -> sample index -> tag) for the ranks.
 
-    Args:
-        groups: uid -> sample index -> tag.
-        rewards_of: maps samples to their rewards.
-        select: the objective's choice. A sample that is not chosen has no rows; its reward counts for its group. In a
-            tree it has the rows of shared steps, if it is the first of its node.
+    A sample that the objective does not `select` has no rows; its reward counts for its group. In a tree it has the
+    rows of shared steps, if it is the first of its node.
     """
     samples = []
     for tags in groups.values():
@@ -181,11 +171,7 @@ def fragment_samples(
 
 def skipped_points(group: Sequence[SampleFacts], position: int, *, is_chosen: bool) -> frozenset[int]:
     """Points of a sample that do not train: steps that an earlier sample of the group took too, and if it is not chosen
-    steps that it took alone. So the steps that several samples share train once, whatever the choice.
-
-    Args:
-        group: facts of each sample of the group.
-    """
+    steps that it took alone. So the steps that several samples share train once, whatever the choice."""
     own = group[position]
     if not own.nodes:
         return frozenset(() if is_chosen else range(own.num_steps))
@@ -227,10 +213,8 @@ async def train_batch(
 ) -> dict[str, float]:
     """Take one optimizer step per epoch and fragment; returns their metrics, combined.
 
-    Args:
-        scale: `batch_scale` of all fragments.
-        keeps_old: the objective needs forwards of the policy before the update, see `Objective.reads_old_weights`.
-        old: source of the policy before the update, if the loss compares with it.
+    `scale` is `batch_scale` of all fragments. With `keeps_old` the objective needs forwards of the policy before the
+    update, see `Objective.reads_old_weights`; `old` is the source of that policy, if the loss compares with it.
     """
     num_updates = len(fragments) * num_epochs
     if num_updates > 1 and keeps_old:

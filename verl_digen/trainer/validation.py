@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: every validation prompt, deterministically, under the same noise each time, so that runs are comparable.
-
-Rewards and picture paths come back as tags; a separate task draws the grids and sends them to TensorBoard.
-"""
+"""Validation: every validation prompt, deterministically, under the same noise each time, so that runs are
+comparable."""
 
 from __future__ import annotations
 
@@ -20,21 +18,16 @@ from verl_digen.types import SampleTag
 
 
 def allow_no_prompts(config: DictConfig) -> None:
-    """Let verl make an empty loader of validation prompts, for a run that does not validate and names none.
-
-    verl's default batch size is the number of prompts; torch refuses a batch size of 0 and to shuffle an empty set.
-    """
+    """Let verl make an empty loader of validation prompts, for a run that does not validate and names none. verl's
+    default batch size is the number of prompts; torch refuses a batch size of 0 and to shuffle an empty set."""
     if OmegaConf.select(config, "data.val_files") is None:
         with open_dict(config.data):
             config.data.update(val_files=None, val_batch_size=1, validation_shuffle=False)
 
 
 def take_all_steps(config: DictConfig) -> None:
-    """Let `trainer.total_training_steps` alone end a run, where it is given.
-
-    verl's loop also ends after `trainer.total_epochs`, then without the last checkpoint and validation. A pass has at
-    least one step.
-    """
+    """Let `trainer.total_training_steps` alone end a run, where it is given. verl's loop also ends after
+    `trainer.total_epochs`, then without the last checkpoint and validation. A pass has at least one step."""
     steps = config.trainer.total_training_steps
     if steps is not None:
         config.trainer.total_epochs = max(config.trainer.total_epochs, steps)
@@ -71,11 +64,8 @@ def shown_samples(run_dir: Path, step: int, tags: Mapping[str, SampleTag], num_l
 
 
 def draw_pictures(run_dir: Path, step: int, shown: Mapping[str, Shown], to_tensorboard: bool) -> None:
-    """Draw the grid of this validation and the before/after picture.
-
-    Args:
-        to_tensorboard: also send the grid and the videos there.
-    """
+    """Draw the grid of this validation and the before/after picture; if asked, send the grid and the videos to
+    TensorBoard."""
     grid = step_dir(run_dir, step).with_suffix(".png")
     entries = [
         {"uid": uid, "file_name": _moving_or_still(one.path).name, "prompt": one.prompt, "reward": one.reward}

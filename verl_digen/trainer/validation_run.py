@@ -31,13 +31,8 @@ logger = logging.getLogger(__name__)
 
 
 class Validation:
-    """Validates the weights that the replicas have.
-
-    Args:
-        num_samples: samples per prompt.
-        to_tensorboard: also send pictures there.
-        poll_s: how often to look for ended prompts.
-    """
+    """Validates the weights that the replicas have, with `num_samples` per prompt; pictures also go to TensorBoard if
+    asked."""
 
     def __init__(
         self,
@@ -68,16 +63,8 @@ class Validation:
         step: int,
         wandb: Any | None = None,
     ) -> dict[str, float]:
-        """Validate -> `val/*`. Pictures are drawn in the background, see `finish_pictures`.
-
-        Args:
-            loader: batches of validation prompts.
-            generate: hands a batch to the agent loops.
-            wandb: the module, if the run logs there.
-
-        Raises:
-            RunStopped: every prompt of a batch failed.
-        """
+        """Validate the loader's prompts, whose batches `generate` hands to the agent loops -> `val/*`. Pictures are
+        drawn in the background, see `finish_pictures`. RunStopped if every prompt of a batch failed."""
         tags: dict[str, SampleTag] = {}
         num_samples = 0
         for columns in loader:
@@ -121,10 +108,7 @@ class Validation:
 
     def _wait(self, uids: list[str], tags: dict[str, SampleTag]) -> dict[str, str]:
         """Wait for the prompts, move their samples' tags into `tags`, clear them -> uid: reason, of those that failed.
-
-        Raises:
-            DeadlineMissed: no prompt ended for `digen.deadlines.no_progress_s`. A hung replica is detected earlier.
-        """
+        DeadlineMissed if none ended for `digen.deadlines.no_progress_s`; a hung replica is detected earlier."""
         self._supervision.patience.restart()
         while True:
             found = list_partition(VAL)

@@ -47,11 +47,8 @@ class RewardWatch:
         return [str(checkpoint_dir(self._run_dir, step) / "actor") for step in steps]
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], bool]:
-        """Judge one validation -> (`hacking/*`, True if the run should stop).
-
-        Args:
-            metrics: `val/*` of the validation after `step` optimizer steps.
-        """
+        """Judge the validation after `step` optimizer steps by its `val/*` -> (`hacking/*`, True if the run should
+        stop)."""
         missing = [name for name in self._golds if f"val/reward_{name}" not in metrics]
         if missing:
             logger.warning(

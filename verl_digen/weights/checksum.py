@@ -5,11 +5,9 @@ The sum of the numbers' bit patterns as integers, modulo 2**64. Fusing q, k and 
 duplicating or changing a number changes it. A swap of two numbers keeps it: names and shapes are compared, too.
 
 It is the proof that an update took effect: after each one, the checksum read back from the module that generates must
-equal the sender's (`receiver.py`; `rollout/vllm_omni/worker.py`, where an adapter must have bound all its modules,
-too). It needs no forward, so it holds for every objective, with log-probs or without; the log-prob gap
-compares precision and kernels, and exists for recorded paths alone. A forward that reads other tensors than its module
-holds is a fault of code, not of a run: tests compare samples after an update with the trainer's network
-(tests/rollout/test_server.py, tests/vllm_omni/test_updates.py).
+equal the sender's. It needs no forward, so it holds for every objective; the log-prob gap compares precision and
+kernels, and exists for recorded paths alone. Tests, not runs, compare samples after an update with the trainer's
+network.
 """
 
 from __future__ import annotations

@@ -4,19 +4,14 @@ engine of verl. Buckets are broadcast over gloo, through host memory, in a proce
 
 - The store listens on one address: loopback in a cluster of one node, else the sender's node address. gloo's own
   connections use each rank's address of the same kind.
-- A stream of named tensors is converted into byte buckets in host memory, and back. A tensor larger than a bucket is
-  split over several; small ones share one. Splitting and joining is verl's code. Each number is copied once on the way
-  in, from its device straight into the bucket, which is page-locked if the device is an accelerator; and not at all on
-  the way out, unless its tensor was split.
+- Each number is copied once on the way in, from its device straight into the bucket, which is page-locked if the device
+  is an accelerator; and not at all on the way out, unless its tensor was larger than a bucket and split.
 - Bucket headers are JSON, so a peer cannot make the receiver run code.
 
-An update fails if a member dies. The caller then starts another one with the remaining members. For that to work
-
-- the sender still materialises the remaining tensors, because each is a collective of the trainer's ranks;
-- a failed rank closes its channel so that others do not block on it.
-
-With verl's `nccl` such an update ends at `digen.deadlines.train_s`, and the run with it. verl imports this module
-because `rollout.checkpoint_engine.custom_backend_module` names it.
+An update fails if a member dies. The caller then starts another one with the remaining members. For that to work, the
+sender still materialises the remaining tensors, because each is a collective of the trainer's ranks, and a failed rank
+closes its channel so that others do not block on it. With verl's `nccl` such an update ends at
+`digen.deadlines.train_s`, and the run with it.
 
 Invariant (tests/weights/test_gloo.py): the update after one in which a receiver died reaches the others.
 """
@@ -61,11 +56,7 @@ class Bucket:
 
     @classmethod
     def of(cls, header: bytes, data: Tensor) -> Bucket:
-        """Inverse of `header`.
-
-        Raises:
-            ValueError: the header is malformed, or does not fit `data`.
-        """
+        """Inverse of `header`; ValueError if it is malformed, or does not fit `data`."""
         try:
             rows, is_last = json.loads(header)
             parts = tuple(
@@ -147,45 +138,25 @@ TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class Member:
-    """A rank's state before an update."""
-
-    generation: int
-    """Generation of the rank's group; 0 if it has none."""
-    address: tuple[str, int] | None
-    """Host and port of the store, on the sender."""
-
-
-@dataclass(frozen=True)
 class MeetingPoint:
-    """Store address and group generation of an update."""
+    """Store and group of an update; before it, what one rank knows of them."""
 
-    address: tuple[str, int]
     generation: int
+    """Generation of the group; 0 if the rank has none."""
+    address: tuple[str, int] | None
+    """Host and port of the store; only the sender knows it before the update."""
 
     @classmethod
-    def of(cls, members: list[Member]) -> MeetingPoint:
-        """The group that all ranks are already in, or a new generation.
-
-        Args:
-            members: the sender, then the receivers.
-        """
-        generations = {member.generation for member in members}
+    def of(cls, known: list[MeetingPoint]) -> MeetingPoint:
+        """The group that all ranks, the sender first, are already in, or a new generation."""
+        generations = {one.generation for one in known}
         kept = len(generations) == 1 and generations != {0}
-        address = members[SENDER].address
-        assert address is not None, "the sender opened a store"
-        return cls(address, max(generations) + (0 if kept else 1))
+        return cls(max(generations) + (0 if kept else 1), known[SENDER].address)
 
 
 class GlooEngine(CheckpointEngine):
-    """One sender, any number of receivers. Constructor and methods are verl's.
-
-    The group is reused from update to update, and rebuilt when a rank is new.
-
-    Args:
-        bucket_size: bytes.
-        is_master: True on the trainer's rank 0.
-    """
+    """One sender, any number of receivers. Constructor and methods are verl's: `bucket_size` is in bytes, `is_master`
+    True on the trainer's rank 0. The group is reused from update to update, and rebuilt when a rank is new."""
 
     def __init__(self, bucket_size: int, is_master: bool = False):
         self.bucket_size = bucket_size
@@ -197,7 +168,7 @@ class GlooEngine(CheckpointEngine):
         self._generation = 0
         self._num_ranks = 0
 
-    def prepare(self) -> Member:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def prepare(self) -> MeetingPoint:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Open the store once, on the sender -> this rank's state."""
         if self.is_master and self._store is None:
             host = _own_address()
@@ -207,18 +178,14 @@ class GlooEngine(CheckpointEngine):
                 host, port, is_master=True, wait_for_workers=False, timeout=TIMEOUT, master_listen_fd=listener.detach()
             )
             self._address = host, port
-        return Member(self._generation, self._address)
+        return MeetingPoint(self._generation, self._address)
 
     @classmethod
     def build_topology(  # pyright: ignore[reportIncompatibleMethodOverride]
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Member]
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[MeetingPoint]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Arguments of `init_process_group` (rank, number of ranks, meeting point), for the trainer's ranks and for the
-        replicas' workers.
-
-        Args:
-            metadata: results of `prepare`, from the trainer's ranks and then from the replicas' workers.
-        """
+        replicas' workers, from the results of `prepare` in the same order."""
         meeting_point = MeetingPoint.of([metadata[0], *metadata[actor_wg_world_size:]])
 
         def shared(count: int) -> dict[str, list[Any]]:
@@ -235,6 +202,7 @@ class GlooEngine(CheckpointEngine):
         if rank == OUTSIDE or is_current:
             return
         if self._store is None:
+            assert meeting_point.address is not None, "the sender opened a store"
             self._store = TCPStore(*meeting_point.address, is_master=False, timeout=TIMEOUT)
         name = f"{meeting_point.generation}-of-{num_ranks}"
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - its stub lacks it
@@ -249,10 +217,8 @@ class GlooEngine(CheckpointEngine):
     async def send_weights(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Send all `weights`; `OUTSIDE` ranks only materialise each tensor, which is a collective.
-
-        At most two buckets exist: one is sent while the next is filled.
-        """
+        """Send all `weights`; `OUTSIDE` ranks only materialise each tensor, which is a collective. At most two buckets
+        exist: one is sent while the next is filled."""
         if self.rank == OUTSIDE:
             for _ in weights:
                 pass

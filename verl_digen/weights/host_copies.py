@@ -7,11 +7,7 @@ them.
     each              compares the copy with its own weights, number by number, before it relies on it
 
 - Linux frees a memory file when its last process ends, in whatever way. Nothing lies in a folder, and the limit of
-  /dev/shm does not apply.
-- Memory that is mapped keeps its file open, so that a process that starts later finds the copy although the first has
-  ended.
-- The name says which weights are meant; only the comparison says that they are equal. A process with other weights gets
-  no shared copy.
+  /dev/shm does not apply. Memory that is mapped keeps its file open, although the process that made it has ended.
 - A lock (an abstract socket, which ends with its process) lets one process at a time look and write.
 
 Invariants (tests/weights/test_shared_copy.py): processes with equal weights hold them once; other weights are not mixed
@@ -44,10 +40,6 @@ ALIGNMENT_BYTES = 64
 class HostPool:
     """Allocator of tensors that live as long as the pool, page-locked where there is an accelerator, so that copies are
     asynchronous. PyTorch rounds page-locked allocations up to a power of two. So tensors share chunks that are one.
-
-    Args:
-        is_pinned: page-lock the memory; needs an accelerator.
-        chunk_bytes: see `CHUNK_BYTES`.
 
     Example:
         pool = HostPool(is_pinned=False)
@@ -102,12 +94,8 @@ class SharedCopy:
 def shared_copy(name: str, weights: Sequence[Tensor], *, device: torch.device) -> SharedCopy | None:
     """The node's copy of `weights`, made if there is none; None if there is one of other weights under this name.
 
-    Args:
-        name: of these weights on this node; letters, digits and `-_.`.
-        weights: uint8 [num_bytes] each, on `device`.
-
-    Raises:
-        TimeoutError: another process holds the lock for longer than `LOCK_S`.
+    The name is of these weights on this node, letters, digits and `-_.`; weights are uint8 [num_bytes] each, on
+    `device`. TimeoutError if another process holds the lock for longer than `LOCK_S`.
     """
     sizes = [len(each) for each in weights]
     starts = [ALIGNMENT_BYTES]
@@ -196,10 +184,8 @@ def _page_lock(whole: Tensor, device: torch.device) -> None:
 
 
 def _clear_error(device: torch.device) -> None:
-    """Take the error of a CUDA call that PyTorch did not make out of this thread.
-
-    CUDA keeps it for the thread, and PyTorch reads and clears it behind its next kernel, which would fail in its place.
-    """
+    """Take the error of a CUDA call that PyTorch did not make out of this thread, for which CUDA keeps it: PyTorch
+    reads and clears it behind its next kernel, which would fail in its place."""
     with suppress(RuntimeError):
         torch.ones(1, device=device)  # launches a kernel
 

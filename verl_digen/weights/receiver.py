@@ -29,22 +29,15 @@ NOT_WHOLE = "the replica holds neither the old nor the new weights and serves no
 
 
 class Live:
-    """Loads an update as it arrives, after a comparison of names and shapes.
-
-    Args:
-        shapes: of all tensors of an update, by name. load: loads a bucket.
-    """
+    """Loads an update as it arrives, bucket by bucket, after a comparison with the names and shapes of all of its
+    tensors."""
 
     def __init__(self, shapes: Mapping[str, torch.Size], load: Take):
         self._shapes, self._load = shapes, load
         self._missing = set(shapes)
 
     def take(self, bucket: Named) -> None:
-        """Load a bucket.
-
-        Raises:
-            RuntimeError: a tensor is unknown, came twice or has another shape.
-        """
+        """Load a bucket. RuntimeError if a tensor is unknown, came twice or has another shape."""
         _raise_for("are unknown to the replica", [name for name, _ in bucket if name not in self._shapes], NOT_WHOLE)
         _raise_for("came twice", [name for name, _ in bucket if name not in self._missing], NOT_WHOLE)
         _compare_shapes(dict(bucket), self._shapes, NOT_WHOLE)
@@ -68,12 +61,8 @@ class _Sealed:
 
 
 class WeightReceiver:
-    """Receives weight updates for one transformer.
-
-    Args:
-        transformer: the loaded network.
-        adapter_config: peft `LoraConfig` if updates carry only a LoRA adapter, else None (full or merged weights).
-    """
+    """Receives weight updates for one transformer. `adapter_config` is a peft `LoraConfig` if updates carry only a LoRA
+    adapter, else None (full or merged weights)."""
 
     def __init__(self, transformer: nn.Module, adapter_config: object | None):
         self.module: nn.Module = transformer
@@ -96,11 +85,7 @@ class WeightReceiver:
         self._sealed: _Sealed | None = None
 
     def begin_staged(self, device: torch.device) -> Take:
-        """Begin an update, in place of an unfinished one -> function that stages a bucket of it.
-
-        Args:
-            device: of the tensors that will come.
-        """
+        """Begin an update, in place of an unfinished one -> function that stages a bucket of tensors on `device`."""
         self._update, self._casts = Staging(device), Casts()
         return self._update.take
 
@@ -119,17 +104,9 @@ class WeightReceiver:
         return self._update.take
 
     def seal(self, sent: int) -> None:
-        """Check that the update is complete; it waits for `switch`.
-
-        A staged update that was sealed earlier and not loaded is dropped.
-
-        Args:
-            sent: checksum of its tensors.
-
-        Raises:
-            RuntimeError: the tensors do not match the network's; names them. After a staged update the old weights
-                are unchanged.
-        """
+        """Check that the update, whose tensors have the checksum `sent`, is complete; it waits for `switch`, in place
+        of one that was sealed earlier and not loaded. RuntimeError, which names tensors, if they do not match the
+        network's. After a staged update the old weights are then unchanged."""
         update, self._update = self._update, None
         if update is None:
             raise RuntimeError("no weight update is under way; begin one first")
@@ -146,11 +123,8 @@ class WeightReceiver:
         return self._sealed is not None
 
     def switch(self) -> None:
-        """Copy a sealed staged update into the network, where a live update already is, and check it.
-
-        Raises:
-            RuntimeError: nothing is sealed; or the network holds other numbers, and serves nothing.
-        """
+        """Copy a sealed staged update into the network, where a live update already is, and check it. RuntimeError if
+        nothing is sealed; or the network holds other numbers, and serves nothing."""
         sealed, self._sealed = self._sealed, None
         if sealed is None:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")

@@ -2,15 +2,7 @@
 """Receiver of one weight update in a replica's worker, for both back ends: a thread takes bucket after bucket.
 
 The thread ends when the last bucket has arrived, no part arrived for `timeout_s`, or the update was cancelled
-(`abandon`). verl's receiver, which does the transfer, has no timeout of its own. Checksums are computed on the device
-that a bucket is on, as it passes.
-
-Example:
-    staging = Staging(device)
-    receiving = Receiving(handle, device, staging.take, use_shm=True, timeout_s=600)
-    ... the sender sends ...
-    receiving.finish(manifest)   # staging.tensors are complete, and what was sent
-    receiving.abandon()          # instead: the sender was lost, and a new update starts
+(`abandon`). verl's receiver, which does the transfer, has no timeout of its own.
 
 Invariants (tests/weights/test_transfer.py): an update arrives whole or is an error; an abandoned one leaves no thread.
 """
@@ -54,11 +46,8 @@ class Staging:
         self.tensors: dict[str, Tensor] = {}
 
     def take(self, bucket: Named) -> None:
-        """Copy a bucket; verl's receiver waits for the copies before it answers.
-
-        Raises:
-            RuntimeError: the update has had a tensor of this name.
-        """
+        """Copy a bucket; verl's receiver waits for the copies before it answers. RuntimeError if the update has had a
+        tensor of a name."""
         for name, tensor in bucket:
             if name in self.tensors:
                 raise RuntimeError(f"the tensor {name} came twice")
@@ -82,14 +71,17 @@ class BoundedReceiver(BucketedWeightReceiver):
 
 
 class Receiving:
-    """See the module.
+    """One update that is received.
 
-    Args:
-        handle: address of verl's zmq socket; the sender binds it.
-        device: the worker's device, with its index unless it is the CPU.
-        take: called in the thread, on a stream of its own.
-        use_shm: True if buckets come through shared memory.
-        timeout_s: timeout for the next part.
+    `handle` is the address of verl's zmq socket, which the sender binds; `device` has its index unless it is the CPU.
+    `take` is called in the thread, on a stream of its own. `timeout_s` bounds the wait for the next part.
+
+    Example:
+        staging = Staging(device)
+        receiving = Receiving(handle, device, staging.take, use_shm=True, timeout_s=600)
+        ... the sender sends ...
+        receiving.finish(manifest)   # staging.tensors are complete, and what was sent
+        receiving.abandon()          # instead: the sender was lost, and a new update starts
     """
 
     def __init__(self, handle: str, device: torch.device, take: Take, *, use_shm: bool, timeout_s: float):

@@ -64,11 +64,7 @@ class Wire:
 
 
 class BoundedSender(BucketedWeightSender):
-    """verl's sender on a `BoundedSocket`.
-
-    Args:
-        check: called again and again while it waits; what it raises ends the update.
-    """
+    """verl's sender on a `BoundedSocket`, whose waits call `check`; what that raises ends the update."""
 
     def __init__(self, wire: Wire, check: Callable[[], None]):
         super().__init__(wire.handle, wire.bucket_mb, wire.use_shm)
@@ -97,14 +93,9 @@ async def send_update(
 ) -> Checksum:
     """Send all `weights` -> their checksum, computed on the device that the wire's tensors are on.
 
-    Args:
-        receiver: name for messages.
-        has_died: True once the receiver's process has ended; called while the event loop is blocked.
-
-    Raises:
-        ReceiverDied: it did. The rest of `weights` was not read.
-        RuntimeError: the receiver took no part for `wire.timeout_s`.
-        ValueError: a tensor is larger than a bucket in shared memory.
+    ReceiverDied once `has_died()`, which is called while the event loop is blocked; the rest of `weights` is then not
+    read. RuntimeError, which names the `receiver`, if it took no part for `wire.timeout_s`; ValueError if a tensor is
+    larger than a bucket in shared memory.
     """
 
     def check() -> None:
