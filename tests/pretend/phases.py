@@ -132,7 +132,7 @@ def _train(
     server: DiffusersServer, tile: Callable[[], TrainingRows], counted: Callable[..., Any]
 ) -> tuple[float, bool]:
     """(gap of log-probs, whether there are gradients)."""
-    device, network = server._network.device, server._network.transformer
+    device, network = server._network.device, server._network.weights.module
     forward = PolicyForward(server._network.model, network, device, {}, has_adapter=False)
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ def _sleep(server: DiffusersServer, records: dict[str, Record]) -> int:
     def allocated() -> int:
         return torch.get_device_module(server._network.device).memory_allocated()
 
-    modules = (server._network.transformer, *server._encoders.encode.modules, *server._samples.decoder.modules)
+    modules = (server._network.weights.module, *server._encoders.encode.modules, *server._samples.decoder.modules)
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     own = sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
     awake = allocated()

@@ -28,7 +28,8 @@ from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from verl_digen.inputs.audio import Audio
 from verl_digen.models.base import Collated
-from verl_digen.models.ltx2 import FRAMES_PER_S, LTX2, MAX_TEXT_TOKENS, Parts, connected
+from verl_digen.models.ltx2 import FRAMES_PER_S, LTX2, MAX_TEXT_TOKENS
+from verl_digen.models.ltx2_parts import Parts, connected
 from verl_digen.rollout.vllm_omni.recorder import Recording
 from verl_digen.rollout.vllm_omni.request_mode import RequestRecordingMixin
 from verl_digen.types import Condition, Sampling
