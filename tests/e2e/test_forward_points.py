@@ -64,9 +64,10 @@ def test_dgpo_trains_groups_on_separate_pools_with_assistance_and_stale_samples(
     assert len(steps) == 3
     for row in steps:
         assert row["batch/num_samples"] == 12 and row["actor/num_rows"] == 12 * 2
-        assert row["actor/num_fragments"] > 1 and row["batch/late_samples"] == 0
-        assert row["rollout/version_age_max_versions"] <= 1
+        assert row["rollout/version_age_max_versions"] <= 1 and row["batch/late_samples"] == 0
         assert 0 < row["actor/group_weight"] < 1 and row["actor/grad_norm"] > 0
     assert steps[0]["actor/group_weight"] == 0.5, "the policy is the reference"
+    # a driver that is late finds all groups of a batch complete, and trains them as one fragment
+    assert max(row["actor/num_fragments"] for row in steps) > 1
     assert sum(row["tag/assisted_samples"] for row in steps) > 0
     assert sum(row.get("staleness/samples_1_versions", 0) for row in steps) > 0
