@@ -172,7 +172,7 @@ def test_loss_and_gradient_are_those_of_the_formula(name: str, settings: dict[st
 @pytest.mark.parametrize("name", ["awm", "awm_off_policy", "dgpo", "online_dpo", "offline_dpo"])
 def test_a_missing_input_is_an_error_that_names_what_is_there(name: str):
     inputs, config = some_rows(), default_config(name)
-    needed = [*find_objective(name).loss.latents_for(config), "advantage"]
+    needed = [*find_objective(name).latents_for(config), "advantage"]
     if (joint := find_objective(name).joint) is None:
         needed.append("sigma")
     else:

@@ -130,7 +130,7 @@ class DiffusersFSDPEngine(VerlBatches):
             self.digen.advantage,
             num_samples,
             clip=loss.config.advantage_bound,
-            is_homogeneous=self.objective.loss.homogeneous,
+            is_homogeneous=self.objective.homogeneous,
             whole_groups=self.objective.joint is not None and self.objective.joint.needs_groups,
             scale=scale,
         )
