@@ -25,8 +25,7 @@ from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs, SourceImage
 from verl_digen.inputs.sizes import limited_size
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
-from verl_digen.models.loaded import Decoded
-from verl_digen.models.pixels import from_pixels, posterior_mode, to_pixels
+from verl_digen.models.pixels import Decoded, from_pixels, posterior_mode, to_pixels
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import JOINT_ATTENTION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing

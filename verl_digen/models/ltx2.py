@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.audio import Audio
 from verl_digen.models.base import Collated, Decoder, PromptCheck, PromptEncoder, VideoModel
-from verl_digen.models.loaded import AudioDecoder, Decoded
-from verl_digen.models.pixels import decode_each
+from verl_digen.models.pixels import AudioDecoder, Decoded, decode_each
 from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, stacked, text_encoder

@@ -21,8 +21,7 @@ from torch.nn import functional as F
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
-from verl_digen.models.loaded import Decoded
-from verl_digen.models.pixels import channel_statistics, encode_each, to_pixels
+from verl_digen.models.pixels import Decoded, channel_statistics, encode_each, to_pixels
 from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.sequence import pad_prompts
 from verl_digen.models.spec import (

@@ -17,10 +17,9 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import S
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder, check_size
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.schedule import flow_sigmas
-from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import JOINT_ATTENTION, MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import length_check, stacked, text_encoder
 from verl_digen.types import Condition, Geometry

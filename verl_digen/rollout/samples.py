@@ -24,8 +24,7 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.config import DigenConfig
 from verl_digen.hardware.transfers import HostCopies
 from verl_digen.inputs.audio import Audio
-from verl_digen.models.loaded import AudioDecoder, Decoded, Decoder
-from verl_digen.models.pixels import fitted, in_batches
+from verl_digen.models.pixels import AudioDecoder, Decoded, Decoder, fitted, in_batches
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import LoadedNetwork
 from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_by_place
