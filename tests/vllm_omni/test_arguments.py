@@ -13,7 +13,7 @@ from tests.vllm_omni.conftest import compose_actor_rollout, compose_config
 from verl_digen.models import load_model
 from verl_digen.preflight.pools import check_vllm_omni
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.rollout.vllm_omni.served import require_served, served_pipelines
+from verl_digen.rollout.vllm_omni.settings import require_served, served_pipelines
 from verl_digen.sampling.requests import inputs_of
 from verl_digen.types import Geometry
 

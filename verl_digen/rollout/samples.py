@@ -25,9 +25,9 @@ from verl_digen.config import DigenConfig
 from verl_digen.hardware.transfers import HostCopies
 from verl_digen.inputs.audio import Audio
 from verl_digen.models.pixels import AudioDecoder, Decoded, Decoder, fitted, in_batches
+from verl_digen.rollout.encoders import LookUp, carried, conditions_by_place
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import LoadedNetwork
-from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_by_place
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix import PrefixCache
 from verl_digen.sampling.recording import Denoised, initial_seed, not_finite, record_trajectory, with_experts
@@ -60,22 +60,22 @@ class SampleMaker:
     def __init__(
         self,
         sampler: Sampler,
-        prompts: Prompts,
+        look_up: LookUp,
         decoder: Decoder,
         audio_decoder: AudioDecoder,
         *,
         fitting: Fitting,
         batch_size: int,
     ):
-        self.sampler, self._prompts, self._model = sampler, prompts, sampler.model
+        self.sampler, self._look_up, self._model = sampler, look_up, sampler.model
         self.fitting, self._batch_size = fitting, batch_size
         self.decoder, self.audio_decoder = decoder, audio_decoder
-        self._pictures = PictureSamples(sampler, prompts, decoder, batch_size)
+        self._pictures = PictureSamples(sampler, look_up, decoder, batch_size)
         self._ended_s = 0.0
 
     @classmethod
     def of_network(
-        cls, network: LoadedNetwork, prompts: Prompts, digen: DigenConfig, prefixes: PrefixCache | None = None
+        cls, network: LoadedNetwork, look_up: LookUp, digen: DigenConfig, prefixes: PrefixCache | None = None
     ) -> SampleMaker:
         """The one of a replica's network, with decoders. `prefixes`: see `Sampler`."""
         model, dtype, device = network.model, network.dtype, network.device
@@ -91,7 +91,7 @@ class SampleMaker:
         )
         return cls(
             sampler,
-            prompts,
+            look_up,
             model.load_decoder(dtype, device),
             model.load_audio_decoder(dtype, device),
             fitting=Fitting.of(digen.rollout, device),
@@ -111,7 +111,7 @@ class SampleMaker:
         if requests[0].picture is not None:
             answers = self._pictures.make(requests, version)
             return lambda: answers
-        conditions, refused = conditions_by_place(self._prompts, requests)
+        conditions, refused = conditions_by_place(self._look_up, requests)
         copies = HostCopies(self.sampler.device)
 
         def make_part(places: Sequence[int]) -> _Made:
@@ -208,15 +208,15 @@ class PictureSamples:
         file -> the run's size (`fitted`) -> VAE (mode of its posterior) -> clean latents, with a sample's noise levels
     """
 
-    def __init__(self, sampler: Sampler, prompts: Prompts, vae: Decoder, batch_size: int):
-        self._model, self._prompts, self._vae = sampler.model, prompts, vae
+    def __init__(self, sampler: Sampler, look_up: LookUp, vae: Decoder, batch_size: int):
+        self._model, self._look_up, self._vae = sampler.model, look_up, vae
         self._run_seed, self._latents_dtype, self._batch_size = sampler.run_seed, sampler.latents_dtype, batch_size
 
     def make(self, requests: Sequence[SampleRequest], version: int) -> list[Generation | ValueError]:
         """Samples in the order of `requests`, which share their `Sampling`; the error of a request that failed alone.
         `version`: of the replica's weights."""
         started_s = time.time()
-        conditions, failed = conditions_by_place(self._prompts, requests)
+        conditions, failed = conditions_by_place(self._look_up, requests)
         pixels: dict[int, Tensor] = {}
         for place in conditions:
             request = requests[place]

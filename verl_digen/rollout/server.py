@@ -26,9 +26,8 @@ from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.batcher import BatchingServer
 from verl_digen.rollout.birth import SeenDevice, visible_device
-from verl_digen.rollout.encoders import Encoders
+from verl_digen.rollout.encoders import Conditions, Encoders, conditions_of
 from verl_digen.rollout.network import Intake, load_network, open_checkpoint
-from verl_digen.rollout.prompt_cache import Conditions, conditions_of
 from verl_digen.rollout.samples import Answers, SampleMaker
 from verl_digen.sampling.prefix import PrefixCache
 from verl_digen.types import Condition, SampleRequest
@@ -54,7 +53,7 @@ class DiffusersServer(BatchingServer):
         self._network = load_network(checkpoint, model_config)
         self._weights = self._network.weights
         self._prefixes = PrefixCache()
-        self._samples = SampleMaker.of_network(self._network, self._prompts, digen, self._prefixes)
+        self._samples = SampleMaker.of_network(self._network, self._prompts.lookup, digen, self._prefixes)
         self._memory = DeviceMemory(self._samples.modules, checkpoint.device, name_on_node())
         self._encoders.alternate_with(self._memory, self._weights.tensors)
         self._frees_memory = checkpoint.device.type != "cpu"

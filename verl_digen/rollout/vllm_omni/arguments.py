@@ -13,8 +13,7 @@ from verl_digen.hardware.versions import ENGINE_TESTED
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
-from verl_digen.rollout.vllm_omni.served import require_served
-from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, check_settings
+from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, check_settings, require_served
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 
 logger = logging.getLogger(__name__)

@@ -50,8 +50,7 @@ from verl_digen.models.pixels import decode_in
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.rollout.birth import SeenDevice, visible_device
 from verl_digen.rollout.vllm_omni.full_update import FullUpdate
-from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
-from verl_digen.rollout.vllm_omni.recorder import OTHER_MODULES
+from verl_digen.rollout.vllm_omni.recorder import OTHER_MODULES, RecordingPipeline
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.rollout.vllm_omni.settings import address
 from verl_digen.types import Condition
@@ -329,7 +328,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         return self.od_config.parallel_config.tensor_parallel_size == 1
 
     @property
-    def _pipeline(self) -> PrefixSharing:
+    def _pipeline(self) -> RecordingPipeline:
         return self.model_runner.pipeline
 
     @cached_property
