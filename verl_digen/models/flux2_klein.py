@@ -146,7 +146,7 @@ class Flux2Klein(ReadsImages, Flux2Network):
         freed={"text_encoder": ("lm_head.",)},
         encodes_images=("encoder.", "quant_conv."),
         selftest={"guidance_scale": 1.0},
-        vllm_omni=VllmOmniServing(pipeline="Flux2KleinPipeline", mixin=".flux_pipelines:Flux2KleinRecording"),
+        vllm_omni=VllmOmniServing(pipeline="Flux2KleinPipeline", mixin=".edit_pipelines:Flux2KleinRecording"),
     )
 
     def __init__(self, path: str | Path):
