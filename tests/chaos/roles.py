@@ -34,7 +34,7 @@ from verl_digen.processes.bundles import outcomes
 from verl_digen.reward.manager import RewardProcess
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.rollout.batcher import RequestBatcher
-from verl_digen.rollout.lost import ReplicaHandle
+from verl_digen.rollout.replica import ReplicaHandle
 from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.store.keys import CONDITIONS
 from verl_digen.types import Generation, PartScore, PromptRow, RewardCall, RewardInput, SampleRequest

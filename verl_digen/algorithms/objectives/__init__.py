@@ -35,11 +35,13 @@ instead, and `digen.advantage.scale=batch` does not make training wait for the w
 import importlib
 import pkgutil
 
-from verl_digen.algorithms.objectives.config import ClampedConfig, ClipConfig, LossConfig
 from verl_digen.algorithms.objectives.denominator import OLD_LOG_PROBS, Denominator, choose_denominator, clips_recorded
 from verl_digen.algorithms.objectives.objective import (
+    ClampedConfig,
+    ClipConfig,
     Joint,
     JointRows,
+    LossConfig,
     Objective,
     Select,
     all_samples,

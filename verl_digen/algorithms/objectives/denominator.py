@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl_digen.algorithms.objectives.config import LossConfig
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, find_objective, objective_names
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, LossConfig, find_objective, objective_names
 from verl_digen.require import require
 
 OLD_LOG_PROBS = ("auto", "recompute", "rollout")

@@ -15,8 +15,7 @@ from typing import Annotated
 
 import torch
 
-from verl_digen.algorithms.objectives.config import LossConfig
-from verl_digen.algorithms.objectives.objective import OLD, register_objective
+from verl_digen.algorithms.objectives.objective import OLD, LossConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import ratio_metrics, ratio_of
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl

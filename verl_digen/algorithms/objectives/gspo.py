@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.objectives.config import ClipConfig
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR, Joint, JointRows, register_objective
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClipConfig, Joint, JointRows, register_objective
 from verl_digen.algorithms.objectives.ratio import (
     behaviour_log_ratio,
     clamped_advantage,

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.metric import Metric
-from verl_digen.algorithms.objectives.config import ClampedConfig
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClampedConfig
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 MAX_LOG_RATIO = 20.0
