@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from verl_digen.algorithms.ema import Decay
-from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import default_config, find_objective, policy_loss
 from verl_digen.algorithms.objectives.diffusion_nft import optimality
+from verl_digen.algorithms.rows import numbers
 
 ORACLE = Path(__file__).parents[1] / "fixtures" / "oracles" / "loss_diffusion_nft.npz"
 CONFIG = default_config("diffusion_nft")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.forward_losses import slow_loss
-from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import (
     JointRows,
     LossOutput,
@@ -23,7 +22,7 @@ from verl_digen.algorithms.objectives import (
 )
 from verl_digen.algorithms.objectives.awm import surrogate
 from verl_digen.algorithms.objectives.preference import preferred_pair
-from verl_digen.algorithms.rows import LossInputs
+from verl_digen.algorithms.rows import LossInputs, numbers
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 LATENTS = ("clean", "noise", "velocity", "old_velocity", "reference_velocity", "ema_velocity")

@@ -10,7 +10,6 @@ import torch
 from tests.path_losses import slow_loss, step_weight
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.kl import KINDS, kl_loss
-from verl_digen.algorithms.metric import combine_tiles, numbers
 from verl_digen.algorithms.objectives import (
     ClampedConfig,
     ClipConfig,
@@ -23,6 +22,7 @@ from verl_digen.algorithms.objectives import (
     register_objective,
 )
 from verl_digen.algorithms.objectives.diffusion_nft import DiffusionNftConfig
+from verl_digen.algorithms.rows import combine_tiles, numbers
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 OF_PATHS = [name for name in objective_names() if find_objective(name).points == "path" and name != "opd"]

@@ -27,7 +27,7 @@ from verl_digen.agent_loop.batch import GroupsBeingGenerated
 from verl_digen.agent_loop.chunks import ChunkRunner
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
-from verl_digen.algorithms.metric import Plain
+from verl_digen.algorithms.rows import Plain
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.processes.bundles import outcomes

@@ -61,9 +61,9 @@ from tests.engine.objective_runs import (
 )
 from tests.engine.toy import PIPELINE, Toy, build_toy
 from verl_digen import models
-from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.objectives.objective import OLD
+from verl_digen.algorithms.rows import numbers
 from verl_digen.config import DigenConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name

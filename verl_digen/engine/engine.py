@@ -43,7 +43,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 
 from verl_digen.algorithms.advantages import effective_samples
-from verl_digen.algorithms.metric import Metric, Reduce
+from verl_digen.algorithms.rows import Metric, Reduce
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import RowFlops
 from verl_digen.engine.copies import CURRENT

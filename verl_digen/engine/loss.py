@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.kl import kl_inputs, kl_loss
-from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.objectives import find_objective, objective_names, policy_loss
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, policy_output
-from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
 from verl_digen.algorithms.sde import noise_rate
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs

@@ -183,10 +183,7 @@ class SampleMaker:
             request, conditions = made.denoised.requests[row], made.conditions[row]
             is_finite, audio = made.pictures.is_finite[row], made.audio[row]
             error = not_finite(request, made.denoised.latents[row], trajectory.facts.version, is_finite, audio)
-            if error is not None:
-                answers.append((made.places[row], error))
-                continue
-            generation = Generation(
+            answer = error or Generation(
                 trajectory=with_experts(self._model, trajectory),
                 pixels=made.pictures.pixels[row].clone(),  # a view would be sent with the whole batch
                 audio=audio,
@@ -195,7 +192,7 @@ class SampleMaker:
                 **carried(request, conditions),
                 latents=SampleLatents(made.decoded[row].clone(), conditions[0]) if request.wants_latents else None,
             )
-            answers.append((made.places[row], generation))
+            answers.append((made.places[row], answer))
         return answers
 
     # -- pictures of the data set -------------------------------------------------------------------------

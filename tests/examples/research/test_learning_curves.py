@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.objectives import default_config, find_objective, objective_names, policy_loss
+from verl_digen.algorithms.rows import Metric
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCS = ROOT / "docs" / "algorithms"
