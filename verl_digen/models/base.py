@@ -28,7 +28,7 @@ from verl_digen.models import checkpoint
 from verl_digen.models.checkpoint import Experts
 from verl_digen.models.pixels import SILENT, AudioDecoder, Decoder
 from verl_digen.models.spec import ModelSpec
-from verl_digen.models.text import PromptEncoder
+from verl_digen.models.text import PromptEncoder, stacked
 from verl_digen.types import Condition, Geometry
 
 PATCH = 2
@@ -257,9 +257,10 @@ class DiffusionModel(ABC):
         return torch.zeros_like(sigmas, dtype=torch.int64)
 
     # -- the network --------------------------------------------------------------------------------------
-    @abstractmethod
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """Batch N conditions of different lengths: padded tensors [N, L, ...] and the masks it needs."""
+        """Batch N conditions: [N, ...] each, for prompts of one length. Override it where lengths differ, with padded
+        tensors [N, L, ...] and the masks that the network needs."""
+        return stacked(conditions, *conditions[0])
 
     @abstractmethod
     def predict(

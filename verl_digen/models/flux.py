@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from verl_digen.models.spec import (
     SequenceLayout,
     VllmOmniServing,
 )
-from verl_digen.models.text import length_check, stacked, text_encoder
+from verl_digen.models.text import length_check, text_encoder
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS_DEV = 512
@@ -114,10 +113,6 @@ class Flux(PackedModel):
         return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D], "pooled": [N, E]}: prompts are all of one length."""
-        return stacked(conditions, "embeds", "pooled")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from verl_digen.models.pixels import Decoded, from_pixels, posterior_mode, to_pi
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import JOINT_ATTENTION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import chat_text, length_check, stacked
+from verl_digen.models.text import chat_text, length_check
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
@@ -84,10 +84,6 @@ class Flux2Network(PackedModel):
         return latents.transpose(1, 2).unflatten(2, self._token_grid(geometry))
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D]}: prompts are all of one length."""
-        return stacked(conditions, "embeds")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
