@@ -81,7 +81,7 @@ def test_an_engine_without_the_version_barrier_is_an_error(tmp_path):
     composed, made = compose_actor_rollout(path), arguments(path)
     taken = {name: made[name] for name in OF_STAGE} | {"engine_backend": "default"}
     with pytest.raises(RuntimeError, match=r"engine_backend='verl_digen.*VersionedEngine' and runs with 'default'"):
-        check_taken(made, composed.rollout, omega_conf_to_dataclass(composed.model), SimpleNamespace(**taken))
+        check_taken(made, composed.rollout, SimpleNamespace(**taken))
 
 
 def test_a_pipeline_that_vllm_omni_lacks_is_refused_with_the_remedy(tmp_path):
