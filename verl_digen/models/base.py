@@ -370,6 +370,12 @@ class PackedModel(DiffusionModel):
         check_size(geometry, title=self.spec.title, px_multiple=self._vae_scale * PATCH)
         return math.prod(self._token_grid(geometry)), self._num_channels
 
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "5. Prepare timesteps" of `__call__` of FluxPipeline and QwenImagePipeline.
+        from verl_digen.models.schedule import shifted_sigmas  # imports diffusers
+
+        return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
+
 
 class VideoModel(DiffusionModel):
     """Base of models of videos, whose latents are [C, F, H, W] (`video_shape`). One frame is a picture."""

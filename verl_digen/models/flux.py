@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
-from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.spec import (
     JOINT_ATTENTION,
     MODULATION,
@@ -106,11 +105,6 @@ class Flux(PackedModel):
             return FluxPipeline._pack_latents(latents, *latents.shape)
 
         return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device, unpack=unpack, pack=pack)
-
-    # -- the shape of the problem -------------------------------------------------------------------------
-    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
-        # "5. Prepare timesteps" of FluxPipeline.__call__.
-        return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
 
     # -- the network --------------------------------------------------------------------------------------
     def predict(
