@@ -62,9 +62,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(autouse=True)
 def own_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget objectives that a test registers."""
-    from verl_digen.algorithms.objectives import registry
+    from verl_digen.algorithms.objectives import objective
 
-    monkeypatch.setattr(registry, "_OBJECTIVES", dict(registry._OBJECTIVES))
+    monkeypatch.setattr(objective, "_OBJECTIVES", dict(objective._OBJECTIVES))
 
 
 @pytest.fixture

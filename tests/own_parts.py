@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from verl_digen.algorithms.objectives import registry
+from verl_digen.algorithms.objectives import objective
 from verl_digen.models import MODELS
 from verl_digen.models.tiny import BUILDERS
 from verl_digen.reward.named import BUILT_IN
@@ -81,7 +81,7 @@ def write_checkpoint(folder: Path, of_qwen_image: Path) -> Path:
 def forgotten(*modules: str) -> Iterator[None]:
     """Context at whose end what was registered in it is not, and `modules` can be imported anew."""
     with ExitStack() as stack:
-        for registered in (MODELS, BUILDERS, BUILT_IN, registry._OBJECTIVES):
+        for registered in (MODELS, BUILDERS, BUILT_IN, objective._OBJECTIVES):
             stack.enter_context(patch.dict(registered))
         try:
             yield

@@ -87,7 +87,7 @@ def test_a_row_is_what_its_recipe_and_the_tests_say(recipe: str):
 
 def test_an_objective_of_forward_points_has_a_recipe():
     """Others can be named alone, on top of any recipe that records steps."""
-    package = [name for name in objective_names() if find_objective(name).loss.compute.__module__.startswith("verl_")]
+    package = [name for name in objective_names() if find_objective(name).compute.__module__.startswith("verl_")]
     forward = {name for name in package if find_objective(name).points == "forward"}
     assert VARIANTS.keys() <= forward
     forward = {VARIANTS.get(name, name) for name in forward}

@@ -35,7 +35,7 @@ from text import IMAGE_TOKENS, build_text_encoder, build_tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from verl_digen.models.qwen_image_edit import PictureProcessor
-from verl_digen.models.tiny.encoders import WithProcessor
+from verl_digen.models.tiny.parts import WithProcessor
 from verl_digen.models.tiny.qwen_image_edit import edit_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from verl_digen.algorithms.ema import Decay
-from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import default_config, find_objective, policy_loss
 from verl_digen.algorithms.objectives.diffusion_nft import optimality
+from verl_digen.algorithms.rows import numbers
 
 ORACLE = Path(__file__).parents[1] / "fixtures" / "oracles" / "loss_diffusion_nft.npz"
 CONFIG = default_config("diffusion_nft")
@@ -76,5 +76,5 @@ def test_it_serves_the_old_policy_and_reads_the_reference_only_for_its_kl():
     objective = find_objective("diffusion_nft")
     assert (objective.points, objective.behaviour) == ("forward", "old")
     assert not objective.reads_old_weights(CONFIG)
-    assert "reference_velocity" in objective.loss.inputs_for(CONFIG)
-    assert "reference_velocity" not in objective.loss.inputs_for(replace(CONFIG, kl_coef=0.0))
+    assert "reference_velocity" in objective.inputs_for(CONFIG)
+    assert "reference_velocity" not in objective.inputs_for(replace(CONFIG, kl_coef=0.0))

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.forward_losses import slow_loss
-from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import (
     JointRows,
     LossOutput,
@@ -23,7 +22,7 @@ from verl_digen.algorithms.objectives import (
 )
 from verl_digen.algorithms.objectives.awm import surrogate
 from verl_digen.algorithms.objectives.preference import preferred_pair
-from verl_digen.algorithms.rows import LossInputs
+from verl_digen.algorithms.rows import LossInputs, numbers
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 LATENTS = ("clean", "noise", "velocity", "old_velocity", "reference_velocity", "ema_velocity")
@@ -172,7 +171,7 @@ def test_loss_and_gradient_are_those_of_the_formula(name: str, settings: dict[st
 @pytest.mark.parametrize("name", ["awm", "awm_off_policy", "dgpo", "online_dpo", "offline_dpo"])
 def test_a_missing_input_is_an_error_that_names_what_is_there(name: str):
     inputs, config = some_rows(), default_config(name)
-    needed = [*find_objective(name).loss.latents_for(config), "advantage"]
+    needed = [*find_objective(name).latents_for(config), "advantage"]
     if (joint := find_objective(name).joint) is None:
         needed.append("sigma")
     else:

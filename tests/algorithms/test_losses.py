@@ -10,7 +10,6 @@ import torch
 from tests.path_losses import slow_loss, step_weight
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.kl import KINDS, kl_loss
-from verl_digen.algorithms.metric import combine_tiles, numbers
 from verl_digen.algorithms.objectives import (
     ClampedConfig,
     ClipConfig,
@@ -23,6 +22,7 @@ from verl_digen.algorithms.objectives import (
     register_objective,
 )
 from verl_digen.algorithms.objectives.diffusion_nft import DiffusionNftConfig
+from verl_digen.algorithms.rows import combine_tiles, numbers
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 OF_PATHS = [name for name in objective_names() if find_objective(name).points == "path" and name != "opd"]
@@ -226,7 +226,7 @@ def test_a_loss_is_filed_as_homogeneous_in_the_advantage_if_and_only_if_it_is(na
         is_proportional = torch.allclose(many.loss, factor * one.loss, rtol=1e-5, atol=0) and torch.allclose(
             gradient(many, log_prob), factor * gradient(one, log_prob), rtol=1e-5, atol=0
         )
-        assert is_proportional == find_objective(name).loss.homogeneous
+        assert is_proportional == find_objective(name).homogeneous
 
 
 def test_low_precision_inputs_are_reduced_in_fp32():
@@ -288,7 +288,7 @@ def test_an_unknown_name_is_an_error_listing_the_known_ones():
         kl_loss("k3", {})
     with pytest.raises(ValueError, match="'flow_grpo' needs settings of type ClipConfig, got ClampedConfig"):
         policy_loss("flow_grpo", some_inputs(), ClampedConfig())
-    assert set(find_objective("flow_grpo").loss.inputs_for(ClipConfig())) == set(POLICY_INPUTS)
+    assert set(find_objective("flow_grpo").inputs_for(ClipConfig())) == set(POLICY_INPUTS)
 
 
 def test_a_registered_loss_is_found_checked_and_called():
@@ -299,8 +299,8 @@ def test_a_registered_loss_is_found_checked_and_called():
     inputs = {"log_prob": torch.tensor([1.0, 2.0]), "advantage": torch.tensor([3.0, 4.0])}
     assert policy_loss("mine", inputs, default_config("mine")).loss == -5.5
     assert "mine" in objective_names()
-    loss = find_objective("mine").loss
-    assert not loss.homogeneous and not loss.off_policy  # unless it says so
+    objective = find_objective("mine")
+    assert not objective.homogeneous and not objective.off_policy  # unless it says so
     with pytest.raises(ValueError, match="needs advantage"):
         policy_loss("mine", {"log_prob": torch.ones(2)}, ClampedConfig())
     with pytest.raises(ValueError, match="'flow_grpo' exists already"):
@@ -334,7 +334,7 @@ class FollowedConfig(LossConfig):
 def test_an_objective_may_read_its_own_copies_and_serves_one_that_it_has():
     latents = ("velocity", "ema_velocity")
     register_objective("mine", config=FollowedConfig, points="forward", latents=latents)(lambda rows, config: None)
-    assert find_objective("mine").loss.inputs_for(FollowedConfig()) == latents
+    assert find_objective("mine").inputs_for(FollowedConfig()) == latents
     with pytest.raises(ValueError, match=r"latents of the objective 'other' must be one of .*, got 'ema_velocity'"):
         register_objective("other", points="forward", latents=latents)(lambda rows, config: None)
     serves_none = register_objective("other", config=FollowedConfig, latents=("velocity",), behaviour="old")

@@ -85,7 +85,7 @@ def test_no_gradient_reaches_what_was_recorded(name: str):
         key: value.detach().requires_grad_() for key, value in some_inputs(0).items() if value.is_floating_point()
     }
     constants = [
-        key for key in find_objective(name).loss.inputs_for(CONFIGS[name]) if key in ("reward", "trajectory_log_ratio")
+        key for key in find_objective(name).inputs_for(CONFIGS[name]) if key in ("reward", "trajectory_log_ratio")
     ]
     if name in ("tis", "cispo", "topr", "weighted_topr", "decoupled_ppo"):
         constants.append("behaviour_log_prob")
@@ -102,8 +102,8 @@ def test_trajectories_are_known_by_their_ids_wherever_their_rows_lie():
 
 # -- which policy the ratio is against ----------------------------------------------------------------------
 def test_losses_that_are_sound_on_old_samples_say_so():
-    assert {name for name in objective_names() if find_objective(name).loss.off_policy} >= {*CONFIGS}
-    assert not find_objective("flow_grpo").loss.off_policy and not find_objective("dance_grpo").loss.off_policy
+    assert {name for name in objective_names() if find_objective(name).off_policy} >= {*CONFIGS}
+    assert not find_objective("flow_grpo").off_policy and not find_objective("dance_grpo").off_policy
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_denominator_is_the_policy_that_generated(name: str, setting: str, s
 
 def test_more_than_one_version_needs_an_off_policy_loss():
     for name in objective_names():
-        if find_objective(name).loss.off_policy:
+        if find_objective(name).off_policy:
             assert choose_denominator(name, default_config(name), "auto", 3) != "rollout"
         else:
             with pytest.raises(ValueError, match=r"digen.loss.name must be one of awm, .* got '.*'; choose one"):

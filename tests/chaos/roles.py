@@ -27,14 +27,14 @@ from verl_digen.agent_loop.batch import GroupsBeingGenerated
 from verl_digen.agent_loop.chunks import ChunkRunner
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
-from verl_digen.algorithms.metric import Plain
+from verl_digen.algorithms.rows import Plain
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.processes.bundles import outcomes
 from verl_digen.reward.manager import RewardProcess
 from verl_digen.reward.sample_rewards import SHARED, SampleRewards
 from verl_digen.rollout.batcher import RequestBatcher
-from verl_digen.rollout.lost import ReplicaHandle
+from verl_digen.rollout.replica import ReplicaHandle
 from verl_digen.sampling.requests import SINGLE_TURN
 from verl_digen.store.keys import CONDITIONS
 from verl_digen.types import Generation, PartScore, PromptRow, RewardCall, RewardInput, SampleRequest

@@ -95,7 +95,7 @@ def section(key: str, config: type, depth: int = 2) -> Iterator[str]:
 def own_objectives() -> list[str]:
     """Names of the objectives of this package."""
     names = objective_names()
-    return [name for name in names if find_objective(name).loss.compute.__module__.startswith("verl_digen.")]
+    return [name for name in names if find_objective(name).compute.__module__.startswith("verl_digen.")]
 
 
 def having(names: list[str]) -> str:
@@ -119,7 +119,7 @@ def losses() -> Iterator[str]:
     yield from (f"{row} all |" for row in table(LossConfig)[2:])
     names: dict[str, list[str]] = {}
     for name in own_objectives():
-        for row in table(find_objective(name).loss.config, shared)[2:]:
+        for row in table(find_objective(name).config, shared)[2:]:
             names.setdefault(row, []).append(name)
     yield from (f"{row} {having(names[row])} |" for row in sorted(names, key=lambda row: row.split()[1]))
     yield ""

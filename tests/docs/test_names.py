@@ -41,9 +41,7 @@ def keys_of(config: type, prefix: str) -> Iterator[str]:
 @cache
 def known_keys() -> frozenset[str]:
     """Keys under `digen:`, with the settings of all losses."""
-    losses = {
-        f"digen.loss.{field.name}" for name in own_objectives() for field in fields(find_objective(name).loss.config)
-    }
+    losses = {f"digen.loss.{field.name}" for name in own_objectives() for field in fields(find_objective(name).config)}
     return frozenset(keys_of(DigenConfig, "digen")) | losses | {"digen.loss.name", "digen.loss.old_log_probs"}
 
 

@@ -25,7 +25,7 @@ from tests.engine.harness import (
     with_advantages,
 )
 from tests.engine.serial import plain_module, plain_transformer, serial_loss_and_gradient
-from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.copies import AVERAGE
 from verl_digen.engine.engine import DiffusersFSDPEngine
 

@@ -29,7 +29,7 @@ from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
 from tests.tags import make_facts
 from verl_digen.algorithms.advantages import group_advantages
-from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.rows import numbers
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.copies import local_shards
 from verl_digen.engine.engine import DiffusersFSDPEngine

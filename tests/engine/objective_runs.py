@@ -37,7 +37,7 @@ from tests.engine.objective_cases import (
     requests_of,
 )
 from tests.engine.toy import register_toy, toy_weights
-from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import FragmentSample

@@ -14,7 +14,7 @@ from tests.engine.harness import SAMPLING, gradients, log_probs, make_batch, mak
 from tests.models.cases import draw_image
 from tests.tiny_models import build_tiny
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.parts import draw_weights
 from verl_digen.types import Geometry
 
 VIDEO = Geometry(64, 64, 5)

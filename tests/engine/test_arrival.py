@@ -22,7 +22,7 @@ from tests.engine.harness import (
     samples_of,
     stepped_gradients,
 )
-from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.rows import numbers
 from verl_digen.engine import rows
 from verl_digen.engine.arrival import THREAD, Arrival
 from verl_digen.engine.fragment import FragmentSample

@@ -37,7 +37,7 @@ from verl_digen.engine import memory
 from verl_digen.engine.assistant import Assistant, RankGenerator, deal_samples
 from verl_digen.engine.fsdp2 import gathered_bytes
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models.loaded import PromptEncoder
+from verl_digen.models.text import PromptEncoder
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.store.conditions import ConditionPair
 from verl_digen.types import Condition, Generation, Geometry, SampleRequest, Sampling

@@ -19,7 +19,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint with more blocks."""
     from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 
-    from verl_digen.models.tiny.weights import draw_weights
+    from verl_digen.models.tiny.parts import draw_weights
 
     path = build_tiny_qwen_image(tmp_path_factory.mktemp("deep") / "checkpoint")
     config: Any = QwenImageTransformer2DModel.load_config(path / "transformer")

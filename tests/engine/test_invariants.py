@@ -61,15 +61,15 @@ from tests.engine.objective_runs import (
 )
 from tests.engine.toy import PIPELINE, Toy, build_toy
 from verl_digen import models
-from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import find_objective, objective_names
 from verl_digen.algorithms.objectives.objective import OLD
+from verl_digen.algorithms.rows import numbers
 from verl_digen.config import DigenConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.loss import DiffusionLoss
 
-NAMES = [name for name in objective_names() if find_objective(name).loss.compute.__module__.startswith("verl_digen.")]
+NAMES = [name for name in objective_names() if find_objective(name).compute.__module__.startswith("verl_digen.")]
 LABELS = [label for name in NAMES for label in ([one for one, case in CASES.items() if case.name == name] or [name])]
 TOLERANCE = 5e-5
 TIES = [2.0, 2.0, 2.0, 7.0, 7.0, 7.0, 0.0, 0.0, 0.0]
@@ -238,7 +238,7 @@ def test_samples_of_an_earlier_version_train_as_far_as_the_objective_says(
     one = prepared(label)
     engine, strict, objective = one.engine, one.engine.digen, one.engine.objective
     compares = objective.points == "path" and objective.reads_old_weights(strict.loss_settings)
-    allowed = 0 if compares else 2 if objective.loss.off_policy else 1
+    allowed = 0 if compares else 2 if objective.off_policy else 1
 
     def stale(max_versions: int) -> DigenConfig:
         return replace(strict, staleness=replace(strict.staleness, max_versions=max_versions))
@@ -260,7 +260,7 @@ def test_a_resumed_run_continues_bitwise_with_all_policies(resumed: Callable[[st
     run = resumed(label)
     assert are_equal(run.resumed, run.straight)
     assert not are_equal(run.between["current"], run.before["current"])
-    if OLD in find_objective(case_of(label).name).loss.columns:  # the batch's first optimizer step is its only one
+    if OLD in find_objective(case_of(label).name).columns:  # the batch's first optimizer step is its only one
         assert run.metrics["ratio_deviation_max"] == run.metrics["ratio_deviation_min"] == 0.0
 
 

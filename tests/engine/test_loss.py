@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.harness import SAMPLING
-from verl_digen.algorithms.metric import Metric, combine_tiles, combine_updates, numbers
+from verl_digen.algorithms.rows import Metric, combine_tiles, combine_updates, numbers
 from verl_digen.algorithms.sde import LAWS, SdeStep, sde_step
 from verl_digen.config import DigenConfig, KlConfig, SdeConfig
 from verl_digen.engine.loss import DiffusionLoss

@@ -29,7 +29,7 @@ from tests.engine.random_batches import FLAVOURS, FLAVOURS_ON, Accident, RandomB
 from tests.engine.slow_gradient import SIGMAS, expected
 from tests.engine.toy import LATENTS, TEXT_WIDTH, build_toy, register_toy
 from tests.grid import IN_GRID
-from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import FragmentSample

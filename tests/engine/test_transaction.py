@@ -32,9 +32,8 @@ from tests.engine.harness import (
     with_advantages,
 )
 from tests.engine.teacher import teacher_folder
-from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import ClampedConfig, register_objective
-from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.algorithms.rows import LossInputs, LossOutput, numbers
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec

@@ -24,7 +24,7 @@ from tests.engine.harness import (
     stepped_gradients,
     train,
 )
-from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.fsdp2 import gathered_bytes
 from verl_digen.engine.gradients import eps_numbers

@@ -28,8 +28,8 @@ from tests.engine.harness import (
 )
 from tests.tags import changed, make_tag
 from tests.trainer.direct import Direct, as_it_is
-from verl_digen.algorithms.metric import plain
 from verl_digen.algorithms.objectives import all_samples
+from verl_digen.algorithms.rows import plain
 from verl_digen.config import AdvantageConfig, DigenConfig, RewardConfig
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec

@@ -35,7 +35,7 @@ from tests.engine.harness import (
     weights,
     with_advantages,
 )
-from verl_digen.algorithms.metric import from_plain, numbers
+from verl_digen.algorithms.rows import from_plain, numbers
 from verl_digen.engine import worker as worker_module
 from verl_digen.engine.rows import make_rows
 from verl_digen.engine.verl_batches import pack_rows

@@ -13,9 +13,9 @@ from tests.models.cases import CPU, Loaded, changed
 from tests.models.test_parity import draw, initial, requests, sample
 from verl_digen.algorithms.sde import latent_mean
 from verl_digen.models import load_model
-from verl_digen.models.loaded import SILENT
 from verl_digen.models.ltx2 import LTX2, PLAIN_GUIDANCE
 from verl_digen.models.ltx2_parts import connected
+from verl_digen.models.pixels import SILENT
 from verl_digen.types import Geometry
 
 PARITY = 1e-5

@@ -29,10 +29,9 @@ from verl_digen.algorithms.window import Window
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import MODELS, load_model, tiny
 from verl_digen.models.base import DiffusionModel
-from verl_digen.models.loaded import Decoded
 from verl_digen.models.locate import CONFIG_FILES
-from verl_digen.models.pixels import decode_in, in_batches
-from verl_digen.models.tiny.weights import image_vae
+from verl_digen.models.pixels import Decoded, decode_in, in_batches
+from verl_digen.models.tiny.parts import image_vae
 from verl_digen.sampling.sampler import Sampler, score_rows
 from verl_digen.types import Condition, Geometry, SampleRequest, Sampling, Trajectory
 

@@ -13,7 +13,7 @@ from tests.models.cases import CASES, Loaded
 from tests.models.test_parity import initial, requests, sample
 from tests.sampling.runs import close
 from tests.tiny_models import build_tiny
-from verl_digen.models.tiny.weights import draw_weights
+from verl_digen.models.tiny.parts import draw_weights
 
 
 def large_of(path: Path) -> None:

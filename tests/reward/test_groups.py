@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.reward.samples import make_sample
-from verl_digen.reward.groups import GroupRooms
+from verl_digen.reward.sample_rewards import GroupRooms
 from verl_digen.reward.scoring import ScoringError
 from verl_digen.types import PartScore, RewardCall, RewardInput
 

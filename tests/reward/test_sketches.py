@@ -86,8 +86,8 @@ def test_a_sketched_objective_can_be_registered_and_computed():
     exec(compile(code, PAGE.name, "exec", dont_inherit=True), dict(KNOWN))
     objective = find_objective("my_matching")
     generator = torch.Generator().manual_seed(0)
-    settings = objective.loss.config()
-    inputs = {column: torch.randn(4, generator=generator) for column in objective.loss.columns}
+    settings = objective.config()
+    inputs = {column: torch.randn(4, generator=generator) for column in objective.columns}
     latents = objective.latents_for(settings)
     inputs |= {latent: torch.randn(4, 3, 2, generator=generator) for latent in latents}
     inputs["sigma"] = torch.rand(4, generator=generator)

@@ -17,7 +17,7 @@ from tests.pretend_cuda import FakeCuda
 from tests.rollout.test_samples import requests_of
 from tests.rollout.test_server import ask
 from verl_digen.config import RolloutConfig
-from verl_digen.models.loaded import Decoded
+from verl_digen.models.pixels import Decoded
 from verl_digen.rollout import fitting as fitting_module
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.types import Generation, Geometry

@@ -18,7 +18,7 @@ from verl_digen.inputs.images import PromptInputs, source_image
 from verl_digen.models.qwen_image import QwenImage
 from verl_digen.models.text import one_by_one
 from verl_digen.rollout import network
-from verl_digen.rollout.prompt_cache import PromptCache
+from verl_digen.rollout.encoders import PromptCache
 from verl_digen.sampling.requests import condition_key, sample_request
 
 DIGEN = DigenConfig()

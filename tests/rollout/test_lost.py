@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
 from verl_digen.rollout.birth import cpu_threads, drop_launcher_variables
-from verl_digen.rollout.lost import ReplicaHandle
+from verl_digen.rollout.replica import ReplicaHandle
 
 
 class Server:

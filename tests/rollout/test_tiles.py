@@ -11,7 +11,7 @@ from tests.pretend.memory import memory
 from tests.pretend.process import on_pretend
 from tests.tiny_models import build_tiny
 from verl_digen.models import load_model
-from verl_digen.models.loaded import Decoded, Decoder
+from verl_digen.models.pixels import Decoded, Decoder
 from verl_digen.types import Geometry
 
 SIZE = Geometry(64, 64)
@@ -22,7 +22,7 @@ def decoded_in_little_memory(path: Path) -> dict[str, list]:
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("verl_digen.models.loaded").addHandler(handler)
+    logging.getLogger("verl_digen.models.pixels").addHandler(handler)
     device = torch.device("pretend")
     model = load_model(path)
     decoder = model.load_decoder(torch.float32, device)

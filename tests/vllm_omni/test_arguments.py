@@ -13,7 +13,7 @@ from tests.vllm_omni.conftest import compose_actor_rollout, compose_config
 from verl_digen.models import load_model
 from verl_digen.preflight.pools import check_vllm_omni
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.rollout.vllm_omni.served import require_served, served_pipelines
+from verl_digen.rollout.vllm_omni.settings import require_served, served_pipelines
 from verl_digen.sampling.requests import inputs_of
 from verl_digen.types import Geometry
 
@@ -81,7 +81,7 @@ def test_an_engine_without_the_version_barrier_is_an_error(tmp_path):
     composed, made = compose_actor_rollout(path), arguments(path)
     taken = {name: made[name] for name in OF_STAGE} | {"engine_backend": "default"}
     with pytest.raises(RuntimeError, match=r"engine_backend='verl_digen.*VersionedEngine' and runs with 'default'"):
-        check_taken(made, composed.rollout, omega_conf_to_dataclass(composed.model), SimpleNamespace(**taken))
+        check_taken(made, composed.rollout, SimpleNamespace(**taken))
 
 
 def test_a_pipeline_that_vllm_omni_lacks_is_refused_with_the_remedy(tmp_path):

@@ -319,9 +319,9 @@ def test_a_record_says_that_its_numbers_are_not_finite(part, number, is_refused)
     assert (error is not None) == is_refused and (not is_refused or f"finite {part}" in str(error))
 
 
-# -- pipelines (pipeline.py, flux_pipelines.py) ------------------------------------------------------------
+# -- pipelines (pipeline.py, edit_pipelines.py) ------------------------------------------------------------
 def test_kontext_ignores_the_output_type_of_a_request():
-    """When this fails, remove `forward_recorded` of `flux_pipelines.py`."""
+    """When this fails, remove `forward_recorded` of `edit_pipelines.py`."""
     own = recording_class("FluxKontextPipeline").__bases__[1]
     assert "req.sampling_params.output_type" not in inspect.getsource(own.forward)
 

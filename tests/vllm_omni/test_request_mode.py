@@ -200,7 +200,7 @@ def test_requests_with_the_same_images_run_as_one_and_others_wait(served):
 
 def note_batches(server: Any) -> None:
     """Keep the sizes of images of each request, batch by batch, in `server.batches`."""
-    from verl_digen.rollout.vllm_omni.flux_pipelines import ReadsSources
+    from verl_digen.rollout.vllm_omni.edit_pipelines import ReadsSources
 
     server.batches, run = [], ReadsSources.forward_recorded
 

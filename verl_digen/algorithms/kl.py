@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.metric import Metric
-from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
 from verl_digen.algorithms.sde import STEP_WEIGHT_LAWS, gaussian_kl, latent_mean, step_weight
 
 Kind = tuple[tuple[str, ...], tuple[str, ...], Callable[[LossInputs], Tensor]]

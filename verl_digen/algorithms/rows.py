@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of one loss call: named tensors, the padding mask, and the mean every loss reduces with.
+"""The rows of one loss call: named tensors, the padding mask, and the mean every loss reduces with; and `Metric`, a
+number about them, with the way in which numbers of tiles, ranks and optimizer steps combine.
 
 A row is one (sample, trained timestep) pair. The mean over rows divides by the number of unmasked rows of the *logical
 batch*, which the caller knows and a tile does not. So, summed over any split of a batch into fragments and tiles,
@@ -7,13 +8,94 @@ losses and gradients equal the batch's. Padding rows add nothing to a loss, a gr
 columns hold, NaN included.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.metric import Metric
+Reduce = Literal["mean", "count", "max", "min", "first", "first_max"]
+"""Combination of a metric's values:
+
+| value | tiles and ranks of one logical batch | optimizer steps on the same samples |
+| --- | --- | --- |
+| `mean` | shares of a mean: sum | mean |
+| `count` | sum | sum |
+| `max`, `min` | maximum, minimum | maximum, minimum |
+| `first` | shares of a mean: sum | the first one's: it compares with what was recorded at generation |
+| `first_max` | maximum | the first one's |
+"""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A named number's value and its reduction."""
+
+    value: Tensor
+    """[] fp32, detached."""
+    reduce: Reduce = "mean"
+
+    def scaled(self, factor: float) -> Metric:
+        """A share of a mean over `factor` times fewer rows; other values stay."""
+        return Metric(self.value * factor, self.reduce) if self.reduce in ("mean", "first") else self
+
+
+def numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The values alone."""
+    return {name: metric.value.item() for name, metric in metrics.items()}
+
+
+Plain = dict[str, tuple[float, Reduce]]
+"""Metrics in an answer to the driver, name -> value and reduction. As tensors, 36 would take 3 ms to pickle and read;
+these take 0.01 ms."""
+
+
+def plain(metrics: Mapping[str, Metric]) -> Plain:
+    """The metrics without tensors."""
+    return {name: (metric.value.item(), metric.reduce) for name, metric in metrics.items()}
+
+
+def from_plain(metrics: Plain) -> dict[str, Metric]:
+    """Metrics from `plain`, in fp64."""
+    return {name: Metric(torch.tensor(value, dtype=torch.float64), reduce) for name, (value, reduce) in metrics.items()}
+
+
+def combine_tiles(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Metrics of the tiles of one logical batch, or of its ranks, combined to the batch's."""
+    return _combine(metrics, _of_tiles)
+
+
+def combine_updates(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Metrics of several optimizer steps on the same samples, in order, combined to one step's."""
+    return _combine(metrics, _of_updates)
+
+
+def _combine(
+    metrics: Iterable[Mapping[str, Metric]], combined: Callable[[Tensor, Reduce], Tensor]
+) -> dict[str, Metric]:
+    found: dict[str, list[Metric]] = {}
+    for one in metrics:
+        for name, metric in one.items():
+            found.setdefault(name, []).append(metric)
+    return {
+        name: Metric(combined(torch.stack([metric.value for metric in some]), some[0].reduce), some[0].reduce)
+        for name, some in found.items()
+    }
+
+
+def _of_tiles(values: Tensor, reduce: Reduce) -> Tensor:
+    if reduce in ("max", "first_max"):
+        return values.amax()
+    return values.amin() if reduce == "min" else values.sum()
+
+
+def _of_updates(values: Tensor, reduce: Reduce) -> Tensor:
+    if reduce == "mean":
+        return values.mean()
+    return values[0] if reduce in ("first", "first_max") else _of_tiles(values, reduce)
 
 
 @dataclass(frozen=True)
@@ -46,7 +128,7 @@ class LossInputs:
     @classmethod
     def check(
         cls, consumer: str, inputs: Mapping[str, Tensor], *, columns: Sequence[str] = (), latents: Sequence[str] = ()
-    ) -> "LossInputs":
+    ) -> LossInputs:
         """Select `columns` [N] and `latents` [N, ...] of any float dtype from `inputs`.
 
         `inputs` may hold `mask` [N], 0 or False in padding rows (default: no padding), and `num_rows`, the unmasked

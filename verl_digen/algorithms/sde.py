@@ -98,20 +98,22 @@ def sde_step(
             f"velocity, sample and {'next_sample' if noise is None else 'noise'} must be of one shape, "
             f"got {list(velocity.shape)}, {list(sample.shape)}, {list(outcome.shape)}"
         )
-    known = _coefficients(law, len(sample), *map(_numbers, (sigma, sigma_next, noise_level, sigma_max)))
-    if noise is None and known.deterministic_rows:
+    coefficients, deterministic_rows = _coefficients(
+        law, len(sample), *map(_numbers, (sigma, sigma_next, noise_level, sigma_max))
+    )
+    if noise is None and deterministic_rows:
         raise ValueError(
-            f"a deterministic step has no log-prob, got std 0 in rows {known.deterministic_rows} (noise_level 0, or "
+            f"a deterministic step has no log-prob, got std 0 in rows {deterministic_rows} (noise_level 0, or "
             "law cps with sigma_next 0); score only steps of the trained window"
         )
 
-    a, b, std, offset, scale = to_device(known.values.clone(), sample.device)
+    a, b, std, offset, scale = to_device(coefficients.clone(), sample.device)
     per_row = (-1,) + (1,) * (sample.dim() - 1)
     mean = a.view(per_row) * sample.float() + b.view(per_row) * velocity.float()
     if noise is not None:
         outcome = (mean + std.view(per_row) * noise.to(mean)).to(storage_dtype or torch.float32)
     squared_error = latent_mean((outcome.detach().to(mean) - mean).square())
-    if known.deterministic_rows:  # it may be infinite, where x' overflows its dtype
+    if deterministic_rows:  # it may be infinite, where x' overflows its dtype
         squared_error = squared_error.masked_fill(std == 0, 0.0)
     return SdeStep(outcome, offset - scale * squared_error, mean, std)
 
@@ -152,19 +154,12 @@ def _hashable(numbers: Any) -> Any:
     return tuple(map(_hashable, numbers)) if isinstance(numbers, list) else numbers
 
 
-@dataclass(frozen=True)
-class _Coefficients:
-    values: Tensor
-    """[5, N] fp32 on the host: a, b, std, offset and scale, the last two 0 where std is. Copy them to change them."""
-    deterministic_rows: list[int]
-    """Numbers of the rows whose std is 0."""
-
-
 @lru_cache(maxsize=1024)
 def _coefficients(
     law: str, num_rows: int, sigma: Numbers, sigma_next: Numbers, noise_level: Numbers, sigma_max: Numbers
-) -> _Coefficients:
-    """Coefficients of N rows, kept: a run takes the same steps again and again."""
+) -> tuple[Tensor, list[int]]:
+    """([5, N] fp32 on the host: a, b, std, offset and scale, the last two 0 where std is; numbers of the rows whose std
+    is 0), kept: a run takes the same steps again and again. Copy them to change them."""
     with torch.inference_mode(False), torch.no_grad():
         schedule = _checked_schedule(num_rows, sigma, sigma_next, noise_level, sigma_max)
         transition, log_density = LAWS[law]
@@ -172,7 +167,7 @@ def _coefficients(
         deterministic = std.float() == 0
         density = (term.masked_fill(deterministic, 0.0) for term in log_density(std))
         values = torch.stack((a, b, std, *density)).float()
-    return _Coefficients(values, deterministic.nonzero().flatten().tolist())
+    return values, deterministic.nonzero().flatten().tolist()
 
 
 def _checked_schedule(

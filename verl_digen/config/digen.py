@@ -279,7 +279,7 @@ class DigenConfig:
         """Require a law of the stochastic steps that the loss and the KL term are defined for."""
         of_kl = KL_LAWS.get(self.kl.kind, ()) if self.kl.coef > 0 else ()
         for key, value, laws in (
-            ("digen.loss.name", self.loss_name, find_objective(self.loss_name).loss.laws),
+            ("digen.loss.name", self.loss_name, find_objective(self.loss_name).laws),
             ("digen.kl.kind", self.kl.kind, of_kl),
         ):
             require(

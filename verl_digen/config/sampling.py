@@ -196,23 +196,22 @@ def check_loss_section(section: Mapping[str, Any]) -> None:
 
 def loss_settings(section: Mapping[str, Any]) -> LossConfig:
     """Settings of the chosen loss. ValueError if there is no such loss or setting, or a value breaks a rule."""
-    loss = find_objective(section["name"]).loss
-    known = _settings_of(loss.config)
+    config = find_objective(section["name"]).config
+    known = _settings_of(config)
     own = {name: value for name, value in section.items() if name in known}
-    elsewhere = set().union(*(_settings_of(find_objective(name).loss.config) for name in objective_names()))
+    elsewhere = set().union(*(_settings_of(find_objective(name).config) for name in objective_names()))
     for name in section.keys() - known - elsewhere - LOSS_DEFAULTS.keys():
         raise ValueError(
             f"digen.loss.{name} must be a setting of digen.loss.name={section['name']}, got {section[name]!r}; "
             f"{suggestion(name, sorted(known))}its settings are {', '.join(sorted(known)) or 'none'}"
         )
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(loss.config), own)
+        merged = OmegaConf.merge(OmegaConf.structured(config), own)
         settings = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         said = (error.msg or str(error)).splitlines()[0]
         raise ValueError(
-            f"digen.loss.{error.full_key or ''}: {said}; the settings of {section['name']} are in "
-            f"{loss.config.__module__}"
+            f"digen.loss.{error.full_key or ''}: {said}; the settings of {section['name']} are in {config.__module__}"
         ) from error
     assert isinstance(settings, LossConfig)
     return settings
@@ -220,7 +219,7 @@ def loss_settings(section: Mapping[str, Any]) -> LossConfig:
 
 def unused_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Settings in `digen.loss` that other losses have and the chosen one has not."""
-    known = _settings_of(find_objective(section["name"]).loss.config)
+    known = _settings_of(find_objective(section["name"]).config)
     return {name: value for name, value in section.items() if name not in known and name not in LOSS_DEFAULTS}
 
 

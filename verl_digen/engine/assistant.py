@@ -16,7 +16,7 @@ error; an open gradient is bitwise as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -30,9 +30,8 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.platforms import device_memory
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
-from verl_digen.rollout.encoders import Encoders
+from verl_digen.rollout.encoders import Conditions, Encoders, LookUp, conditions_by_place
 from verl_digen.rollout.fitting import Fitting
-from verl_digen.rollout.prompt_cache import Conditions, Prompts, conditions_by_place
 from verl_digen.rollout.samples import SampleMaker
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix import PrefixCache
@@ -59,18 +58,19 @@ class Assistant:
         )
 
     def generate(
-        self, requests: Sequence[SampleRequest], prompts: Prompts, *, version: int
+        self, requests: Sequence[SampleRequest], look_up: LookUp, *, version: int
     ) -> list[tuple[int, Generation | ValueError]]:
         """Generate this rank's share of `requests` -> (place in `requests`, answer). All ranks call it with the same
-        arguments, and with prompts that have the same conditions. Of ranks that share rows the first answers."""
+        arguments, and with prompts for which `look_up` gives the same conditions. Of ranks that share rows the first
+        answers."""
         rank, num_ranks = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
-        conditions, refused = conditions_by_place(prompts, requests)
+        conditions, refused = conditions_by_place(look_up, requests)
         taken = [*conditions]
         kinds = [self._kind(requests[place], own) for place, own in conditions.items()]
         answers: list[tuple[int, Generation | ValueError]] = [*refused.items()] if rank == 0 else []
         maker = SampleMaker(
             self._sampler,
-            prompts,
+            look_up,
             self.decoder,
             self.audio_decoder,
             fitting=self.fitting,
@@ -94,9 +94,13 @@ class Assistant:
         `conditions` holds each prompt's conditions by condition key; the negative one only with guidance. ValueError if
         latents, pixels or sound of a sample are not finite.
         """
+        known: Conditions = {}
+        for request in requests:
+            given = [condition for condition in conditions[request.condition_key] if condition is not None]
+            known |= zip(request.branches, given, strict=False)
         samples = []
         asked = [replace(request, wants_condition=False) for request in requests]
-        for _, answer in self.generate(asked, _Known.of(requests, conditions), version=version):
+        for _, answer in self.generate(asked, lambda _: known, version=version):
             if isinstance(answer, ValueError):
                 raise answer
             samples.append(answer)
@@ -127,26 +131,6 @@ class _RankSampler(Sampler):
     def denoise(self, *args: Any, **kwargs: Any) -> Denoised:
         with self._engine.assisting():
             return super().denoise(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Conditions that were encoded elsewhere."""
-
-    conditions: Conditions
-
-    @classmethod
-    def of(cls, requests: Sequence[SampleRequest], conditions: Mapping[str, ConditionPair]) -> _Known:
-        """Conditions of the requests' prompts."""
-        known: Conditions = {}
-        for request in requests:
-            for inputs, condition in zip(request.branches, conditions[request.condition_key], strict=False):
-                assert condition is not None
-                known[inputs] = condition
-        return cls(known)
-
-    def lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
-        return {inputs: self.conditions[inputs] for inputs in prompts}
 
 
 def deal_samples(kinds: Sequence[Hashable], num_ranks: int) -> list[list[list[int]]]:
@@ -190,7 +174,7 @@ class RankGenerator:
         prompts = self._encoders.prompts
         if self._encoders.wait_on_host:
             prompts.prepare([inputs for request in requests for inputs in request.branches], coming)
-        return self.assistant.generate(requests, prompts, version=version)
+        return self.assistant.generate(requests, prompts.lookup, version=version)
 
     def facts(self) -> dict[str, Any]:
         """State of the rank for its server: `prompt_cache`, and how many samples `fitted` together, None if unknown."""

@@ -31,7 +31,7 @@ from verl.utils.device import get_device_id
 from verl.workers.engine import EngineRegistry
 
 from verl_digen.algorithms.advantages import effective_samples
-from verl_digen.algorithms.metric import Metric, Reduce
+from verl_digen.algorithms.rows import Metric, Reduce
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import RowFlops
 from verl_digen.engine.copies import CURRENT
@@ -117,7 +117,7 @@ class DiffusersFSDPEngine(VerlBatches):
             self.digen.advantage,
             num_samples,
             clip=loss.config.advantage_bound,
-            is_homogeneous=self.objective.loss.homogeneous,
+            is_homogeneous=self.objective.homogeneous,
             whole_groups=self.objective.joint is not None and self.objective.joint.needs_groups,
             scale=scale,
         )

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.metric import Metric
+from verl_digen.algorithms.rows import Metric
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile

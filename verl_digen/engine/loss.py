@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.kl import kl_inputs, kl_loss
-from verl_digen.algorithms.metric import Metric
 from verl_digen.algorithms.objectives import find_objective, objective_names, policy_loss
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, policy_output
-from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
 from verl_digen.algorithms.sde import noise_rate
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs
@@ -90,13 +89,13 @@ class DiffusionLoss:
         def compute(inputs: Mapping[str, Tensor], clamps: bool) -> LossOutput:
             return policy_loss(name, inputs, clamped if clamps else unclamped)
 
-        return Term(self.objective.loss.inputs_for(self.config), compute, weight=1.0, scales=True)
+        return Term(self.objective.inputs_for(self.config), compute, weight=1.0, scales=True)
 
     @property
     def wanted(self) -> dict[str, list[str]]:
         """Outputs of other policies that a term or the joint column reads: policy -> their names."""
         found: dict[str, list[str]] = {}
-        for name in sorted({*self._inputs, *self.objective.latents_for(self.config)}):
+        for name in sorted({*self._inputs, *self.objective.joint_latents}):
             if read := policy_output(name):
                 found.setdefault(read[0], []).append(read[1])
         if "old" in found and self.objective.points == "path":

@@ -27,8 +27,8 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from verl_digen.algorithms.metric import Metric, combine_tiles
 from verl_digen.algorithms.objectives import Joint
+from verl_digen.algorithms.rows import Metric, combine_tiles
 from verl_digen.engine import gradients
 from verl_digen.engine.fsdp2 import kept_after_backward, recover
 from verl_digen.engine.gradients import Gradient

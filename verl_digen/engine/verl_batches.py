@@ -54,7 +54,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 from verl.utils.py_functional import append_to_dict
 
-from verl_digen.algorithms.metric import Metric, combine_tiles, numbers
+from verl_digen.algorithms.rows import Metric, combine_tiles, numbers
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fsdp2 import recover

@@ -34,7 +34,7 @@ from verl.utils.profiler import DistProfiler
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from verl_digen.algorithms.metric import Metric, Plain, plain
+from verl_digen.algorithms.rows import Metric, Plain, plain
 from verl_digen.engine import rendezvous
 from verl_digen.engine.assistant import Assistant, RankGenerator
 from verl_digen.engine.engine import DiffusersFSDPEngine

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from verl_digen.models import checkpoint
 from verl_digen.models.checkpoint import Experts
-from verl_digen.models.loaded import SILENT, AudioDecoder, Decoder, PromptEncoder
-from verl_digen.models.sizes import check_size
+from verl_digen.models.pixels import SILENT, AudioDecoder, Decoder
 from verl_digen.models.spec import ModelSpec
+from verl_digen.models.text import PromptEncoder, stacked
 from verl_digen.types import Condition, Geometry
 
 PATCH = 2
@@ -40,6 +40,38 @@ PromptCheck = Callable[[str], None]
 """Raises ValueError for a text that is longer than the pipeline reads."""
 Collated = dict[str, Any]
 """Name -> input of `predict` from N conditions: tensors [N, ...], or lists of N if the network takes lists."""
+
+
+def check_size(
+    geometry: Geometry, *, title: str, px_multiple: int, max_px: int | None = None, frame_stride: int | None = None
+) -> None:
+    """ValueError, which names the key, the value and the nearest valid one, unless a checkpoint can make `geometry`:
+    both sides are multiples of `px_multiple` of at most `max_px`, and a video has 1 + k * `frame_stride` frames (None
+    for a model of pictures)."""
+    if frame_stride is None and geometry.num_frames != 1:
+        raise ValueError(
+            f"digen.sampling.num_frames must be 1 for {title}, which makes pictures, got {geometry.num_frames}; "
+            "set it to 1"
+        )
+    if frame_stride is not None:
+        nearest = max(0, round((geometry.num_frames - 1) / frame_stride)) * frame_stride + 1
+        if geometry.num_frames != nearest:
+            raise ValueError(
+                f"digen.sampling.num_frames must be 1 plus a multiple of {frame_stride} for this {title} checkpoint, "
+                f"got {geometry.num_frames}; the nearest is {nearest}"
+            )
+    for key, value in (("height_px", geometry.height_px), ("width_px", geometry.width_px)):
+        nearest = max(1, round(value / px_multiple)) * px_multiple
+        if value != nearest:
+            raise ValueError(
+                f"digen.sampling.{key} must be a multiple of {px_multiple} for this {title} checkpoint, "
+                f"got {value}; the nearest is {nearest}"
+            )
+        if max_px is not None and value > max_px:
+            raise ValueError(
+                f"digen.sampling.{key} must be at most {max_px} for this {title} checkpoint, "
+                f"got {value}; the nearest is {max_px}"
+            )
 
 
 class DiffusionModel(ABC):
@@ -225,9 +257,10 @@ class DiffusionModel(ABC):
         return torch.zeros_like(sigmas, dtype=torch.int64)
 
     # -- the network --------------------------------------------------------------------------------------
-    @abstractmethod
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """Batch N conditions of different lengths: padded tensors [N, L, ...] and the masks it needs."""
+        """Batch N conditions: [N, ...] each, for prompts of one length. Override it where lengths differ, with padded
+        tensors [N, L, ...] and the masks that the network needs."""
+        return stacked(conditions, *conditions[0])
 
     @abstractmethod
     def predict(
@@ -336,6 +369,12 @@ class PackedModel(DiffusionModel):
     def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
         check_size(geometry, title=self.spec.title, px_multiple=self._vae_scale * PATCH)
         return math.prod(self._token_grid(geometry)), self._num_channels
+
+    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
+        # "5. Prepare timesteps" of `__call__` of FluxPipeline and QwenImagePipeline.
+        from verl_digen.models.schedule import shifted_sigmas  # imports diffusers
+
+        return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
 
 
 class VideoModel(DiffusionModel):

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
 from verl_digen.models.pixels import load_image_decoder
-from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.spec import (
     JOINT_ATTENTION,
     MODULATION,
@@ -32,7 +30,7 @@ from verl_digen.models.spec import (
     SequenceLayout,
     VllmOmniServing,
 )
-from verl_digen.models.text import length_check, stacked, text_encoder
+from verl_digen.models.text import length_check, text_encoder
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS_DEV = 512
@@ -108,16 +106,7 @@ class Flux(PackedModel):
 
         return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device, unpack=unpack, pack=pack)
 
-    # -- the shape of the problem -------------------------------------------------------------------------
-    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
-        # "5. Prepare timesteps" of FluxPipeline.__call__.
-        return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
-
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D], "pooled": [N, E]}: prompts are all of one length."""
-        return stacked(conditions, "embeds", "pooled")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:

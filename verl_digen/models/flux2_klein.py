@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,11 @@ from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs, SourceImage
 from verl_digen.inputs.sizes import limited_size
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
-from verl_digen.models.loaded import Decoded
-from verl_digen.models.pixels import from_pixels, posterior_mode, to_pixels
+from verl_digen.models.pixels import Decoded, from_pixels, posterior_mode, to_pixels
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import JOINT_ATTENTION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import chat_text, length_check, stacked
+from verl_digen.models.text import chat_text, length_check
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
@@ -85,10 +84,6 @@ class Flux2Network(PackedModel):
         return latents.transpose(1, 2).unflatten(2, self._token_grid(geometry))
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D]}: prompts are all of one length."""
-        return stacked(conditions, "embeds")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
@@ -147,7 +142,7 @@ class Flux2Klein(ReadsImages, Flux2Network):
         freed={"text_encoder": ("lm_head.",)},
         encodes_images=("encoder.", "quant_conv."),
         selftest={"guidance_scale": 1.0},
-        vllm_omni=VllmOmniServing(pipeline="Flux2KleinPipeline", mixin=".flux_pipelines:Flux2KleinRecording"),
+        vllm_omni=VllmOmniServing(pipeline="Flux2KleinPipeline", mixin=".edit_pipelines:Flux2KleinRecording"),
     )
 
     def __init__(self, path: str | Path):

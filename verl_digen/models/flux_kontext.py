@@ -36,7 +36,7 @@ class FluxKontext(ReadsImages, Flux):
         encodes_images=("encoder.", "quant_conv."),
         selftest={"_auto_resize": False},  # the self-test's image has the size at which it is read
         sequence=None,
-        vllm_omni=VllmOmniServing(pipeline="FluxKontextPipeline", mixin=".flux_pipelines:FluxKontextRecording"),
+        vllm_omni=VllmOmniServing(pipeline="FluxKontextPipeline", mixin=".edit_pipelines:FluxKontextRecording"),
     )
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:

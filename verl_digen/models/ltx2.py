@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,11 @@ from torch import Tensor, nn
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.audio import Audio
 from verl_digen.models.base import Collated, Decoder, PromptCheck, PromptEncoder, VideoModel
-from verl_digen.models.loaded import AudioDecoder, Decoded
 from verl_digen.models.ltx2_parts import Parts, connected
-from verl_digen.models.pixels import decode_each
+from verl_digen.models.pixels import AudioDecoder, Decoded, decode_each
 from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, stacked, text_encoder
+from verl_digen.models.text import length_check, text_encoder
 from verl_digen.types import Condition, Geometry
 
 _CALL = inspect.signature(LTX2Pipeline.__call__).parameters
@@ -187,10 +186,6 @@ class LTX2(VideoModel):
         return shifted_sigmas(self._schedule, num_steps, self.parts(geometry).num_video)
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, 1024, D], "audio": [N, 1024, D]}: prompts are all of one length."""
-        return stacked(conditions, "embeds", "audio")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:

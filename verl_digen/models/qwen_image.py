@@ -21,9 +21,7 @@ from torch.nn import functional as F
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
-from verl_digen.models.loaded import Decoded
-from verl_digen.models.pixels import channel_statistics, encode_each, to_pixels
-from verl_digen.models.schedule import shifted_sigmas
+from verl_digen.models.pixels import Decoded, channel_statistics, encode_each, to_pixels
 from verl_digen.models.sequence import pad_prompts
 from verl_digen.models.spec import (
     JOINT_ATTENTION,
@@ -139,11 +137,6 @@ class QwenImage(PackedModel):
             return QwenImagePipeline._pack_latents(latents, batch, channels, rows, columns)
 
         return Decoder(decode, (vae,), encode)
-
-    # -- the shape of the problem -------------------------------------------------------------------------
-    def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
-        # "5. Prepare timesteps" of QwenImagePipeline.__call__.
-        return shifted_sigmas(self._schedule, num_steps, self.latent_shape(geometry)[0])
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:

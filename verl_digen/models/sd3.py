@@ -8,7 +8,6 @@ model. The CLIPs read a long prompt's first 77 tokens, as in the pipeline, and T
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import S
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder, check_size
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.schedule import flow_sigmas
-from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import JOINT_ATTENTION, MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, stacked, text_encoder
+from verl_digen.models.text import length_check, text_encoder
 from verl_digen.types import Condition, Geometry
 
 CLIP_TOKENS = 77
@@ -110,10 +108,6 @@ class StableDiffusion3(DiffusionModel):
         return flow_sigmas(self._schedule, num_tokens=num_tokens, num_inference_steps=num_steps)
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D], "pooled": [N, E]}: prompts are all of one length."""
-        return stacked(conditions, "embeds", "pooled")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:

@@ -10,19 +10,30 @@ one truncates, as in the pipeline.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models.loaded import PromptEncoder
 from verl_digen.types import Condition
 
 PROMPT_CHARACTERS_SHOWN = 40
 """Maximum number of a prompt's characters that an error quotes."""
+
+
+@dataclass(frozen=True)
+class PromptEncoder:
+    """Texts, with images where the pipeline reads them -> one condition each, on the encoder's device."""
+
+    encode: Callable[[Sequence[PromptInputs]], list[Condition]]
+    modules: tuple[nn.Module, ...]
+
+    def __call__(self, prompts: Sequence[PromptInputs]) -> list[Condition]:
+        return self.encode(prompts)
 
 
 def one_by_one(

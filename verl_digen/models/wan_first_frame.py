@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated, Decoder, PromptEncoder
-from verl_digen.models.loaded import Decoded
+from verl_digen.models.pixels import Decoded
 from verl_digen.models.sources import frame_of
 from verl_digen.models.wan import SEQUENCE, Wan
 from verl_digen.models.wan_image import frame_latents, load_frame_encoder

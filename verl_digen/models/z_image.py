@@ -25,10 +25,10 @@ from verl_digen.models.base import (
     DiffusionModel,
     PromptCheck,
     PromptEncoder,
+    check_size,
 )
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.schedule import flow_sigmas
-from verl_digen.models.sizes import check_size
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import chat_text, length_check, text_encoder
 from verl_digen.types import Condition, Geometry

@@ -24,7 +24,7 @@ from verl_digen.models.locate import locate_configs
 from verl_digen.models.sequence import TRAINER_KEY, check_sequence
 from verl_digen.preflight.start_config import StartConfig, typed_keys
 from verl_digen.require import require, require_one_of, suggestion
-from verl_digen.rollout.vllm_omni.served import require_bound, require_served
+from verl_digen.rollout.vllm_omni.settings import require_bound, require_served
 from verl_digen.sampling.requests import geometry_of, planned_geometry
 from verl_digen.types import PromptRow
 

@@ -27,8 +27,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from verl_digen.require import In, OneOf, first_of, refusing, require
-from verl_digen.reward.base import Result, Reward, images_of
-from verl_digen.reward.needs import checkpoint_folder
+from verl_digen.reward.base import Result, Reward, checkpoint_folder, images_of
 from verl_digen.types import RewardInput
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

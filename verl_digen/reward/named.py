@@ -19,9 +19,8 @@ from omegaconf import DictConfig
 
 from verl_digen.config import RewardConfig, RewardEntry
 from verl_digen.reward import scorers
-from verl_digen.reward.base import Reward
+from verl_digen.reward.base import Reward, require_installed
 from verl_digen.reward.functions import FORM, reward_of
-from verl_digen.reward.needs import require_installed
 from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import PromptRow
 

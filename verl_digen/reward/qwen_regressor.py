@@ -22,8 +22,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from verl_digen.require import OneOf
+from verl_digen.reward.base import checkpoint_folder
 from verl_digen.reward.encoders import DESCRIPTIONS, DTYPES, clip_pixels, load_state, renamed
-from verl_digen.reward.needs import checkpoint_folder
 
 RENAMED = ((r"^model\.(?!visual|language_model)", "language_model."), (r"^model\.", ""))
 """Names of transformers 4.45 -> `Qwen2VLModel`'s, for `renamed`."""

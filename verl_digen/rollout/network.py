@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The network of a `diffusers` replica, and the weight updates that it receives."""
+"""The network of a `diffusers` replica, from its checkpoint to its device."""
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,9 +15,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.models.kernels import compute_exactly, set_kernels, store_int8
 from verl_digen.sampling.fp8 import Fp8Layers, require_fp8
-from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.receiver import WeightReceiver
-from verl_digen.weights.receiving import Receiving
 from verl_digen.weights.sending import own_device
 
 
@@ -72,56 +69,3 @@ def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:
         require_fp8(fp8, device)
     weights = WeightReceiver(transformer, model_config.adapter_config())
     return LoadedNetwork(*checkpoint, weights, fp8)
-
-
-class Intake:
-    """Receives updates for one network, one at a time, at most `timeout_s` for each further part. All methods may be
-    called again after a lost answer."""
-
-    def __init__(self, network: LoadedNetwork, timeout_s: float):
-        self._network, self._timeout_s = network, timeout_s
-        self._receiving: Receiving | None = None
-        """Update that is under way."""
-        self.sealed_version: int | None = None
-        """Version of the last sealed update; None before the first."""
-        self._updating = asyncio.Lock()
-        self._ended = asyncio.Event()
-
-    async def begin(self, handle: str, use_shm: bool, is_live: bool) -> None:
-        """Start to receive an update, in place of an unfinished one; arguments as in `verl_digen.weights.sending.Wire`.
-        No batch may run when a live one starts."""
-        async with self._updating:
-            if self._receiving is not None:
-                if self._receiving.handle == handle:
-                    return  # a retry: the first answer was lost
-                await asyncio.to_thread(self._receiving.abandon)
-            self._ended.set()
-            self._ended = asyncio.Event()
-            weights, device = self._network.weights, self._network.device
-            self._receiving = Receiving(
-                handle,
-                device,
-                weights.begin_live() if is_live else weights.begin_staged(device),
-                use_shm=use_shm,
-                timeout_s=self._timeout_s,
-            )
-
-    async def until_ended(self) -> None:
-        """Return when the update that is under way is sealed, or another has begun."""
-        await self._ended.wait()
-
-    async def seal(self, manifest: Manifest) -> None:
-        """Wait for the last tensor and declare the update complete. RuntimeError: see `WeightReceiver.seal`; or what
-        arrived is not what was sent."""
-        async with self._updating:
-            if self._receiving is None:
-                if manifest.version == self.sealed_version:
-                    return  # a retry: the first answer was lost
-                raise RuntimeError("begin_update must come before seal_update")
-            receiving, self._receiving = self._receiving, None
-            try:
-                await asyncio.to_thread(receiving.finish, manifest)
-                self._network.weights.seal(manifest.checksum)
-            finally:
-                self._ended.set()
-            self.sealed_version = manifest.version

@@ -24,11 +24,10 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl_digen.config import DigenConfig
 from verl_digen.hardware.transfers import HostCopies
 from verl_digen.inputs.audio import Audio
-from verl_digen.models.loaded import AudioDecoder, Decoded, Decoder
-from verl_digen.models.pixels import fitted, in_batches
+from verl_digen.models.pixels import AudioDecoder, Decoded, Decoder, fitted, in_batches
+from verl_digen.rollout.encoders import LookUp, carried, conditions_by_place
 from verl_digen.rollout.fitting import Fitting
 from verl_digen.rollout.network import LoadedNetwork
-from verl_digen.rollout.prompt_cache import Prompts, carried, conditions_by_place
 from verl_digen.sampling.branches import GuidanceBranches
 from verl_digen.sampling.prefix import PrefixCache
 from verl_digen.sampling.recording import Denoised, initial_seed, not_finite, record_trajectory, with_experts
@@ -61,22 +60,21 @@ class SampleMaker:
     def __init__(
         self,
         sampler: Sampler,
-        prompts: Prompts,
+        look_up: LookUp,
         decoder: Decoder,
         audio_decoder: AudioDecoder,
         *,
         fitting: Fitting,
         batch_size: int,
     ):
-        self.sampler, self._prompts, self._model = sampler, prompts, sampler.model
+        self.sampler, self._look_up, self._model = sampler, look_up, sampler.model
         self.fitting, self._batch_size = fitting, batch_size
         self.decoder, self.audio_decoder = decoder, audio_decoder
-        self._pictures = PictureSamples(sampler, prompts, decoder, batch_size)
         self._ended_s = 0.0
 
     @classmethod
     def of_network(
-        cls, network: LoadedNetwork, prompts: Prompts, digen: DigenConfig, prefixes: PrefixCache | None = None
+        cls, network: LoadedNetwork, look_up: LookUp, digen: DigenConfig, prefixes: PrefixCache | None = None
     ) -> SampleMaker:
         """The one of a replica's network, with decoders. `prefixes`: see `Sampler`."""
         model, dtype, device = network.model, network.dtype, network.device
@@ -92,7 +90,7 @@ class SampleMaker:
         )
         return cls(
             sampler,
-            prompts,
+            look_up,
             model.load_decoder(dtype, device),
             model.load_audio_decoder(dtype, device),
             fitting=Fitting.of(digen.rollout, device),
@@ -110,9 +108,9 @@ class SampleMaker:
         """Make a batch of samples -> function that waits for them, for another thread. Raises as `Sampler.denoise`."""
         started_s = time.time()
         if requests[0].picture is not None:
-            answers = self._pictures.make(requests, version)
+            answers = self._make_pictures(requests, version)
             return lambda: answers
-        conditions, refused = conditions_by_place(self._prompts, requests)
+        conditions, refused = conditions_by_place(self._look_up, requests)
         copies = HostCopies(self.sampler.device)
 
         def make_part(places: Sequence[int]) -> _Made:
@@ -185,10 +183,7 @@ class SampleMaker:
             request, conditions = made.denoised.requests[row], made.conditions[row]
             is_finite, audio = made.pictures.is_finite[row], made.audio[row]
             error = not_finite(request, made.denoised.latents[row], trajectory.facts.version, is_finite, audio)
-            if error is not None:
-                answers.append((made.places[row], error))
-                continue
-            generation = Generation(
+            answer = error or Generation(
                 trajectory=with_experts(self._model, trajectory),
                 pixels=made.pictures.pixels[row].clone(),  # a view would be sent with the whole batch
                 audio=audio,
@@ -197,27 +192,20 @@ class SampleMaker:
                 **carried(request, conditions),
                 latents=SampleLatents(made.decoded[row].clone(), conditions[0]) if request.wants_latents else None,
             )
-            answers.append((made.places[row], generation))
+            answers.append((made.places[row], answer))
         return answers
 
+    # -- pictures of the data set -------------------------------------------------------------------------
+    def _make_pictures(self, requests: Sequence[SampleRequest], version: int) -> Answers:
+        """`make` for pictures of the data set (`SampleRequest.picture`). A picture or a prompt that cannot be read
+        fails its own sample alone. Latents are a function of the picture and the size, in batches of any size, up to
+        float error.
 
-class PictureSamples:
-    """Maker of samples that are pictures of the data set (`SampleRequest.picture`), at most `batch_size` in the VAE at
-    a time; a picture or a prompt that cannot be read fails its own sample alone. Latents are a function of the picture
-    and the size, in batches of any size, up to float error.
-
-        file -> the run's size (`fitted`) -> VAE (mode of its posterior) -> clean latents, with a sample's noise levels
-    """
-
-    def __init__(self, sampler: Sampler, prompts: Prompts, vae: Decoder, batch_size: int):
-        self._model, self._prompts, self._vae = sampler.model, prompts, vae
-        self._run_seed, self._latents_dtype, self._batch_size = sampler.run_seed, sampler.latents_dtype, batch_size
-
-    def make(self, requests: Sequence[SampleRequest], version: int) -> list[Generation | ValueError]:
-        """Samples in the order of `requests`, which share their `Sampling`; the error of a request that failed alone.
-        `version`: of the replica's weights."""
+            file -> the run's size (`fitted`) -> VAE (mode of its posterior) -> clean latents, with a sample's noise
+            levels
+        """
         started_s = time.time()
-        conditions, failed = conditions_by_place(self._prompts, requests)
+        conditions, failed = conditions_by_place(self._look_up, requests)
         pixels: dict[int, Tensor] = {}
         for place in conditions:
             request = requests[place]
@@ -228,41 +216,26 @@ class PictureSamples:
                 failed[place] = error
         answers: dict[int, Generation | ValueError] = {**failed}
         for place, latents in zip(pixels, self._encode([*pixels.values()]) if pixels else (), strict=True):
-            request = requests[place]
-            error = not_finite(request, latents, version, torch.tensor(True), None)
-            answers[place] = error or self._answer(
-                request, pixels[place], conditions[place], latents, version, started_s
+            request, sampling = requests[place], requests[place].sampling
+            trajectory = record_trajectory(
+                request,
+                seed=initial_seed(self.sampler.run_seed, request),
+                versions=(version, version),
+                path={},
+                final=latents,
+                sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
+                log_probs_T=torch.zeros(sampling.num_steps),
+            )
+            answers[place] = not_finite(request, latents, version, torch.tensor(True), None) or Generation(
+                trajectory=with_experts(self._model, trajectory),
+                pixels=pixels[place],
+                started_s=started_s,
+                ended_s=time.time(),
+                **carried(request, conditions[place]),
             )
         return [answers[place] for place in range(len(requests))]
 
     def _encode(self, pixels: Sequence[Tensor]) -> Tensor:
-        """[B, ...] in `latents_dtype`, on the CPU."""
+        """Latents [B, ...] on the CPU, at most `batch_size` pictures in the VAE at a time."""
         parts = torch.stack(list(pixels)).split(self._batch_size)
-        return torch.cat([self._vae.encode(part).to("cpu", self._latents_dtype) for part in parts])
-
-    def _answer(
-        self,
-        request: SampleRequest,
-        pixels: Tensor,
-        conditions: Sequence[Condition],
-        latents: Tensor,
-        version: int,
-        started_s: float,
-    ) -> Generation:
-        sampling = request.sampling
-        trajectory = record_trajectory(
-            request,
-            seed=initial_seed(self._run_seed, request),
-            versions=(version, version),
-            path={},
-            final=latents,
-            sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
-            log_probs_T=torch.zeros(sampling.num_steps),
-        )
-        return Generation(
-            trajectory=with_experts(self._model, trajectory),
-            pixels=pixels,
-            started_s=started_s,
-            ended_s=time.time(),
-            **carried(request, conditions),
-        )
+        return torch.cat([self.decoder.encode(part).to("cpu", self.sampler.latents_dtype) for part in parts])

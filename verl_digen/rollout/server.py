@@ -26,13 +26,13 @@ from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.platforms.module_memory import DeviceMemory, name_on_node
 from verl_digen.rollout.batcher import BatchingServer
 from verl_digen.rollout.birth import SeenDevice, visible_device
-from verl_digen.rollout.encoders import Encoders
-from verl_digen.rollout.network import Intake, load_network, open_checkpoint
-from verl_digen.rollout.prompt_cache import Conditions, conditions_of
+from verl_digen.rollout.encoders import Conditions, Encoders, conditions_of
+from verl_digen.rollout.network import load_network, open_checkpoint
 from verl_digen.rollout.samples import Answers, SampleMaker
 from verl_digen.sampling.prefix import PrefixCache
 from verl_digen.types import Condition, SampleRequest
 from verl_digen.weights.checksum import Manifest
+from verl_digen.weights.receiving import Receiving
 
 logger = logging.getLogger(__name__)
 
@@ -54,14 +54,20 @@ class DiffusersServer(BatchingServer):
         self._network = load_network(checkpoint, model_config)
         self._weights = self._network.weights
         self._prefixes = PrefixCache()
-        self._samples = SampleMaker.of_network(self._network, self._prompts, digen, self._prefixes)
+        self._samples = SampleMaker.of_network(self._network, self._prompts.lookup, digen, self._prefixes)
         self._memory = DeviceMemory(self._samples.modules, checkpoint.device, name_on_node())
         self._encoders.alternate_with(self._memory, self._weights.tensors)
         self._frees_memory = checkpoint.device.type != "cpu"
         """On the CPU, the host copies that sleeping needs would take as much memory as it frees."""
         self._last_update: dict[str, float] = {}
         self._version = 0
-        self._intake = Intake(self._network, digen.rollout.update_timeout_s)
+        self._update_timeout_s = digen.rollout.update_timeout_s
+        self._receiving: Receiving | None = None
+        """Update that is under way."""
+        self._sealed_version: int | None = None
+        """Version of the last sealed update; None before the first."""
+        self._update_ended = asyncio.Event()
+        self._updating = asyncio.Lock()
         self._sealing = asyncio.Lock()
         """Held by a seal, and while a sealed update is loaded."""
 
@@ -112,37 +118,58 @@ class DiffusersServer(BatchingServer):
         """Start to receive an update (arguments as in `verl_digen.weights.sending.Wire`), in place of an unfinished
         one. A live update starts between two batches, and no other starts before it is committed. Idempotent."""
         if not is_live:
-            return await self._intake.begin(handle, use_shm, is_live)
+            return await self._receive(handle, use_shm, is_live)
         self._batcher.pause()
         async with self._batcher.exclusive():
-            await self._intake.begin(handle, use_shm, is_live)
+            await self._receive(handle, use_shm, is_live)
+
+    async def _receive(self, handle: str, use_shm: bool, is_live: bool) -> None:
+        async with self._updating:
+            if self._receiving is not None:
+                if self._receiving.handle == handle:
+                    return  # a retry: the first answer was lost
+                await asyncio.to_thread(self._receiving.abandon)
+            self._update_ended.set()
+            self._update_ended = asyncio.Event()
+            device = self._network.device
+            take = self._weights.begin_live() if is_live else self._weights.begin_staged(device)
+            self._receiving = Receiving(handle, device, take, use_shm=use_shm, timeout_s=self._update_timeout_s)
 
     async def until_update_ends(self) -> None:
         """Return when the update that is under way is sealed, or another has begun. The sender watches this call: it
         fails when this process dies."""
-        await self._intake.until_ended()
+        await self._update_ended.wait()
 
     async def seal_update(self, manifest: Manifest) -> None:
         """Wait for the last tensor and declare the update complete, ready for `activate_weights`. Idempotent.
         RuntimeError if a tensor is missing, unknown, of another shape, or not what was sent. If the update was staged,
         the old weights keep serving; else the replica serves nothing until a whole update has come."""
-        async with self._sealing:
-            await self._intake.seal(manifest)
+        async with self._sealing, self._updating:
+            if self._receiving is None:
+                if manifest.version == self._sealed_version:
+                    return  # a retry: the first answer was lost
+                raise RuntimeError("begin_update must come before seal_update")
+            receiving, self._receiving = self._receiving, None
+            try:
+                await asyncio.to_thread(receiving.finish, manifest)
+                self._weights.seal(manifest.checksum)
+            finally:
+                self._update_ended.set()
+            self._sealed_version = manifest.version
 
     async def activate_weights(self) -> int:
         """Load the newest sealed version between batches -> its version; raises as `switch`. Idempotent."""
         asked_s = time.perf_counter()
-        if self._intake.sealed_version is None:
+        if self._sealed_version is None:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")
         async with self._batcher.exclusive(), self._sealing:
-            sealed_version = self._intake.sealed_version
-            if not self._weights.is_sealed and self._version == sealed_version:
+            if not self._weights.is_sealed and self._version == self._sealed_version:
                 return self._version  # a retry: the first answer was lost
             began_s = time.perf_counter()
             await self._on_device(self._weights.switch)
             self._prefixes.clear()
             self._network.fp8.clear()
-            self._version = sealed_version
+            self._version = self._sealed_version
             load_s, drain_s = time.perf_counter() - began_s, began_s - asked_s
             self._last_update = {"update_s": drain_s + load_s, "load_s": load_s, "drain_s": drain_s}
             return self._version
@@ -193,7 +220,7 @@ class DiffusersServer(BatchingServer):
         """State of this replica; see `verl_digen.trainer.replicas.Replicas.metrics`."""
         return {
             "version": self._version,
-            "received_version": self._intake.sealed_version,
+            "received_version": self._sealed_version,
             "prompt_cache": self._prompts.stats(),
             "last_update": self._last_update,
             "device": accelerator_name(),

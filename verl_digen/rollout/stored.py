@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from verl_digen.inputs.images import PromptInputs, content_key
 from verl_digen.models.base import DiffusionModel
-from verl_digen.models.loaded import PromptEncoder
+from verl_digen.models.text import PromptEncoder
 from verl_digen.require import require
 from verl_digen.types import Condition
 

@@ -14,8 +14,8 @@ from zlib import crc32
 from ray.exceptions import RayActorError
 
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk, ScoredChunk, describe
-from verl_digen.algorithms.metric import numbers
 from verl_digen.algorithms.objectives import Select
+from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import DeadlineMissed, ReplicasLost
 from verl_digen.observe.timeline import Lane, Recorder

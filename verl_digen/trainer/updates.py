@@ -27,8 +27,8 @@ from omegaconf import DictConfig
 
 from verl_digen.agent_loop.chunks import describe
 from verl_digen.algorithms.advantages import advantage_scale, combined_advantages
-from verl_digen.algorithms.metric import Metric, combine_updates, from_plain, numbers
 from verl_digen.algorithms.objectives import Denominator, Select
+from verl_digen.algorithms.rows import Metric, combine_updates, from_plain, numbers
 from verl_digen.config import AdvantageConfig, DigenConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES

@@ -35,10 +35,17 @@ instead, and `digen.advantage.scale=batch` does not make training wait for the w
 import importlib
 import pkgutil
 
-from verl_digen.algorithms.objectives.config import ClampedConfig, ClipConfig, LossConfig
 from verl_digen.algorithms.objectives.denominator import OLD_LOG_PROBS, Denominator, choose_denominator, clips_recorded
-from verl_digen.algorithms.objectives.objective import Joint, JointRows, Objective, Select, all_samples, best_and_worst
-from verl_digen.algorithms.objectives.registry import (
+from verl_digen.algorithms.objectives.objective import (
+    ClampedConfig,
+    ClipConfig,
+    Joint,
+    JointRows,
+    LossConfig,
+    Objective,
+    Select,
+    all_samples,
+    best_and_worst,
     default_config,
     find_objective,
     objective_names,

@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_digen.algorithms.objectives.config import ClipConfig
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, ClipConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import In
 

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl_digen.algorithms.objectives.config import LossConfig
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD
-from verl_digen.algorithms.objectives.registry import find_objective, objective_names
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, LossConfig, find_objective, objective_names
 from verl_digen.require import require
 
 OLD_LOG_PROBS = ("auto", "recompute", "rollout")
@@ -36,10 +34,10 @@ def choose_denominator(name: str, settings: LossConfig, old_log_probs: str, max_
     (`digen.staleness.max_versions`) above 0 samples may be older than the weights that train on them. ValueError if the
     three do not fit together, or there is no such loss."""
     objective = find_objective(name)
-    loss, reads_old = objective.loss, objective.reads_old_weights(settings)
-    off_policy = [other for other in objective_names() if find_objective(other).loss.off_policy]
+    reads_old = objective.reads_old_weights(settings)
+    off_policy = [other for other in objective_names() if find_objective(other).off_policy]
     require(
-        max_versions <= 1 or loss.off_policy,
+        max_versions <= 1 or objective.off_policy,
         f"digen.loss.name must be one of {', '.join(off_policy)} with digen.staleness.max_versions={max_versions}",
         name,
         "choose one of these, or set digen.staleness.max_versions to 1 or 0",
@@ -59,10 +57,10 @@ def choose_denominator(name: str, settings: LossConfig, old_log_probs: str, max_
         why = ", which reads no log-probs"
     elif reads_old:
         why = ", which needs a forward of the policy before the update"
-    elif OLD not in loss.columns_for(settings):
+    elif OLD not in objective.columns_for(settings):
         allowed = {"auto": "unused", "rollout": "unused"}
         why = ", which reads no recomputed log-probs"
-    elif BEHAVIOUR in loss.columns:
+    elif BEHAVIOUR in objective.columns:
         why = ", which compares the weights before the update with the recorded log-probs"
     elif max_versions > 0:
         allowed = {"auto": "rollout", "rollout": "rollout"}
@@ -84,5 +82,5 @@ def clips_recorded(name: str, settings: LossConfig, denominator: Denominator) ->
     objective = find_objective(name)
     if objective.points == "forward" or not settings.clip_widths:
         return False
-    reads_own = OLD in objective.loss.columns_for(settings) or objective.reads_old_weights(settings)
+    reads_own = OLD in objective.columns_for(settings) or objective.reads_old_weights(settings)
     return denominator == "rollout" or not reads_own

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.ema import Decay
-from verl_digen.algorithms.objectives.config import ClampedConfig
 from verl_digen.algorithms.objectives.matching import ERRORS, error_gain, flow_error, sums_together
-from verl_digen.algorithms.objectives.objective import Joint, JointRows
+from verl_digen.algorithms.objectives.objective import ClampedConfig, Joint, JointRows, register_objective
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import In
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.ema import Decay
-from verl_digen.algorithms.objectives.config import ClampedConfig
+from verl_digen.algorithms.objectives.objective import ClampedConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import clamped_advantage
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import latent_mean
 from verl_digen.require import In, OneOf, require

@@ -15,10 +15,8 @@ from typing import Annotated
 
 import torch
 
-from verl_digen.algorithms.objectives.config import LossConfig
-from verl_digen.algorithms.objectives.objective import OLD
+from verl_digen.algorithms.objectives.objective import OLD, LossConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl
 from verl_digen.require import In

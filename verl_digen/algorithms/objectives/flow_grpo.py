@@ -6,10 +6,8 @@ Sources: Flow-GRPO, arXiv 2505.05470; DanceGRPO, arXiv 2505.07818.
 
 from __future__ import annotations
 
-from verl_digen.algorithms.objectives.config import ClipConfig
-from verl_digen.algorithms.objectives.objective import OLD
+from verl_digen.algorithms.objectives.objective import OLD, ClipConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 

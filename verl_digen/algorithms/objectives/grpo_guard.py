@@ -14,10 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from verl_digen.algorithms.objectives.config import ClipConfig
-from verl_digen.algorithms.objectives.objective import OLD
+from verl_digen.algorithms.objectives.objective import OLD, ClipConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl
 

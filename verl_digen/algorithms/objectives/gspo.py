@@ -6,8 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.objectives.config import ClipConfig
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR, Joint, JointRows
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClipConfig, Joint, JointRows, register_objective
 from verl_digen.algorithms.objectives.ratio import (
     behaviour_log_ratio,
     clamped_advantage,
@@ -15,7 +14,6 @@ from verl_digen.algorithms.objectives.ratio import (
     ratio_metrics,
     ratio_of,
 )
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 TRAJECTORY = "trajectory_log_ratio"

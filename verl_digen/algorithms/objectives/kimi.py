@@ -7,10 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_digen.algorithms.objectives.config import ClampedConfig
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClampedConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import behaviour_log_ratio, clamped_advantage
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import In
 

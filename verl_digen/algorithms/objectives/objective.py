@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Objective`: what is trained, as one value, which one file of this folder chooses.
+"""`Objective`: what is trained, as one value, which one file of this folder chooses and registers by name. Its settings
+are the keys under `digen.loss`: every loss has a dataclass of its own.
 
 Policies besides the one that trains follow from the names of the inputs: a loss that reads `old_velocity` has policy
 `old` evaluated.
@@ -7,21 +8,105 @@ Policies besides the one that trains follow from the names of the inputs: a loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
-from verl_digen.algorithms.objectives.config import LossConfig
+from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import require, require_one_of
+from verl_digen.require import In, check_fields, require, require_one_of
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Settings of a loss without any."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "digen.loss.")
+
+    @property
+    def advantage_bound(self) -> float:
+        """Advantages are clamped to +- this by the loss; inf: they are not."""
+        return math.inf
+
+    def unclamped(self) -> LossConfig:
+        """Copy for advantages that are divided by their scale later, and must not be clamped before."""
+        return self
+
+    @property
+    def clip_widths(self) -> Mapping[str, float]:
+        """Keys under `digen.loss` -> distance from 1 at which they take a row's ratio out of the gradient."""
+        return {}
+
+    @property
+    def more_columns(self) -> tuple[str, ...]:
+        """Columns that the loss reads with these settings, besides those that it always reads."""
+        return ()
+
+    @property
+    def more_latents(self) -> tuple[str, ...]:
+        """Latents that the loss reads with these settings, besides those that it always reads."""
+        return ()
+
+    @property
+    def copies(self) -> Mapping[str, Decay]:
+        """EMA copies of the trained policy: name -> decay of its average."""
+        return {}
+
+    @property
+    def taught_by(self) -> str | None:
+        """Folder of the LoRA adapter that is policy `teacher`; None for a loss without a teacher."""
+        return None
+
+
+@dataclass(frozen=True)
+class ClampedConfig(LossConfig):
+    """Settings that every loss of clamped advantages has."""
+
+    advantage_clip: Annotated[float, In("(0, inf]"), "inf (in a file .inf) never clamps"] = 5.0
+    """Advantages are clamped to +- this (5 in Flow-GRPO). .inf: no clamping."""
+
+    @property
+    def advantage_bound(self) -> float:
+        return self.advantage_clip
+
+    def unclamped(self) -> ClampedConfig:
+        return replace(self, advantage_clip=math.inf)
+
+
+@dataclass(frozen=True)
+class ClipConfig(ClampedConfig):
+    """Settings of losses with PPO's clip."""
+
+    clip_range: Annotated[float, In("(0, 1)"), "1e-5 to 1e-3 are usual"] = 1e-4
+    """The importance ratio is clipped below, at 1 - clip_range; small because log-probs are means over latent
+    dims. 1e-4 in Flow-GRPO (SD3.5), 1e-5 in Flow-GRPO-Fast and for Qwen-Image, 1e-3 for Wan. SDE law cps has
+    another scale."""
+    clip_range_high: Annotated[float | None, In("(0, inf)"), "null takes digen.loss.clip_range"] = None
+    """The importance ratio is clipped above, at 1 + clip_range_high. null: clip_range."""
+
+    @property
+    def ratio_range(self) -> tuple[float, float]:
+        """(1 - clip_range, 1 + clip_range_high)."""
+        high = self.clip_range if self.clip_range_high is None else self.clip_range_high
+        return 1 - self.clip_range, 1 + high
+
+    @property
+    def clip_widths(self) -> Mapping[str, float]:
+        high = {} if self.clip_range_high is None else {"clip_range_high": self.clip_range_high}
+        return {"clip_range": self.clip_range, **high}
+
 
 BEHAVIOUR = "behaviour_log_prob"
 """Column: log-prob under the policy that generated the sample, recorded at generation."""
 OLD = "old_log_prob"
 """Column: log-prob under the policy before the update, see `verl_digen.algorithms.objectives.denominator`."""
 
+LossFn = Callable[[LossInputs, Any], LossOutput]
+"""Function of a loss: (checked inputs, settings of the loss's own class) -> output."""
 Points = Literal["path", "forward"]
 """Kinds of points. path: recorded SDE transitions x -> x' of the group's window (`digen.window`), with log-probs.
 forward: clean latents x_0, noised again at training time (`digen.forward`); samples come from the ODE."""
@@ -53,36 +138,6 @@ def policy_output(name: str) -> tuple[str, str] | None:
     """(policy, its output) of an input: `old_mean` is the output `mean` of policy `old`; None for other inputs."""
     policy, _, output = name.rpartition("_")
     return (policy, output) if policy and output in OUTPUTS["path"] else None
-
-
-@dataclass(frozen=True)
-class Loss:
-    """The function of a row, and what it reads."""
-
-    compute: Callable[[LossInputs, Any], LossOutput]
-    """(checked inputs, settings of the loss's own class) -> output."""
-    config: type[LossConfig]
-    """Class of its settings; every field has a default."""
-    columns: tuple[str, ...]
-    latents: tuple[str, ...]
-    homogeneous: bool
-    """True: proportional to the advantage; see the package."""
-    off_policy: bool
-    """True: sound with `digen.staleness.max_versions` > 1."""
-    laws: tuple[str, ...]
-    """Values of `digen.sde.law` that it is defined for; (): all."""
-
-    def columns_for(self, config: LossConfig) -> tuple[str, ...]:
-        """Columns that it reads with these settings."""
-        return (*self.columns, *config.more_columns)
-
-    def latents_for(self, config: LossConfig) -> tuple[str, ...]:
-        """Latents that it reads with these settings."""
-        return (*self.latents, *config.more_latents)
-
-    def inputs_for(self, config: LossConfig) -> tuple[str, ...]:
-        """Names of all inputs that it reads with these settings."""
-        return (*self.columns_for(config), *self.latents_for(config))
 
 
 @dataclass(frozen=True)
@@ -150,27 +205,51 @@ class Objective:
     """The value that a run trains by."""
 
     name: str
+    compute: LossFn
+    config: type[LossConfig]
+    """Class of the loss's settings; every field has a default."""
     points: Points
-    loss: Loss
-    behaviour: Policy = "current"
+    columns: tuple[str, ...]
+    latents: tuple[str, ...]
+    homogeneous: bool
+    """True: the loss is proportional to the advantage; see the package."""
+    off_policy: bool
+    """True: sound with `digen.staleness.max_versions` > 1."""
+    laws: tuple[str, ...]
+    """Values of `digen.sde.law` that it is defined for; (): all."""
+    behaviour: Policy
     """Policy that replicas serve for training samples; `old` is the copy of that name in `LossConfig.copies`."""
-    select: Select = all_samples
-    joint: Joint | None = None
-    shares_noise: bool = False
+    select: Select
+    joint: Joint | None
+    shares_noise: bool
     """True: forward points of a group's samples have the same noise."""
-    source: Source = "policy"
+    source: Source
+
+    def columns_for(self, settings: LossConfig) -> tuple[str, ...]:
+        """Columns that the loss reads with these settings."""
+        return (*self.columns, *settings.more_columns)
 
     def latents_for(self, settings: LossConfig) -> tuple[str, ...]:
-        """Latents that the loss and the joint column read with these settings."""
-        return (*self.loss.latents_for(settings), *(() if self.joint is None else self.joint.latents))
+        """Latents that the loss reads with these settings."""
+        return (*self.latents, *settings.more_latents)
+
+    def inputs_for(self, settings: LossConfig) -> tuple[str, ...]:
+        """Names of all inputs that the loss reads with these settings."""
+        return (*self.columns_for(settings), *self.latents_for(settings))
+
+    @property
+    def joint_latents(self) -> tuple[str, ...]:
+        """Latents that the joint column reads."""
+        return () if self.joint is None else self.joint.latents
 
     def reads_advantages(self, settings: LossConfig) -> bool:
         """True if the loss depends on rewards with these settings."""
-        return self.joint is not None or "advantage" in self.loss.columns_for(settings)
+        return self.joint is not None or "advantage" in self.columns_for(settings)
 
     def policies_for(self, settings: LossConfig) -> set[str]:
         """Policies whose forwards it needs with these settings, besides the one that trains."""
-        return {read[0] for name in self.latents_for(settings) if (read := policy_output(name))}
+        latents = (*self.latents_for(settings), *self.joint_latents)
+        return {read[0] for name in latents if (read := policy_output(name))}
 
     def reads_old_weights(self, settings: LossConfig) -> bool:
         """True if it needs a forward of the policy before the update, not its log-probs alone. A policy `old` that
@@ -190,10 +269,10 @@ class Objective:
         of_policies = (f"{policy}_{output}" for policy in policies for output in outputs)
         known_latents = (*RECORDED[self.points], *outputs, *of_policies)
         for argument, given, known in (
-            ("columns", self.loss.columns_for(settings), (*COLUMNS[self.points], *made)),
-            ("latents", self.loss.latents_for(settings), known_latents),
+            ("columns", self.columns_for(settings), (*COLUMNS[self.points], *made)),
+            ("latents", self.latents_for(settings), known_latents),
             ("columns of the joint column", () if self.joint is None else self.joint.columns, COLUMNS[self.points]),
-            ("latents of the joint column", () if self.joint is None else self.joint.latents, known_latents),
+            ("latents of the joint column", self.joint_latents, known_latents),
         ):
             for name in given:
                 require_one_of(f"{argument} of the objective {self.name!r}", name, known)
@@ -205,3 +284,96 @@ class Objective:
             self.behaviour,
             f"change it, or {type(settings).__name__}.copies",
         )
+
+
+_OBJECTIVES: dict[str, Objective] = {}
+
+
+def register_objective(
+    *names: str,
+    config: type[LossConfig] = ClampedConfig,
+    points: Points = "path",
+    columns: Sequence[str] = (),
+    latents: Sequence[str] = (),
+    homogeneous: bool = False,
+    off_policy: bool = False,
+    laws: Sequence[str] = (),
+    behaviour: Policy = "current",
+    select: Select = all_samples,
+    joint: Joint | None = None,
+    shares_noise: bool = False,
+    source: Source = "policy",
+) -> Callable[[LossFn], LossFn]:
+    """Register an objective under `names`, by its loss and the inputs that it needs, at least one. The arguments are
+    fields of `Objective`; the package lists `columns`, to which `joint.column` is added, and `latents`.
+
+    `homogeneous` False is always safe: if the advantage scale needs the whole batch, such a loss waits for the batch.
+    `behaviour` "old" needs settings with a copy of that name. ValueError if a name is taken, or training has no such
+    input.
+    """
+    if not names or not (columns or latents):
+        raise ValueError(
+            f"an objective must have a name and an input, got names {names} and inputs {(*columns, *latents)}; "
+            "write @register_objective(NAME, columns=(...))"
+        )
+
+    def file(compute: LossFn) -> LossFn:
+        for name in names:
+            if name in _OBJECTIVES:
+                raise ValueError(f"an objective named {name!r} exists already; choose another name")
+            objective = Objective(
+                name=name,
+                compute=compute,
+                config=config,
+                points=points,
+                columns=tuple(columns),
+                latents=tuple(latents),
+                homogeneous=homogeneous,
+                off_policy=off_policy,
+                laws=tuple(laws),
+                behaviour=behaviour,
+                select=select,
+                joint=joint,
+                shares_noise=shares_noise,
+                source=source,
+            )
+            objective.check_inputs(config())
+            _OBJECTIVES[name] = objective
+        return compute
+
+    return file
+
+
+def objective_names() -> tuple[str, ...]:
+    """The names that are registered, sorted: values of `digen.loss.name`."""
+    return tuple(sorted(_OBJECTIVES))
+
+
+def find_objective(name: str) -> Objective:
+    """The objective `name`. ValueError if there is none."""
+    if name not in _OBJECTIVES:
+        raise ValueError(f"unknown policy loss {name!r}; known losses: {', '.join(objective_names())}")
+    return _OBJECTIVES[name]
+
+
+def default_config(name: str) -> Any:
+    """Default settings of loss `name`, a frozen dataclass of its own. ValueError if there is no such loss."""
+    return find_objective(name).config()
+
+
+def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> LossOutput:
+    """Loss `name` of N rows, as their share of the logical batch's mean.
+
+    `inputs` holds those that `find_objective(name).inputs_for(config)` lists, a joint column among them; optionally
+    `mask` and `num_rows`, see `LossInputs.check`. `config`: settings of the loss, as `default_config(name)` makes them.
+    ValueError for an unknown loss, settings of another loss, or an input that is missing or misshapen.
+    """
+    objective = find_objective(name)
+    if not isinstance(config, objective.config):
+        raise ValueError(
+            f"policy loss {name!r} needs settings of type {objective.config.__name__}, got {type(config).__name__}; "
+            f"begin with default_config({name!r})"
+        )
+    columns, latents = objective.columns_for(config), objective.latents_for(config)
+    rows = LossInputs.check(f"policy loss {name!r}", inputs, columns=columns, latents=latents)
+    return objective.compute(rows, config)

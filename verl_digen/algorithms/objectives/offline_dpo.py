@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_digen.algorithms.objectives.objective import register_objective
 from verl_digen.algorithms.objectives.preference import DECLARED, DpoConfig, preference
-from verl_digen.algorithms.objectives.registry import register_objective
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+from verl_digen.algorithms.objectives.objective import register_objective
 from verl_digen.algorithms.objectives.preference import DECLARED, DpoConfig, preference
-from verl_digen.algorithms.objectives.registry import register_objective
 
 register_objective("online_dpo", config=DpoConfig, **DECLARED)(preference)

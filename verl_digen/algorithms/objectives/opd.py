@@ -15,8 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_digen.algorithms.objectives.config import LossConfig
-from verl_digen.algorithms.objectives.registry import register_objective
+from verl_digen.algorithms.objectives.objective import LossConfig, register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl, latent_mean
 from verl_digen.require import OneOf

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from verl_digen.algorithms.ema import Decay
-from verl_digen.algorithms.objectives.config import LossConfig
 from verl_digen.algorithms.objectives.matching import ERRORS, error_gain, flow_error, sums_together
-from verl_digen.algorithms.objectives.objective import Joint, JointRows, best_and_worst
+from verl_digen.algorithms.objectives.objective import Joint, JointRows, LossConfig, best_and_worst
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import In
 

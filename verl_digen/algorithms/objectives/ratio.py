@@ -6,10 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.metric import Metric
-from verl_digen.algorithms.objectives.config import ClampedConfig
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR
-from verl_digen.algorithms.rows import LossInputs, LossOutput
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClampedConfig
+from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +- this before exp (as verl does), so that no ratio is infinite: 0 from a clip times

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from verl_digen.algorithms.objectives.config import ClampedConfig
+from verl_digen.algorithms.objectives.objective import ClampedConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import clamped_advantage
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 

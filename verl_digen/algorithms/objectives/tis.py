@@ -6,10 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from verl_digen.algorithms.objectives.config import ClampedConfig
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClampedConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import truncated_ratio, weighted_reinforce
-from verl_digen.algorithms.objectives.registry import register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import require
 

@@ -53,19 +53,14 @@ class Prediction:
     def rows(self, chosen: Sequence[int]) -> Prediction:
         """The predictions of the rows `chosen`, in that order."""
         index = list(chosen)
-        return Prediction(
-            self.clean[index], self.sigma[index], self.earlier[index], self.earlier_sigma[index], self.count[index]
-        )
+        return Prediction(*(column[index] for column in vars(self).values()))
 
     @staticmethod
     def join(parts: Sequence[Prediction]) -> Prediction | None:
         """The rows of all parts, one after the other; None without parts."""
         if not parts:
             return None
-        columns = zip(
-            *((one.clean, one.sigma, one.earlier, one.earlier_sigma, one.count) for one in parts), strict=True
-        )
-        return Prediction(*(torch.cat(column) for column in columns))
+        return Prediction(*map(torch.cat, zip(*(vars(one).values() for one in parts), strict=True)))
 
 
 @dataclass(frozen=True)

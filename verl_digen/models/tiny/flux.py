@@ -10,8 +10,16 @@ from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from verl_digen.models.tiny.encoders import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
-from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn, image_vae
+from verl_digen.models.tiny.parts import (
+    LATENT_CHANNELS,
+    TEXT_WIDTH,
+    clip_encoder,
+    clip_tokenizer,
+    drawn,
+    image_vae,
+    t5_encoder,
+    t5_tokenizer,
+)
 
 CLIP_WIDTH = 16
 

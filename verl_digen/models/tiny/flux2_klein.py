@@ -12,8 +12,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl_digen.models.tiny.encoders import VOCABULARY_SIZE, chat_tokenizer
-from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn
+from verl_digen.models.tiny.parts import LATENT_CHANNELS, VOCABULARY_SIZE, chat_tokenizer, drawn
 
 WIDTH = 16
 """Hidden size of the text encoder; the network reads three of its states side by side."""

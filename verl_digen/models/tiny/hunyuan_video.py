@@ -9,17 +9,17 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import LlamaConfig, LlamaModel
 
-from verl_digen.models.tiny.encoders import (
+from verl_digen.models.tiny.parts import (
     CORPUS,
     LANGUAGE_MODEL,
+    LATENT_CHANNELS,
     TEXT_WIDTH,
     byte_tokenizer,
     clip_encoder,
     clip_tokenizer,
+    drawn,
 )
-from verl_digen.models.tiny.weights import drawn
 
-LATENT_CHANNELS = 4
 CLIP_WIDTH = 16
 SPECIAL_TOKENS = ["<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 

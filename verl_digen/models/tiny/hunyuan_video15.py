@@ -16,19 +16,18 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from verl_digen.models.hunyuan_video15 import SYSTEM_MESSAGE
-from verl_digen.models.tiny.encoders import (
+from verl_digen.models.tiny.parts import (
     LANGUAGE_MODEL,
+    LATENT_CHANNELS,
     SIGLIP_WIDTH,
     TEXT_WIDTH,
     WithProcessor,
     chat_tokenizer,
+    drawn,
     siglip_processor,
     siglip_vision,
     t5_encoder,
 )
-from verl_digen.models.tiny.weights import drawn
-
-LATENT_CHANNELS = 4
 
 
 def make() -> HunyuanVideo15Pipeline:

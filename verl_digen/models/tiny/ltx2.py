@@ -22,8 +22,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from verl_digen.models.tiny.encoders import TEXT_WIDTH, VOCABULARY_SIZE
-from verl_digen.models.tiny.weights import drawn
+from verl_digen.models.tiny.parts import TEXT_WIDTH, VOCABULARY_SIZE, drawn
 
 CHANNELS = 8
 """Channels of a token of video or of sound; the latter are two channels of four bins."""

@@ -11,10 +11,8 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from verl_digen.models.tiny.encoders import CHAT_TOKENS, LANGUAGE_MODEL, TEXT_WIDTH, byte_tokenizer
-from verl_digen.models.tiny.weights import drawn
+from verl_digen.models.tiny.parts import CHAT_TOKENS, LANGUAGE_MODEL, LATENT_CHANNELS, TEXT_WIDTH, byte_tokenizer, drawn
 
-LATENT_CHANNELS = 4
 CORPUS = [
     "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:\nuser\n",

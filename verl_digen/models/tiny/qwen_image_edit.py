@@ -12,7 +12,7 @@ from transformers import Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from verl_digen.models.tiny import qwen_image
-from verl_digen.models.tiny.encoders import CHAT_TOKENS, WithProcessor, byte_tokenizer
+from verl_digen.models.tiny.parts import CHAT_TOKENS, WithProcessor, byte_tokenizer
 
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 """Special tokens around images, and in their place."""

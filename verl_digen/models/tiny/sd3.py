@@ -7,8 +7,16 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from verl_digen.models.tiny.encoders import TEXT_WIDTH, clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
-from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn, image_vae
+from verl_digen.models.tiny.parts import (
+    LATENT_CHANNELS,
+    TEXT_WIDTH,
+    clip_encoder,
+    clip_tokenizer,
+    drawn,
+    image_vae,
+    t5_encoder,
+    t5_tokenizer,
+)
 
 CLIP_WIDTHS = (8, 16)
 """Sum less than T5's width, as in the real model, whose CLIP part is padded with zeros."""

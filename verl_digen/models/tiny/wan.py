@@ -10,10 +10,8 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
-from verl_digen.models.tiny.encoders import TEXT_WIDTH, t5_tokenizer, umt5_encoder
-from verl_digen.models.tiny.weights import draw_weights, drawn
+from verl_digen.models.tiny.parts import LATENT_CHANNELS, TEXT_WIDTH, draw_weights, drawn, t5_tokenizer, umt5_encoder
 
-LATENT_CHANNELS = 4
 OUTPUT_GAIN = 0.5
 """Gain of the last layer: keeps fp32 rounding errors well below the effects of the rest of the network."""
 BOUNDARY_RATIO = 0.875

@@ -8,22 +8,16 @@ from typing import Any
 
 from diffusers.pipelines.wan.pipeline_wan_i2v import WanImageToVideoPipeline
 
-from verl_digen.models.tiny.encoders import (
+from verl_digen.models.tiny.parts import (
     CLIP_WIDTH,
+    LATENT_CHANNELS,
     WithProcessor,
     clip_vision,
     clip_vision_processor,
     t5_tokenizer,
     umt5_encoder,
 )
-from verl_digen.models.tiny.wan import (
-    LATENT_CHANNELS,
-    TI2V_FLOW_SHIFT,
-    make_scheduler,
-    make_ti2v_vae,
-    make_transformer,
-    make_vae,
-)
+from verl_digen.models.tiny.wan import TI2V_FLOW_SHIFT, make_scheduler, make_ti2v_vae, make_transformer, make_vae
 
 MASK_CHANNELS = 4
 """Channels of the mask: frames that the VAE puts into one."""

@@ -8,8 +8,7 @@ from diffusers.pipelines.z_image.pipeline_z_image import ZImagePipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl_digen.models.tiny.encoders import LANGUAGE_MODEL, TEXT_WIDTH, chat_tokenizer
-from verl_digen.models.tiny.weights import LATENT_CHANNELS, drawn, image_vae
+from verl_digen.models.tiny.parts import LANGUAGE_MODEL, LATENT_CHANNELS, TEXT_WIDTH, chat_tokenizer, drawn, image_vae
 
 
 def make() -> ZImagePipeline:

@@ -21,8 +21,8 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import In
+from verl_digen.reward.base import checkpoint_file
 from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward, load_head, load_weights
-from verl_digen.reward.needs import checkpoint_file
 from verl_digen.types import RewardInput
 
 HEAD_FILE = "aesthetic-model.pth"

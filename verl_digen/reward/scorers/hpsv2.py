@@ -29,6 +29,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import require
+from verl_digen.reward.base import checkpoint_file, checkpoint_folder, imported
 from verl_digen.reward.encoders import (
     DESCRIPTIONS,
     ClipEncoder,
@@ -40,7 +41,6 @@ from verl_digen.reward.encoders import (
     load_weights,
     renamed,
 )
-from verl_digen.reward.needs import checkpoint_file, checkpoint_folder, imported
 
 WEIGHTS_FILE = "HPS_v2.1_compressed.pt"
 STATE = "state_dict"

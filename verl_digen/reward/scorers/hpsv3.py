@@ -21,8 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from verl_digen.require import In
-from verl_digen.reward.base import Result, Reward, frames_of
-from verl_digen.reward.needs import checkpoint_file
+from verl_digen.reward.base import Result, Reward, checkpoint_file, frames_of
 from verl_digen.reward.qwen_regressor import FACTOR, Question, QwenConfig, QwenRegressor, patches_of, scaled_picture
 from verl_digen.types import RewardInput
 

@@ -28,6 +28,7 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import require
+from verl_digen.reward.base import checkpoint_file, checkpoint_folder
 from verl_digen.reward.encoders import (
     DESCRIPTIONS,
     DTYPES,
@@ -40,7 +41,6 @@ from verl_digen.reward.encoders import (
     load_weights,
     renamed,
 )
-from verl_digen.reward.needs import checkpoint_file, checkpoint_folder
 from verl_digen.types import RewardInput
 
 WEIGHTS_FILE, CONFIG_FILE = "ImageReward.pt", "med_config.json"

@@ -26,7 +26,7 @@ from PIL import Image
 
 from verl_digen.inputs.images import source_image
 from verl_digen.require import In, refusing, require
-from verl_digen.reward.base import Result, Reward, images_of
+from verl_digen.reward.base import Result, Reward, checkpoint_folder, images_of
 from verl_digen.reward.encoders import (
     FILES,
     RIGHT,
@@ -36,7 +36,6 @@ from verl_digen.reward.encoders import (
     load_model,
     load_processor,
 )
-from verl_digen.reward.needs import checkpoint_folder
 from verl_digen.types import RewardInput
 
 DINO_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}

@@ -28,8 +28,7 @@ from PIL import Image, ImageDraw
 
 from verl_digen.data.prompts import quoted_text
 from verl_digen.require import In, OneOf, require
-from verl_digen.reward.base import Result, Reward, images_of
-from verl_digen.reward.needs import imported
+from verl_digen.reward.base import Result, Reward, images_of, imported
 from verl_digen.types import PromptRow, RewardInput
 
 FRAMES = ("mean_read", "mean", "best")

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from verl_digen.require import In, OneOf, require
-from verl_digen.reward.base import Result, Reward, frames_of
-from verl_digen.reward.needs import checkpoint_folder
+from verl_digen.reward.base import Result, Reward, checkpoint_folder, frames_of
 from verl_digen.reward.qwen_regressor import (
     FACTOR,
     TEMPORAL,

@@ -100,18 +100,13 @@ def number_of(value: Any, where: str) -> float:
     return number
 
 
-def list_of(value: Any, length: int, where: str) -> list[Any]:
-    """A list with one entry per sample."""
+def numbers_of(value: Any, length: int, where: str) -> list[float]:
+    """Finite numbers, one per sample."""
     if not isinstance(value, list | tuple):
         raise UnusableAnswer(f"{where} must be a list, got {shown(value)}")
     if len(value) != length:
         raise UnusableAnswer(f"{where} must have one entry per sample, got {len(value)} for {length} samples")
-    return list(value)
-
-
-def numbers_of(value: Any, length: int, where: str) -> list[float]:
-    """Finite numbers, one per sample."""
-    return [number_of(one, f"{where}[{place}]") for place, one in enumerate(list_of(value, length, where))]
+    return [number_of(one, f"{where}[{place}]") for place, one in enumerate(value)]
 
 
 def scores_of(found: Any, name: str, length: int) -> list[float]:

@@ -13,7 +13,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from verl_digen.rollout.lost import ReplicaHandle
+from verl_digen.rollout.replica import ReplicaHandle
 from verl_digen.rollout.vllm_omni.settings import address, sockets_of
 from verl_digen.weights.sending import Wire
 

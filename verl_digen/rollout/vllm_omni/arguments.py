@@ -13,8 +13,7 @@ from verl_digen.hardware.versions import ENGINE_TESTED
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.rollout.vllm_omni.pipeline import PREFIX, recording_class
-from verl_digen.rollout.vllm_omni.served import require_served
-from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, check_settings
+from verl_digen.rollout.vllm_omni.settings import KEY, check_attention, check_settings, require_served
 from verl_digen.rollout.vllm_omni.step_mode import StepRecordingMixin
 
 logger = logging.getLogger(__name__)
@@ -83,8 +82,8 @@ def engine_arguments(rollout: Any, model: DiffusionModelConfig, *, can_sleep: bo
     return arguments | {"stage_overrides": {"0": {name: arguments[name] for name in OF_STAGE}}}
 
 
-def check_taken(arguments: dict[str, Any], rollout: Any, model: DiffusionModelConfig, engine_config: Any) -> None:
-    """Raise RuntimeError for an argument or a setting that vLLM-Omni silently ignored. `arguments`: as for
+def check_taken(arguments: dict[str, Any], rollout: Any, engine_config: Any) -> None:
+    """Raise RuntimeError for an argument or a setting that vLLM-Omni silently ignored. `arguments`: from
     `engine_arguments`. `engine_config`: the engine's `OmniDiffusionConfig`."""
     for name in OF_STAGE:
         if (taken := getattr(engine_config, name)) != arguments[name]:
@@ -92,19 +91,12 @@ def check_taken(arguments: dict[str, Any], rollout: Any, model: DiffusionModelCo
                 f"vLLM-Omni was to run with {name}={arguments[name]!r} and runs with {taken!r}; install a version that "
                 f"was tested: {' or '.join(ENGINE_TESTED)}"
             )
-    extra = _extra(rollout)
-    attention = check_attention(model.digen, extra.get(ATTENTION))
-    for key, value in {**extra, ATTENTION: attention}.items():
-        if key in NOT_KEPT:
-            continue
-        wanted: Any = value
-        if key == ATTENTION:
-            key, wanted = "diffusion_attention_config", parse_attention_config(attention_backend=value)
-        taken = getattr(engine_config, key)
-        if taken != wanted:
-            raise RuntimeError(
-                f"{KEY}: {key} was to be {wanted!r}, and vLLM-Omni runs with {taken!r}; drop the setting"
-            )
+    wanted = {key: value for key, value in _extra(rollout).items() if key not in (*NOT_KEPT, ATTENTION)}
+    attention = arguments["diffusion_attention_config"]["default"]["backend"]
+    wanted["diffusion_attention_config"] = parse_attention_config(attention_backend=attention)
+    for key, value in wanted.items():
+        if (taken := getattr(engine_config, key)) != value:
+            raise RuntimeError(f"{KEY}: {key} was to be {value!r}, and vLLM-Omni runs with {taken!r}; drop the setting")
 
 
 def _extra(rollout: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ Both libraries step a given first frame of TI2V-5B with the others and overwrite
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import astuple
 from functools import cached_property
 from typing import Any
@@ -167,10 +166,6 @@ class HunyuanVideo15ImageRecording(HunyuanVideo15Recording):
 
     def encode_inputs(self, inputs: PromptInputs) -> Condition:
         return self.encode_text(inputs.text, **image_arguments(inputs))
-
-    @property
-    def _own_encode_prompt(self) -> Callable[..., Any]:
-        return self._cached_encode_prompt or self._encode_given
 
     def _encode_given(self, prompt: Any, inputs: Any = None, **more: Any) -> Any:
         """Encode as the pipeline does; with an image, items of its condition follow."""

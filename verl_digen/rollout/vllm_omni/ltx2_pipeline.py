@@ -67,15 +67,11 @@ class LTX2Recording(RequestRecordingMixin):
         super().__init__(od_config=od_config, prefix=prefix)  # type: ignore[call-arg]
         self.guidance_executor = VelocityGuidance(self)
 
-    @property
+    @RequestRecordingMixin.scheduler.getter
     def scheduler(self) -> Any:
         """The pipeline's own scheduler, also while recorded requests run: it copies and overwrites it, and
         `_denoise_step` does not read it."""
         return self._own_scheduler
-
-    @scheduler.setter
-    def scheduler(self, scheduler: Any) -> None:
-        self._own_scheduler = scheduler
 
     # -- per model ----------------------------------------------------------------------------------------
     def encode_text(self, text: str) -> Condition:

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_omni.diffusion.registry import DiffusionModelRegistry
 
 from verl_digen.patches import vllm_omni_wan_import
-from verl_digen.rollout.vllm_omni.served import require_served
+from verl_digen.rollout.vllm_omni.settings import require_served
 
 PREFIX = "Recording"
 """Prefix of recording pipeline class names."""

@@ -4,6 +4,20 @@ it ends as a trajectory with pixels. The pipeline's velocities come from `step_m
 
 Latents are kept in the order's dtype and velocities in fp32; the network sees latents in its own dtype, as in
 `verl_digen.sampling.sampler`.
+
+Steps before the window run once for the samples of a group (`verl_digen.sampling.prefix`):
+
+| pipeline | the first sample of a group | the others, of the same batch or a later one |
+| --- | --- | --- |
+| step by step | runs these steps by itself before its first step in the batch | join the batch at their window |
+| in one call per batch | runs them in a call of its own, without decoding | a call with the rest of the schedule |
+
+The other requests of the batch wait meanwhile; an abort takes effect after these steps. Weights are identified by the
+adapter of the request. Those that are loaded have no other name: loading them clears the cache (`worker.py`). Every
+worker of a replica gets the same requests and skips the same steps.
+
+Invariant (tests/vllm_omni/test_prefix.py, test_request_mode.py): a sample that is generated alone is bitwise the one
+that runs every step.
 """
 
 from __future__ import annotations
@@ -29,6 +43,7 @@ from verl_digen.inputs.audio import Audio
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.pixels import to_pixels
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
+from verl_digen.sampling.prefix import Prefix, PrefixCache, prefix_of
 from verl_digen.sampling.recording import initial_seed, noise_seed, not_finite, record_trajectory, trained_latents
 from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
 
@@ -61,7 +76,7 @@ class Recording:
     adapter_id: int | None
     """Serial of the adapter that it is generated with; None without adapters."""
     num_shared_steps: int = 0
-    """Steps that another sample of its group ran, see `prefixes.py`."""
+    """Steps that another sample of its group ran, see the module."""
     path: dict[int, Tensor] = field(default_factory=dict)
     log_probs: list[Tensor] = field(default_factory=list)
     predicted: Prediction | None = None
@@ -163,6 +178,33 @@ class RecordingPipeline:
         record = {"error": error, "generation": generation}
         output.output = {"payload": {"trajectory": {RECORDED: record}}, "metadata": {}}
 
+    # -- steps before the window --------------------------------------------------------------------------
+    @cached_property
+    def prefixes(self) -> PrefixCache:
+        """Latents at the start of windows."""
+        return PrefixCache()
+
+    def steps_to_run(self, recording: Recording) -> int:
+        """Begin a recording at its window if the latents there are known -> else its steps before it; 0: none."""
+        prefix = _waiting_prefix(recording)
+        if prefix is None:
+            return 0
+        known = self.prefixes.lookup(prefix, recording.adapter_id)
+        if known is None:
+            return prefix.num_steps
+        device = recording.latents.device
+        recording.latents = known.unsqueeze(0).to(device, copy=True)  # vLLM-Omni writes into latents
+        recording.log_probs = [torch.zeros((), device=device)] * prefix.num_steps
+        recording.num_shared_steps = prefix.num_steps
+        return 0
+
+    def keep_prefix(self, recording: Recording) -> None:
+        """Keep the latents of a recording that has just run the steps before its window."""
+        prefix = _waiting_prefix(recording)
+        assert prefix is not None and recording.num_taken == prefix.num_steps
+        recording.predicted = None  # its next step is stochastic
+        self.prefixes.keep(prefix, recording.adapter_id, recording.latents[0])
+
     # -- vLLM-Omni's hooks for adapters -------------------------------------------------------------------
     def _load_diffusion_lora_adapter(
         self, *, lora_request: LoRARequest, lora_path: str, dtype: torch.dtype
@@ -180,6 +222,14 @@ class RecordingPipeline:
                 f"{len(unbound)} modules of the adapter have no layer in {type(self).__name__}, e.g. {unbound[0]}; "
                 f"{OTHER_MODULES}"
             )
+
+
+def _waiting_prefix(recording: Recording) -> Prefix | None:
+    """Steps before the recording's window; None if it need not wait for it."""
+    request = recording.request
+    if not request.window.sde_steps:
+        return None
+    return prefix_of(request, initial_seed(recording.order.run_seed, request))
 
 
 def take_steps(entries: Sequence[tuple[Recording, int, Tensor]]) -> None:

@@ -6,7 +6,7 @@
     scheduler        replaced by ours meanwhile: the model file's sigmas, and ONE `sde_step` per step for all requests
                      (`RecordedSchedule`)
 
-- Requests whose groups share the steps before a window (`prefixes.py`) run from there, in one call per start.
+- Requests whose groups share the steps before a window (`recorder.py`) run from there, in one call per start.
 - Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ. An
   abort of one request is answered at once and saves no work.
 - Weights change between two calls of `forward`, so a trajectory has one version by construction.
@@ -38,8 +38,7 @@ from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptCheck
 from verl_digen.models.text import only_text
-from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
-from verl_digen.rollout.vllm_omni.recorder import Recording, take_steps
+from verl_digen.rollout.vllm_omni.recorder import Recording, RecordingPipeline, take_steps
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
 from verl_digen.types import Condition, Sampling, move_condition
 
@@ -91,7 +90,7 @@ class RecordedSchedule:
         return (torch.cat([recording.latents for recording in self.recordings]).to(latents.dtype),)
 
 
-class RequestRecordingMixin(PrefixSharing):
+class RequestRecordingMixin(RecordingPipeline):
     """Mixin for a pipeline class whose `forward` denoises a `DiffusionRequestBatch`."""
 
     od_config: OmniDiffusionConfig

@@ -84,6 +84,8 @@ class HandsOverEncoded(RequestRecordingMixin):
     """Flag read by vLLM-Omni: one request at a time."""
     _cached_encode_prompt: Callable[..., Any] | None = None
     """vLLM-Omni's prompt cache around the pipeline's `encode_prompt`."""
+    _encode_given: Callable[..., Any] | None = None
+    """Method in place of the pipeline's `encode_prompt`, which also encodes images."""
 
     @property
     def encode_prompt(self) -> Callable[..., Any]:
@@ -96,7 +98,7 @@ class HandsOverEncoded(RequestRecordingMixin):
 
     @property
     def _own_encode_prompt(self) -> Callable[..., Any]:
-        return self._cached_encode_prompt or self._pipelines_encode_prompt
+        return self._cached_encode_prompt or self._encode_given or self._pipelines_encode_prompt
 
     @property
     def _pipelines_encode_prompt(self) -> Callable[..., Any]:

@@ -99,7 +99,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)  # all workers are on this node
         # the constructor starts its own event loop in a thread and waits for it
         self.engine = await asyncio.to_thread(lambda: AsyncOmni(**arguments))
-        check_taken(arguments, self.config, self.model_config, self.engine.get_diffusion_od_config())
+        check_taken(arguments, self.config, self.engine.get_diffusion_od_config())
 
     def _init_state(self) -> None:
         """The state before the first request and the first update."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM-Omni settings that a run may set (`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`). Does not import
-vLLM-Omni: used before Ray starts, on any machine.
+"""Pipelines that vLLM-Omni serves, those whose `ModelSpec.vllm_omni` says how, and its settings that a run may set
+(`actor_rollout_ref.rollout.engine_kwargs.vllm_omni`). Does not import vLLM-Omni: used before Ray starts, on any
+machine.
 
 A setting is passed on if it changes speed, memory or waiting. A setting that changes the numbers of a step is refused:
 the recorded log-probs would belong to another policy than the trainer's. A setting that a key of verl or of
@@ -18,6 +19,8 @@ import ray
 
 from verl_digen.config import DigenConfig
 from verl_digen.hardware.versions import ENGINE_PACKAGES, ENGINE_TESTED, is_engine_tested
+from verl_digen.models import MODELS, model_class
+from verl_digen.models.spec import VllmOmniServing
 from verl_digen.require import require, require_one_of
 
 KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm_omni"
@@ -72,6 +75,36 @@ REFUSED: dict[str, str] = {
 }
 """Setting -> why a run may not set it. Others are refused as unknown: they change numbers or schedules, place weights,
 or split a replica in another way than by tensors."""
+
+
+def served_pipelines() -> tuple[str, ...]:
+    """Pipelines of `MODELS` that vLLM-Omni serves; imports every model file."""
+    return tuple(name for name in MODELS if model_class(name).spec.vllm_omni is not None)
+
+
+def require_served(pipeline: str) -> VllmOmniServing:
+    """How vLLM-Omni serves `pipeline`, a key of `MODELS`. ValueError, which lists those it serves, if it does not."""
+    serving = model_class(pipeline).spec.vllm_omni
+    if serving is None:
+        raise ValueError(
+            "actor_rollout_ref.rollout.name=vllm_omni needs a checkpoint of one of "
+            f"{', '.join(served_pipelines())}, got {pipeline!r}; set actor_rollout_ref.rollout.name=diffusers"
+        )
+    return serving
+
+
+def require_bound(serving: VllmOmniServing, *, sends_adapter: bool, targets: object, excluded: object) -> None:
+    """Raise ValueError if updates send an adapter with layers to which vLLM-Omni's pipeline cannot bind it. If
+    `target_modules` or `exclude_modules` of `actor_rollout_ref.model` is set, this check passes; a module that is still
+    unbound is an error at the first request."""
+    if serving.unadapted is not None and sends_adapter and targets is None:
+        require(
+            excluded is not None,
+            f"actor_rollout_ref.model.exclude_modules must leave out {serving.unadapted} for an adapter on a "
+            f"{serving.pipeline} of actor_rollout_ref.rollout.name=vllm_omni",
+            excluded,
+            f"set it to '.*{serving.unadapted}.*', or actor_rollout_ref.model.lora.merge=true",
+        )
 
 
 def check_settings(settings: Mapping[str, Any], *, is_stepwise: bool) -> None:

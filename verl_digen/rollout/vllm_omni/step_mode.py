@@ -7,7 +7,7 @@
     post_decode      the pipeline's own pixels, of several requests that end at once together, plus the trajectory
 
 Before its first step in a batch a request is brought to its window, if its group shares the steps there
-(`prefixes.py`): by one that ran them, or by running them in a batch of its own. Requests at different steps, with
+(`recorder.py`): by one that ran them, or by running them in a batch of its own. Requests at different steps, with
 different windows, laws and schedules, can share a batch. One without an order (a warm-up) takes the pipeline's own code
 path.
 
@@ -31,8 +31,7 @@ from vllm_omni.diffusion.worker.utils import StepRequestState
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.qwen_image import take_one_frame
 from verl_digen.models.text import only_text
-from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
-from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, take_steps
+from verl_digen.rollout.vllm_omni.recorder import RECORDED, Recording, RecordingPipeline, take_steps
 from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
 from verl_digen.types import Condition, move_condition
 
@@ -46,7 +45,7 @@ DECODED = "digen_decoded"
 """Key of a state's pixels [1, 3, H, W] in [-1, 1], until they are in its record."""
 
 
-class StepRecordingMixin(PrefixSharing):
+class StepRecordingMixin(RecordingPipeline):
     """Mixin for a pipeline class that implements vLLM-Omni's `SupportsStepExecution`."""
 
     def __init__(self, *, od_config: OmniDiffusionConfig, prefix: str = ""):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -49,15 +49,13 @@ from verl_digen.models.kernels import compute_exactly
 from verl_digen.models.pixels import decode_in
 from verl_digen.platforms.device_memory import accelerator_name
 from verl_digen.rollout.birth import SeenDevice, visible_device
-from verl_digen.rollout.vllm_omni.full_update import FullUpdate
-from verl_digen.rollout.vllm_omni.prefixes import PrefixSharing
-from verl_digen.rollout.vllm_omni.recorder import OTHER_MODULES
+from verl_digen.rollout.vllm_omni.recorder import OTHER_MODULES, RecordingPipeline
 from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_request
 from verl_digen.rollout.vllm_omni.settings import address
 from verl_digen.types import Condition
 from verl_digen.user_modules import import_user_modules
-from verl_digen.weights.checksum import Checksum, Manifest, checksum
-from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, tensors_of_update
+from verl_digen.weights.checksum import Casts, Checksum, Manifest, checksum
+from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, Live, compare_with, tensors_of_update
 from verl_digen.weights.receiving import Named, Receiving, Staging
 
 NO_LIMIT = 1 << 16
@@ -65,6 +63,50 @@ NO_LIMIT = 1 << 16
 HOST = "127.0.0.1"
 RENDEZVOUS = timedelta(minutes=30)
 """Timeout for another worker, which may have to load its part of the model first."""
+
+
+Load = Callable[[Named], set[str]]
+"""Loads tensors into the network -> vLLM-Omni's names of what it loaded."""
+
+
+class FullUpdate:
+    """Full weights or an adapter on its way into a worker. `dtype`: the network's. `live`: shapes of all tensors, and
+    how they load as they arrive; None stages them in host memory."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, live: tuple[Mapping[str, torch.Size], Load] | None):
+        self._dtype, self._casts, self._staging = dtype, Casts(), Staging(device)
+        self._loaded: set[str] = set()
+        self._live: Live | None = None
+        if live is not None:
+            shapes, load = live
+            self._live = Live(shapes, lambda bucket: self._loaded.update(load(bucket)))
+
+    def take(self, bucket: Named) -> None:
+        """Take a bucket; see `verl_digen.weights.receiving.Take`."""
+        for _, tensor in bucket:
+            self._casts.add(tensor, self._dtype)
+        (self._live or self._staging).take(bucket)
+
+    @property
+    def staged(self) -> dict[str, Tensor]:
+        """Tensors of a staged update, on the CPU."""
+        return self._staging.tensors
+
+    def check_complete(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Raise RuntimeError, which names the tensors, unless all of `shapes` have arrived and nothing else."""
+        if self._live is not None:
+            self._live.finish()
+        else:
+            compare_with(self.staged, shapes)
+
+    def loaded_checksum(self, sent: int) -> int:
+        """Checksum that the network's numbers have after loading an update with checksum `sent`: that of the numbers
+        cast to the network's dtype, as vLLM-Omni does, computed as they pass."""
+        return self._casts.applied(sent)
+
+    def finish(self, load: Load) -> set[str]:
+        """Load a staged update -> vLLM-Omni's names of all that was loaded, of either kind."""
+        return self._loaded if self._live is not None else load(list(self.staged.items()))
 
 
 class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
@@ -124,9 +166,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             self._receiving[0].abandon()
         if is_live:
             self._require_unwrapped()
-            update = FullUpdate(self.od_config.dtype, live=(self._expected_shapes(None), self._load))
-        else:
-            update = FullUpdate(self.od_config.dtype, staging=Staging(self.device))
+        live = (self._expected_shapes(None), self._load) if is_live else None
+        update = FullUpdate(self.od_config.dtype, self.device, live)
         receiving = Receiving(
             address(sockets, self.local_rank), self.device, update.take, use_shm=use_shm, timeout_s=timeout_s
         )
@@ -329,7 +370,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         return self.od_config.parallel_config.tensor_parallel_size == 1
 
     @property
-    def _pipeline(self) -> PrefixSharing:
+    def _pipeline(self) -> RecordingPipeline:
         return self.model_runner.pipeline
 
     @cached_property

@@ -19,7 +19,7 @@ from verl.plugin.platform import get_platform
 from verl.trainer.config import CheckpointConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
-from verl_digen.algorithms.metric import numbers
+from verl_digen.algorithms.rows import numbers
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec

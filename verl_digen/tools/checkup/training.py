@@ -233,7 +233,7 @@ class TrueSize:
 
 
 def _sd3_tokenizers() -> dict[str, Any]:
-    from verl_digen.models.tiny.encoders import clip_tokenizer, t5_tokenizer
+    from verl_digen.models.tiny.parts import clip_tokenizer, t5_tokenizer
 
     return {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(), "tokenizer_3": t5_tokenizer()}
 

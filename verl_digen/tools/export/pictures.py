@@ -70,7 +70,7 @@ class Painter:
         encoders = Encoders(*checkpoint, settings)
         network = load_network(checkpoint, run.model_config)
         _load(network, weights, carries_adapter=run.model_config.adapter_config() is not None)
-        self._samples = SampleMaker.of_network(network, encoders.prompts, digen)
+        self._samples = SampleMaker.of_network(network, encoders.prompts.lookup, digen)
         encoders.alternate_with(DeviceMemory(self._samples.modules, network.device))
 
     def draw(self, row: PromptRow, num_samples: int) -> Iterator[tuple[Tensor, Audio | None]]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import diffusers_class
-from verl_digen.models.loaded import TILE_PX
+from verl_digen.models.pixels import TILE_PX
 from verl_digen.types import Geometry
 
 

@@ -17,7 +17,7 @@ from PIL import Image, ImageOps, ImageSequence
 from verl_digen.data.files import SUFFIXES as PROMPT_SUFFIXES
 from verl_digen.data.prompts import default_ground_truth, read_prompts
 from verl_digen.require import require
-from verl_digen.reward.needs import imported
+from verl_digen.reward.base import imported
 from verl_digen.types import PromptRow
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny tokenizers, with or without training on a few sentences, and tiny encoders of texts and pictures with random
-weights, and their processors, which need PIL alone. Different words have different tokens, in the corpus or not.
+"""Parts of tiny checkpoints: tokenizers, with or without training on a few sentences, and encoders, a VAE and weights.
+Different words have different tokens, in the corpus or not. Random weights make a network sensitive to all its inputs:
+none keeps a constructor's zeros, which would hide the effect of earlier layers. Processors need PIL alone.
 
 `Any` stands where diffusers annotates another class than its pipelines accept.
 """
@@ -12,9 +13,11 @@ import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from torch import nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
@@ -34,8 +37,9 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from verl_digen.models.tiny.weights import drawn
+Module = TypeVar("Module", bound=nn.Module)
 
+LATENT_CHANNELS = 4
 TEXT_WIDTH = 32
 """Hidden size of the token encoders."""
 VOCABULARY_SIZE = 512
@@ -61,6 +65,41 @@ CHAT_TEMPLATE = (
 )
 """Chat template of Qwen2.5 and, for one user message, of Qwen3."""
 CLIP_SPECIALS = ["<|startoftext|>", "<|endoftext|>"]
+
+
+def draw_weights(module: nn.Module, gain: float = 1.0) -> None:
+    """Draw matrices with std gain/sqrt(fan_in), biases with std 0.3, norm weights around 1."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1 and "gamma" not in name:
+            nn.init.normal_(parameter, std=gain / parameter[0].numel() ** 0.5)
+        elif name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.3)
+        else:
+            nn.init.normal_(parameter, mean=1.0, std=0.1)
+
+
+def drawn(kind: type[Module], *config: Any, **sizes: Any) -> Module:
+    """Make a network of these sizes, or of a config, and draw its weights."""
+    module = kind(*config, **sizes)
+    draw_weights(module)
+    return module
+
+
+def image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
+    """Make a tiny `AutoencoderKL`, 8x8 px per latent position, as in SD3, FLUX.1 and Z-Image."""
+    return drawn(
+        AutoencoderKL,
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 16, 16),
+        layers_per_block=1,
+        latent_channels=LATENT_CHANNELS,
+        norm_num_groups=4,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
 
 
 def clip_tokenizer() -> CLIPTokenizer:
