@@ -160,15 +160,9 @@ def run_rows(
         network,
         torch.empty(num_rows, *model.latent_shape(geometry)),
         torch.full((num_rows,), MID_SIGMA),
-        {name: _fake(mode, value) for name, value in collated.items()},
+        tree_map(mode.from_tensor, collated),
         geometry,
     )
-
-
-def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return mode.from_tensor(value)
-    return [mode.from_tensor(entry) for entry in value]
 
 
 Sizes = dict[int, int]
