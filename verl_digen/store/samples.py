@@ -5,7 +5,6 @@ keeps a `SampleTag` as a plain mapping, which verl's replay buffer reads."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import transfer_queue as tq
@@ -30,13 +29,7 @@ def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
         "global_steps": step,
         "min_global_steps": tag.facts.version,
         "max_global_steps": tag.facts.last_version,
-        TAG: {
-            **vars(tag),
-            "facts": {**vars(tag.facts), "sampling": asdict(tag.facts.sampling)},
-            "parts": dict(tag.parts),
-            "calls": [asdict(call) for call in tag.calls],
-            "episode": None if tag.episode is None else asdict(tag.episode),
-        },
+        TAG: _TAGS.dump_python(tag, warnings=False),  # a number of another kind is stored as it is
     }
 
 
