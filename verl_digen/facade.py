@@ -71,16 +71,15 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
         train_sampler: Any = None,
         device_name: str | None = None,
     ):
-        _require_config_alone(
-            tokenizer=tokenizer,
-            role_worker_mapping=role_worker_mapping,
-            resource_pool_manager=resource_pool_manager,
-            ray_worker_group_cls=None if ray_worker_group_cls is RayWorkerGroup else ray_worker_group_cls,
-            processor=processor,
-            train_dataset=train_dataset,
-            val_dataset=val_dataset,
-            collate_fn=collate_fn,
-            train_sampler=train_sampler,
+        arguments = dict(locals())
+        if ray_worker_group_cls is RayWorkerGroup:
+            del arguments["ray_worker_group_cls"]
+        given = [name for name, value in arguments.items() if name in DECIDED_BY and value is not None]
+        require(
+            not given,
+            "RayFlowGRPOTrainer must be given only the config",
+            ", ".join(given),
+            "leave out " + "; and ".join(f"{name}: {DECIDED_BY[name]}" for name in given),
         )
         if device_name is not None:
             config.trainer.device = device_name
@@ -209,13 +208,3 @@ class RayFlowGRPOTrainer(RayPPOTrainer):
 def _columns(**tensors: Tensor) -> DataProto:
     (size,) = {len(tensor) for tensor in tensors.values()}
     return DataProto(TensorDict(tensors, batch_size=size))  # pyright: ignore[reportArgumentType]
-
-
-def _require_config_alone(**arguments: Any) -> None:
-    given = [name for name, value in arguments.items() if value is not None]
-    require(
-        not given,
-        "RayFlowGRPOTrainer must be given only the config",
-        ", ".join(given),
-        "leave out " + "; and ".join(f"{name}: {DECIDED_BY[name]}" for name in given),
-    )

@@ -151,14 +151,8 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
 
 def _joined_paths(paths: Sequence[PathRecord]) -> PathRecord:
     starts = accumulate((len(path.latents) for path in paths[:-1]), initial=0)
-    return PathRecord(
-        latents=torch.cat([path.latents for path in paths]),
-        positions=torch.cat([path.positions + start for path, start in zip(paths, starts, strict=True)]),
-        sigmas=torch.cat([path.sigmas for path in paths]),
-        next_sigmas=torch.cat([path.next_sigmas for path in paths]),
-        sigma_max=torch.stack([path.sigma_max for path in paths]),
-        log_probs=torch.cat([path.log_probs for path in paths]),
-    )
+    moved = [path.columns() | {"positions": path.positions + start} for path, start in zip(paths, starts, strict=True)]
+    return PathRecord(**{name: torch.cat([columns[name] for columns in moved]) for name in PathRecord.COLUMNS})
 
 
 logger = logging.getLogger(__name__)

@@ -4,8 +4,9 @@ verl's data sets, and a DataProto with either, for the classes of verl's RFC."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -91,12 +92,8 @@ def sample_indices(rows: Sequence[PromptRow], data: DataProto) -> list[int]:
     """Number of each row in its group: column `sample_index`, or without it its place among the rows of its uid."""
     if "sample_index" in data.non_tensor_batch:
         return [int(index) for index in data.non_tensor_batch["sample_index"]]
-    seen: Counter[str] = Counter()
-    indices = []
-    for row in rows:
-        indices.append(seen[row.uid])
-        seen[row.uid] += 1
-    return indices
+    places: dict[str, Iterator[int]] = defaultdict(count)
+    return [next(places[row.uid]) for row in rows]
 
 
 def object_column(values: Sequence[Any]) -> np.ndarray:

@@ -233,12 +233,6 @@ def _is_plain(kind: pyarrow.DataType) -> bool:
         return _is_plain(kind.value_type)
     if types.is_nested(kind):
         return not types.is_union(kind) and all(_is_plain(kind.field(i).type) for i in range(kind.num_fields))
-    return (
-        types.is_null(kind)
-        or types.is_boolean(kind)
-        or types.is_integer(kind)
-        or types.is_floating(kind)
-        or types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_string_view(kind)
-    )
+    texts = types.is_string, types.is_large_string, types.is_string_view
+    numbers = types.is_boolean, types.is_integer, types.is_floating
+    return any(is_kind(kind) for is_kind in (types.is_null, *numbers, *texts))

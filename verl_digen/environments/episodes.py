@@ -185,11 +185,12 @@ class OpenEpisode:
         """Forget the turns, so that the episode can begin again; its retries count on."""
         self._asked, self._pictures = [], []
 
-    def close(self) -> None:
-        """Have the worker close the environment, and do not wait for it."""
+    def close(self, failure: BaseException | None = None) -> None:
+        """Have the worker close the environment, and do not wait for it. `failure`: why the worker is given up."""
         if self._worker is not None:
-            self._worker.end.remote(self._id)
-            self._workers.release(self._worker)
+            if not isinstance(failure, RayActorError):
+                self._worker.end.remote(self._id)
+            self._workers.release(self._worker, failure)
             self._worker = None
 
     async def _tried(self, picture: Picture | None) -> TurnResult | None:
@@ -203,7 +204,7 @@ class OpenEpisode:
             except (EpisodeDiverged, RunStopped):
                 raise
             except Exception as failure:  # of the environment or of Ray
-                self._give_up_worker(failure)
+                self.close(failure)
                 if self.num_retries >= self._max_retries:
                     raise EpisodeFailed(
                         f"the environment of episode {self._name} failed {1 + self.num_retries} times at turn "
@@ -212,13 +213,6 @@ class OpenEpisode:
                     ) from failure
                 logger.warning("the environment of episode %s is made again: %s", self._name, describe(failure))
                 self.num_retries += 1
-
-    def _give_up_worker(self, error: BaseException) -> None:
-        if self._worker is not None:
-            if not isinstance(error, RayActorError):
-                self._worker.end.remote(self._id)
-            self._workers.release(self._worker, error)
-            self._worker = None
 
     async def _restore(self) -> None:
         """Make the environment, and bring it to the turn at which the episode is."""

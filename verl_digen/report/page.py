@@ -80,22 +80,18 @@ def sentences(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _left_out(data: dict[str, Any]) -> list[str]:
-    found = []
     num_rows, kept = data["curves"]["num_rows"], len(data["curves"]["columns"].get("step", ()))
-    if kept < num_rows:
-        found.append(f"Curves show {kept} of {num_rows} steps, evenly spread; metrics.jsonl has all.")
-    for name, what in (("distributions", "distributions"), ("validations", "validation pictures")):
-        if left_out := data[name]["num_left_out"]:
-            found.append(f"The {what} of {left_out} more steps are not shown, to bound the file.")
-    if left_out := data["groups"]["num_left_out"]:
-        found.append(f"Training groups of {left_out} more steps are not shown; images/ of the run has them.")
-    if left_out := data["validations"]["num_prompts_left_out"]:
-        found.append(f"{left_out} more validation prompts are not shown; images/ of the run has them.")
-    if not data["timelines"]["is_whole"]:
-        found.append("The timeline is long: only its newest part was read.")
-    if left_out := data["warnings"]["num_left_out"]:
-        found.append(f"{left_out} earlier warnings are not shown; warnings.jsonl has them.")
-    return found
+    validated, trained = data["validations"], data["groups"]
+    told = (
+        (num_rows - kept, f"Curves show {kept} of {num_rows} steps, evenly spread; metrics.jsonl has all."),
+        (data["distributions"]["num_left_out"], "The distributions of {} more steps are not shown, to bound the file."),
+        (validated["num_left_out"], "The validation pictures of {} more steps are not shown, to bound the file."),
+        (trained["num_left_out"], "Training groups of {} more steps are not shown; images/ of the run has them."),
+        (validated["num_prompts_left_out"], "{} more validation prompts are not shown; images/ of the run has them."),
+        (not data["timelines"]["is_whole"], "The timeline is long: only its newest part was read."),
+        (data["warnings"]["num_left_out"], "{} earlier warnings are not shown; warnings.jsonl has them."),
+    )
+    return [text.format(number) for number, text in told if number]
 
 
 MAX_BYTES = 10_000_000

@@ -51,12 +51,7 @@ def submit_prompts(partition: str, uids: Sequence[str], step: int) -> None:
 
 async def publish_status(partition: str, uid: str, status: PromptStatus) -> None:
     """Replace the status of a prompt."""
-    tag: dict[str, Any] = {"status": status.status}
-    if status.error:
-        tag["error"] = status.error
-    if status.is_generated:
-        tag["is_generated"] = True
-    await put(partition, {uid: Row(tag)})
+    await put(partition, {uid: Row({name: value for name, value in vars(status).items() if value})})
 
 
 def list_partition(partition: str) -> Listing:

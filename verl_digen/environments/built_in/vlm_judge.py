@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -68,15 +69,6 @@ class VlmJudgeConfig(JudgeConfig):
         return self.question.format(task=task, instruction=instruction, max_score=self.max_score)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Answer of the judge."""
-
-    score: float
-    """Between 0 and 1."""
-    instruction: str | None
-
-
 class VlmJudge(Environment):
     config_class = VlmJudgeConfig
 
@@ -109,23 +101,25 @@ class VlmJudge(Environment):
         frames = frames_of(picture, config.num_frames)
         parts = await picture_parts([fitted(Image.fromarray(frame), config.max_px) for frame in frames])
         question = config.asked(self._task, self._asked)
-        call = self._chat.ask([*self._sources, *parts], question, self._read, unusable=self._unusable)
-        (verdict,) = await self._chat.all([call])
+        call = self._chat.ask(
+            [*self._sources, *parts],
+            question,
+            partial(read_verdict, max_score=config.max_score),
+            unusable=self._unusable,
+        )
+        ((score, instruction),) = await self._chat.all([call])
         self._num_turns += 1
         left = config.num_turns - self._num_turns
         details = {"asked_again": float(self._unusable["asked_again"]), "turns": float(self._num_turns)}
-        if left == 0 or verdict.instruction is None:
-            return TurnResult(verdict.score * (1 + left) / config.num_turns, True, details=details)
-        self._asked = verdict.instruction
-        return TurnResult(verdict.score / config.num_turns, False, Instruction(self._asked), details)
-
-    def _read(self, reply: Reply) -> Verdict:
-        return read_verdict(reply, self.config.max_score)
+        if left == 0 or instruction is None:
+            return TurnResult(score * (1 + left) / config.num_turns, True, details=details)
+        self._asked = instruction
+        return TurnResult(score / config.num_turns, False, Instruction(instruction), details)
 
 
-def read_verdict(reply: Reply, max_score: float) -> Verdict:
-    """Read the JSON object of an answer; a fence of Markdown around it is left out. UnusableAnswer for anything else
-    than the two keys with values of their kind."""
+def read_verdict(reply: Reply, max_score: float) -> tuple[float, str | None]:
+    """(score from 0 to 1, instruction) of an answer, a JSON object; a fence of Markdown around it is left out.
+    UnusableAnswer for anything else than the two keys with values of their kind."""
     text = reply.text
     if text.startswith(FENCE) and text.endswith(FENCE) and "\n" in text:
         text = text.partition("\n")[2].removesuffix(FENCE)
@@ -145,7 +139,7 @@ def read_verdict(reply: Reply, max_score: float) -> Verdict:
         raise UnusableAnswer(
             f"the judge's instruction must have at most {MAX_INSTRUCTION_CHARS} characters, got {shown(instruction)}"
         )
-    return Verdict(float(score) / max_score, None if instruction is None else instruction.strip())
+    return float(score) / max_score, None if instruction is None else instruction.strip()
 
 
 ENVIRONMENT = VlmJudge

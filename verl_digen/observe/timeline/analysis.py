@@ -30,8 +30,8 @@ LABELS: tuple[str, ...] = (*BUSY_KINDS, *WAIT_REASONS, UNATTRIBUTED)
 """Labels of a lane's time. Where several overlap, the first in this order gets the time: work before waiting."""
 _RANK = {label: rank for rank, label in enumerate(LABELS)}
 
-TRAINING_KINDS = ("train", "assist", "commit")
-"""Work of the trainer that can overlap with generation."""
+OVERLAPPING = {"trainer": ("train", "assist", "commit"), "generator": ("generate",)}
+"""Pool -> its work that can overlap with the other's."""
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,12 @@ def pool_usage(intervals: Sequence[Interval], step: int, num_devices: Mapping[st
 
 def overlap_s(intervals: Iterable[Interval], window: Span) -> float:
     """Seconds in which the trainer's work and the generator's ran at the same time."""
-    training: list[Span] = []
-    generating: list[Span] = []
+    spans: dict[str, list[Span]] = {"trainer": [], "generator": []}
     for interval in intervals:
         start_s, end_s = max(interval.start_s, window[0]), min(interval.end_s, window[1])
-        if start_s >= end_s:
-            continue
-        if interval.lane.pool == "trainer" and interval.kind in TRAINING_KINDS:
-            training.append((start_s, end_s))
-        elif interval.lane.pool == "generator" and interval.kind == "generate":
-            generating.append((start_s, end_s))
+        if start_s < end_s and interval.kind in OVERLAPPING.get(interval.lane.pool, ()):
+            spans[interval.lane.pool].append((start_s, end_s))
+    training, generating = spans.values()
     # |A and B| = |A| + |B| - |A or B|
     return max(0.0, union_s(training) + union_s(generating) - union_s(training + generating))
 

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -43,18 +42,6 @@ LARGE_MB, SMALL_MB = 32, 1
 BUCKET_MB = 256
 TIMEOUT_S = 60.0
 """Timeout for a part; the receiver's imports take a few seconds of the first one's."""
-
-
-@dataclass(frozen=True)
-class Received:
-    """The receiver's report."""
-
-    ready_s: float
-    """Monotonic time at which it began to receive; the clock is the machine's."""
-    done_s: float
-    """Monotonic time at which the network computed with the update."""
-    loaded: int
-    """Checksum of the network's tensors."""
 
 
 def check_update(setting: Setting) -> str:
@@ -98,14 +85,15 @@ def _round_trip(size_mb: int, receiver: Callable[[], Executor], *, is_live: bool
             if receiving.done():
                 receiving.result()  # says why
             raise
-        received = receiving.result(TIMEOUT_S)
-    if received.loaded != sent.value:
-        raise RuntimeError(f"weights with checksum {sent.value:x} were sent, the network holds {received.loaded:x}")
-    return received.done_s - max(began_s, received.ready_s)
+        ready_s, done_s, loaded = receiving.result(TIMEOUT_S)
+    if loaded != sent.value:
+        raise RuntimeError(f"weights with checksum {sent.value:x} were sent, the network holds {loaded:x}")
+    return done_s - max(began_s, ready_s)
 
 
-def receive(wire: Wire, size_mb: int) -> Received:
-    """Receive one update into a network of zeros, as a replica's server does."""
+def receive(wire: Wire, size_mb: int) -> tuple[float, float, int]:
+    """Receive one update into a network of zeros, as a replica's server does -> (time at which it began to receive,
+    time at which the network computed with the update, checksum of its tensors); times by the machine's clock."""
     device = own_device(get_platform().device_name)
     network = WeightReceiver(_network(size_mb, device, is_filled=False), None)
     take = network.begin_live() if wire.is_live else network.begin_staged(device)
@@ -115,7 +103,7 @@ def receive(wire: Wire, size_mb: int) -> Received:
     network.switch()
     get_platform().synchronize()
     done_s = time.monotonic()
-    return Received(ready_s, done_s, checksum(network.module.state_dict().values()))
+    return ready_s, done_s, checksum(network.module.state_dict().values())
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map
 
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.checkpoint import networks_of
 from verl_digen.tools.plan.networks import blocks_of
 from verl_digen.tools.plan.peak import PeakBytes, give_fake_weights
 from verl_digen.types import Condition, Geometry
@@ -160,15 +161,9 @@ def run_rows(
         network,
         torch.empty(num_rows, *model.latent_shape(geometry)),
         torch.full((num_rows,), MID_SIGMA),
-        {name: _fake(mode, value) for name, value in collated.items()},
+        tree_map(mode.from_tensor, collated),
         geometry,
     )
-
-
-def _fake(mode: FakeTensorMode, value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return mode.from_tensor(value)
-    return [mode.from_tensor(entry) for entry in value]
 
 
 Sizes = dict[int, int]
@@ -201,7 +196,7 @@ class _Tracer:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context in which the forward runs."""
-        base = self._network.get_base_model() if hasattr(self._network, "get_base_model") else self._network
+        (base,) = networks_of(self._network)
         base.enable_gradient_checkpointing(self._run)
         inside = {module for modules in self._waiting.values() for module in modules}
         self._give(module for module in self._network.modules() if module not in inside)

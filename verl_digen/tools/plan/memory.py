@@ -167,11 +167,12 @@ def _gathered_to_generate(run: Run, tile: Tile) -> Items:
 
 def _decoding(run: Run, items: Items, limit: int | None) -> Phase:
     """Samples that are decoded together; one in tiles where a whole one does not fit."""
-    whole, tiled = run.measured.decoding_bytes, run.measured.tiled_bytes
+    whole, tiled, rollout = run.measured.decoding_bytes, run.measured.tiled_bytes, run.settings.digen.rollout
     takes_tiles = run.settings.is_ours and tiled < whole
     if takes_tiles and limit is not None and sum(items.values()) + whole > limit:
         return Phase(items, tiled, 1, "sample decoded in tiles")
-    return Phase(items, whole, _num_decoded(run), "samples decoded together")
+    together = min(rollout.decode_batch_size, rollout.batch_size) if run.measured.decodes_together else 1
+    return Phase(items, whole, together, "samples decoded together")
 
 
 def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:
@@ -188,11 +189,6 @@ def _assistant(run: Run) -> Items:
         return {}
     decoders = (run.measured.parts[name] for name in run.measured.decoders)
     return {"VAE of assistance": sum(part.num_bytes for part in decoders)}
-
-
-def _num_decoded(run: Run) -> int:
-    rollout = run.settings.digen.rollout
-    return min(rollout.decode_batch_size, rollout.batch_size) if run.measured.decodes_together else 1
 
 
 # -- a trainer's device ---------------------------------------------------------------------------------------

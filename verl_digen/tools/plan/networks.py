@@ -17,7 +17,7 @@ import transformers
 from torch import nn
 
 from verl_digen.models.base import DiffusionModel
-from verl_digen.models.checkpoint import kept_in_fp32
+from verl_digen.models.checkpoint import kept_in_fp32, networks_of
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,8 @@ def count_network(network: nn.Module) -> Counts:
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
     """The blocks that FSDP2 shards one by one, and gradient checkpointing recomputes one by one."""
-    names = set(_base(network)._no_split_modules)
+    names = {name for one in networks_of(network) for name in one._no_split_modules}
     return [module for module in network.modules() if type(module).__name__ in names]
-
-
-def _base(network: Any) -> Any:
-    """Unwrap peft's model."""
-    return network.get_base_model() if hasattr(network, "get_base_model") else network
 
 
 ENCODERS = ("text_encoder", "image_encoder")

@@ -26,7 +26,7 @@ LORA_WORDS = (f"actor_rollout_ref.model.lora_rank={LORA_RANK}", "actor_rollout_r
 DRAW_WORDS = ("actor_rollout_ref.rollout.name=trainer", "actor_rollout_ref.actor.fsdp_config.param_offload=false")
 """Words of a run whose ranks generate."""
 INT8_WORD = "actor_rollout_ref.model.int8_base=true"
-MAX_TENSOR_PARALLEL = 8
+TENSOR_PARALLEL = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,8 @@ def _candidates(has_adapter: bool, read: Callable[..., Run]) -> Iterator[_Change
     yield _Change(" ".join(LORA_WORDS), lambda run: run if run.settings.is_lora else _keeping(run, read(*LORA_WORDS)))
     adapter = () if has_adapter else LORA_WORDS
     yield _Change(INT8_WORD, lambda run: _in_int8(run, partial(read, *DRAW_WORDS, *adapter, INT8_WORD)))
-    size = 2
-    while size <= MAX_TENSOR_PARALLEL:
+    for size in TENSOR_PARALLEL:
         yield _Change(f"{rollout}.tensor_model_parallel_size={size}", partial(_tensor_parallel, size))
-        size *= 2
     for _ in range(MAX_DOUBLINGS):
         yield _Change("", _double)
 
