@@ -41,9 +41,8 @@ from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.planning import Planner
-from verl_digen.engine.points import points_of
 from verl_digen.engine.policies import PolicyForward
-from verl_digen.engine.rows import Fetch, tile_rows
+from verl_digen.engine.rows import Fetch, points_of, tile_rows
 from verl_digen.engine.teacher import load_teacher
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.engine.verl_batches import VerlBatches

@@ -28,9 +28,8 @@ from verl_digen.config import TspConfig
 from verl_digen.engine import memory
 from verl_digen.engine.fragment import FragmentSample, fragment_rows
 from verl_digen.engine.memory import TileMemory
-from verl_digen.engine.points import Picks, Points
 from verl_digen.engine.recompute import ALL, Recomputation
-from verl_digen.engine.rows import AllRows, Fetch, Samples, TileWork, make_rows, text_order
+from verl_digen.engine.rows import AllRows, Fetch, Picks, Points, Samples, TileWork, make_rows, text_order
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory

@@ -33,10 +33,9 @@ from verl_digen.engine import gradients
 from verl_digen.engine.fsdp2 import kept_after_backward, recover
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
-from verl_digen.engine.points import Points
 from verl_digen.engine.policies import Evaluated, Outputs, PolicyForward, moved
 from verl_digen.engine.recompute import Recomputation
-from verl_digen.engine.rows import Exchange, TileWork, padded_tokens, tile_rows
+from verl_digen.engine.rows import Exchange, Points, TileWork, padded_tokens, tile_rows
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.types import TrainingRows, Transitions
 
