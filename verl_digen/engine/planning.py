@@ -33,8 +33,7 @@ from verl_digen.engine.rows import AllRows, Fetch, Picks, Points, Samples, TileW
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory
-from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
-from verl_digen.schedulers.tiles import Tile, TileChoice, choose_tile, plan_tiles
+from verl_digen.schedulers.tiles import Row, Tile, TileChoice, choose_tile, deal_rows, plan_tiles, stand_ins
 from verl_digen.types import Sampling, TrainingRows
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,7 @@ from verl_digen.algorithms.objectives import JointRows, Objective
 from verl_digen.engine.arrival import Arrival
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.models.base import DiffusionModel
-from verl_digen.schedulers.deal import Row
-from verl_digen.schedulers.tiles import Tile
+from verl_digen.schedulers.tiles import Row, Tile
 from verl_digen.store.conditions import ConditionPair, fetch_conditions
 from verl_digen.store.samples import fetch_columns
 from verl_digen.types import CleanRecord, Noised, PathRecord, TrainingRows, Transitions
