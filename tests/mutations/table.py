@@ -85,7 +85,7 @@ SCHEDULERS: tuple[Line, ...] = (
     ("rules.stale_allowance", swap("stale.fraction", "1.0"), "the whole batch may be stale", "planner"),
     ("play._deliver", given(scored_s="scored_s - self.bubble.score_s"), "groups train before their scores", "search"),
     ("search._decide", swap("MAX_DEPTH", "0"), "no choice is branched exactly"),
-    ("foresight.counts", result("True"), "a gain counts that is smaller than the usual error"),
+    ("search.counts", result("True"), "a gain counts that is smaller than the usual error", "foresight"),
     ("slots._pop_idle", swap('slot.state == "idle"', "True"), "a busy slot is handed out"),
     ("tiles.deal_rows", given(whole_samples="False"), "samples are cut without time-step parallelism", "deal"),
     ("tiles.plan_tiles", swap("most - len(own)", "0"), "a rank without rows has no tile, and the others wait for it"),
