@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time-step parallelism: partition of the rows of a fragment over the data-parallel ranks, packing of a rank's rows into
+"""Time-step parallelism: partition of a fragment's rows over the data-parallel ranks, packing of a rank's rows into
 tiles, and the choice of their size. A tile is a micro-batch: the rows of one forward/backward.
 
 Ranks:
