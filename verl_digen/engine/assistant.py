@@ -16,7 +16,7 @@ error; an open gradient is bitwise as before.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -96,7 +96,7 @@ class Assistant:
         """
         samples = []
         asked = [replace(request, wants_condition=False) for request in requests]
-        for _, answer in self.generate(asked, _Known.of(requests, conditions), version=version):
+        for _, answer in self.generate(asked, _Known(requests, conditions), version=version):
             if isinstance(answer, ValueError):
                 raise answer
             samples.append(answer)
@@ -129,24 +129,18 @@ class _RankSampler(Sampler):
             return super().denoise(*args, **kwargs)
 
 
-@dataclass(frozen=True)
 class _Known:
-    """Conditions that were encoded elsewhere."""
+    """Conditions of the requests' prompts, which were encoded elsewhere."""
 
-    conditions: Conditions
-
-    @classmethod
-    def of(cls, requests: Sequence[SampleRequest], conditions: Mapping[str, ConditionPair]) -> _Known:
-        """Conditions of the requests' prompts."""
-        known: Conditions = {}
+    def __init__(self, requests: Sequence[SampleRequest], conditions: Mapping[str, ConditionPair]):
+        self._conditions: Conditions = {}
         for request in requests:
             for inputs, condition in zip(request.branches, conditions[request.condition_key], strict=False):
                 assert condition is not None
-                known[inputs] = condition
-        return cls(known)
+                self._conditions[inputs] = condition
 
     def lookup(self, prompts: Sequence[PromptInputs]) -> Conditions:
-        return {inputs: self.conditions[inputs] for inputs in prompts}
+        return {inputs: self._conditions[inputs] for inputs in prompts}
 
 
 def deal_samples(kinds: Sequence[Hashable], num_ranks: int) -> list[list[list[int]]]:
