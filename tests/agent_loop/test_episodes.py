@@ -20,7 +20,7 @@ from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, EnvironmentConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.engine.fragment import FragmentSample, fragment_rows
-from verl_digen.engine.points import ForwardPoints, PathPoints
+from verl_digen.engine.rows import ForwardPoints, PathPoints
 from verl_digen.environments.episodes import EpisodeFailed
 from verl_digen.store.samples import from_entry, to_entry
 from verl_digen.trainer.updates import fragment_samples

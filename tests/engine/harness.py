@@ -36,8 +36,7 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.gradients import Gradient, project, put, take
-from verl_digen.engine.points import Picks
-from verl_digen.engine.rows import Fetch, Samples
+from verl_digen.engine.rows import Fetch, Picks, Samples
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model

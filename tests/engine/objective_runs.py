@@ -109,7 +109,7 @@ def commit(engine: DiffusersFSDPEngine, *, more: bool = False) -> Seen:
     with unstepped(engine) as gradient:
         kept = dict(engine.copies)
         metrics = numbers(engine.commit(more=more)["metrics"])
-        engine.copies._weights.update(kept)
+        engine.copies.update(kept)
     return Seen(gradient, metrics)
 
 

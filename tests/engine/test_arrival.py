@@ -26,8 +26,7 @@ from verl_digen.algorithms.rows import numbers
 from verl_digen.engine import rows
 from verl_digen.engine.arrival import THREAD, Arrival
 from verl_digen.engine.fragment import FragmentSample
-from verl_digen.engine.points import ForwardPoints
-from verl_digen.engine.rows import Samples
+from verl_digen.engine.rows import ForwardPoints, Samples
 from verl_digen.types import CleanRecord
 
 KEYS = [f"s{number}" for number in range(20)]

@@ -16,8 +16,7 @@ from verl_digen.config import TspConfig
 from verl_digen.engine import memory, planning
 from verl_digen.engine.fragment import FragmentSample
 from verl_digen.engine.planning import Planner
-from verl_digen.engine.points import ForwardPoints
-from verl_digen.engine.rows import Samples, padded_tokens, text_order
+from verl_digen.engine.rows import ForwardPoints, Samples, padded_tokens, text_order
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.qwen_image import QwenImage
 from verl_digen.models.wan import Wan

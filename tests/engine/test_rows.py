@@ -13,10 +13,8 @@ from verl_digen.algorithms.objectives import ClampedConfig, Joint, JointRows, Lo
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
-from verl_digen.engine.points import ForwardPoints, PathPoints
-from verl_digen.engine.rows import AllRows, Samples, TileWork, make_rows, tile_rows
-from verl_digen.schedulers.deal import Row, deal_rows
-from verl_digen.schedulers.tiles import Grid, plan_tiles
+from verl_digen.engine.rows import AllRows, ForwardPoints, PathPoints, Samples, TileWork, make_rows, tile_rows
+from verl_digen.schedulers.tiles import Grid, Row, deal_rows, plan_tiles
 from verl_digen.types import Geometry, Noised, TrainingRows, Transitions
 from verl_digen.types.settings import Turn
 

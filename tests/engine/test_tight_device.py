@@ -35,7 +35,7 @@ from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.policies import Evaluated, PolicyForward
 from verl_digen.engine.rows import make_rows
 from verl_digen.platforms import device_memory
-from verl_digen.schedulers.deal import Row
+from verl_digen.schedulers.tiles import Row
 from verl_digen.types import TrainingRows
 
 pytestmark = pytest.mark.usefixtures("one_rank")

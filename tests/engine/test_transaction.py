@@ -37,8 +37,7 @@ from verl_digen.algorithms.rows import LossInputs, LossOutput, numbers
 from verl_digen.engine import gradients
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec
-from verl_digen.engine.points import PathPoints
-from verl_digen.engine.rows import make_rows
+from verl_digen.engine.rows import PathPoints, make_rows
 
 pytestmark = [pytest.mark.usefixtures("one_rank"), pytest.mark.slow]
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 
-from verl_digen.schedulers.deal import Row
+from verl_digen.schedulers.tiles import Row
 
 
 def rows_of(num_steps: Sequence[int]) -> list[Row]:

@@ -5,7 +5,7 @@ import random
 from collections import Counter
 
 from tests.schedulers.rows import rows_of
-from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
+from verl_digen.schedulers.tiles import Row, deal_rows, stand_ins
 
 
 def assert_invariants(rows: list[Row], dealt: list[list[Row]], whole_samples: bool) -> None:

@@ -7,8 +7,7 @@ import pytest
 
 from tests.schedulers.flat import make_rules
 from verl_digen.schedulers.durations import KnownDurations
-from verl_digen.schedulers.foresight import Foresight
-from verl_digen.schedulers.search import Verdict
+from verl_digen.schedulers.search import Foresight, Verdict
 from verl_digen.schedulers.simulation import PlannerRun
 
 ASSIST = Verdict("assist", makespan_s=9.0, waiting_s=10.0, wait_until_s=2.0, depth=1)

@@ -10,17 +10,18 @@ import pytest
 
 from tests.schedulers.rows import rows_of
 from tests.schedulers.test_deal import random_rows
-from verl_digen.schedulers.deal import Row, deal_rows
 from verl_digen.schedulers.tiles import (
     TILE_COST,
     WHOLE_TILE_COST,
     Budget,
     Grid,
+    Row,
     Tile,
     TileChoice,
     TileShape,
     choose_shape,
     choose_tile,
+    deal_rows,
     plan_tiles,
     prefers_whole_base,
 )

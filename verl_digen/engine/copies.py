@@ -88,7 +88,7 @@ CURRENT = "current"
 AVERAGE = "average"
 
 
-class PolicyCopies(Mapping[str, ShadowWeights]):
+class PolicyCopies(dict[str, ShadowWeights]):
     """Policy -> its weights. `copy` copies the trainable shards of `module` as they are now; `decays` are of the
     policies that follow once per batch, see `LossConfig.copies`."""
 
@@ -99,25 +99,16 @@ class PolicyCopies(Mapping[str, ShadowWeights]):
         self._followed = 0
         """Optimizer steps at the last `follow_batch`."""
         self._saved = (*decays, *((AVERAGE,) if ema.enable else ()))
-        self._weights: dict[str, ShadowWeights] = {name: copy() for name in self._saved}
-
-    def __getitem__(self, policy: str) -> ShadowWeights:
-        return self._weights[policy]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
+        super().__init__({name: copy() for name in self._saved})
 
     def keep(self, policy: str) -> None:
         """Copy the weights as they are now."""
-        self._weights[policy] = self._copy()
+        self[policy] = self._copy()
 
     def drop(self, policy: str) -> None:
         """Delete a copy that was kept; copies that follow stay."""
         if policy not in self._saved:
-            self._weights.pop(policy, None)
+            self.pop(policy, None)
 
     def follow_step(self, k: int) -> None:
         """Update the average after an optimizer step that changed the weights; `k` such steps came before it."""
@@ -133,12 +124,12 @@ class PolicyCopies(Mapping[str, ShadowWeights]):
                     self._update(policy, decay.at(k))
 
     def _update(self, policy: str, decay: float) -> None:
-        ema_update_(self._weights[policy].shards.values(), local_shards(self._module).values(), decay)
+        ema_update_(self[policy].shards.values(), local_shards(self._module).values(), decay)
 
     # -- checkpoints --------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Mapping[str, Tensor]]:
         """Copies that follow, live: policy -> parameter name -> tensor, distributed as the parameter is."""
-        return {policy: self._weights[policy].tensors for policy in self._saved}
+        return {policy: self[policy].tensors for policy in self._saved}
 
     def resume(self, loaded: Collection[str], num_updates: int) -> None:
         """Go on after `num_updates` optimizer steps; a copy that was not loaded starts from the weights as they are."""

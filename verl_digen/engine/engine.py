@@ -23,6 +23,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from verl.workers.engine import EngineRegistry
 from verl_digen.algorithms.advantages import effective_samples
 from verl_digen.algorithms.rows import Metric, Reduce
 from verl_digen.engine import gradients, memory
-from verl_digen.engine.build import RowFlops
+from verl_digen.engine.build import row_flops
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.fsdp2 import forwards, gathered_bytes
@@ -41,9 +42,8 @@ from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.planning import Planner
-from verl_digen.engine.points import points_of
 from verl_digen.engine.policies import PolicyForward
-from verl_digen.engine.rows import Fetch, tile_rows
+from verl_digen.engine.rows import Fetch, points_of, tile_rows
 from verl_digen.engine.teacher import load_teacher
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.engine.verl_batches import VerlBatches
@@ -77,7 +77,10 @@ class DiffusersFSDPEngine(VerlBatches):
         if teacher is not None and not self.engine_config.forward_only:
             load_teacher(self.copies, self.module, teacher)
         self.forward = PolicyForward(self.model, self.module, torch.device(get_device_id()), self.copies, self._is_lora)
-        self.row_flops = RowFlops(self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
+        # rows of a batch are counted with the mean length of their prompts, each length once
+        self.row_flops = cache(
+            partial(row_flops, self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
+        )
         group = self.get_data_parallel_group()
         assert group is not None
         self.planner = Planner(
@@ -364,7 +367,7 @@ class DiffusersFSDPEngine(VerlBatches):
             "recomputed_share": _number(transaction.recomputed_shares / transaction.num_tiles),
             "grad_projection": _number(gradients.projection(self.module).item()),
             **({} if self.state.loss_scale is None else {"loss_scale": _number(self.state.loss_scale.value, "min")}),
-            **{name: _number(value) for name, value in self.row_flops.metrics(prompt_tokens).items()},
+            **{name: _number(value) for name, value in self.row_flops(round(prompt_tokens)).items()},
         }
         return {"model_output": {}, "loss": [loss], "metrics": combined}
 

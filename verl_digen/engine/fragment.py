@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from verl_digen.schedulers.deal import Row
+from verl_digen.schedulers.tiles import Row
 from verl_digen.types import SampleFacts, Sampling
 from verl_digen.types.settings import Turn
 

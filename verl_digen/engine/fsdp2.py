@@ -51,9 +51,14 @@ def set_groups(unit: Any, groups: list[Any]) -> None:
             group.lazy_init()
 
 
+def all_groups(module: nn.Module) -> list[Any]:
+    """Parameter groups of all units in the module."""
+    return [group for unit in units_of(module) for group in groups_of(unit)]
+
+
 def parameters_of(module: nn.Module) -> list[Any]:
     """FSDP2's record of every parameter."""
-    return [parameter for unit in units_of(module) for group in groups_of(unit) for parameter in group.fsdp_params]
+    return [parameter for group in all_groups(module) for parameter in group.fsdp_params]
 
 
 def reset(root: Any) -> None:
@@ -124,7 +129,7 @@ def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
     """Context for forwards without gradient; after it, also after an exception, the parameters are the shards. With
     `keeps`, the same on all ranks, a unit gathers its parameters in its first forward alone; else in every one, T times
     in a denoising loop."""
-    meshes = [(group, group.post_forward_mesh_info) for group in _groups(module)]
+    meshes = [(group, group.post_forward_mesh_info) for group in all_groups(module)]
     for group, _ in meshes if keeps else ():
         group.post_forward_mesh_info = None  # what FSDP2's `set_reshard_after_forward(False)` sets
     try:
@@ -142,7 +147,7 @@ def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
 def kept_after_backward(module: nn.Module, keeps: bool) -> Iterator[None]:
     """Context in which units that keep their parameters after a forward (`reshard_after_forward=false`) keep them after
     its backward too, if `keeps`: the next tile, with the same weights, does not gather. The same on all ranks."""
-    groups = [group for group in _groups(module) if group.post_forward_mesh_info is None] if keeps else []
+    groups = [group for group in all_groups(module) if group.post_forward_mesh_info is None] if keeps else []
     for group in groups:
         group.reshard_after_backward = False
     try:
@@ -150,11 +155,6 @@ def kept_after_backward(module: nn.Module, keeps: bool) -> Iterator[None]:
     finally:
         for group in groups:
             group.reshard_after_backward = True
-
-
-def _groups(module: nn.Module) -> list[Any]:
-    """FSDP2's parameter groups, which gather as one."""
-    return [group for unit in units_of(module) for group in groups_of(unit)]
 
 
 def reshard(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from verl_digen.engine.copies import local_shard
 from verl_digen.engine.export import plain_name
-from verl_digen.engine.fsdp2 import groups_of, parameters_of, reshard, units_of
+from verl_digen.engine.fsdp2 import all_groups, parameters_of, reshard
 
 FREE_OF_EPS = 10.0
 """RMS over eps from which a parameter counts as free of eps: eps is at most a tenth of Adam's denominator."""
@@ -118,10 +118,9 @@ def exempt_unused(module: nn.Module) -> None:
     """Let a backward without reduction pass parameters that never ran, such as another expert's; call it between
     forward and backward. FSDP2 looks for their unreduced gradient to cast it to the reduce dtype, and raises
     AttributeError, because the first forward makes the place where that would be. Under reduction it passes them."""
-    for unit in units_of(module):
-        for group in groups_of(unit):
-            if not any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
-                group.reduce_grads = True
+    for group in all_groups(module):
+        if not any(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+            group.reduce_grads = True
 
 
 def reduce_pending(module: nn.Module) -> None:

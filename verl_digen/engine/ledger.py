@@ -143,7 +143,10 @@ class AdvantageLedger:
                 "samples of a logical batch must have equally many nodes of a tree, or none, got "
                 f"{sorted({len(own) for own in (*self.nodes, *nodes)})}; generate all of them under one digen.branches"
             )
-        early = self._advantages_now(rewards, groups, nodes)
+        # centred rewards while the scale is unknown
+        own_scale = "none" if self.config.scale in BATCH_SCALES else self.config.scale
+        early = self._advantages(rewards, groups, nodes, own_scale)
+        early = early if self.scale is None else early / self.scale
         self._early += (early if early.dim() == 2 else early[:, None]).tolist()
         if self.config.scale == "max_group":
             self._largest_scale = max(self._largest_scale, self._scale(rewards, groups))
@@ -182,14 +185,6 @@ class AdvantageLedger:
     def _early_advantages(self) -> Tensor:
         early = torch.tensor(self._early)
         return early if any(self.nodes) else early.reshape(-1)
-
-    def _advantages_now(
-        self, rewards: Sequence[float], groups: Sequence[str], nodes: Sequence[tuple[int, ...]]
-    ) -> Tensor:
-        """Advantages of complete groups, or their centred rewards while the scale is unknown."""
-        if self.scale is not None:
-            return self._advantages(rewards, groups, nodes, "none") / self.scale
-        return self._advantages(rewards, groups, nodes, "none" if self.is_scale_late else self.config.scale)
 
     def _advantages(
         self, rewards: Sequence[float], groups: Sequence[str], nodes: Sequence[tuple[int, ...]], scale: str

@@ -25,7 +25,7 @@ from verl_digen.engine.planning import Planner
 from verl_digen.engine.recompute import ALL
 from verl_digen.engine.rows import Fetch, TileWork
 from verl_digen.engine.transaction import GradientTransaction
-from verl_digen.schedulers.deal import Row
+from verl_digen.schedulers.tiles import Row
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ Invariant: losses of tiles add up to the logical batch's, because every mean div
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from verl_digen.algorithms.kl import kl_inputs, kl_loss
 from verl_digen.algorithms.objectives import find_objective, objective_names, policy_loss
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, policy_output
-from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
+from verl_digen.algorithms.rows import LossInputs, Metric
 from verl_digen.algorithms.sde import noise_rate
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs
@@ -35,26 +35,13 @@ from verl_digen.types import TrainingRows, Transitions
 
 
 @dataclass(frozen=True)
-class Term:
-    """One term of the loss."""
-
-    inputs: tuple[str, ...]
-    """Names of what it reads."""
-    compute: Callable[[Mapping[str, Tensor], bool], LossOutput]
-    """(inputs, whether advantages are clamped) -> output."""
-    weight: float
-    scales: bool
-    """True: divided by the advantage scale where that is known late. False: it does not depend on advantages."""
-
-
-@dataclass(frozen=True)
 class LossTerms:
     """Share of some rows in the logical batch's loss, [] fp32 each."""
 
     scaled: Tensor
-    """Terms that are divided by the advantage scale where that is known late."""
+    """The objective's, which is divided by the advantage scale where that is known late."""
     fixed: Tensor | None
-    """The others; None if there are none."""
+    """The KL, which does not depend on advantages; None without one."""
     metrics: Mapping[str, Metric]
 
     @property
@@ -80,16 +67,9 @@ class DiffusionLoss:
         self.objective, self.config = find_objective(digen.loss_name), digen.loss_settings
         self.denominator = digen.denominator
         self.joint = self.objective.joint
-        self.terms = [self._policy_term(), *([_kl_term(digen)] if digen.kl.coef > 0 else ())]
-        self._inputs = {name for term in self.terms for name in term.inputs}
-
-    def _policy_term(self) -> Term:
-        name, clamped, unclamped = self.objective.name, self.config, self.config.unclamped()
-
-        def compute(inputs: Mapping[str, Tensor], clamps: bool) -> LossOutput:
-            return policy_loss(name, inputs, clamped if clamps else unclamped)
-
-        return Term(self.objective.inputs_for(self.config), compute, weight=1.0, scales=True)
+        self.kl = digen.kl if digen.kl.coef > 0 else None
+        own = kl_inputs(self.kl.kind) if self.kl is not None else ()
+        self._inputs = {*self.objective.inputs_for(self.config), *own}
 
     @property
     def wanted(self) -> dict[str, list[str]]:
@@ -129,15 +109,12 @@ class DiffusionLoss:
         inputs = shared | self._given(self._inputs, current, others, rows, old_log_probs)
         if self.joint is not None and joint is not None:
             inputs[self.joint.column] = joint
-        scaled, fixed, metrics = torch.zeros((), device=device), None, {}
-        for term in self.terms:
-            output = term.compute(inputs, clamps)
-            metrics |= output.metrics
-            loss = term.weight * output.loss
-            if term.scales:
-                scaled = scaled + loss
-            else:
-                fixed = loss if fixed is None else fixed + loss
+        policy = policy_loss(self.objective.name, inputs, self.config if clamps else self.config.unclamped())
+        scaled, fixed, metrics = policy.loss, None, {**policy.metrics}
+        if self.kl is not None:
+            kl = kl_loss(self.kl.kind, inputs)
+            fixed = self.kl.coef * kl.loss
+            metrics |= kl.metrics
         metrics["policy_loss"] = Metric(scaled.detach())
         if isinstance(rows.point, Transitions):
             recorded = rows.point.log_probs
@@ -196,15 +173,6 @@ def _noise_rate(rows: TrainingRows, point: Transitions, current: Evaluated) -> T
     std = current.step.std.detach()
     length = to_device(rows.sigmas, std.device), to_device(point.next_sigmas, std.device)
     return noise_rate(rows.sampling.law, std, *length)
-
-
-def _kl_term(digen: DigenConfig) -> Term:
-    kind = digen.kl.kind
-
-    def compute(inputs: Mapping[str, Tensor], clamps: bool) -> LossOutput:
-        return kl_loss(kind, inputs)
-
-    return Term(kl_inputs(kind), compute, weight=digen.kl.coef, scales=False)
 
 
 def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Metric]:

@@ -36,7 +36,7 @@ from verl_digen.engine.copies import local_shard
 from verl_digen.engine.recompute import ALL, Recomputation
 from verl_digen.platforms import device_memory
 from verl_digen.platforms.device_memory import MARGIN
-from verl_digen.schedulers.deal import Row
+from verl_digen.schedulers.tiles import Row
 
 logger = logging.getLogger(__name__)
 

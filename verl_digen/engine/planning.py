@@ -28,14 +28,12 @@ from verl_digen.config import TspConfig
 from verl_digen.engine import memory
 from verl_digen.engine.fragment import FragmentSample, fragment_rows
 from verl_digen.engine.memory import TileMemory
-from verl_digen.engine.points import Picks, Points
 from verl_digen.engine.recompute import ALL, Recomputation
-from verl_digen.engine.rows import AllRows, Fetch, Samples, TileWork, make_rows, text_order
+from verl_digen.engine.rows import AllRows, Fetch, Picks, Points, Samples, TileWork, make_rows, text_order
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory
-from verl_digen.schedulers.deal import Row, deal_rows, stand_ins
-from verl_digen.schedulers.tiles import Tile, TileChoice, choose_tile, plan_tiles
+from verl_digen.schedulers.tiles import Row, Tile, TileChoice, choose_tile, deal_rows, plan_tiles, stand_ins
 from verl_digen.types import Sampling, TrainingRows
 
 logger = logging.getLogger(__name__)
@@ -101,8 +99,14 @@ class Planner:
     def _tiles(
         self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]
     ) -> tuple[Sequence[Tile], dict[int, int]]:
-        """(this rank's tiles, bucket -> recomputed blocks)"""
-        choices = self._choices(dealt, own, places)
+        """(this rank's tiles, bucket -> recomputed blocks). Each bucket has one choice of tiles, the same on all ranks,
+        each of which has a row of every bucket."""
+        rows = [*dealt[self.rank], *stand_ins(dealt, self.rank).values()]
+        choices: dict[int, TileChoice] = {}
+        for bucket in sorted({row.bucket for row in rows}):
+            picks = [(places[row.sample], [row.point]) for row in rows if row.bucket == bucket]
+            most = max(sum(row.bucket == bucket for row in hand) for hand in dealt)
+            choices[bucket] = self._choice(own, picks, most)
         tiles = plan_tiles(
             dealt,
             self.rank,
@@ -111,18 +115,6 @@ class Planner:
             agreed_most=memory.most_of_ranks if self.model.keeps_lengths_apart else None,
         )
         return tiles, {bucket: choice.num_recomputed for bucket, choice in choices.items()}
-
-    def _choices(
-        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]
-    ) -> dict[int, TileChoice]:
-        """Bucket -> its tiles, the same on all ranks, each of which has a row of every bucket."""
-        rows = [*dealt[self.rank], *stand_ins(dealt, self.rank).values()]
-        choices: dict[int, TileChoice] = {}
-        for bucket in sorted({row.bucket for row in rows}):
-            picks = [(places[row.sample], [row.point]) for row in rows if row.bucket == bucket]
-            most = max(sum(row.bucket == bucket for row in hand) for hand in dealt)
-            choices[bucket] = self._choice(own, picks, most)
-        return choices
 
     def _choice(self, samples: Samples, picks: Picks, num_rows: int) -> TileChoice:
         """Tiles for `num_rows` rows like the picked ones, of one bucket."""

@@ -27,16 +27,14 @@ from itertools import compress
 import torch
 from torch import Tensor, nn
 
-from verl_digen.algorithms.objectives import Joint
 from verl_digen.algorithms.rows import Metric, combine_tiles
 from verl_digen.engine import gradients
 from verl_digen.engine.fsdp2 import kept_after_backward, recover
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.loss import DiffusionLoss, LossTerms
-from verl_digen.engine.points import Points
 from verl_digen.engine.policies import Evaluated, Outputs, PolicyForward, moved
 from verl_digen.engine.recompute import Recomputation
-from verl_digen.engine.rows import Exchange, TileWork, padded_tokens, tile_rows
+from verl_digen.engine.rows import Exchange, Points, TileWork, padded_tokens, tile_rows
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.types import TrainingRows, Transitions
 
@@ -126,7 +124,7 @@ class GradientTransaction:
         self.num_trained_rows += work.num_rows
 
     def _tiles_of(self, work: TileWork) -> Iterator[tuple[TrainingRows, Mapping[str, Outputs], Tensor | None]]:
-        """(rows on the device, outputs of other policies, joint column) of each tile."""
+        """(rows on the device, outputs of other policies, joint column under the current weights) of each tile."""
 
         def rows_of(tile: Tile) -> TrainingRows:
             return tile_rows(self.points, work.samples, tile, work.places)
@@ -139,7 +137,12 @@ class GradientTransaction:
         columns: Sequence[Tensor | None] = [None] * len(work.tiles)
         if self.loss.joint is not None:
             kept = [_moved(policies, "cpu") for policies in others]
-            columns = self._joint_columns(self.loss.joint, work, kept, makers)
+            joint, scalars = self.loss.joint, []
+            with torch.no_grad():
+                for make, policies in zip(makers, kept, strict=True):
+                    rows, outputs = make(), _moved(policies, self.forward.device)
+                    scalars.append(self.loss.joint_scalars(self.forward(rows), outputs, rows))
+                columns = work.joint_columns(scalars, lambda rows: joint.combine(rows, self.loss.config), self.exchange)
             others = (_moved(policies, self.forward.device) for policies in kept)
         for tile, outputs, column in zip(work.tiles, others, columns, strict=True):
             rows = rows_of(tile)
@@ -182,21 +185,6 @@ class GradientTransaction:
                 with gradients.exchanged(self.module, self._fixed_gradient):
                     self.backward(terms.fixed * self.loss_factor, False)
         return terms
-
-    @torch.no_grad()
-    def _joint_columns(
-        self,
-        joint: Joint,
-        work: TileWork,
-        others: Sequence[Mapping[str, Outputs]],
-        makers: Sequence[Callable[[], TrainingRows]],
-    ) -> list[Tensor]:
-        """The joint column of each tile, [N] fp32, under the current weights."""
-        scalars = []
-        for make, kept in zip(makers, others, strict=True):
-            rows, outputs = make(), _moved(kept, self.forward.device)
-            scalars.append(self.loss.joint_scalars(self.forward(rows), outputs, rows))
-        return work.joint_columns(scalars, lambda rows: joint.combine(rows, self.loss.config), self.exchange)
 
     # -- the gradient out ---------------------------------------------------------------------------------
     def settle(self, divisor: float) -> None:

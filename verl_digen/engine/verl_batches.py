@@ -64,8 +64,7 @@ from verl_digen.engine.recompute import ALL
 from verl_digen.engine.rows import text_order
 from verl_digen.engine.sharded import ShardedTransformer
 from verl_digen.engine.transaction import tile_loss
-from verl_digen.schedulers.deal import Row
-from verl_digen.schedulers.tiles import Budget, Tile, plan_tiles
+from verl_digen.schedulers.tiles import Budget, Row, Tile, plan_tiles
 from verl_digen.types import SCHEDULE_COLUMNS, Noised, TrainingRows, Transitions
 
 OPTIONAL = ("negative_conditions",)

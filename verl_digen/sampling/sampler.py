@@ -231,7 +231,8 @@ class Sampler:
         memory: _Memory,
         should_stop: Callable[[], bool] | None,
     ) -> SdeStep:
-        """Take one denoising step of the rows that run -> steps of the edges [R]; `memory` is then this step's.
+        """Take one denoising step of the rows that run, stochastic for the requests whose window says so, the solver's
+        for the others -> steps of the edges [R]; `memory` is then this step's.
         `shared` are lanes and edges, in numbers of `batch`'s rows, and latents and memory those of the rows in their
         `lane_of`."""
         lanes, edges = shared
@@ -243,12 +244,33 @@ class Sampler:
         before, known = latents, memory.predicted
         if not edges.is_whole:
             before, known = latents[list(edges.rows)], None if known is None else known.rows(edges.rows)
-        taking = [(batch.requests[row], noise_seed(self.run_seed, batch.requests[row], step)) for row in edges.rows]
         ends = [batch.schedule[end] for row in edges.rows if (end := batch.prefix.ends[row][step]) is not None]
-        taken, predicted = self._step(velocity, before, (batch.schedule, tuple(ends)), step, taking, known)
+        is_sde = _stochastic(batch, edges.rows, step)
+        sampling, shape = batch.sampling, latents.shape[1:]
+        # Drawn while an accelerator is still busy with the forward.
+        noise = [
+            step_noise(noise_seed(self.run_seed, batch.requests[row], step), step, shape)
+            if sde or sampling.solver in NOISY
+            else torch.zeros(shape)
+            for row, sde in zip(edges.rows, is_sde, strict=True)
+        ]
+        taken, predicted = denoise_step(
+            velocity,
+            before,
+            (batch.schedule[step],) * len(edges.rows),
+            tuple(ends),
+            solver=sampling.solver,
+            is_sde=is_sde,
+            previous=known,
+            law=sampling.law,
+            noise_level=sampling.noise_level,
+            sigma_max=batch.schedule[1],
+            noise=to_device(torch.stack(noise), self.device),
+            storage_dtype=self.latents_dtype,
+            solver_noise=sampling.solver_noise,
+        )
         memory.predicted = None if predicted is None else _of_all_rows(predicted, edges, memory.predicted)
         if memory.cache.is_on:
-            is_sde = _stochastic(batch, edges.rows, step)
             memory.cache.disturb([row for rows, sde in zip(edges.members, is_sde, strict=True) if sde for row in rows])
         return taken
 
@@ -317,44 +339,6 @@ class Sampler:
             return forward(False)
         longest = max(len(condition["embeds"]) for condition in (*conditions, *negative_conditions))
         return self.branches.run((sampling.geometry, len(latents), longest // TEXT_STEP), forward)
-
-    def _step(
-        self,
-        velocity: Tensor,
-        latents: Tensor,
-        sigmas: tuple[tuple[float, ...], tuple[float, ...]],
-        step: int,
-        rows: Sequence[tuple[SampleRequest, int]],
-        previous: Prediction | None,
-    ) -> tuple[SdeStep, Prediction | None]:
-        """One denoising step: stochastic for the requests whose window says so, the solver's for the others.
-
-        `sigmas` are the schedule, T+1 numbers, and where the step of each row ends, N numbers; `rows` request and seed
-        of the step's noise, for each row; `previous` what the step before returned.
-        """
-        schedule, ends = sigmas
-        sampling, shape = rows[0][0].sampling, latents.shape[1:]
-        is_sde = [step in request.window.sde_steps for request, _ in rows]
-        # Drawn while an accelerator is still busy with the forward.
-        noise = [
-            step_noise(seed, step, shape) if sde or sampling.solver in NOISY else torch.zeros(shape)
-            for (_, seed), sde in zip(rows, is_sde, strict=True)
-        ]
-        return denoise_step(
-            velocity,
-            latents,
-            (schedule[step],) * len(rows),
-            ends,
-            solver=sampling.solver,
-            is_sde=is_sde,
-            previous=previous,
-            law=sampling.law,
-            noise_level=sampling.noise_level,
-            sigma_max=schedule[1],
-            noise=to_device(torch.stack(noise), self.device),
-            storage_dtype=self.latents_dtype,
-            solver_noise=sampling.solver_noise,
-        )
 
 
 def _stochastic(batch: _Batch, rows: Sequence[int], step: int) -> list[bool]:

@@ -52,7 +52,7 @@ class Headstart:
     - A batch takes as long as the trainer was busy with the last one. Its waits do not count: they may be for such
       groups.
     - Of the first batch only the training is known. One group that is late would cost more than its own step: after so
-      wrong a prediction the trainer does not trust its assists (`verl_digen.schedulers.foresight`).
+      wrong a prediction the trainer does not trust its assists (`verl_digen.schedulers.search`).
 
     Invariant (tests/schedulers/test_group_book.py): groups that are begun early make no run longer, by more than 1 %.
 

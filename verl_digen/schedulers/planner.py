@@ -49,11 +49,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from verl_digen.schedulers.batch import Batch, Request
 from verl_digen.schedulers.bubbles import bubble_at, idle_reason
 from verl_digen.schedulers.durations import Durations
-from verl_digen.schedulers.foresight import Foresight
 from verl_digen.schedulers.group_book import GroupBook
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.search import BubbleSearch
+from verl_digen.schedulers.search import BubbleSearch, Foresight
 from verl_digen.schedulers.slots import SlotPool
 from verl_digen.schedulers.types import (
     TRAINER,

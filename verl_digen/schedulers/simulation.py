@@ -19,7 +19,7 @@ from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.types import TRAINER, Assist, BatchReport, Chunk, Fragment, Generate, LoadWeights
+from verl_digen.schedulers.types import TRAINER, BatchReport, Chunk, Fragment, Generate, LoadWeights, Wait
 
 
 class Work(NamedTuple):
@@ -187,20 +187,17 @@ class PlannerRun:
     def _work(self, now_s: float) -> bool:
         """Start the planner's next decision on the trainer; False if that is to wait."""
         decision = self._planner.next_for_trainer(now_s)
-        if isinstance(decision, Fragment):
-            end_s = now_s + self.durations.fragment_s[len(decision.uids) - 1]
-            self._busy(TRAINER, "train", now_s, end_s, tuple(map(int, decision.uids)))
-            self._expect(end_s, "train", decision)
-        elif isinstance(decision, Assist):
-            end_s = now_s + self.durations.assisted_s[self.rules.assist_rounds(decision.num_samples) - 1]
-            self._busy(TRAINER, "assist", now_s, end_s, tuple(map(int, decision.uids)))
-            self._expect(end_s, "assist", decision)
-        elif isinstance(decision, BatchReport):
-            end_s = now_s + self.commit_s
-            self._busy(TRAINER, "commit", now_s, end_s, (decision.batch,))
-            self._expect(end_s, "commit", decision)
-        else:
+        if isinstance(decision, Wait):
             return False
+        if isinstance(decision, BatchReport):
+            what, seconds, ids = "commit", self.commit_s, (decision.batch,)
+        elif isinstance(decision, Fragment):
+            what, seconds, ids = "train", self.durations.fragment_s[len(decision.uids) - 1], decision.uids
+        else:
+            num_rounds = self.rules.assist_rounds(decision.num_samples)
+            what, seconds, ids = "assist", self.durations.assisted_s[num_rounds - 1], decision.uids
+        self._busy(TRAINER, what, now_s, now_s + seconds, tuple(map(int, ids)))
+        self._expect(now_s + seconds, what, decision)
         return True
 
     def _tell(self, now_s: float, what: What, subject: Any) -> bool:

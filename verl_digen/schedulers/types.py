@@ -115,7 +115,7 @@ class BatchReport:
     num_searches: int
     """Bubbles at which waiting and assisting were compared."""
     prediction_error: float | None
-    """Relative error of the first prediction, see `verl_digen.schedulers.foresight`; None if nothing was predicted."""
+    """Relative error of the first prediction, see `verl_digen.schedulers.search`; None if nothing was predicted."""
     stale_groups: Mapping[int, int]
     """Versions behind -> number of trained groups; 0 is on-policy."""
     dropped: Mapping[DropReason, int]

@@ -77,16 +77,6 @@ class TrainingPictures:
         self._begin = begin
         self._drawn: Any = None
 
-    @classmethod
-    def of_run(cls, config: DictConfig, digen: DigenConfig, run_dir: Path) -> TrainingPictures:
-        return cls(
-            digen,
-            run_dir,
-            num_prompts=config.data.train_batch_size,
-            rewards=list(digen.reward.weights(has_custom=has_custom(config))),
-            to_tensorboard="tensorboard" in config.trainer.logger,
-        )
-
     def log(self, step: int, samples: Mapping[str, SampleTag], wandb: Any | None) -> None:
         """Show the groups of `step`, if it is one of those that are shown. `samples`: key -> tag; `wandb`: the module,
         if the run logs there."""
@@ -153,7 +143,14 @@ class RunOutput:
         self._metrics_path = run_dir / METRICS
         self._warnings = WarningsFile(run_dir / WARNINGS)
         logging.getLogger(LOGGER).addHandler(self._warnings)
-        self._pictures, self._digen = TrainingPictures.of_run(config, digen, run_dir), digen
+        self._digen = digen
+        self._pictures = TrainingPictures(
+            digen,
+            run_dir,
+            num_prompts=config.data.train_batch_size,
+            rewards=list(digen.reward.weights(has_custom=has_custom(config))),
+            to_tensorboard="tensorboard" in config.trainer.logger,
+        )
         self._health, self._told = Health(), set[str]()
         self._report = RunReport(run_dir, wait_s=digen.deadlines.setup_s) if digen.report else None
 
