@@ -211,9 +211,11 @@ def test_what_is_transparent_is_white_and_exif_turns_the_picture(tmp_path, pixel
     assert np.array_equal(turned, np.rot90(pixels, -1))
 
 
-def test_sixteen_bits_become_eight(tmp_path):
+def test_sixteen_bits_and_floats_become_eight(tmp_path):
     deep = np.array([[0, 257 * 7, 65535]], np.uint16)
     assert files.read(save(deep, tmp_path / "deep.png"))[0, :, 0].tolist() == [0, 7, 255]
+    floats = np.array([[0.0, 7 / 255, 1.0]], np.float32)
+    assert files.read(save(floats, tmp_path / "floats.tif"))[0, :, 0].tolist() == [0, 7, 255]
 
 
 def test_an_animation_and_a_film_are_videos(tmp_path):

@@ -134,12 +134,12 @@ def _size(reference: str, file: IO[bytes]) -> tuple[int, int]:
 
 def _opened(reference: str, content: bytes) -> Image.Image:
     try:
-        return _in_8_bits(ImageOps.exif_transpose(Image.open(io.BytesIO(content)))).convert("RGB")
+        return in_8_bits(ImageOps.exif_transpose(Image.open(io.BytesIO(content)))).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _unreadable(reference, error) from error
 
 
-def _in_8_bits(picture: Image.Image) -> Image.Image:
+def in_8_bits(picture: Image.Image) -> Image.Image:
     """The picture, with grey values of 16 or 32 bits, or floats in [0, 1], scaled; Pillow would cut them at 255."""
     if not picture.mode.startswith(("I", "F")):
         return picture

@@ -16,6 +16,7 @@ from PIL import Image, ImageOps, ImageSequence
 
 from verl_digen.data.files import SUFFIXES as PROMPT_SUFFIXES
 from verl_digen.data.prompts import default_ground_truth, read_prompts
+from verl_digen.inputs.images import in_8_bits
 from verl_digen.require import require
 from verl_digen.reward.base import imported
 from verl_digen.types import PromptRow
@@ -73,9 +74,7 @@ def read(path: Path) -> NDArray[np.uint8]:
 
 
 def _rgb(image: Image.Image) -> NDArray[np.uint8]:
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's own conversion clips
-        image = Image.fromarray((np.asarray(image).astype(np.float64) / 257).round().clip(0, 255).astype(np.uint8))
+    image = in_8_bits(ImageOps.exif_transpose(image))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
