@@ -74,28 +74,29 @@ class FullUpdate:
     how they load as they arrive; None stages them in host memory."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device, live: tuple[Mapping[str, torch.Size], Load] | None):
-        self._dtype, self._casts, self._staging = dtype, Casts(), Staging(device)
+        self._dtype, self._casts = dtype, Casts()
         self._loaded: set[str] = set()
-        self._live: Live | None = None
+        self._destination: Live | Staging = Staging(device)
         if live is not None:
             shapes, load = live
-            self._live = Live(shapes, lambda bucket: self._loaded.update(load(bucket)))
+            self._destination = Live(shapes, lambda bucket: self._loaded.update(load(bucket)))
 
     def take(self, bucket: Named) -> None:
         """Take a bucket; see `verl_digen.weights.receiving.Take`."""
         for _, tensor in bucket:
             self._casts.add(tensor, self._dtype)
-        (self._live or self._staging).take(bucket)
+        self._destination.take(bucket)
 
     @property
     def staged(self) -> dict[str, Tensor]:
         """Tensors of a staged update, on the CPU."""
-        return self._staging.tensors
+        assert isinstance(self._destination, Staging), "a live update keeps nothing"
+        return self._destination.tensors
 
     def check_complete(self, shapes: Mapping[str, torch.Size]) -> None:
         """Raise RuntimeError, which names the tensors, unless all of `shapes` have arrived and nothing else."""
-        if self._live is not None:
-            self._live.finish()
+        if isinstance(self._destination, Live):
+            self._destination.finish()
         else:
             compare_with(self.staged, shapes)
 
@@ -106,7 +107,7 @@ class FullUpdate:
 
     def finish(self, load: Load) -> set[str]:
         """Load a staged update -> vLLM-Omni's names of all that was loaded, of either kind."""
-        return self._loaded if self._live is not None else load(list(self.staged.items()))
+        return self._loaded if isinstance(self._destination, Live) else load(list(self.staged.items()))
 
 
 class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
