@@ -83,7 +83,10 @@ MODULES = (
     *("verl_digen.rollout.server", "verl_digen.reward.manager"),
 )
 """Imported with the environment of the first worker. Ray and TransferQueue read it on import."""
-READ_AT_START = ("PYTHONHASHSEED", "LD_PRELOAD", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+READ_AT_START = (
+    *("PYTHONHASHSEED", "LD_PRELOAD", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"),
+    *("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"),
+)
 """Variables that a process reads when it starts."""
 OF_FIRST_WORKER = ("RAY_JOB_ID", "RAY_RAYLET_PID", "LD_LIBRARY_PATH")
 """Variables that the server takes from the first worker. Ray reads the first two on import. OpenCV, which vLLM imports,
