@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
 import math
 import re
 import subprocess
@@ -25,6 +26,27 @@ def test_the_selftest_prints_a_line_per_check_and_passes_here(name, num_checks, 
     assert main(["doctor", "--selftest", name]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == num_checks and all(line.startswith("ok ") and "at most" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--skip", "sleep"], "--gpu must be given with the options of its checks, got '--skip'; add it"),
+        (["--full", "--budget", "9"], "--gpu must be given with the options of its checks, got '--full --budget'"),
+        (["--selftest", "sd3", "--architecture", "sd3"], "got '--architecture'"),
+        (["--selftest", "sd3", "--gpu"], "--selftest must be left out with --gpu, got 'sd3'; --only numerics --arch"),
+    ],
+)
+def test_no_option_of_the_doctor_is_ignored(words, said, capsys):
+    assert main(["doctor", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_numbers_of_a_selftest_are_json_too(capsys):
+    assert main(["doctor", "--selftest", "sd3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "sd3" and found["checks"]
+    assert all(check["holds"] and check["value"] <= check["bound"] for check in found["checks"])
 
 
 def test_a_sampler_that_does_something_else_than_the_pipeline_fails(tmp_path):

@@ -79,10 +79,16 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    if args.selftest is not None:
-        return selftest(args.selftest)
     if args.gpu:
+        remedy = f"--only numerics --architecture {args.selftest} checks the same"
+        require(args.selftest is None, "--selftest must be left out with --gpu", args.selftest, remedy)
         return check_devices(args)
+    defaults = {"full": False, "budget": inf, "only": [], "skip": [], "out": None, "device": None}
+    defaults["architecture"] = ARCHITECTURE
+    alone = [f"--{name}" for name, default in defaults.items() if getattr(args, name) != default]
+    require(not alone, "--gpu must be given with the options of its checks", " ".join(alone), "add it")
+    if args.selftest is not None:
+        return selftest(args.selftest, args.json)
     found = examine()
     _write(args.json, asdict(found))
     if args.json != "-":
@@ -99,19 +105,21 @@ def _write(file: str | None, found: dict[str, Any]) -> None:
         Path(file).write_text(text + "\n", encoding="utf-8")
 
 
-def selftest(name: str) -> int:
-    """Print a line per check of the tiny checkpoint `name`; returns the exit code."""
+def selftest(name: str, file: str | None) -> int:
+    """Print a line per check of the tiny checkpoint `name`, or write them to `file`; returns the exit code."""
     require_one_of("--selftest", name, sorted(BUILDERS))  # before imports that take seconds
     from verl_digen.tools.checkup.selftest import run_selftest  # imports diffusers' pipelines
 
     checks = []
     try:
         for check in run_selftest(name):
-            print(check, flush=True)
+            if file != "-":
+                print(check, flush=True)
             checks.append(check)
     except ValueError:  # a fault of the model, not of the words
         traceback.print_exc()
         return 1
+    _write(file, {"model": name, "checks": [{**asdict(check), "holds": check.holds} for check in checks]})
     return 0 if all(check.holds for check in checks) else 1
 
 
