@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exports of a checkpoint equal what the engine holds, and load in diffusers and peft."""
 
+import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -190,6 +192,21 @@ def test_a_full_disk_leaves_nothing(saved, tmp_path: Path, monkeypatch, capsys):
     assert digen("export", saved["full"][0], "--output", tmp_path / "out") == 2
     assert "nothing was exported" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_base_that_a_run_named_by_a_relative_path_is_found_from_elsewhere(saved, tmp_path: Path, monkeypatch):
+    shutil.copytree(saved["lora"][0], tmp_path / "run")
+    described = tmp_path / "run/global_step_2/run.json"
+    found = json.loads(described.read_text())
+    assert found["cwd"] == os.getcwd()
+    base = Path(found["config"]["actor_rollout_ref"]["model"]["path"])
+    found["config"]["actor_rollout_ref"]["model"]["path"] = base.name
+    described.write_text(json.dumps(found | {"cwd": str(base.parent)}))
+    monkeypatch.chdir(tmp_path)
+    assert open_run(Path("run"), None, None).model_config.local_path == str(base)
+    described.write_text(json.dumps(found | {"cwd": str(tmp_path)}))
+    with pytest.raises(ValueError, match="--base names the base checkpoint where it is now"):
+        open_run(Path("run"), None, None)
 
 
 def test_a_checkpoint_without_the_config_of_its_run_is_refused(saved, tmp_path: Path):

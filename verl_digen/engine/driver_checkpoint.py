@@ -67,10 +67,11 @@ def save_driver_state(
 
 
 def save_run_description(step_dir: Path, config: DictConfig) -> None:
-    """Write `RUN_FILE`: the config that the run has, with interpolations resolved, versions of packages, and
-    fingerprints of the weights that it began with."""
+    """Write `RUN_FILE`: the config that the run has, with interpolations resolved, the folder that its paths are
+    relative to, versions of packages, and fingerprints of the weights that it began with."""
     weights = {key: fingerprint(OmegaConf.select(config, key)) for key in WEIGHTS}
-    found = {"config": OmegaConf.to_container(config, resolve=True), "versions": installed(), "weights": weights}
+    resolved = OmegaConf.to_container(config, resolve=True)
+    found = {"config": resolved, "cwd": os.getcwd(), "versions": installed(), "weights": weights}
     replace_text(step_dir / RUN_FILE, json.dumps(found, default=str))
 
 

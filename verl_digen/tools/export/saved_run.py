@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import DigenConfig
-from verl_digen.engine.driver_checkpoint import RUN_FILE
+from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
@@ -107,10 +107,15 @@ def _chosen_step(folder: Path, step: int | None) -> int:
 
 
 def _read_config(folder: Path, step: int) -> tuple[DictConfig, dict[str, str]]:
-    """(config, versions)."""
+    """(config, versions). Weights that the run named by a path from its working directory are found from any other."""
     path = checkpoint_dir(folder, step) / RUN_FILE
     require(path.is_file(), f"{str(path)!r} must be there, the config of the run", "nothing", "take another checkpoint")
     found = json.loads(path.read_text())
     config = OmegaConf.create(found["config"])
     assert isinstance(config, DictConfig)
+    for key in WEIGHTS:
+        given = OmegaConf.select(config, key)
+        then = Path(found.get("cwd", ""), given or "")
+        if given and not Path(given).exists() and then.exists():
+            OmegaConf.update(config, key, str(then))
     return config, found["versions"]
