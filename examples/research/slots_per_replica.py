@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.rules import BatchRules, StalenessConfig
-from verl_digen.schedulers.simulation import PlannerRun, Work
+from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.schedulers.types import Chunk
 
 FULL_S = 4.0
@@ -27,26 +28,26 @@ MAX_BATCH = 8
 NUM_STEPS = 6
 WAYS = (1, 2)
 """Slots per replica."""
+BATCH: Any = "batch"
+"""What ends when a replica has generated a batch."""
 
 
 @dataclass
-class Replicas:
-    """A generator (`verl_digen.schedulers.simulation`): each replica works on one batch of what waits there."""
+class BatchingRun(PlannerRun):
+    """A simulated run in which each replica works on one batch of the chunks that wait there."""
 
-    replica_of: dict[str, str]
-    fixed_s: float
-    sample_s: float
+    fixed_s: float = 0.0
+    batch_sample_s: float = 0.0
     _waiting: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
-    _busy: set[str] = field(default_factory=set)
-    _answering: list[Work] = field(default_factory=list)
+    _at_work: set[str] = field(default_factory=set)
 
-    def begin(self, slot: str, chunk: Chunk) -> None:
+    def _generate(self, slot: str, chunk: Chunk, now_s: float) -> None:
         self._waiting[self.replica_of[slot]].append(chunk)
 
-    def start(self, now_s: float) -> list[Work]:
-        started, self._answering = self._answering, []
+    def _assign(self, now_s: float) -> None:
+        super()._assign(now_s)
         for replica, waiting in self._waiting.items():
-            if replica in self._busy or not waiting:
+            if replica in self._at_work or not waiting:
                 continue
             batch: list[Chunk] = []
             for chunk in waiting:
@@ -54,19 +55,18 @@ class Replicas:
                 if fits and chunk.uid == waiting[0].uid:
                     batch.append(chunk)
             self._waiting[replica] = [chunk for chunk in waiting if chunk not in batch]
-            self._busy.add(replica)
+            self._at_work.add(replica)
             size = sum(len(chunk.samples) for chunk in batch)
-            end_s = now_s + self.fixed_s + size * self.sample_s
-            started.append(Work(replica, now_s, end_s, tuple(int(chunk.uid) for chunk in batch), (replica, batch)))
-        return started
+            self._expect(now_s + self.fixed_s + size * self.batch_sample_s, BATCH, (replica, batch))
 
-    def end(self, work: Work) -> list[Chunk]:
-        replica, batch = work.subject
-        if not work.device:
-            return batch
-        self._busy.discard(replica)
-        self._answering.append(work._replace(device="", start_s=work.end_s, end_s=work.end_s + ANSWER_S))
-        return []
+    def _tell(self, now_s: float, what: Any, subject: Any) -> bool:
+        if what != BATCH:
+            return super()._tell(now_s, what, subject)
+        replica, batch = subject
+        self._at_work.discard(replica)
+        for chunk in batch:
+            self._expect(now_s + ANSWER_S, "generate", chunk)
+        return False
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Case:
             max_chunk_size=MAX_BATCH,
             slots_per_replica=slots,
         )
-        run = PlannerRun(
+        run = BatchingRun(
             rules,
             KnownDurations(
                 dict.fromkeys(replica_of, FULL_S / MAX_BATCH), [1.0], 0.1, [n * train_s for n in range(1, 9)]
@@ -104,8 +104,9 @@ class Case:
             num_batches=NUM_STEPS,
             commit_s=0.5,
             keeps_events=False,
-            generator=Replicas(replica_of, self.fixed * FULL_S, (1 - self.fixed) * FULL_S / MAX_BATCH),
             replica_of=replica_of,
+            fixed_s=self.fixed * FULL_S,
+            batch_sample_s=(1 - self.fixed) * FULL_S / MAX_BATCH,
         )
         run.play()
         return run.commits_s[-1] / NUM_STEPS
