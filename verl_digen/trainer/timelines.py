@@ -69,9 +69,12 @@ class Joining:
     """A replica with the newest weights and no slot yet."""
 
     replica: str
+    """Its address."""
+    server: Any
+    """Handle of its server."""
     lane: Lane
     slots: Sequence[str]
-    """New names, never used by a slot before."""
+    """New names of slots, places where it works on one chunk at a time; never used before."""
 
 
 def call_intervals(tags: Iterable[SampleTag], names: Sequence[str], host: str, *, step: int) -> list[Interval]:
