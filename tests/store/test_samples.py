@@ -122,7 +122,7 @@ def test_a_partition_lists_prompts_and_samples_apart_until_they_are_cleared(queu
 
 
 # -- conditions in a real TransferQueue: those of a group alone are found and cleared, told by a tag or not --
-REPORT = BatchReport(*[0] * 7, None, {}, {}, 0, 0, 0, 0)
+REPORT = BatchReport(0)
 
 
 def stored() -> set[str]:
@@ -149,7 +149,7 @@ def test_nothing_is_left_of_an_episode_that_was_published_after_its_scoring_time
         trainer = object.__new__(DisaggregatedTrainer)
         waiting = SimpleNamespace(condition_keys=lambda: {"hash of a prompt that still waits"})
         vars(trainer).update(_condition_keys={"hash of a prompt that still waits"}, _generator=waiting)
-        trainer._clear(published.outcome(REPORT, {}, trained=(), slowest_decision_s=0.0))
+        trainer._clear(published.outcome(REPORT, {}, slowest_decision_s=0.0))
         assert stored() == others
         assert not list_partition(TRAIN).samples
     finally:
