@@ -13,6 +13,7 @@ Each number is seconds per step relative to one slot: 0.97 is 3 % faster. Nothin
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,13 +37,26 @@ BATCH: Any = "batch"
 class BatchingRun(PlannerRun):
     """A simulated run in which each replica works on one batch of the chunks that wait there."""
 
+    replicas: Mapping[str, str] = field(default_factory=dict)
+    """Slot -> its replica, which loads new weights when all of its slots are free."""
     fixed_s: float = 0.0
     batch_sample_s: float = 0.0
     _waiting: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     _at_work: set[str] = field(default_factory=set)
+    _unloaded: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def _replica_of(self, slot: str) -> str:
+        return self.replicas[slot]
+
+    def _load(self, slot: str, version: int) -> None:
+        replica = self.replicas[slot]
+        self._unloaded[replica].append(slot)
+        if len(self._unloaded[replica]) == [*self.replicas.values()].count(replica):
+            for unloaded in sorted(self._unloaded.pop(replica)):
+                super()._load(unloaded, version)
 
     def _generate(self, slot: str, chunk: Chunk, now_s: float) -> None:
-        self._waiting[self.replica_of[slot]].append(chunk)
+        self._waiting[self.replicas[slot]].append(chunk)
 
     def _assign(self, now_s: float) -> None:
         super()._assign(now_s)
@@ -103,8 +117,7 @@ class Case:
             list(replica_of),
             num_batches=NUM_STEPS,
             commit_s=0.5,
-            keeps_events=False,
-            replica_of=replica_of,
+            replicas=replica_of,
             fixed_s=self.fixed * FULL_S,
             batch_sample_s=(1 - self.fixed) * FULL_S / MAX_BATCH,
         )

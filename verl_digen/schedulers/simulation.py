@@ -10,16 +10,16 @@ planner's own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.play import EPSILON_S
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.types import TRAINER, BatchReport, Chunk, Fragment, Generate, LoadWeights, Wait
+from verl_digen.schedulers.types import TRAINER, BatchReport, Chunk, Fragment, Generate, Wait
 
 TECHNIQUES = ("gap", "tsp", "tag", "tcss")
 """gap: fragments train while others generate. tsp: time-step parallelism. tag: the trainer assists where a search says
@@ -28,24 +28,12 @@ so (BTS). tcss: the next batch begins under the current version."""
 What = Literal["generate", "assist", "score", "train", "commit"]
 
 
-class Event(NamedTuple):
-    """One interval of work."""
-
-    who: str
-    """A generator's device, "trainer" or "scorer"."""
-    what: What
-    start_s: float
-    end_s: float
-    ids: tuple[int, ...]
-    """Groups it worked on, numbered over all steps; for a commit, the step."""
-
-
 @dataclass
 class PlannerRun:
-    """A simulated run of one planner and its slots. A replica loads new weights when all of its slots are free.
+    """A simulated run of one planner and its slots, each of which is a replica of its own.
 
     Example:
-        run = PlannerRun(rules, durations, ["a", "b"], num_batches=10, commit_s=0.3, keeps_events=False)
+        run = PlannerRun(rules, durations, ["a", "b"], num_batches=10, commit_s=0.3)
         run.play()
         run.commits_s    # end of each of the 10 commits
     """
@@ -55,11 +43,6 @@ class PlannerRun:
     slots: Collection[str]
     num_batches: int
     commit_s: float
-    keeps_events: bool
-    """True: keep every event. False: only sums."""
-    replica_of: Mapping[str, str] = field(default_factory=dict)
-    """Slot -> its replica; a slot without an entry is a replica of its own."""
-    events: list[Event] = field(default_factory=list)
     reports: list[BatchReport] = field(default_factory=list)
     commits_s: list[float] = field(default_factory=list)
     busy_s: dict[str, float] = field(default_factory=lambda: {TRAINER: 0.0, "generator": 0.0})
@@ -94,12 +77,11 @@ class PlannerRun:
         self._due: list[tuple[float, int, What, Any]] = []
         self._num_due = 0
         self._num_prompts = 0
-        self._unloaded: dict[str, set[str]] = {}
-        self._slots_of: dict[str, set[str]] = {}
         for slot in self.slots:
-            replica = self.replica_of.get(slot, slot)
-            self._slots_of.setdefault(replica, set()).add(slot)
-            planner.on_slot_joined(slot, replica=replica, version=0)
+            planner.on_slot_joined(slot, replica=self._replica_of(slot), version=0)
+
+    def _replica_of(self, slot: str) -> str:
+        return slot
 
     def _assign(self, now_s: float) -> None:
         self._planner.take_cancelled()  # a chunk in flight ends by itself
@@ -108,22 +90,15 @@ class PlannerRun:
                 if isinstance(decision, Generate):
                     self._generate(decision.slot, decision.chunk, now_s)
                 else:
-                    self._load(decision)
+                    self._load(decision.slot, decision.version)
 
     def _generate(self, slot: str, chunk: Chunk, now_s: float) -> None:
         """Have a slot generate a chunk, sample by sample."""
-        end_s = now_s + len(chunk.samples) * self.durations.sample_s[slot]
-        self._busy(slot, "generate", now_s, end_s, (int(chunk.uid),))
-        self._expect(end_s, "generate", chunk)
+        self._occupy(slot, "generate", now_s, len(chunk.samples) * self.durations.sample_s[slot], chunk)
 
-    def _load(self, decision: LoadWeights) -> None:
-        """Load when the slot's replica has no other at work; the time is part of `commit_s`."""
-        replica = self.replica_of.get(decision.slot, decision.slot)
-        unloaded = self._unloaded.setdefault(replica, set())
-        unloaded.add(decision.slot)
-        if unloaded == self._slots_of[replica]:
-            for slot in sorted(self._unloaded.pop(replica)):
-                self._planner.on_loaded(slot, decision.version)
+    def _load(self, slot: str, version: int) -> None:
+        """Load new weights; the time is part of `commit_s`."""
+        self._planner.on_loaded(slot, version)
 
     def _work(self, now_s: float) -> bool:
         """Start the planner's next decision on the trainer; False if that is to wait."""
@@ -131,14 +106,12 @@ class PlannerRun:
         if isinstance(decision, Wait):
             return False
         if isinstance(decision, BatchReport):
-            what, seconds, ids = "commit", self.commit_s, (decision.batch,)
+            what, seconds = "commit", self.commit_s
         elif isinstance(decision, Fragment):
-            what, seconds, ids = "train", self.durations.fragment_s[len(decision.uids) - 1], decision.uids
+            what, seconds = "train", self.durations.fragment_s[len(decision.uids) - 1]
         else:
-            num_rounds = self.rules.assist_rounds(decision.num_samples)
-            what, seconds, ids = "assist", self.durations.assisted_s[num_rounds - 1], decision.uids
-        self._busy(TRAINER, what, now_s, now_s + seconds, tuple(map(int, ids)))
-        self._expect(now_s + seconds, what, decision)
+            what, seconds = "assist", self.durations.assisted_s[self.rules.assist_rounds(decision.num_samples) - 1]
+        self._occupy(TRAINER, what, now_s, seconds, decision)
         return True
 
     def _tell(self, now_s: float, what: What, subject: Any) -> bool:
@@ -159,21 +132,16 @@ class PlannerRun:
             planner.on_published(subject.batch + 1)
         else:
             for chunk in subject.chunks if what == "assist" else (subject,):
-                self._on_generated(chunk, now_s)
+                planner.on_generated(chunk.id, now_s)
+                self._expect(now_s + self.durations.scoring_s, "score", chunk)
         return what != "generate"
-
-    def _on_generated(self, chunk: Chunk, now_s: float) -> None:
-        self._planner.on_generated(chunk.id, now_s)
-        end_s = now_s + self.durations.scoring_s
-        if self.keeps_events:
-            self.events.append(Event("scorer", "score", now_s, end_s, (int(chunk.uid),)))
-        self._expect(end_s, "score", chunk)
 
     def _expect(self, end_s: float, what: What, subject: object) -> None:
         self._num_due += 1
         heappush(self._due, (end_s, self._num_due, what, subject))
 
-    def _busy(self, who: str, what: What, start_s: float, end_s: float, ids: tuple[int, ...]) -> None:
-        self.busy_s[TRAINER if who == TRAINER else "generator"] += end_s - start_s
-        if self.keeps_events:
-            self.events.append(Event(who, what, start_s, end_s, ids))
+    def _occupy(self, who: str, what: What, now_s: float, seconds: float, subject: Any) -> None:
+        """Keep a slot, or the trainer, busy for so long."""
+        end_s = now_s + seconds
+        self.busy_s[TRAINER if who == TRAINER else "generator"] += end_s - now_s
+        self._expect(end_s, what, subject)
