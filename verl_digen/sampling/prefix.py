@@ -81,11 +81,6 @@ class PrefixCache:
         self._entries: OrderedDict[Prefix, Tensor] = OrderedDict()
         self._num_bytes = 0
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all entries."""
-        return self._num_bytes
-
     def lookup(self, prefix: Prefix, weights: Hashable) -> Tensor | None:
         """Latents [...] after the steps of `prefix`, on the CPU in the dtype they were sampled in; None if not kept
         with these weights, which are identified among those since the last `clear`."""

@@ -303,7 +303,9 @@ class BatchPlanner:
             return Wait("prompts")
         is_last = self._book.is_last(batch)
         if size := self._book.fragment_size(batch):
-            fragment = self._fragment(batch, size)
+            fragment = Fragment(self._num_fragments, batch.number, self._book.take_ready(batch, size))
+            self._num_fragments += 1
+            batch.counts.num_fragments += 1
             self._occupy(fragment, now_s)
             return fragment
         if is_last:
@@ -342,13 +344,6 @@ class BatchPlanner:
         self._trainer = task
         self._trainer_since_s = now_s
         self._disturb()
-
-    def _fragment(self, batch: Batch, size: int) -> Fragment:
-        """The `size` oldest ready groups."""
-        uids = self._book.take_ready(batch, size)
-        batch.counts.num_fragments += 1
-        self._num_fragments += 1
-        return Fragment(self._num_fragments - 1, batch.number, uids)
 
     # -- bubbles --------------------------------------------------------------------------------------------
     def _disturb(self) -> None:
