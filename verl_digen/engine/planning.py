@@ -144,7 +144,7 @@ class Planner:
         index, (point, *_) = picks[0]
         sample = samples.described[index]
         step = TEXT_STEP if self.model.spec.condition.num_tokens is None else 1
-        return sample.sampling_of(point), -(-memory.most_of_ranks(longest) // step) * step
+        return sample.generated_with(point).sampling, -(-memory.most_of_ranks(longest) // step) * step
 
     def _measure(self, samples: Samples, picks: Picks, key: Key) -> TileMemory:
         longest = max(picks, key=lambda pick: _text_tokens(samples, pick))

@@ -147,7 +147,8 @@ class Samples:
     def condition(self, index: int, point: int) -> ConditionPair:
         """Conditions of a sample at one of its points."""
         sample = self.described[index]
-        return self.turn_conditions[sample.condition_key_of(point)] if sample.turns else self.conditions[index]
+        key = sample.generated_with(point).condition_key
+        return self.turn_conditions[key] if sample.turns else self.conditions[index]
 
 
 AT_ONCE = 8
@@ -202,7 +203,7 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
     rows = [index for index, chosen in picks for _ in chosen]
     numbers = [point for _, chosen in picks for point in chosen]
     described = [samples.described[index] for index in rows]
-    samplings = {one.sampling_of(number) for one, number in zip(described, numbers, strict=True)}
+    samplings = {one.generated_with(number).sampling for one, number in zip(described, numbers, strict=True)}
     pairs = [samples.condition(index, number) for index, number in zip(rows, numbers, strict=True)]
     negatives = [negative for _, negative in pairs if negative is not None]
     if len(samplings) != 1 or (negatives and len(negatives) != len(rows)):
