@@ -30,7 +30,7 @@ NUM_STEPS = 6
 WAYS = (1, 2)
 """Slots per replica."""
 BATCH: Any = "batch"
-"""What ends when a replica has generated a batch."""
+"""End of a batch on a replica."""
 
 
 @dataclass

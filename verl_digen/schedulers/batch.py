@@ -65,7 +65,7 @@ class Batch:
 
     number: int
     counts: BatchReport
-    """What is counted as it happens."""
+    """Counts so far."""
     groups: list[Group] = field(default_factory=list)
     """Groups in the order they were drawn, dropped ones included."""
     ready: list[tuple[int, str]] = field(default_factory=list)
