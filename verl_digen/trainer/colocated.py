@@ -78,7 +78,7 @@ class ColocatedTrainer(DiffusionTrainer):
             [entry.name for entry in pool_entries(self.digen.reward)],
             num_devices=num_trainer_devices(self.config),
             after=self.global_steps,
-            host=hosts_of(self.actor_rollout_wg.workers, self.digen.deadlines.answer_s),
+            host=hosts_of("the trainer's ranks", self.actor_rollout_wg.workers, self.digen.deadlines.answer_s),
         )
 
     def _start_timeshared_rewards(self) -> None:

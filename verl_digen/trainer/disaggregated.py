@@ -48,7 +48,7 @@ from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes, start_replica
 from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.trainer.step_result import StepResult
-from verl_digen.trainer.timelines import Joining, Lanes, call_intervals, host_names, host_of, hosts_of
+from verl_digen.trainer.timelines import Joining, Lanes, call_intervals, hosts_of
 from verl_digen.trainer.updates import group_rewards
 from verl_digen.types import PromptRow
 
@@ -117,10 +117,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
             first_batch=first_batch,
             num_batches=self.total_training_steps - first_batch,
         )
-        host = hosts_of(self.actor_rollout_wg.workers, self.digen.deadlines.answer_s)
+        host = hosts_of("the trainer's ranks", self.actor_rollout_wg.workers, self.digen.deadlines.answer_s)
         self._joined: list[Joining] = []
         """All replicas that have had slots."""
-        self._lanes: dict[str, Lane] = {}
         replicas = [self._make_slots(replica) for replica in self.checkpoint_manager.replicas]
         self._generator = GeneratorPool(
             self.agent_loop_manager.agent_loop_workers,
@@ -154,13 +153,14 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _make_slots(self, replica: Any) -> Joining:
         """Make slots for a replica without any: new names, in a lane that no other living replica has."""
         address = replica.server_address
-        if address not in self._lanes:
+        lanes = {one.replica: one.lane for one in self._joined}
+        if address not in lanes:
             living = {other.server_address for other in self.checkpoint_manager.replicas}
-            taken = {lane.index for other, lane in self._lanes.items() if other in living}
+            taken = {lane.index for other, lane in lanes.items() if other in living}
             number = next(number for number in itertools.count() if number not in taken)
-            host = host_of(address, host_names(), self._driver.host)
-            self._lanes[address] = Lane("generator", number, host, replica.world_size)
-        lane = self._lanes[address]
+            host = hosts_of(f"the servers of replica {address}", replica.servers, self.digen.deadlines.answer_s)
+            lanes[address] = Lane("generator", number, host, replica.world_size)
+        lane = lanes[address]
         first = len(self._joined) * self.digen.slots_per_replica
         slots = [f"{lane.index:04d}/{first + index}" for index in range(self.digen.slots_per_replica)]
         self._joined.append(Joining(address, replica.server_handle, lane, slots))
