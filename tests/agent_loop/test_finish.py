@@ -19,7 +19,7 @@ from verl_digen.config import DigenConfig
 from verl_digen.inputs.audio import Audio
 from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.sampling.requests import SINGLE_TURN
-from verl_digen.store.prompts import PromptStatus
+from verl_digen.store.samples import PromptStatus
 from verl_digen.types import (
     Burst,
     CleanRecord,
