@@ -126,7 +126,6 @@ def play(profile: Profile, split: Split, num_steps: int) -> Cost:
         slots,
         num_batches=num_steps,
         commit_s=profile.numbers.commit_s,
-        keeps_events=False,
     )
     nodes = [f"n{rank // DEVICES_PER_NODE}" for rank in range(split.trainer.num_devices)]
     run.counted, run.num_callees = (

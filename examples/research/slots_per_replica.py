@@ -13,11 +13,13 @@ Each number is seconds per step relative to one slot: 0.97 is 3 % faster. Nothin
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.rules import BatchRules, StalenessConfig
-from verl_digen.schedulers.simulation import PlannerRun, Work
+from verl_digen.schedulers.simulation import PlannerRun
 from verl_digen.schedulers.types import Chunk
 
 FULL_S = 4.0
@@ -27,26 +29,39 @@ MAX_BATCH = 8
 NUM_STEPS = 6
 WAYS = (1, 2)
 """Slots per replica."""
+BATCH: Any = "batch"
+"""End of a batch on a replica."""
 
 
 @dataclass
-class Replicas:
-    """A generator (`verl_digen.schedulers.simulation`): each replica works on one batch of what waits there."""
+class BatchingRun(PlannerRun):
+    """A simulated run in which each replica works on one batch of the chunks that wait there."""
 
-    replica_of: dict[str, str]
-    fixed_s: float
-    sample_s: float
+    replicas: Mapping[str, str] = field(default_factory=dict)
+    """Slot -> its replica, which loads new weights when all of its slots are free."""
+    fixed_s: float = 0.0
+    batch_sample_s: float = 0.0
     _waiting: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
-    _busy: set[str] = field(default_factory=set)
-    _answering: list[Work] = field(default_factory=list)
+    _at_work: set[str] = field(default_factory=set)
+    _unloaded: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
-    def begin(self, slot: str, chunk: Chunk) -> None:
-        self._waiting[self.replica_of[slot]].append(chunk)
+    def _replica_of(self, slot: str) -> str:
+        return self.replicas[slot]
 
-    def start(self, now_s: float) -> list[Work]:
-        started, self._answering = self._answering, []
+    def _load(self, slot: str, version: int) -> None:
+        replica = self.replicas[slot]
+        self._unloaded[replica].append(slot)
+        if len(self._unloaded[replica]) == [*self.replicas.values()].count(replica):
+            for unloaded in sorted(self._unloaded.pop(replica)):
+                super()._load(unloaded, version)
+
+    def _generate(self, slot: str, chunk: Chunk, now_s: float) -> None:
+        self._waiting[self.replicas[slot]].append(chunk)
+
+    def _assign(self, now_s: float) -> None:
+        super()._assign(now_s)
         for replica, waiting in self._waiting.items():
-            if replica in self._busy or not waiting:
+            if replica in self._at_work or not waiting:
                 continue
             batch: list[Chunk] = []
             for chunk in waiting:
@@ -54,19 +69,18 @@ class Replicas:
                 if fits and chunk.uid == waiting[0].uid:
                     batch.append(chunk)
             self._waiting[replica] = [chunk for chunk in waiting if chunk not in batch]
-            self._busy.add(replica)
+            self._at_work.add(replica)
             size = sum(len(chunk.samples) for chunk in batch)
-            end_s = now_s + self.fixed_s + size * self.sample_s
-            started.append(Work(replica, now_s, end_s, tuple(int(chunk.uid) for chunk in batch), (replica, batch)))
-        return started
+            self._expect(now_s + self.fixed_s + size * self.batch_sample_s, BATCH, (replica, batch))
 
-    def end(self, work: Work) -> list[Chunk]:
-        replica, batch = work.subject
-        if not work.device:
-            return batch
-        self._busy.discard(replica)
-        self._answering.append(work._replace(device="", start_s=work.end_s, end_s=work.end_s + ANSWER_S))
-        return []
+    def _tell(self, now_s: float, what: Any, subject: Any) -> bool:
+        if what != BATCH:
+            return super()._tell(now_s, what, subject)
+        replica, batch = subject
+        self._at_work.discard(replica)
+        for chunk in batch:
+            self._expect(now_s + ANSWER_S, "generate", chunk)
+        return False
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,7 @@ class Case:
             max_chunk_size=MAX_BATCH,
             slots_per_replica=slots,
         )
-        run = PlannerRun(
+        run = BatchingRun(
             rules,
             KnownDurations(
                 dict.fromkeys(replica_of, FULL_S / MAX_BATCH), [1.0], 0.1, [n * train_s for n in range(1, 9)]
@@ -103,9 +117,9 @@ class Case:
             list(replica_of),
             num_batches=NUM_STEPS,
             commit_s=0.5,
-            keeps_events=False,
-            generator=Replicas(replica_of, self.fixed * FULL_S, (1 - self.fixed) * FULL_S / MAX_BATCH),
-            replica_of=replica_of,
+            replicas=replica_of,
+            fixed_s=self.fixed * FULL_S,
+            batch_sample_s=(1 - self.fixed) * FULL_S / MAX_BATCH,
         )
         run.play()
         return run.commits_s[-1] / NUM_STEPS

@@ -13,13 +13,13 @@ import torch
 
 from tests.agent_loop.worker import make_worker
 from tests.tags import make_facts
-from verl_digen.agent_loop.batch import GroupsBeingGenerated
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
 from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import DigenConfig
 from verl_digen.inputs.audio import Audio
 from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.sampling.requests import SINGLE_TURN
+from verl_digen.store.samples import PromptStatus
 from verl_digen.types import (
     Burst,
     CleanRecord,
@@ -140,18 +140,19 @@ def test_a_validation_sample_of_such_a_run_is_scored():
 
 
 # -- when a group counts as generated ------------------------------------------------------------------------
-async def test_a_group_is_generated_once_each_of_its_samples_has_ended():
-    groups = GroupsBeingGenerated()
-    groups.ended("g", 0)  # of no group that was begun
-    for uid in ("g", "h"):
-        groups.begin(uid, 2)
-    waiting = asyncio.create_task(groups.until_generated("g"))
-    for uid, index in (("g", 1), ("g", 1), ("h", 0), ("h", 1)):  # generated, then failed when it was scored
-        groups.ended(uid, index)
+async def test_a_group_is_generated_once_each_of_its_samples_has_ended(monkeypatch):
+    told: list[tuple[Any, ...]] = []
+
+    async def publish(*status: Any) -> None:
+        told.append(status)
+
+    monkeypatch.setattr("verl_digen.agent_loop.manager.publish_status", publish)
+    made, failed = (asyncio.get_running_loop().create_future() for _ in range(2))
+    worker = make_worker(digen=SimpleNamespace(reward=SimpleNamespace(timeshared=True)))
+    telling = asyncio.create_task(worker._tell_generated("val", "g", [made, failed]))
+    made.set_result(None)
     await asyncio.sleep(0)
-    assert not waiting.done()
-    groups.ended("g", 0)
-    await waiting
-    await groups.until_generated("h")  # it ended before anyone waited
-    groups.begin("g", 1)  # the same prompt again, in the next validation
-    assert not asyncio.create_task(groups.until_generated("g")).done()
+    assert told == []
+    failed.set_exception(ValueError("no picture"))
+    await telling
+    assert told == [("val", "g", PromptStatus("running", is_generated=True))]

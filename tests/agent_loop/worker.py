@@ -4,7 +4,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-from verl_digen.agent_loop.batch import GroupsBeingGenerated
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.config import DigenConfig
 from verl_digen.sampling.requests import SINGLE_TURN
@@ -22,7 +21,6 @@ def make_worker(agent_loop: str = SINGLE_TURN, **given: Any) -> Any:
         _rewards=SimpleNamespace(reads_latents=False),
         _run_dir=None,
         _environments=None,
-        _being_generated=GroupsBeingGenerated(),
     )
     vars(worker).update(given)
     return worker

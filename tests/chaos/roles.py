@@ -23,7 +23,6 @@ from typing import Any
 from tests.chaos.checks import Checks, reward_of
 from tests.chaos.processes import Cluster, Handle, Reference
 from tests.chaos.samples import BlankSamples
-from verl_digen.agent_loop.batch import GroupsBeingGenerated
 from verl_digen.agent_loop.chunks import ChunkRunner
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
@@ -256,9 +255,7 @@ class Agent(DiffusionAgentLoopWorker):
         self.config, self.tools = SimpleNamespace(data=None), []
         self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = None
         self._environments = None
-        self._loop = self._make_loop(client)
         self._run_dir = Path("unused")
-        self._being_generated = GroupsBeingGenerated()
         self._chunks = ChunkRunner(
             self._generate_for_chunk,
             self._withdraw_from_chunk,

@@ -23,8 +23,7 @@ SKIPPED = ("vllm_omni", "verl_digen.recipes", "verl_digen.patches", "verl_digen.
 
 OVERRIDDEN = {
     "agent_loop.episode:EnvironmentAgentLoop": "run",
-    "agent_loop.manager:DiffusionAgentLoopWorker": "generate_sequences _run_agent_loop _run_prompt "
-    "_agent_loop_postprocess",
+    "agent_loop.manager:DiffusionAgentLoopWorker": "generate_sequences _run_prompt",
     "agent_loop.manager:DiffusionAgentLoopManager": "_init_agent_loop_workers",
     "agent_loop.server_manager:DiffusionServerClient": "generate _acquire_server _release_server",
     "agent_loop.server_manager:AsyncDiffusionServerManager": "_acquire_server _release_server",

@@ -13,7 +13,7 @@ from verl_digen.algorithms.objectives import ClampedConfig, Joint, JointRows, Lo
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
-from verl_digen.engine.rows import AllRows, ForwardPoints, PathPoints, Samples, TileWork, make_rows, tile_rows
+from verl_digen.engine.rows import ForwardPoints, PathPoints, Samples, TileWork, make_rows, tile_rows
 from verl_digen.schedulers.tiles import Grid, Row, deal_rows, plan_tiles
 from verl_digen.types import Geometry, Noised, TrainingRows, Transitions
 from verl_digen.types.settings import Turn
@@ -202,11 +202,14 @@ def by_group(rows: JointRows) -> torch.Tensor:
     return sums[rows.groups] + rows.samples / 10 + rows.points / 100 + rows.advantages / 1000
 
 
-def on_ranks(num_ranks: int, shape: Grid, all_rows: AllRows) -> list[tuple[Row, float]]:
+def on_ranks(num_ranks: int, shape: Grid, advantages: torch.Tensor) -> list[tuple[Row, float]]:
     """(row, its column) of every tile of every rank, with the sum over the ranks made here."""
     dealt = deal_rows(ROWS, num_ranks)
     nothing = Samples([], {}, [], torch.zeros(0))
-    works = [TileWork(nothing, {}, plan_tiles(dealt, rank, shape), all_rows, {}) for rank in range(num_ranks)]
+    groups = [sample.facts.uid for sample in SAMPLES]
+    works = [
+        TileWork(nothing, {}, plan_tiles(dealt, rank, shape), {}, ROWS, groups, advantages) for rank in range(num_ranks)
+    ]
     scalars = [[torch.tensor([value_of(row) for row in tile.rows]) for tile in work.tiles] for work in works]
     parts: list[torch.Tensor] = []
 
@@ -228,11 +231,10 @@ def on_ranks(num_ranks: int, shape: Grid, all_rows: AllRows) -> list[tuple[Row, 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_a_column_is_the_same_on_any_ranks_and_tiles(num_ranks: int):
     advantages = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    all_rows = AllRows(ROWS, [sample.facts.uid for sample in SAMPLES], advantages)
     sums = {group: sum(value_of(row) for row in ROWS if row.sample // 2 == group) for group in (0, 1)}
     rng = random.Random(num_ranks)
     for _ in range(20):
-        for row, value in on_ranks(num_ranks, Grid(rng.randint(1, 3), rng.randint(1, 3)), all_rows):
+        for row, value in on_ranks(num_ranks, Grid(rng.randint(1, 3), rng.randint(1, 3)), advantages):
             decimals = row.sample / 10 + row.point / 100 + float(advantages[row.sample]) / 1000
             assert value == pytest.approx(sums[row.sample // 2] + decimals, rel=1e-6)
 

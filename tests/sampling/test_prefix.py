@@ -90,7 +90,7 @@ def test_a_batch_that_was_stopped_before_its_window_keeps_nothing(model, network
     stop = iter([False, True]).__next__
     with pytest.raises(SamplingStopped, match="before denoise step 1 of 6"):
         sampler.sample(two_groups()[:1], [condition], None, version=0, should_stop=stop)
-    assert cache.num_bytes == 0
+    assert cache._entries.currsize == 0
 
 
 ASKED = SampleRequest("a", 1, PromptInputs("a cat"), PromptInputs(" "), Window((2, 3), (3,)), SHARED)
@@ -135,11 +135,11 @@ def test_no_entry_outlives_its_weights():
     cache.keep(prefix(), 3, torch.ones(2))
     assert cache.lookup(prefix(), 4) is None
     cache.clear()
-    assert cache.lookup(prefix(), 3) is None and cache.num_bytes == 0
+    assert cache.lookup(prefix(), 3) is None and cache._entries.currsize == 0
     cache.keep(prefix(0), 3, torch.ones(2))
     cache.keep(prefix(1), 4, torch.ones(2))
     assert cache.lookup(prefix(0), 3) is None and cache.lookup(prefix(0), 4) is None
-    assert cache.num_bytes == 8
+    assert cache._entries.currsize == 8
 
 
 def test_entries_are_copies_and_those_used_least_recently_go_first():
@@ -153,6 +153,6 @@ def test_entries_are_copies_and_those_used_least_recently_go_first():
     assert cache.lookup(prefix(1), 0) is None
     assert cache.lookup(prefix(0), 0) is not None and cache.lookup(prefix(2), 0) is not None
     cache.keep(prefix(2), 0, latents)
-    assert cache.num_bytes == 16
+    assert cache._entries.currsize == 16
     cache.keep(prefix(3), 0, torch.zeros(5))
-    assert cache.num_bytes == 16, "one that is larger than the bound is not kept, and drops no other"
+    assert cache._entries.currsize == 16, "one that is larger than the bound is not kept, and drops no other"

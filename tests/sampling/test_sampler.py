@@ -15,7 +15,7 @@ from tests.texts import TextEncoder, of_texts
 from tests.training_rows import rows_of
 from verl_digen.algorithms.forward import NoiseLevels
 from verl_digen.algorithms.noise import INITIAL_LATENTS, noise, sample_seed
-from verl_digen.algorithms.solvers import denoise_step
+from verl_digen.algorithms.solvers import SolverNoise, denoise_step
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import DiffusionModel
@@ -114,7 +114,7 @@ def test_rounding_to_storage_dtype_comes_before_the_log_prob(model, network, enc
 
 def test_a_solver_with_noise_draws_it_for_each_sample_and_step(model, network, encode, sample):
     """Equal in any batch, and to the solver's steps one by one with that noise."""
-    how = replace(sampling(1.0), solver="sa", sa_noise=0.8, sa_low=0.0, sa_high=1.0)
+    how = replace(sampling(1.0), solver="sa", solver_noise=SolverNoise(0.8, 0.0, 1.0))
     levels = NoiseLevels((0, 2, 5))
     asked = [replace(request(how, uid="g", index=index), noise_levels=levels) for index in range(3)]
     together, latents = sample(asked)

@@ -98,7 +98,7 @@ class Misjudged(KnownDurations):
 def run(assist, *, factor, assist_s, num_batches=20):
     durations = Misjudged({"a": 0.8}, [assist_s], 0.05, [1.3, 2.6, 3.9, 5.2], factor=factor)
     rules = make_rules(num_prompts=8, group_size=1, max_groups_per_fragment=4, assist=assist)
-    played = PlannerRun(rules, durations, ["a"], num_batches=num_batches, commit_s=0.1, keeps_events=False)
+    played = PlannerRun(rules, durations, ["a"], num_batches=num_batches, commit_s=0.1)
     played.play()
     return played
 

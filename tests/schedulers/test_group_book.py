@@ -199,7 +199,7 @@ def played(max_versions, *, num_slots, sample_s, group_size, train_s, assist_s, 
         num_trainer_ranks=group_size,
         max_versions=max_versions,
     )
-    run = PlannerRun(rules, durations, slots, num_batches=12, commit_s=0.1, keeps_events=False)
+    run = PlannerRun(rules, durations, slots, num_batches=12, commit_s=0.1)
     run.play()
     return run.commits_s, run.reports
 

@@ -2,11 +2,11 @@
 """`PlannerRun` on the cases of the papers' figures: one chunk per fragment, and all durations known."""
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.rules import BatchRules, GapConfig, StalenessConfig, TagConfig
-from verl_digen.schedulers.simulation import Event, PlannerRun
+from verl_digen.schedulers.simulation import PlannerRun, What
 from verl_digen.schedulers.types import TRAINER, BatchReport
 
 
@@ -27,6 +27,34 @@ class Costs(NamedTuple):
     score_s: float
     train_s: float
     commit_s: float
+
+
+class Event(NamedTuple):
+    """One interval of work."""
+
+    who: str
+    """A slot, "trainer" or "scorer"."""
+    what: What
+    start_s: float
+    end_s: float
+    ids: tuple[int, ...]
+    """Groups it worked on, numbered over all steps; for a commit, the step."""
+
+
+class RecordedRun(PlannerRun):
+    """A run that keeps its events."""
+
+    events: list[Event]
+
+    def _occupy(self, who: str, what: What, now_s: float, seconds: float, subject: Any) -> None:
+        super()._occupy(who, what, now_s, seconds, subject)
+        ids = (subject.batch,) if what == "commit" else [subject.uid] if what == "generate" else subject.uids
+        self.events.append(Event(who, what, now_s, now_s + seconds, tuple(map(int, ids))))
+
+    def _expect(self, end_s: float, what: What, subject: Any) -> None:
+        super()._expect(end_s, what, subject)
+        if what == "score":
+            self.events.append(Event("scorer", what, end_s - self.durations.scoring_s, end_s, (int(subject.uid),)))
 
 
 class Simulation(NamedTuple):
@@ -56,7 +84,8 @@ def simulate(workload: Workload, costs: Costs, techniques: Collection[str]) -> S
         tag=TagConfig(policy="bts" if "tag" in techniques else "off", chunk_size=1),
         staleness=StalenessConfig(max_versions=1 if "tcss" in techniques else 0, fraction=workload.stale_fraction),
     )
-    run = PlannerRun(rules, durations, slots, workload.num_steps, costs.commit_s, keeps_events=True)
+    run = RecordedRun(rules, durations, slots, workload.num_steps, costs.commit_s)
+    run.events = []
     run.play()
     makespan_s = run.commits_s[-1]
     return Simulation(

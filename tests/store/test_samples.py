@@ -16,16 +16,21 @@ from verl_digen.algorithms.outside import Outside
 from verl_digen.schedulers.types import BatchReport
 from verl_digen.store.conditions import own_condition_keys, put_condition
 from verl_digen.store.keys import CONDITIONS, TRAIN, VAL, SampleName, own_condition_key
-from verl_digen.store.prompts import Listing, PromptStatus, list_partition, publish_status, submit_prompts, to_listing
 from verl_digen.store.samples import (
+    Listing,
+    PromptStatus,
     clear,
     fetch_columns,
     from_batch,
     from_entry,
+    list_partition,
+    publish_status,
     put_samples,
     put_tags,
+    submit_prompts,
     to_batch,
     to_entry,
+    to_listing,
 )
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.published import PublishedSamples
@@ -122,7 +127,7 @@ def test_a_partition_lists_prompts_and_samples_apart_until_they_are_cleared(queu
 
 
 # -- conditions in a real TransferQueue: those of a group alone are found and cleared, told by a tag or not --
-REPORT = BatchReport(*[0] * 7, None, {}, {}, 0, 0, 0, 0)
+REPORT = BatchReport(0)
 
 
 def stored() -> set[str]:
@@ -149,7 +154,7 @@ def test_nothing_is_left_of_an_episode_that_was_published_after_its_scoring_time
         trainer = object.__new__(DisaggregatedTrainer)
         waiting = SimpleNamespace(condition_keys=lambda: {"hash of a prompt that still waits"})
         vars(trainer).update(_condition_keys={"hash of a prompt that still waits"}, _generator=waiting)
-        trainer._clear(published.outcome(REPORT, {}, trained=(), slowest_decision_s=0.0))
+        trainer._clear(published.outcome(REPORT, {}, slowest_decision_s=0.0))
         assert stored() == others
         assert not list_partition(TRAIN).samples
     finally:

@@ -36,6 +36,9 @@ class Pools:
         for _ in range(self.rng.randint(0, 6) if self.rng else 1):
             await asyncio.sleep(0)
 
+    def join(self, replica):
+        pass
+
     def condition_key(self, chunk):
         return f"conditions of {chunk.uid}"
 
@@ -144,7 +147,8 @@ def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, replica
         pools,
         lambda batch, count: [f"p{next(numbers):03d}" for _ in range(count)],
         replicas=[
-            Joining(slots[0], Lane("generator", number, "here", 1), slots) for number, slots in enumerate(replicas)
+            Joining(slots[0], None, Lane("generator", number, "here", 1), slots)
+            for number, slots in enumerate(replicas)
         ],
         deadlines=Deadlines(deadlines),
         recorder=recorder,

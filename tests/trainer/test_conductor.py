@@ -275,7 +275,7 @@ async def test_a_batch_that_lost_every_slot_stays_open_and_goes_on_with_one_that
     pools = Pools(lose_slot_at=6)
     conductor = make_conductor(pools, slots=("s1",))
     assert await conductor.run_batch() is None and pools.is_open and not conductor._calls
-    await conductor.publish(0, joining=[Joining("r2", Lane("generator", 0, "here", 1), ["s2"])])
+    await conductor.publish(0, joining=[Joining("r2", None, Lane("generator", 0, "here", 1), ["s2"])])
     outcome = await conductor.run_batch()
     assert outcome.report.num_groups == 3 and pools.calls.count(("begin",)) == pools.calls.count(("commit",)) == 1
     assert len(pools.generated) == len(set(pools.generated)) == 3 * GROUP_SIZE
@@ -311,7 +311,7 @@ async def test_a_lost_slot_idles_under_that_reason_until_another_replica_takes_i
     await conductor.run_batch()
     lost = waits_of(conductor.recorder.drain(), "generator/1")
     pools.staged = 1
-    joining = Joining("s1b", Lane("generator", 1, "here", 1), ["s1b"])
+    joining = Joining("s1b", None, Lane("generator", 1, "here", 1), ["s1b"])
     pools.slot_versions |= {"s1b": 1}
     await conductor.publish(1, lost_slots=["s1"], joining=[joining])
     joined_s = conductor.recorder.now_s()

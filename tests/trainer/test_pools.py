@@ -9,8 +9,10 @@ from typing import Any
 
 from tests.trainer.direct import Direct, as_it_is
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk
+from verl_digen.observe.timeline import Lane
 from verl_digen.schedulers.types import Chunk
-from verl_digen.trainer.pools import GeneratorPool, SlotHandle
+from verl_digen.trainer.pools import GeneratorPool
+from verl_digen.trainer.timelines import Joining
 from verl_digen.trainer.updates import TrainerRanks
 from verl_digen.types import PromptRow
 
@@ -66,17 +68,17 @@ def assist(*sizes: int, first: int = 0) -> tuple[list[GeneratedChunk], Ranks, Co
     """Assist with groups of these many samples; `first` is the number of the first of them."""
     encoded: Counter[str] = Counter()
     ranks, worker = Ranks(), Worker(encoded)
-    slots = [SlotHandle(f"s{number}", f"r{number}", f"server {number}") for number in range(2)]
     nothing: Any = None
     pool = GeneratorPool(
         [worker],
-        slots,
         TrainerRanks(Direct(ranks), put=as_it_is),
         end_replica=nothing,
         condition_key=lambda row: row.text,
         answer_s=9.0,
         blip_s=9.0,
     )
+    for number in range(2):
+        pool.join(Joining(f"r{number}", f"server {number}", Lane("generator", number, "here", 1), [f"s{number}"]))
     for number in range(first, first + len(sizes)):
         pool.add_prompt(0, PromptRow(f"prompt {number}", "", None, uid=f"p{number}"))
     chunks = [Chunk(number, 0, f"p{number}", tuple(range(size)), 0) for number, size in enumerate(sizes, first)]

@@ -82,7 +82,7 @@ def test_a_colocated_step_trains_the_selected_samples(digen: DigenConfig):
 
 @SELECTING
 def test_a_fragment_of_separate_pools_trains_the_selected_samples(digen: DigenConfig, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("verl_digen.trainer.disaggregated.hosts_of", lambda workers, answer_s: "host")
+    monkeypatch.setattr("verl_digen.trainer.disaggregated.hosts_of", lambda who, actors, answer_s: "host")
     trainer: Any = SimpleNamespace(
         digen=digen,
         config=CONFIG,

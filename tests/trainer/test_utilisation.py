@@ -7,7 +7,7 @@ from tests.tags import make_tag
 from verl_digen.config import RolloutConfig
 from verl_digen.errors import RunStopped
 from verl_digen.trainer.step_result import GAP, StepResult, check_log_prob_gap, utilisation
-from verl_digen.trainer.timelines import call_intervals, host_of, joined_name
+from verl_digen.trainer.timelines import call_intervals, joined_name
 from verl_digen.trainer.validation import validation_metrics
 from verl_digen.types import RewardCall
 
@@ -73,22 +73,6 @@ def test_a_bound_must_be_positive(value):
 
 
 # -- names of nodes in the timeline --------------------------------------------------------------------------
-NAMES = {"10.0.0.7": "node-7", "fd00::7": "node-7"}
-
-
-@pytest.mark.parametrize(
-    ("address", "host"),
-    [
-        ("10.0.0.7:8000", "node-7"),
-        ("[fd00::7]:8000", "node-7"),
-        ("127.0.0.1:8000", "driver"),
-        ("10.0.0.8:8000", "10.0.0.8"),
-    ],
-)
-def test_a_server_is_on_the_node_of_its_address(address, host):
-    assert host_of(address, NAMES, "driver") == host
-
-
 def test_a_lane_on_several_nodes_says_how_many():
     assert joined_name(["b", "b"]) == "b" and joined_name(["b", "a", "c", "a"]) == "a and 2 more"
 

@@ -11,6 +11,7 @@ import torch
 from tests.vllm_omni.compare import assert_same, by_diffusers
 from tests.vllm_omni.conftest import GUIDED, SAMPLING, request
 from verl_digen.algorithms.forward import NoiseLevels
+from verl_digen.algorithms.solvers import SolverNoise
 from verl_digen.algorithms.tree import Tree
 from verl_digen.sampling.requests import ODE_ONLY
 from verl_digen.types import CleanRecord, PathRecord
@@ -31,7 +32,7 @@ def test_latents_log_probs_and_pictures_are_those_of_the_diffusers_replica(full_
 
 def test_final_latents_for_forward_points_are_those_of_the_diffusers_replica(full_replica):
     """One batch with a sample whose path is recorded."""
-    noisy = replace(SAMPLING, solver="sa", sa_noise=0.4, sa_high=0.9)
+    noisy = replace(SAMPLING, solver="sa", solver_noise=SolverNoise(0.4, 0.0, 0.9))
     levels = NoiseLevels((0, 2, 5))
     forward = [replace(request(number, noisy), window=ODE_ONLY, noise_levels=levels) for number in range(3)]
     requests = [*forward, request(3, noisy)]

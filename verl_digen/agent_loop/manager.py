@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it. One
-failed sample fails its group, whose status (`store.prompts`) has the reason."""
+failed sample fails its group, whose status (`store.samples`) has the reason."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from verl_digen.agent_loop.batch import GroupsBeingGenerated, WithConditions, all_ended, generate_batch
+from verl_digen.agent_loop.batch import STEP, WithConditions, all_ended, generate_batch
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode
 from verl_digen.agent_loop.server_manager import ServerClient
 from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import digen_config
-from verl_digen.data.rows import ROW, loop_columns, loop_row
+from verl_digen.data.rows import ROW, loop_columns
 from verl_digen.environments.built_in import environment_class
 from verl_digen.environments.episodes import environment_pool, start_environments
 from verl_digen.errors import describe
@@ -38,8 +38,7 @@ from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.store.conditions import ConditionPair, put_condition
 from verl_digen.store.keys import TRAIN, VAL, SampleName, group_number, own_condition_key
-from verl_digen.store.prompts import PromptStatus, publish_status
-from verl_digen.store.samples import put_samples, put_tags
+from verl_digen.store.samples import PromptStatus, publish_status, put_samples, put_tags
 from verl_digen.types import (
     Burst,
     Generation,
@@ -84,12 +83,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
             self._rewards = SampleRewards.of_run(self.config, self.reward_loop_worker_handles, self.digen)
         is_played = self.digen.environment.is_on
         self._environments = environment_pool(self.llm_client.environments, self.digen.deadlines) if is_played else None
-        self._loop = (
-            self._make_loop(self.llm_client) if is_played else make_agent_loop(SINGLE_TURN, self, self.llm_client)
-        )
         self._run_dir = Path(self.config.trainer.default_local_dir)
         self._group_pictures = GroupPictures(self._run_dir)
-        self._being_generated = GroupsBeingGenerated()
         self._chunks = ChunkRunner(
             self._generate_for_chunk,
             self._withdraw_from_chunk,
@@ -108,7 +103,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         if not isinstance(batch, DataProto):
             return await super().generate_sequences(batch)
         rewards = None if self.reward_loop_worker_handles is None else self._rewards
-        return await generate_batch(batch, self._make_loop(WithConditions(self.llm_client)), rewards, self._score)
+        generate = partial(self._generate, WithConditions(self.llm_client))
+        return await generate_batch(batch, self.digen, generate, rewards, self._score)
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -118,19 +114,19 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         uid, validate, step = row.uid, trajectory["validate"], prompt["global_steps"]
         partition = VAL if validate else TRAIN
         num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
-        params = {**sampling_params, "validate": validate}
-        columns = {**loop_columns(row), "global_steps": step, "agent_name": prompt["agent_name"]}
-        telling = self._tell_generated(partition, uid, num_samples)
-        tasks = [
-            asyncio.create_task(self._run_agent_loop(params, trajectory, trace=trace, session_id=index, **columns))
+        generating = [
+            asyncio.create_task(self._generate(self.llm_client, row, index, step, validate=validate))
             for index in range(num_samples)
         ]
-        for index, task in enumerate(tasks):
-            task.add_done_callback(partial(self._on_sample_ended, uid, index))
+        telling = asyncio.create_task(self._tell_generated(partition, uid, generating))
+        tasks = [
+            asyncio.create_task(self._finish_generated(generated, row, index, step, validate=validate))
+            for index, generated in enumerate(generating)
+        ]
         samples, failures = await all_ended(tasks)
         self._rewards.settled(uid, range(num_samples))
         try:
-            await asyncio.gather(*telling)
+            await telling
             if len(samples) == num_samples:
                 await self._publish(uid, partition, noting(samples, len(failures)), step)
                 failures = []
@@ -144,52 +140,35 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         status = PromptStatus("failure", describe(failures[0])) if failures else PromptStatus("finished")
         await publish_status(partition, uid, status)
 
-    def _tell_generated(self, partition: str, uid: str, num_samples: int) -> list[asyncio.Task[None]]:
+    async def _tell_generated(self, partition: str, uid: str, generating: Sequence[asyncio.Task[Any]]) -> None:
         """Publish, where the driver asks for it, that no sample of the group waits for a replica any more; to be
         awaited before the group's last status."""
-        if not self.digen.reward.timeshared:
-            return []
-        self._being_generated.begin(uid, num_samples)
-
-        async def tell() -> None:
-            await self._being_generated.until_generated(uid)
+        if self.digen.reward.timeshared:
+            await asyncio.wait(generating)
             await publish_status(partition, uid, PromptStatus("running", is_generated=True))
 
-        return [asyncio.create_task(tell())]
+    async def _generate(
+        self, client: Any, row: PromptRow, index: int, step: int, *, validate: bool
+    ) -> Generation | Episode:
+        """One sample by the run's agent loop, which requests it from `client`."""
+        columns = {**loop_columns(row), STEP: step, "session_id": index}
+        return await self._make_loop(client).run({"validate": validate}, **columns)
 
-    def _on_sample_ended(self, uid: str, index: int, task: asyncio.Task[Any]) -> None:
-        self._being_generated.ended(uid, index)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._rewards.fail(uid, index, describe(error))
-
-    async def _run_agent_loop(
-        self,
-        sampling_params: dict[str, Any],
-        trajectory: dict[str, Any],
-        *,
-        agent_name: str,
-        trace: bool = True,
-        **columns: Any,
+    async def _finish_generated(
+        self, generated: asyncio.Task[Generation | Episode], row: PromptRow, index: int, step: int, *, validate: bool
     ) -> ScoredSample:
-        """Run one sample. verl creates an agent loop per sample through Hydra, which costs more than a small picture;
-        ours is stateless, so one instance serves all. A custom loop (another `agent_name`) is created verl's way."""
-        if agent_name != SINGLE_TURN:  # none with an environment, see `preflight`
-            return await super()._run_agent_loop(
-                sampling_params, trajectory, agent_name=agent_name, trace=trace, **columns
-            )
-        output = await self._loop.run(sampling_params, **columns)
-        return await self._agent_loop_postprocess(output, trajectory["validate"], **columns)
-
-    async def _agent_loop_postprocess(self, output: Any, validate: bool, **columns: Any) -> ScoredSample:
-        """Score one generation; called by verl's `_run_agent_loop` with what the agent loop returned."""
-        return await self._finish(output, loop_row(columns), columns["global_steps"], validate=validate)
+        """Score one sample once it is generated. If it fails, so do the samples of its group that wait for it."""
+        try:
+            return await self._finish(await generated, row, step, validate=validate)
+        except Exception as error:
+            self._rewards.fail(row.uid, index, describe(error))
+            raise
 
     async def _finish(self, output: Generation | Episode, row: PromptRow, step: int, *, validate: bool) -> ScoredSample:
         """Score one generation, or one episode by its last picture too, and save its picture where that is wanted."""
         episode = output if isinstance(output, Episode) else None
         generation = output.generation if isinstance(output, Episode) else output
         facts = generation.trajectory.facts
-        self._being_generated.ended(facts.uid, facts.sample_index)
         group_size = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
         score, scored = await self._score(generation, row, group_size, validate=validate)
         score = score if episode is None else episode.scored(score)
@@ -308,9 +287,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         return EnvironmentAgentLoop(client, self._environments, edits=edits)
 
     async def _generate_for_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> Generation | Episode:
-        loop = self._make_loop(client)
-        columns = {**loop_columns(order.row), "global_steps": order.step, "session_id": index}
-        return await loop.run({"validate": False}, **columns)
+        return await self._generate(client, order.row, index, order.step, validate=False)
 
     def _burst_of(self, order: ChunkOrder) -> Burst | None:
         """All samples of a chunk reach the replica together; None with an environment or a custom agent loop."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -61,21 +61,15 @@ class DiffusionServerClient(LLMServerClient):
         return {}
 
     @cached_property
-    def _acquiring(self) -> Bundles[str]:
-        return self._on_balancer(lambda own, name: own.acquire_server(request_id=name))
-
-    @cached_property
-    def _releasing(self) -> Bundles[dict[str, str | None]]:
-        return self._on_balancer(
-            lambda own, names: own.release_server(
-                **{field: names[field] for field in ("server_id", *own.require_release_fields())}
-            )
-        )
-
-    def _on_balancer(self, function: Callable[[Any, Any], Any]) -> Bundles[Any]:
-        """Calls of a local function in the balancer's process: it travels by value, so nothing is imported there."""
+    def _balancing(self) -> Bundles[tuple[str, dict[str, str | None]]]:
+        """Calls of one method of the balancer, by a function that travels by value: nothing is imported there."""
         call = self._load_balancer.__ray_call__
-        return Bundles(lambda items: call.remote(lambda own, items: [function(own, item) for item in items], items))
+        return Bundles(
+            lambda items: call.remote(
+                lambda own, items: [getattr(own, name)(**kwargs) for name, kwargs in items], items
+            ),
+            key=lambda item: item[0],
+        )
 
     async def generate(self, request_id: str, prompt: str, **sampling: Any) -> ImageOutput:  # type: ignore[override]
         """Generate one sample of a text prompt, on the replica that took the last one of this `request_id`.
@@ -108,10 +102,10 @@ class DiffusionServerClient(LLMServerClient):
                 self._release_server(replica, request_id=sticky)
 
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
-        return await self._acquiring.call(request_id)
+        return await self._balancing.call(("acquire_server", {"request_id": request_id}))
 
     def _release_server(self, server_id: str, request_id: str | None = None) -> None:
-        self._releasing.call({"server_id": server_id, "request_id": request_id})
+        self._balancing.call(("release_server", {"server_id": server_id, "request_id": request_id}))
 
     async def _remove_server(self, replica: str) -> None:
         """Send no further sample to a replica."""

@@ -181,7 +181,9 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
         if not self.should_load_model:
             into = {}
         if self.should_load_optimizer:
-            into |= self._empty_moments(saved)
+            trained = dict(self._trained())
+            moments = [entry for entry in saved.entries if entry.startswith("moments/")]
+            into |= {entry: saved.tensor_for(entry, trained[entry.split("/")[1]]) for entry in moments}
         if self.should_load_extra:
             into |= {entry: value for entry, value in self._copies().items() if entry in saved.entries}
         saved.load(into)
@@ -225,12 +227,6 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
                 "resume on the number of ranks that saved, with the same fsdp_size",
             )
         return own
-
-    def _empty_moments(self, saved: SavedState) -> dict[str, Tensor]:
-        """Tensors to load the optimizer's moments into, by entry."""
-        trained = dict(self._trained())
-        moments = [entry for entry in saved.entries if entry.startswith("moments/")]
-        return {entry: saved.tensor_for(entry, trained[entry.split("/")[1]]) for entry in moments}
 
     def _load_optimizer(self, rest: dict[str, Any], loaded: dict[str, Tensor]) -> None:
         assert self.optimizer is not None

@@ -36,7 +36,7 @@ from verl_digen.algorithms.rows import Metric, Reduce
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import row_flops
 from verl_digen.engine.copies import CURRENT
-from verl_digen.engine.fragment import FragmentSample, FragmentSpec
+from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.fsdp2 import forwards, gathered_bytes
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
@@ -252,25 +252,19 @@ class DiffusersFSDPEngine(VerlBatches):
         self._require_closed("evaluate")
         found: dict[str, dict[int, float]] = {}
         with self.eval_mode():
-            for fragment in fragments:
-                for sample, step, log_prob in self._log_probs(fragment.samples, fetch):
-                    found.setdefault(sample.key, {})[step] = log_prob
+            for samples in (fragment.samples for fragment in fragments):
+                if not any(sample.num_rows for sample in samples):
+                    continue
+                work = self.planner.deal(samples, torch.zeros(len(samples)), fetch)
+                with closing(work.samples):
+                    tiles = (tile_rows(self.points, work.samples, tile, work.places) for tile in work.tiles)
+                    evaluated = [self.forward(rows.to(self.forward.device)).log_prob for rows in tiles]
+                for tile, log_probs in zip(work.tiles, evaluated, strict=True):
+                    if tile.is_filler:  # its row is in another tile, too
+                        continue
+                    for row, log_prob in zip(tile.rows, log_probs.tolist(), strict=True):
+                        found.setdefault(samples[row.sample].key, {})[row.point] = log_prob
         return found if self.is_mp_src_rank_with_outputs() else {}
-
-    def _log_probs(
-        self, samples: Sequence[FragmentSample], fetch: Fetch
-    ) -> Iterator[tuple[FragmentSample, int, float]]:
-        """(sample, trained step, log-prob) of this rank's rows."""
-        if not any(sample.num_rows for sample in samples):
-            return
-        work = self.planner.deal(samples, torch.zeros(len(samples)), fetch)
-        with closing(work.samples):
-            tiles = (tile_rows(self.points, work.samples, tile, work.places) for tile in work.tiles)
-            evaluated = [self.forward(rows.to(self.forward.device)).log_prob for rows in tiles]
-        for tile, log_probs in zip(work.tiles, evaluated, strict=True):
-            if not tile.is_filler:  # its row is in another tile, too
-                for row, log_prob in zip(tile.rows, log_probs.tolist(), strict=True):
-                    yield samples[row.sample], row.point, log_prob
 
     def _close(self, *, stays_loaded: bool = False) -> None:
         self._open = None

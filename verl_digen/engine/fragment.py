@@ -44,13 +44,9 @@ class FragmentSample:
         ends = accumulate(turn.num_steps for turn in self.turns)
         return next((number for number, end in enumerate(ends) if point < end), 0)
 
-    def sampling_of(self, point: int) -> Sampling:
-        """Settings that the point's turn was generated with."""
-        return self.turns[self.turn_of(point)].sampling if self.turns else self.facts.sampling
-
-    def condition_key_of(self, point: int) -> str:
-        """Key of the conditions of the point's turn."""
-        return self.turns[self.turn_of(point)].condition_key if self.turns else self.facts.condition_key
+    def generated_with(self, point: int) -> SampleFacts | Turn:
+        """Holder of the point's settings and conditions: its turn, or without an environment the sample's facts."""
+        return self.turns[self.turn_of(point)] if self.turns else self.facts
 
 
 @dataclass(frozen=True)
@@ -81,5 +77,5 @@ def fragment_rows(samples: Sequence[FragmentSample]) -> list[Row]:
                 "give one expert for each step, or none"
             )
         for point in sample.points:
-            rows.append(Row(number, point, experts[point] * len(kinds) + kinds[sample.sampling_of(point)]))
+            rows.append(Row(number, point, experts[point] * len(kinds) + kinds[sample.generated_with(point).sampling]))
     return rows

@@ -11,8 +11,8 @@ Invariants (tests/engine/test_transaction.py): nothing trains twice; the fragmen
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.recompute import ALL
-from verl_digen.engine.rows import Fetch, TileWork
+from verl_digen.engine.rows import Fetch
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.schedulers.tiles import Row
 
@@ -107,17 +107,11 @@ class LogicalBatch:
         if not any(sample.num_rows for sample in samples):
             return 0
         work = self.planner.deal(samples, ready.advantages, self._fetch)
-        with self._running(work):
-            self.transaction.run(work, is_final=is_final, is_last=is_last)
-        return work.num_rows
-
-    @contextmanager
-    def _running(self, work: TileWork) -> Iterator[None]:
-        """Context in which the tiles run: no sample arrives after it, and the wait for samples is counted."""
         rows = max((tile.rows for tile in work.tiles), key=len)
         with closing(work.samples), shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
-            yield
+            self.transaction.run(work, is_final=is_final, is_last=is_last)
         self.fetch_wait_s += work.samples.waited_s
+        return work.num_rows
 
     def _remedy(self, rows: Sequence[Row]) -> str:
         """Settings under which a tile of these rows takes less memory."""

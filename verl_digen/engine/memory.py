@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,7 +118,9 @@ def measure_tiles(
         blocks.num_blocks = ALL
     peak_bytes(1)
     kept = kept_bytes()
-    one, sizes = _one_row(peak_bytes, blocks)
+    with nullcontext({}) if blocks is None else blocks.measured() as saved_bytes:
+        one = peak_bytes(1)
+    sizes = [max(0, saved_bytes[block]) for block in sorted(saved_bytes, reverse=True)]
     room = int(limit_bytes * (1 - MARGIN)) - later_bytes
     if one > room and later_bytes > 0:
         logger.warning(
@@ -137,15 +139,6 @@ def measure_tiles(
     if blocks is not None and any(found.kept):
         found = _scaled(found, peak_bytes, blocks, most)
     return found
-
-
-def _one_row(peak_bytes: Callable[[int], int], blocks: Recomputation | None) -> tuple[int, list[int]]:
-    """(peak of one row, bytes that each block saves, from last to first)"""
-    if blocks is None:
-        return peak_bytes(1), []
-    with blocks.measured() as sizes:
-        one = peak_bytes(1)
-    return one, [max(0, sizes[number]) for number in sorted(sizes, reverse=True)]
 
 
 def _scaled(

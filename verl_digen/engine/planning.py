@@ -29,7 +29,7 @@ from verl_digen.engine import memory
 from verl_digen.engine.fragment import FragmentSample, fragment_rows
 from verl_digen.engine.memory import TileMemory
 from verl_digen.engine.recompute import ALL, Recomputation
-from verl_digen.engine.rows import AllRows, Fetch, Picks, Points, Samples, TileWork, make_rows, text_order
+from verl_digen.engine.rows import Fetch, Picks, Points, Samples, TileWork, make_rows, text_order
 from verl_digen.engine.whole_base import WholeBase
 from verl_digen.models.base import DiffusionModel
 from verl_digen.platforms import device_memory
@@ -92,9 +92,8 @@ class Planner:
             own.close()
             raise
         own.request([places[row.sample] for row in tile.rows] for tile in tiles)
-        return TileWork(
-            own, places, tiles, AllRows(rows, [sample.facts.uid for sample in samples], advantages), recomputed
-        )
+        groups = [sample.facts.uid for sample in samples]
+        return TileWork(own, places, tiles, recomputed, rows, groups, advantages)
 
     def _tiles(
         self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]
@@ -145,7 +144,7 @@ class Planner:
         index, (point, *_) = picks[0]
         sample = samples.described[index]
         step = TEXT_STEP if self.model.spec.condition.num_tokens is None else 1
-        return sample.sampling_of(point), -(-memory.most_of_ranks(longest) // step) * step
+        return sample.generated_with(point).sampling, -(-memory.most_of_ranks(longest) // step) * step
 
     def _measure(self, samples: Samples, picks: Picks, key: Key) -> TileMemory:
         longest = max(picks, key=lambda pick: _text_tokens(samples, pick))

@@ -147,7 +147,8 @@ class Samples:
     def condition(self, index: int, point: int) -> ConditionPair:
         """Conditions of a sample at one of its points."""
         sample = self.described[index]
-        return self.turn_conditions[sample.condition_key_of(point)] if sample.turns else self.conditions[index]
+        key = sample.generated_with(point).condition_key
+        return self.turn_conditions[key] if sample.turns else self.conditions[index]
 
 
 AT_ONCE = 8
@@ -202,7 +203,7 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
     rows = [index for index, chosen in picks for _ in chosen]
     numbers = [point for _, chosen in picks for point in chosen]
     described = [samples.described[index] for index in rows]
-    samplings = {one.sampling_of(number) for one, number in zip(described, numbers, strict=True)}
+    samplings = {one.generated_with(number).sampling for one, number in zip(described, numbers, strict=True)}
     pairs = [samples.condition(index, number) for index, number in zip(rows, numbers, strict=True)]
     negatives = [negative for _, negative in pairs if negative is not None]
     if len(samplings) != 1 or (negatives and len(negatives) != len(rows)):
@@ -266,33 +267,6 @@ Exchange = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class AllRows:
-    """All M rows of a fragment, the same on every rank."""
-
-    rows: Sequence[Row]
-    groups: Sequence[str]
-    """uid of each sample, by `Row.sample`."""
-    advantages: Tensor
-    """[samples] fp32, or [samples, K] with a tree."""
-
-    def joint(self, scalars: Tensor) -> JointRows:
-        """The rows with one number each, `scalars` [M]; on its device."""
-        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(self.groups))}
-
-        def column(values: list[int]) -> Tensor:
-            return torch.tensor(values, device=scalars.device)
-
-        samples, points = [row.sample for row in self.rows], [row.point for row in self.rows]
-        return JointRows(
-            scalars=scalars,
-            samples=column(samples),
-            groups=column([numbers[self.groups[sample]] for sample in samples]),
-            points=column(points),
-            advantages=row_advantages(self.advantages, samples, points).to(scalars.device),
-        )
-
-
-@dataclass(frozen=True)
 class TileWork:
     """Tiles of this rank and the samples of their rows; every rank has the same number of tiles."""
 
@@ -300,14 +274,19 @@ class TileWork:
     places: Mapping[int, int]
     """`Row.sample`, a sample's number in the plan -> its index in `samples`."""
     tiles: Sequence[Tile]
-    all_rows: AllRows
     recomputed: Mapping[int, int]
     """`Row.bucket` -> blocks recomputed in backward."""
+    rows: Sequence[Row]
+    """All M rows of the fragment, the same on every rank."""
+    groups: Sequence[str]
+    """uid of each sample, by `Row.sample`."""
+    advantages: Tensor
+    """[samples] fp32, or [samples, K] with a tree."""
 
     @property
     def num_rows(self) -> int:
         """Unmasked rows, over all ranks."""
-        return len(self.all_rows.rows)
+        return len(self.rows)
 
     def joint_columns(
         self, scalars: Sequence[Tensor], combine: Callable[[JointRows], Tensor], exchange: Exchange
@@ -317,11 +296,27 @@ class TileWork:
 
         Invariant (tests/engine/test_rows.py): the column does not depend on how rows are spread over tiles and ranks.
         """
-        index = {(row.sample, row.point): number for number, row in enumerate(self.all_rows.rows)}
+        index = {(row.sample, row.point): number for number, row in enumerate(self.rows)}
         places = [torch.tensor([index[row.sample, row.point] for row in tile.rows]) for tile in self.tiles]
         found = torch.zeros(self.num_rows, device=scalars[0].device)
         for tile, place, values in zip(self.tiles, places, scalars, strict=True):
             if not tile.is_filler:  # its row is in another tile, too
                 found[place.to(found.device)] = values
-        column = combine(self.all_rows.joint(exchange(found)))
+        column = combine(self._joint(exchange(found)))
         return [column[place.to(column.device)] for place in places]
+
+    def _joint(self, scalars: Tensor) -> JointRows:
+        """The rows with one number each, `scalars` [M]; on its device."""
+        numbers = {uid: number for number, uid in enumerate(dict.fromkeys(self.groups))}
+        samples, points = [row.sample for row in self.rows], [row.point for row in self.rows]
+
+        def column(values: list[int]) -> Tensor:
+            return torch.tensor(values, device=scalars.device)
+
+        return JointRows(
+            scalars=scalars,
+            samples=column(samples),
+            groups=column([numbers[self.groups[sample]] for sample in samples]),
+            points=column(points),
+            advantages=row_advantages(self.advantages, samples, points).to(scalars.device),
+        )

@@ -77,7 +77,9 @@ def load_teacher(copies: PolicyCopies, module: nn.Module, path: str) -> None:
             value = file.get_tensor(_saved_name(name)).float()
             layer, *is_up = re.split(r"\.lora_(?:embedding_)?B\.", name)
             if is_up:
-                value *= _scale_ratio(config, layer, module.get_submodule(layer))
+                own = module.get_submodule(layer)
+                assert isinstance(own, LoraLayer)
+                value *= peft_scale(config, layer, own.r[ADAPTER]) / own.scaling[ADAPTER]
             shard.copy_(_own_shard(value, live[name]))
 
 
@@ -99,12 +101,6 @@ def _read_config(folder: Path) -> LoraConfig:
 def _saved_name(name: str) -> str:
     """Name of a parameter of the adapter in peft's files, which leave out `.weight` of DoRA's magnitudes."""
     return name.replace(f".{ADAPTER}", "").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-
-
-def _scale_ratio(config: LoraConfig, name: str, layer: nn.Module) -> float:
-    """Factor of B @ A with the teacher's settings / the factor of `layer`, which trains."""
-    assert isinstance(layer, LoraLayer)
-    return peft_scale(config, name, layer.r[ADAPTER]) / layer.scaling[ADAPTER]
 
 
 def _own_shard(value: Tensor, live: Tensor) -> Tensor:

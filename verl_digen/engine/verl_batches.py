@@ -173,10 +173,13 @@ class VerlBatches(ShardedTransformer):
         metrics = [output["metrics"] for output in outputs]
         if _is_own(loss_function, forward_only):
             metrics = [numbers(self._of_all_ranks(combine_tiles(metrics)))]
+        appended: dict[str, list[Any]] = {}
+        for of_tile in metrics:
+            append_to_dict(appended, of_tile)
         return {
             "model_output": _in_order([output["model_output"] for output in outputs], tiles),
             "loss": [output["loss"] for output in outputs],
-            "metrics": _appended(metrics),
+            "metrics": appended,
         }
 
     def forward_step(
@@ -307,11 +310,3 @@ def _in_order(outputs: Sequence[Mapping[str, Tensor]], tiles: Sequence[Tile]) ->
     places = torch.tensor([row.sample for tile in tiles if not tile.is_filler for row in tile.rows]).argsort()
     kept = [output for output in outputs if output]
     return {name: torch.cat([output[name] for output in kept])[places] for name in (kept[0] if kept else ())}
-
-
-def _appended(metrics: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Metrics of a caller's loss function, name -> each tile's, as verl's engines return them."""
-    found: dict[str, list[Any]] = {}
-    for one in metrics:
-        append_to_dict(found, one)
-    return found

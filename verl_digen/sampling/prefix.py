@@ -17,11 +17,12 @@ them; leaves of one subtree are bitwise equal up to their split.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from verl_digen.algorithms.outside import step_ends
@@ -75,46 +76,26 @@ class PrefixCache:
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES):
-        self._max_bytes = max_bytes
         self._weights: Hashable = None
         """Weights that all entries were made with."""
-        self._entries: OrderedDict[Prefix, Tensor] = OrderedDict()
-        self._num_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all entries."""
-        return self._num_bytes
+        self._entries: LRUCache[Prefix, Tensor] = LRUCache(max_bytes, getsizeof=attrgetter("nbytes"))
 
     def lookup(self, prefix: Prefix, weights: Hashable) -> Tensor | None:
         """Latents [...] after the steps of `prefix`, on the CPU in the dtype they were sampled in; None if not kept
         with these weights, which are identified among those since the last `clear`."""
-        if weights != self._weights or prefix not in self._entries:
-            return None
-        self._entries.move_to_end(prefix)
-        return self._entries[prefix]
+        return self._entries.get(prefix) if weights == self._weights else None
 
     def keep(self, prefix: Prefix, weights: Hashable, latents: Tensor) -> None:
         """Keep latents [...] after the steps of `prefix`; entries of other weights are dropped."""
         if weights != self._weights:
             self.clear()
             self._weights = weights
-        if latents.nbytes > self._max_bytes:
-            return
-        self._drop(prefix)
-        self._entries[prefix] = latents.to("cpu", copy=True)
-        self._num_bytes += latents.nbytes
-        while self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._entries)))
+        if latents.nbytes <= self._entries.maxsize:
+            self._entries[prefix] = latents.to("cpu", copy=True)
 
     def clear(self) -> None:
         """Drop all entries; call it when the weights change."""
         self._entries.clear()
-        self._num_bytes = 0
-
-    def _drop(self, prefix: Prefix) -> None:
-        if prefix in self._entries:
-            self._num_bytes -= self._entries.pop(prefix).nbytes
 
 
 @dataclass(frozen=True)

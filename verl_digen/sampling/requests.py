@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_digen.algorithms.forward import draw_noise_levels
 from verl_digen.algorithms.outside import EXACT
+from verl_digen.algorithms.solvers import SolverNoise
 from verl_digen.algorithms.window import Window, draw_window
 from verl_digen.config import DigenConfig, SamplingConfig
 from verl_digen.inputs.images import PromptInputs, SourceImage, source_image
@@ -175,9 +176,7 @@ def plain_request(
             shared_initial_noise=config.shared_initial_noise and not validate,
             guidance_scale=config.guidance_scale,
             solver=config.val_solver if validate else config.solver,
-            sa_noise=config.sa_noise,
-            sa_low=config.sa_low,
-            sa_high=config.sa_high,
+            solver_noise=SolverNoise(config.sa_noise, config.sa_low, config.sa_high),
             outside=config.outside if window.sde_steps else EXACT,
         ),
         tree=digen.branches.tree(window) if window.sde_steps else None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from typing import Literal
 
@@ -64,6 +64,8 @@ class Batch:
     """One batch: P groups to train, plus surplus and dropped ones."""
 
     number: int
+    counts: BatchReport
+    """Counts so far."""
     groups: list[Group] = field(default_factory=list)
     """Groups in the order they were drawn, dropped ones included."""
     ready: list[tuple[int, str]] = field(default_factory=list)
@@ -73,13 +75,6 @@ class Batch:
     num_open: int = 0
     num_training: int = 0
     num_trained: int = 0
-    num_fragments: int = 0
-    num_assists: int = 0
-    num_assisted: int = 0
-    num_group_refills: int = 0
-    num_sample_refills: int = 0
-    num_reissued: int = 0
-    num_late: int = 0
     begun: Counter[int] = field(default_factory=Counter)
     """Versions behind -> number of groups begun and not dropped."""
     dropped: Counter[DropReason] = field(default_factory=Counter)
@@ -95,21 +90,15 @@ class Batch:
 
     def report(self, group_size: int, *, num_searches: int, prediction_error: float | None) -> BatchReport:
         """Final counts of the batch, and the error of its predicted end."""
-        return BatchReport(
-            batch=self.number,
-            num_groups=self.num_trained,
-            num_samples=self.num_trained * group_size,
-            num_fragments=self.num_fragments,
-            num_assists=self.num_assists,
-            num_assisted=self.num_assisted,
+        uids = tuple(group.uid for group in self.groups if group.state == "trained")
+        return replace(
+            self.counts,
+            uids=uids,
+            num_samples=len(uids) * group_size,
             num_searches=num_searches,
             prediction_error=prediction_error,
             stale_groups={age: count for age, count in sorted(self.begun.items()) if count},
             dropped={reason: self.dropped[reason] for reason in sorted(self.dropped)},
-            num_group_refills=self.num_group_refills,
-            num_sample_refills=self.num_sample_refills,
-            num_reissued=self.num_reissued,
-            num_late=self.num_late,
         )
 
 

@@ -32,7 +32,7 @@ from math import inf, isfinite
 from verl_digen.schedulers.batch import Batch, Group, GroupQueue, LiveChunk
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.rules import BatchRules
-from verl_digen.schedulers.types import Chunk, DropReason
+from verl_digen.schedulers.types import BatchReport, Chunk, DropReason
 
 
 class Headstart:
@@ -143,15 +143,15 @@ class GroupBook:
         if batch is None:
             return self._rules.num_prompts + self._rules.queue.extra_prompts
         short = self._rules.num_prompts - batch.num_open - batch.num_complete
-        return max(0, min(short, self._rules.max_group_refills - batch.num_group_refills))
+        return max(0, min(short, self._rules.max_group_refills - batch.counts.num_group_refills))
 
     def add(self, number: int, uids: Sequence[str]) -> None:
         """Add groups to a batch. The first call for a batch opens it; later ones are refills."""
         batch = self.batches.get(number)
         if batch is None:
-            batch = self.batches[number] = Batch(number)
+            batch = self.batches[number] = Batch(number, BatchReport(number))
         else:
-            batch.num_group_refills += len(uids)
+            batch.counts.num_group_refills += len(uids)
         for uid in uids:
             if uid in self.groups:
                 raise RuntimeError(f"a uid names one group, got {uid!r} again")
@@ -266,9 +266,9 @@ class GroupBook:
         """Return failed samples of a live chunk to their group, or drop it; returns the ids of void chunks."""
         chunk = self.live[chunk_id].chunk
         batch = self.batches[chunk.batch]
-        if batch.num_sample_refills + len(samples) > self._rules.max_sample_refills:
+        if batch.counts.num_sample_refills + len(samples) > self._rules.max_sample_refills:
             return self.drop(self.groups[chunk.uid], "failed")
-        batch.num_sample_refills += len(samples)
+        batch.counts.num_sample_refills += len(samples)
         self.give_back(chunk_id, samples)
         return []
 
@@ -277,7 +277,7 @@ class GroupBook:
         void: list[int] = []
         while (group := self._begun_front(version)) is not None:
             batch = self.batches[group.batch]
-            batch.num_reissued += self._rules.group_size - len(group.unissued)
+            batch.counts.num_reissued += self._rules.group_size - len(group.unissued)
             batch.begun[group.batch - version] -= 1
             void += self._void_chunks(group)
             group.unissued = list(range(self._rules.group_size))

@@ -87,7 +87,7 @@ class BatchPlanner:
         planner.on_scored(0, {0: 0.1, 1: 0.9}, 0, 4.5)
         planner.next_for_trainer(4.5)               # Fragment(0, 0, ("p0",)): it trains
         planner.on_trained(0, 6.0)
-        planner.next_for_trainer(6.0)               # BatchReport(batch=0, num_groups=1, num_samples=2, ...)
+        planner.next_for_trainer(6.0)               # BatchReport(batch=0, uids=("p0",), num_samples=2, ...)
         planner.on_committed(0, 6.2)
         planner.on_published(1)
     """
@@ -155,7 +155,7 @@ class BatchPlanner:
             chunk_id = next(chunk_id for chunk_id, request in self._requests.items() if request.generator == slot)
             self._end_request(chunk_id)
             if (live := self._book.live.get(chunk_id)) is not None:
-                self._book.batches[live.chunk.batch].num_reissued += len(live.left)
+                self._book.batches[live.chunk.batch].counts.num_reissued += len(live.left)
                 self._book.give_back(chunk_id, live.left)
         self._disturb()
 
@@ -289,7 +289,7 @@ class BatchPlanner:
     def _count_late(self, num_samples: int) -> None:
         batch = self._book.batches.get(self.batch)
         if batch is not None:
-            batch.num_late += num_samples
+            batch.counts.num_late += num_samples
 
     # -- the trainer ----------------------------------------------------------------------------------------
     def next_for_trainer(self, now_s: float) -> TrainerDecision:
@@ -303,7 +303,9 @@ class BatchPlanner:
             return Wait("prompts")
         is_last = self._book.is_last(batch)
         if size := self._book.fragment_size(batch):
-            fragment = self._fragment(batch, size)
+            fragment = Fragment(self._num_fragments, batch.number, self._book.take_ready(batch, size))
+            self._num_fragments += 1
+            batch.counts.num_fragments += 1
             self._occupy(fragment, now_s)
             return fragment
         if is_last:
@@ -343,13 +345,6 @@ class BatchPlanner:
         self._trainer_since_s = now_s
         self._disturb()
 
-    def _fragment(self, batch: Batch, size: int) -> Fragment:
-        """The `size` oldest ready groups."""
-        uids = self._book.take_ready(batch, size)
-        batch.num_fragments += 1
-        self._num_fragments += 1
-        return Fragment(self._num_fragments - 1, batch.number, uids)
-
     # -- bubbles --------------------------------------------------------------------------------------------
     def _disturb(self) -> None:
         """Ask the search again: its last prediction may no longer hold."""
@@ -387,8 +382,8 @@ class BatchPlanner:
             self._send(chunk, TRAINER, now_s)
         assist = Assist(chunks, reason, predicted_gain_s)
         batch = self._book.batches[self.batch]
-        batch.num_assists += 1
-        batch.num_assisted += assist.num_samples
+        batch.counts.num_assists += 1
+        batch.counts.num_assisted += assist.num_samples
         self._assisting = {chunk.id for chunk in chunks}
         self._occupy(assist, now_s)
         return assist

@@ -81,7 +81,7 @@ class SlotPool:
         if slot.state == "busy":
             self._count_busy(slot.replica, -1)
         if slot.state != "loading":
-            self._leave(slot)
+            self._num_at[slot.version] -= 1
         return slot
 
     def take(self, version: int) -> Slot | None:
@@ -103,7 +103,7 @@ class SlotPool:
         slots: list[Slot] = []
         while (slot := self._pop_idle(version)) is not None:
             slot.state = "loading"
-            self._leave(slot)
+            self._num_at[slot.version] -= 1
             slots.append(slot)
         self._idle.pop(version, None)
         return slots
@@ -120,11 +120,6 @@ class SlotPool:
     def _enter(self, slot: Slot) -> None:
         self._num_at[slot.version] += 1
         self._push_idle(slot)
-
-    def _leave(self, slot: Slot) -> None:
-        self._num_at[slot.version] -= 1
-        if not self._num_at[slot.version]:
-            del self._num_at[slot.version]
 
     def _push_idle(self, slot: Slot) -> None:
         heappush(self._idle.setdefault(slot.version, []), (self._num_busy[slot.replica], slot.id))

@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 
@@ -106,11 +106,6 @@ TextOrder = Callable[[Row], tuple[int, ...]]
 """Row -> lengths of its texts; equal for rows that may share a forward without padding."""
 
 
-def _as_they_come(row: Row) -> tuple[int, ...]:
-    """Order for rows of one text length."""
-    return ()
-
-
 @dataclass(frozen=True)
 class Grid:
     """Tiles of at most `samples` samples with at most `steps` rows each: (8, 1) is a batch of samples at one step each,
@@ -136,10 +131,10 @@ class Grid:
         strips = [-(-count // self.steps) for count in rows_by_sample]
         return max([*strips, -(-sum(strips) // self.samples)], default=0)
 
-    def pack(self, rows: Sequence[Row], order: TextOrder = _as_they_come) -> list[tuple[Row, ...]]:
+    def pack(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
         """Rows of one rank and one bucket as tiles, each in order of sample and point."""
         by_sample: dict[int, list[Row]] = {}
-        for row in _ordered(rows, order):
+        for row in rows:
             by_sample.setdefault(row.sample, []).append(row)
         strips = [_even_parts(own, self.steps) for own in by_sample.values()]
         in_lanes = [strip for lane in range(self.samples) for own in strips[lane :: self.samples] for strip in own]
@@ -164,9 +159,9 @@ class Budget:
         """Minimum number of tiles: ceil(all rows / rows)."""
         return -(-sum(rows_by_sample) // self.rows)
 
-    def pack(self, rows: Sequence[Row], order: TextOrder = _as_they_come) -> list[tuple[Row, ...]]:
+    def pack(self, rows: Sequence[Row]) -> list[tuple[Row, ...]]:
         """Rows of one rank and one bucket as tiles, each in order of sample and point."""
-        return [tuple(sorted(part)) for part in _even_parts(_ordered(rows, order), self.rows)]
+        return [tuple(sorted(part)) for part in _even_parts(rows, self.rows)]
 
 
 TileShape = Grid | Budget
@@ -198,7 +193,7 @@ def plan_tiles(
     rank: int,
     shape: TileShape | Mapping[int, TileShape],
     *,
-    order: TextOrder = _as_they_come,
+    order: TextOrder = lambda row: (),
     agreed_most: Callable[[int], int] | None = None,
 ) -> list[Tile]:
     """Tiles of `rank`; all ranks have the same number.
@@ -218,12 +213,12 @@ def plan_tiles(
     tiles: list[Tile] = []
     for bucket, filler in sorted(stand_ins(dealt, rank).items()):
         of_bucket = shape[bucket] if isinstance(shape, Mapping) else shape
-        mine = [row for row in dealt[rank] if row.bucket == bucket]
+        mine = _ordered([row for row in dealt[rank] if row.bucket == bucket], order)
         if agreed_most is None:
-            own = of_bucket.pack(mine, order)
+            own = of_bucket.pack(mine)
             most = max(of_bucket.num_tiles(_rows_by_sample(hand, bucket)) for hand in dealt)
         else:
-            own = [tile for alike in _by_text(mine, order) for tile in of_bucket.pack(alike)]
+            own = [tile for _, alike in groupby(mine, order) for tile in of_bucket.pack(list(alike))]
             most = agreed_most(len(own))
         tiles += [Tile(rows) for rows in own] + [Tile((filler,), is_filler=True)] * (most - len(own))
     return tiles
@@ -232,14 +227,6 @@ def plan_tiles(
 def _ordered(rows: Sequence[Row], order: TextOrder) -> list[Row]:
     """Rows by the lengths of their texts, then by sample and point."""
     return sorted(rows, key=lambda row: (order(row), row))
-
-
-def _by_text(rows: Sequence[Row], order: TextOrder) -> list[list[Row]]:
-    """Rows of each text length, shortest first."""
-    alike: dict[tuple[int, ...], list[Row]] = {}
-    for row in _ordered(rows, order):
-        alike.setdefault(order(row), []).append(row)
-    return list(alike.values())
 
 
 def _even_parts(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:

@@ -8,7 +8,7 @@ so a group generated under version `v` and trained in batch `b` is `b - v` versi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 TRAINER = "trainer"
@@ -97,35 +97,40 @@ class LoadWeights(NamedTuple):
     version: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchReport:
-    """Final counts of a complete batch. With 0 groups every one was dropped."""
+    """Counts of a batch; final once it is complete. Without a trained group every one was dropped."""
 
     batch: int
-    num_groups: int
+    uids: tuple[str, ...] = ()
     """Trained groups."""
-    num_samples: int
+    num_samples: int = 0
     """Trained samples."""
-    num_fragments: int
+    num_fragments: int = 0
     """Training calls."""
-    num_assists: int
+    num_assists: int = 0
     """Assists: calls in which the trainer's ranks generated."""
-    num_assisted: int
+    num_assisted: int = 0
     """Samples of these calls, of trained and dropped groups."""
-    num_searches: int
+    num_searches: int = 0
     """Bubbles at which waiting and assisting were compared."""
-    prediction_error: float | None
+    prediction_error: float | None = None
     """Relative error of the first prediction, see `verl_digen.schedulers.search`; None if nothing was predicted."""
-    stale_groups: Mapping[int, int]
+    stale_groups: Mapping[int, int] = field(default_factory=dict)
     """Versions behind -> number of trained groups; 0 is on-policy."""
-    dropped: Mapping[DropReason, int]
+    dropped: Mapping[DropReason, int] = field(default_factory=dict)
     """Reason -> number of groups drawn and not trained."""
-    num_group_refills: int
-    num_sample_refills: int
-    num_reissued: int
+    num_group_refills: int = 0
+    num_sample_refills: int = 0
+    num_reissued: int = 0
     """Samples regenerated because their slot was lost, or because no slot had their group's version any more."""
-    num_late: int
+    num_late: int = 0
     """Samples that arrived after their chunk was cancelled; ignored."""
+
+    @property
+    def num_groups(self) -> int:
+        """Trained groups."""
+        return len(self.uids)
 
 
 class Assist(NamedTuple):

@@ -37,8 +37,7 @@ from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.reward.named import pool_entries
 from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
-from verl_digen.store.prompts import list_partition
-from verl_digen.store.samples import clear, from_batch
+from verl_digen.store.samples import clear, from_batch, list_partition
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.generating import begin_generating
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer
@@ -78,7 +77,7 @@ class ColocatedTrainer(DiffusionTrainer):
             [entry.name for entry in pool_entries(self.digen.reward)],
             num_devices=num_trainer_devices(self.config),
             after=self.global_steps,
-            host=hosts_of(self.actor_rollout_wg.workers, self.digen.deadlines.answer_s),
+            host=hosts_of("the trainer's ranks", self.actor_rollout_wg.workers, self.digen.deadlines.answer_s),
         )
 
     def _start_timeshared_rewards(self) -> None:

@@ -46,7 +46,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk, described
@@ -78,15 +77,6 @@ RECONSIDER_MARGIN_S = 0.01
 
 REWARD = "rewards"
 """Callee name of the reward workers in `Deadlines`; other callees are a slot's id or TRAINER."""
-
-
-@dataclass
-class OpenBatch:
-    """The trainer's side of the batch that it has open."""
-
-    trained: set[str] = field(default_factory=set)
-    """uids of the groups whose gradient is added."""
-    slowest_decision_s: float = 0.0
 
 
 class Conductor:
@@ -124,7 +114,10 @@ class Conductor:
         """Chunks in generation or in scoring, by id."""
         self._withdrawn: set[int] = set()
         """Ids of in-flight chunks that were cancelled."""
-        self._open: OpenBatch | None = None
+        self._is_open = False
+        """True while the trainer has a batch open."""
+        self._slowest_decision_s = 0.0
+        """Longest time that the planner took to decide what the trainer does in it."""
         self._published: dict[int, PublishedSamples] = {}
         """Batch -> its published samples."""
         self._may_draw = False
@@ -149,7 +142,7 @@ class Conductor:
 
     async def abort(self) -> None:
         """Discard the open gradient, if there is one."""
-        if self._open is not None:
+        if self._is_open:
             await to_the_end(self.trainer.abort(), self.deadlines.config.answer_s, "`abort` of the trainer's ranks")
 
     async def publish(self, version: int, lost_slots: Sequence[str] = (), joining: Sequence[Joining] = ()) -> None:
@@ -215,17 +208,17 @@ class Conductor:
         the planner named. If that moment passes too (a slot is slower than predicted), it waits for the next event.
         """
         self._feed()
-        if self._open is None:  # else it waited for a replica
+        if not self._is_open:  # else it waited for a replica
             what, bound = f"step {self._step}: opening a batch in the trainer", self.deadlines.bound("train", TRAINER)
             await self._calls.call(self.trainer.begin(), what=what, bound=bound)
-            self._open = OpenBatch()
+            self._is_open, self._slowest_decision_s = True, 0.0
         may_ask_again = True
         while True:
             self._feed()
-            decision = self._decide(self._open)
+            decision = self._decide()
             if isinstance(decision, Wait):
                 if not self._calls:
-                    if not any(map(self.planner.has_slot, self._slots.slots_of)):
+                    if not any(map(self.planner.has_slot, self._slots.replicas)):
                         return None
                     why = f"the prompts ran out. The last failure was: {self.last_failure or 'none'}"
                     raise RunStopped(f"step {self._step}: nothing is under way and the batch is not whole: {why}")
@@ -234,20 +227,20 @@ class Conductor:
                 continue
             self._idle.stop(self.lanes.trainer)
             if isinstance(decision, BatchReport):
-                return await self._commit(self._open, decision)
+                return await self._commit(decision)
             if isinstance(decision, Fragment):
-                await self._train(self._open, decision)
+                await self._train(decision)
             else:
                 await self._assist(decision)
             may_ask_again = True
 
-    def _decide(self, batch: OpenBatch) -> TrainerDecision:
+    def _decide(self) -> TrainerDecision:
         now_s = self.recorder.now_s()
         decision = self.planner.next_for_trainer(now_s)
-        batch.slowest_decision_s = max(batch.slowest_decision_s, self.recorder.now_s() - now_s)
+        self._slowest_decision_s = max(self._slowest_decision_s, self.recorder.now_s() - now_s)
         return decision
 
-    async def _train(self, batch: OpenBatch, fragment: Fragment) -> None:
+    async def _train(self, fragment: Fragment) -> None:
         """Add the gradient of a fragment."""
         published = self._published[fragment.batch].groups
         groups = {uid: published[uid] for uid in fragment.uids}
@@ -263,7 +256,6 @@ class Conductor:
             what = f"training fragment {fragment.id} ({len(groups)} groups) on the trainer"
             await self._of_trainer("train", self.trainer.accumulate(fragment, groups), what, size=len(groups))
         self.planner.on_trained(fragment.id, self.recorder.now_s())
-        batch.trained.update(fragment.uids)
 
     async def _assist(self, decision: Assist) -> None:
         """Have the trainer generate chunks; they are scored while it goes on."""
@@ -282,7 +274,7 @@ class Conductor:
             self._on_generated(chunk, generated)
             self._calls.spawn(self._score(chunk, generated, key))
 
-    async def _commit(self, batch: OpenBatch, report: BatchReport) -> BatchOutcome:
+    async def _commit(self, report: BatchReport) -> BatchOutcome:
         """Take the optimizer step."""
         if report.num_groups == 0:
             raise RunStopped(
@@ -291,10 +283,9 @@ class Conductor:
             )
         with self.recorder.interval("commit", self.lanes.trainer, step=self._step, version=report.batch):
             metrics = await self._of_trainer("commit", self.trainer.commit(), "the optimizer step of the trainer")
-        self._open, self._may_draw = None, False
+        self._is_open = self._may_draw = False
         self.planner.on_committed(report.batch)
-        published = self._published.pop(report.batch)
-        return published.outcome(report, metrics, batch.trained, batch.slowest_decision_s)
+        return self._published.pop(report.batch).outcome(report, metrics, self._slowest_decision_s)
 
     async def _of_trainer(self, kind: CallKind, work: Awaitable[Any], what: str, *, size: int = 1) -> Any:
         """Answer of the trainer to a call of `size` items."""
@@ -308,7 +299,7 @@ class Conductor:
         """Have a slot generate a chunk, which frees the slot, and have it scored and published."""
         slot, chunk = decision
         condition_key = self.generator.condition_key(chunk)
-        lane, size = self._slots.lanes[slot], len(chunk.samples)
+        lane, size = self._slots.replicas[slot].lane, len(chunk.samples)
         self._idle.stop(lane)
         try:
             with self.recorder.interval("generate", lane, **_facts([chunk])):

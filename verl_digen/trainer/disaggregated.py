@@ -43,12 +43,12 @@ from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.conductor import Conductor
-from verl_digen.trainer.pools import GeneratorPool, SlotHandle, TrainerPool
+from verl_digen.trainer.pools import GeneratorPool, TrainerPool
 from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes, start_replica
 from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.trainer.step_result import StepResult
-from verl_digen.trainer.timelines import Joining, Lanes, call_intervals, host_names, host_of, hosts_of
+from verl_digen.trainer.timelines import Joining, Lanes, call_intervals, hosts_of
 from verl_digen.trainer.updates import group_rewards
 from verl_digen.types import PromptRow
 
@@ -117,13 +117,12 @@ class DisaggregatedTrainer(DiffusionTrainer):
             first_batch=first_batch,
             num_batches=self.total_training_steps - first_batch,
         )
-        host = hosts_of(self.actor_rollout_wg.workers, self.digen.deadlines.answer_s)
-        self._slots: list[SlotHandle] = []
-        self._lanes: dict[str, Lane] = {}
+        host = hosts_of("the trainer's ranks", self.actor_rollout_wg.workers, self.digen.deadlines.answer_s)
+        self._joined: list[Joining] = []
+        """All replicas that have had slots."""
         replicas = [self._make_slots(replica) for replica in self.checkpoint_manager.replicas]
         self._generator = GeneratorPool(
             self.agent_loop_manager.agent_loop_workers,
-            self._slots,
             trainer=self._ranks,
             end_replica=self._end_replica,
             condition_key=partial(condition_key, self.digen),
@@ -154,20 +153,18 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _make_slots(self, replica: Any) -> Joining:
         """Make slots for a replica without any: new names, in a lane that no other living replica has."""
         address = replica.server_address
-        if address not in self._lanes:
+        lanes = {one.replica: one.lane for one in self._joined}
+        if address not in lanes:
             living = {other.server_address for other in self.checkpoint_manager.replicas}
-            taken = {lane.index for other, lane in self._lanes.items() if other in living}
+            taken = {lane.index for other, lane in lanes.items() if other in living}
             number = next(number for number in itertools.count() if number not in taken)
-            host = host_of(address, host_names(), self._driver.host)
-            self._lanes[address] = Lane("generator", number, host, replica.world_size)
-        lane = self._lanes[address]
-        num_before = len(self._slots)
-        slots = [
-            SlotHandle(f"{lane.index:04d}/{num_before + index}", address, replica.server_handle)
-            for index in range(self.digen.slots_per_replica)
-        ]
-        self._slots += slots
-        return Joining(address, lane, [slot.name for slot in slots])
+            host = hosts_of(f"the servers of replica {address}", replica.servers, self.digen.deadlines.answer_s)
+            lanes[address] = Lane("generator", number, host, replica.world_size)
+        lane = lanes[address]
+        first = len(self._joined) * self.digen.slots_per_replica
+        slots = [f"{lane.index:04d}/{first + index}" for index in range(self.digen.slots_per_replica)]
+        self._joined.append(Joining(address, replica.server_handle, lane, slots))
+        return self._joined[-1]
 
     async def _start_replica(self, number: int) -> Any:
         return await start_replica(self.llm_server_manager, number, self.digen.deadlines.first_s, on_ranks=False)
@@ -278,7 +275,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         ):
             self._send(self.global_steps)
         living = {replica.server_address for replica in self.checkpoint_manager.replicas}
-        lost = [slot.name for slot in self._slots if slot.replica not in living]
+        lost = [slot for replica in self._joined if replica.replica not in living for slot in replica.slots]
         self._supervision.run(self._conductor.publish(self.global_steps, lost, self._join_replicas()))
         self._replicas.replace_lost()
 
@@ -291,7 +288,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
     def _join_replicas(self) -> list[Joining]:
         """Have every living replica without a slot in the plan load the newest weights, and make slots for it."""
         assert self._conductor is not None
-        planned = {slot.replica for slot in self._slots if self._conductor.planner.has_slot(slot.name)}
+        has_slot = self._conductor.planner.has_slot
+        planned = {replica.replica for replica in self._joined if any(map(has_slot, replica.slots))}
         joining: list[Joining] = []
         for replica in self.checkpoint_manager.replicas:
             if replica.server_address in planned:
@@ -301,9 +299,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             except (RayActorError, GetTimeoutError) as error:
                 logger.warning("replica %s does not join: %s", replica.server_address, describe(error))
                 continue
-            joined = self._make_slots(replica)
-            self._generator.add_slots([slot for slot in self._slots if slot.name in joined.slots])
-            joining.append(joined)
+            joining.append(self._make_slots(replica))
         return joining
 
     def on_validate_begin(self) -> None:

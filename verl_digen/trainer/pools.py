@@ -7,7 +7,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -18,7 +17,7 @@ from verl_digen.algorithms.objectives import Select
 from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import DeadlineMissed, ReplicasLost
-from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.observe.timeline import Recorder
 from verl_digen.processes.actors import retried
 from verl_digen.processes.calls import CallsUnderWay
 from verl_digen.processes.deadlines import Deadlines
@@ -31,16 +30,6 @@ from verl_digen.types import GroupTags, PromptRow, SampleRequest
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class SlotHandle:
-    """A place where a replica works on one chunk at a time."""
-
-    name: str
-    replica: str
-    server: Any
-    """Handle of the replica's server."""
-
-
 class GeneratorPool:
     """Agent loop workers in front of replicas, and in front of the trainer's ranks when those assist.
 
@@ -51,7 +40,6 @@ class GeneratorPool:
     def __init__(
         self,
         workers: Sequence[Any],
-        slots: Sequence[SlotHandle],
         trainer: TrainerRanks,
         *,
         end_replica: Callable[[str], Awaitable[None]],
@@ -61,7 +49,8 @@ class GeneratorPool:
     ):
         self._workers = list(workers)
         self._end_replica, self._answer_s, self._blip_s = end_replica, answer_s, blip_s
-        self._slots = {slot.name: slot for slot in slots}
+        self._slots: dict[str, Joining] = {}
+        """Slot -> its replica."""
         self._trainer, self._condition_key = trainer, condition_key
         self._rows: dict[int, dict[str, PromptRow]] = {}
         """Batch -> uid -> prompt."""
@@ -93,7 +82,7 @@ class GeneratorPool:
         server = self._slots[slot].server
         generated = await self._worker(chunk).generate_chunk.remote(self._order(chunk), server)
         if generated.is_slot_lost:
-            self._take_slots([slot])
+            self._leave([slot])
         return generated
 
     async def cancel(self, chunk: Chunk) -> None:
@@ -106,17 +95,16 @@ class GeneratorPool:
 
     async def end_replica(self, slots: Sequence[str]) -> None:
         """Kill the processes of a hung replica, given all of its slots; its devices are free then."""
-        replicas = {slot.replica for slot in self._take_slots(slots)}
-        for replica in replicas:
+        for replica in self._leave(slots):
             await self._end_replica(replica)
 
-    def add_slots(self, slots: Sequence[SlotHandle]) -> None:
-        """Add the slots of a joining replica."""
-        self._slots.update({slot.name: slot for slot in slots})
+    def join(self, replica: Joining) -> None:
+        """Add the slots of a replica."""
+        self._slots |= dict.fromkeys(replica.slots, replica)
 
-    def _take_slots(self, names: Sequence[str]) -> list[SlotHandle]:
-        """Remove slots -> those that had not been removed before."""
-        return [self._slots.pop(name) for name in names if name in self._slots]
+    def _leave(self, slots: Sequence[str]) -> set[str]:
+        """Remove slots -> addresses of the replicas of those that had not been removed before."""
+        return {self._slots.pop(slot).replica for slot in slots if slot in self._slots}
 
     async def assist(self, chunks: Sequence[Chunk]) -> Sequence[GeneratedChunk]:
         """Have the trainer's ranks generate the chunks, of one group each, in one call; returns one answer per chunk
@@ -165,7 +153,7 @@ class GeneratorPool:
             return await retried(self._slots[slots[0]].server.activate_weights.remote, self._blip_s)
         except RayActorError as error:
             logger.warning("the replica of slot %s takes no weights any more: %s", slots[0], error)
-            self._take_slots(slots)
+            self._leave(slots)
             return None
 
     def _order(self, chunk: Chunk) -> ChunkOrder:
@@ -226,25 +214,23 @@ class ReplicaSlots:
     ):
         self._planner, self._generator, self._calls, self._deadlines = planner, generator, calls, deadlines
         self._recorder, self._idle, self._go_on = recorder, idle, go_on
-        self.slots_of: dict[str, Sequence[str]] = {}
-        """Slot -> all slots of its replica."""
-        self.lanes: dict[str, Lane] = {}
-        """Slot -> lane of its replica."""
+        self.replicas: dict[str, Joining] = {}
+        """Slot -> its replica."""
         self._unloaded: set[str] = set()
         """Slots that wait for the other slots of their replica before it loads new weights."""
 
     def join(self, replica: Joining, version: int) -> None:
         """Add the slots of a replica that has `version`."""
         self._idle.stop(replica.lane)
+        self._generator.join(replica)
         for slot in replica.slots:
-            self.slots_of[slot] = replica.slots
-            self.lanes[slot] = replica.lane
+            self.replicas[slot] = replica
             self._planner.on_slot_joined(slot, replica=replica.replica, version=version)
 
     def unload(self, slot: str) -> None:
         """Mark the slot ready for new weights; its replica loads them when all of its slots are ready."""
         self._unloaded.add(slot)
-        slots = [other for other in self.slots_of[slot] if self._planner.has_slot(other)]
+        slots = [other for other in self.replicas[slot].slots if self._planner.has_slot(other)]
         if self._unloaded.issuperset(slots):
             self._unloaded.difference_update(slots)
             self._calls.spawn(self._load(slots))
@@ -252,7 +238,7 @@ class ReplicaSlots:
     async def _load(self, slots: Sequence[str]) -> None:
         """Have the replica of these slots load the newest weights."""
         slot, newest = slots[0], self._planner.published
-        lane = self.lanes[slot]
+        lane = self.replicas[slot].lane
         self._idle.stop(lane)
         try:
             with self._recorder.interval("publish", lane, step=newest, version=newest):
@@ -274,13 +260,14 @@ class ReplicaSlots:
         """Drop a hung replica and kill its processes."""
         logger.error("the replica of slot %s is given up: %s", slot, error)
         self.lose(slot)
-        self._calls.tell(self._generator.end_replica(self.slots_of[slot]), f"ending the replica of slot {slot}")
+        ending = self._generator.end_replica(self.replicas[slot].slots)
+        self._calls.tell(ending, f"ending the replica of slot {slot}")
 
     def lose(self, slot: str) -> None:
         """Take all slots of a dead replica out of the plan. No effect on slots that are out already."""
-        for lost in self.slots_of[slot]:
+        for lost in self.replicas[slot].slots:
             self._unloaded.discard(lost)
             if self._planner.has_slot(lost):
                 logger.warning("slot %s is lost; the samples it was generating go to others", lost)
                 self._planner.on_slot_lost(lost)
-                self._idle.wait(self.lanes[lost], "slot_lost", self._planner.batch + 1)
+                self._idle.wait(self.replicas[lost].lane, "slot_lost", self._planner.batch + 1)

@@ -6,7 +6,7 @@ Invariant (tests/trainer/test_conductor.py): every published sample is trained o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from verl_digen.schedulers.types import BatchReport
@@ -64,10 +64,9 @@ class PublishedSamples:
         self.doubtful.extend(names)
         self.condition_keys.add(condition_key)
 
-    def outcome(
-        self, report: BatchReport, metrics: dict[str, float], trained: Collection[str], slowest_decision_s: float
-    ) -> BatchOutcome:
-        """Outcome of the batch; `trained`: uids of the groups that were trained."""
+    def outcome(self, report: BatchReport, metrics: dict[str, float], slowest_decision_s: float) -> BatchOutcome:
+        """Outcome of the batch."""
+        trained = {*report.uids}
         kept = {SampleName.of(tag.facts).key for uid in trained for tag in self.groups[uid].values()}
         unwanted = [
             *self.unwanted,

@@ -168,19 +168,10 @@ class Replicas:
 
     # -- their state --------------------------------------------------------------------------------------
     def metrics(self, published: int) -> dict[str, float]:
-        """Counts and times that the replicas report after a weight update. A replica that died since is left out.
-
-        | name | unit | meaning |
-        | --- | --- | --- |
-        | `rollout/num_replicas` | replicas | replicas alive |
-        | `rollout/num_restarts` | replicas | replicas started in place of lost ones since the run began |
-        | `rollout/weight_load_s_max` | s | loading time of the last update on the slowest replica |
-        | `rollout/weight_drain_s_max` | s | longest wait of an update for trajectories in flight |
-        | `rollout/prompt_cache_hit_rate` | | share of prompts that did not have to be encoded, since the run began |
-        | `rollout/version_lag_max_versions` | versions | largest lag of a replica behind the published weights |
-
-        RuntimeError if a replica did not receive the newest weight version, `published`.
-        """
+        """`rollout/*` that the replicas report after a weight update; one that died since is left out. Restarts and
+        the hit rate, the share of prompts that did not have to be encoded, are since the run began; the drain is the
+        update's wait for trajectories in flight. RuntimeError if a replica did not receive the newest weight version,
+        `published`."""
         health_of = self._healths()
         counts = {"rollout/num_restarts": float(self.num_restarts), "rollout/num_replicas": float(len(health_of))}
         if not health_of:  # the next step starts others, or says that it cannot

@@ -48,14 +48,9 @@ PICTURES = "train/best_and_worst"
 
 
 class TrainingPictures:
-    """After a step whose groups are shown: their best and worst samples, and how each reward is distributed.
-
-    | where | what |
-    | --- | --- |
-    | `RUN_DIR/images/train_000010.png` | the grid |
-    | `RUN_DIR/images/train_000010.json` | its pictures, and `distribution/*`; read by the run's report |
-    | TensorBoard | `train/best_and_worst` (the grid), `distribution/reward`, `distribution/NAME` |
-    | W&B | the same names, each picture or video by itself |
+    """After a step whose groups are shown: their best and worst samples, and how each reward is distributed. W&B gets
+    each picture or video by itself, TensorBoard and `RUN_DIR/images/train_000010.png` the grid, and the file `.json`
+    beside that is read by the run's report.
 
     Files come from the agent loop workers (`verl_digen.observe.group_pictures`). A task beside the run draws the grid
     and writes TensorBoard's files; the next such step waits for it. `begin` starts `draw` with its arguments -> a Ray

@@ -26,33 +26,19 @@ from verl_digen.types import RewardCall, SampleTag
 logger = logging.getLogger(__name__)
 
 
-def host_names() -> dict[str, str]:
-    """Address -> name of every node that lives."""
-    return {node["NodeManagerAddress"]: node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]}
-
-
-def host_of(server_address: str, names: Mapping[str, str], driver: str) -> str:
-    """Name of the node of a server at IP:PORT, with an IPv6 address in brackets, from address -> name; `driver` is the
-    name of this node, which a server on the loopback address is on."""
-    address = server_address.rpartition(":")[0].strip("[]")
-    if address in names:
-        return names[address]
-    return driver if address in ("127.0.0.1", "::1", "localhost", "") else address
-
-
 def joined_name(hosts: Sequence[str]) -> str:
     """One name for a lane on several nodes: `node-1`, or `node-1 and 3 more`."""
     distinct = sorted(set(hosts))
     return distinct[0] if len(distinct) == 1 else f"{distinct[0]} and {len(distinct) - 1} more"
 
 
-def hosts_of(workers: Sequence[Any], answer_s: float) -> str:
+def hosts_of(who: str, actors: Sequence[Any], answer_s: float) -> str:
     """Name for the lane of these Ray actors; this node's if they do not answer within `answer_s`."""
     try:
-        asked = [worker.__ray_call__.remote(lambda _: socket.gethostname()) for worker in workers]
+        asked = [actor.__ray_call__.remote(lambda _: socket.gethostname()) for actor in actors]
         return joined_name(ray.get(asked, timeout=answer_s))
     except RayError as error:
-        logger.warning("the trainer's ranks do not say which node they are on (%s); the timeline shows this one", error)
+        logger.warning("%s do not say which node they are on (%s); the timeline shows this one", who, error)
         return socket.gethostname()
 
 
@@ -69,9 +55,12 @@ class Joining:
     """A replica with the newest weights and no slot yet."""
 
     replica: str
+    """Its address."""
+    server: Any
+    """Handle of its server."""
     lane: Lane
     slots: Sequence[str]
-    """New names, never used by a slot before."""
+    """New names of slots, places where it works on one chunk at a time; never used before."""
 
 
 def call_intervals(tags: Iterable[SampleTag], names: Sequence[str], host: str, *, step: int) -> list[Interval]:

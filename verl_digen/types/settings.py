@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_digen.algorithms.outside import EXACT, Outside
-from verl_digen.algorithms.solvers import SolverNoise
+from verl_digen.algorithms.solvers.terms import NO_NOISE, SolverNoise
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,10 @@ class Sampling:
     default."""
     solver: str = "euler"
     """Solver of the steps that are not stochastic, see `verl_digen.algorithms.solvers`."""
-    sa_noise: float = 0.0
-    """Noise of solver `sa`, where a step ends at a sigma in [sa_low, sa_high]."""
-    sa_low: float = 0.0
-    sa_high: float = 0.0
+    solver_noise: SolverNoise = NO_NOISE
+    """Noise of solver `sa`."""
     outside: Outside = EXACT
     """Sampling of the steps before and after the window; `EXACT` for requests without one."""
-
-    @property
-    def solver_noise(self) -> SolverNoise:
-        """Noise that the solver takes."""
-        return SolverNoise(self.sa_noise, self.sa_low, self.sa_high)
 
     @property
     def is_guided(self) -> bool:

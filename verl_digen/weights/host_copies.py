@@ -101,7 +101,7 @@ def shared_copy(name: str, weights: Sequence[Tensor], *, device: torch.device) -
     starts = [ALIGNMENT_BYTES]
     for size in sizes:
         starts.append(-(-(starts[-1] + size) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-    label = _label(name, starts[-1])
+    label = f"digen-{name}-{starts[-1]}"
 
     def parts(whole: Tensor) -> tuple[Tensor, ...]:
         return tuple(whole[start : start + size] for start, size in zip(starts, sizes, strict=False))
@@ -123,10 +123,6 @@ def shared_copy(name: str, weights: Sequence[Tensor], *, device: torch.device) -
         return None
     _page_lock(whole, device)
     return SharedCopy(parts(whole), False)
-
-
-def _label(name: str, num_bytes: int) -> str:
-    return f"digen-{name}-{num_bytes}"
 
 
 def _mapped(file: FileIO) -> Tensor:

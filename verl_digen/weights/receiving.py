@@ -34,10 +34,6 @@ Take = Callable[[Named], None]
 """Takes one bucket of an update. Its tensors are valid during the call alone."""
 
 
-class Abandoned(RuntimeError):
-    """The update was cancelled before its last bucket arrived."""
-
-
 class Staging:
     """Host copy of an update that is loaded later."""
 
@@ -96,7 +92,7 @@ class Receiving:
 
     def _check(self) -> None:
         if self._abandoned.is_set():
-            raise Abandoned("the update was abandoned for a newer one")
+            raise RuntimeError("the update was abandoned for a newer one")
 
     def _run(self) -> None:
         try:

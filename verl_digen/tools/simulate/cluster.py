@@ -122,7 +122,6 @@ def run_split(
         slots,
         num_batches=num_steps,
         commit_s=profile.numbers.commit_s,
-        keeps_events=False,
     )
     run.play()
     return _steady_outcome(profile, split, techniques, run)
