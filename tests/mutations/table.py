@@ -253,10 +253,9 @@ ENGINE: tuple[Line, ...] = (
 )
 
 WEIGHTS: tuple[Line, ...] = (
-    ("receiver.switch", drop("copy_"), "an update is checked and not loaded"),
+    ("receiver.load", drop("copy_"), "an update is checked and not loaded"),
     ("receiver.begin_live", drop("self.is_whole"), "a replica serves while a live update is under way"),
-    ("receiver.finish", skip(), "a live update that misses a tensor counts as whole"),
-    ("receiver.compare_with", skip(), "an update that misses a tensor is taken"),
+    ("receiver.check_complete", skip(), "an update that misses a tensor is taken"),
     ("receiving.finish", skip(), "an update with other numbers than were sent is taken", "transfer"),
     ("receiving._check", skip(), "an abandoned update keeps its thread", "transfer"),
     ("sending.check", skip(), "a sender waits for a receiver that died", "transfer: receiver_that_died"),
