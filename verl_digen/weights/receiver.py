@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from verl_digen.weights.checksum import Casts, checksum
+from verl_digen.weights.checksum import Checksum, checksum
 from verl_digen.weights.host_copies import HostPool, pool_for
 from verl_digen.weights.receiving import Named, Take
 
@@ -53,7 +53,8 @@ class Update:
     def __init__(self, dtype_of: Callable[[str], torch.dtype | None], into: HostPool | Live):
         self._dtype_of, self._into = dtype_of, into
         self._outcome = NOT_WHOLE if isinstance(into, Live) else OLD_WEIGHTS_SERVE
-        self._casts = Casts()
+        self._before, self._after = Checksum(), Checksum()
+        """Of the tensors that loading casts: as they were sent, and as the network holds them."""
         self._arrived: dict[str, torch.Size] = {}
         self.staged: dict[str, Tensor] = {}
         """Tensors of a staged update, on the host."""
@@ -69,7 +70,10 @@ class Update:
         if isinstance(self._into, Live):
             self._compare(arrived, self._into.shapes)
         for name, tensor in bucket:
-            self._casts.add(tensor, self._dtype_of(name) or tensor.dtype)
+            dtype = self._dtype_of(name) or tensor.dtype
+            if tensor.dtype != dtype:
+                self._before.add(tensor)
+                self._after.add(tensor.to(dtype))
             if isinstance(self._into, HostPool):  # verl's receiver waits for the copies before it answers
                 self.staged[name] = self._into.empty_like(tensor).copy_(tensor, non_blocking=True)
         if isinstance(self._into, Live):
@@ -87,9 +91,9 @@ class Update:
         return self._loaded
 
     def loaded_checksum(self, sent: int) -> int:
-        """Checksum of the network's numbers after an update with checksum `sent` is loaded: of the numbers as they are
-        cast."""
-        return self._casts.applied(sent)
+        """Checksum of the network's numbers after an update with checksum `sent` is loaded; synchronises with the
+        device."""
+        return (sent - self._before.value + self._after.value) % 2**64
 
     def _compare(self, arrived: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size]) -> None:
         self._raise_for("are unknown to the replica", sorted(arrived.keys() - shapes.keys()))
