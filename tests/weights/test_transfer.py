@@ -15,7 +15,7 @@ import zmq
 from torch import nn
 
 from verl_digen.weights.checksum import Manifest, checksum
-from verl_digen.weights.host_copies import pool_for
+from verl_digen.weights.host_copies import HostPool
 from verl_digen.weights.receiver import Update, WeightReceiver
 from verl_digen.weights.receiving import BoundedReceiver, Receiving
 from verl_digen.weights.sending import DIRECT_MB, ReceiverDied, Wire, send_update
@@ -48,7 +48,7 @@ def handle(tmp_path):
 
 def receive(handle, take=None, *, timeout_s=60.0):
     """(receiving, update), which is staged unless `take` is given."""
-    update = Update({}.get, pool_for(CPU))
+    update = Update({}.get, HostPool(CPU))
     take = take or update.take
     return Receiving(handle, CPU, take, use_shm=True, timeout_s=timeout_s), update
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_digen.weights.checksum import Checksum, checksum
-from verl_digen.weights.host_copies import HostPool, pool_for
+from verl_digen.weights.host_copies import HostPool
 from verl_digen.weights.receiving import Named, Take
 
 MAX_NAMES_SHOWN = 5
@@ -140,7 +140,7 @@ class WeightReceiver:
 
     def begin_staged(self, device: torch.device) -> Take:
         """Begin an update, in place of an unfinished one -> function that stages a bucket of tensors on `device`."""
-        self._update = Update(self._dtypes.get, pool_for(device))
+        self._update = Update(self._dtypes.get, HostPool(device))
         return self._update.take
 
     def begin_live(self) -> Take:

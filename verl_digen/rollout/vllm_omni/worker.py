@@ -55,7 +55,7 @@ from verl_digen.rollout.vllm_omni.settings import address
 from verl_digen.types import Condition
 from verl_digen.user_modules import import_user_modules
 from verl_digen.weights.checksum import Checksum, Manifest, checksum
-from verl_digen.weights.host_copies import pool_for
+from verl_digen.weights.host_copies import HostPool
 from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, Live, Update, tensors_of_update
 from verl_digen.weights.receiving import Named, Receiving
 
@@ -123,7 +123,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             self._receiving[0].abandon()
         if is_live:
             self._require_unwrapped()
-        into = Live(self._expected_shapes(None), self._load) if is_live else pool_for(self.device)
+        into = Live(self._expected_shapes(None), self._load) if is_live else HostPool(self.device)
         update = Update(lambda name: self.od_config.dtype, into)
         receiving = Receiving(
             address(sockets, self.local_rank), self.device, update.take, use_shm=use_shm, timeout_s=timeout_s
