@@ -81,7 +81,7 @@ SCHEDULERS: tuple[Line, ...] = (
     ("group_book.complete", swap("<", "<="), "surplus groups go on when their batch is full", "planner"),
     ("group_book.complete", swap("self._rules.queue.drop_zero_spread", "False"), "equal rewards train", "planner"),
     ("batch.num_begun", swap(">=", ">"), "the stalest groups are not counted", "planner"),
-    ("rules.groups_per_fragment", swap("min", "max"), "a few ranks train a second sample of a fragment"),
+    ("rules.largest_fragment", swap("min", "max"), "a few ranks train a second sample of a fragment"),
     ("rules.stale_allowance", swap("stale.fraction", "1.0"), "the whole batch may be stale", "planner"),
     ("play._deliver", given(scored_s="scored_s - self.bubble.score_s"), "groups train before their scores", "search"),
     ("search._decide", swap("MAX_DEPTH", "0"), "no choice is branched exactly"),
