@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 import torch
@@ -82,37 +82,24 @@ class _Memory:
     predicted: Prediction | None = None
 
 
+@dataclass(eq=False)
 class Sampler:
     """Denoises batches of requests with one transformer, on `device`, in whatever wrapper (FSDP2, peft), whose mode
-    stays.
+    stays."""
 
-    Args:
-        latents_dtype: dtype of latents between steps and in the record.
-        prefixes: keeps latents at the start of windows from call to call; code that changes weights clears it. None: a
-            call shares them among its own rows.
-        fp8: copies of the transformer's layers, for requests with `outside.fp8`.
-    """
-
-    def __init__(
-        self,
-        model: DiffusionModel,
-        transformer: nn.Module,
-        *,
-        run_seed: int,
-        device: torch.device | str,
-        latents_dtype: torch.dtype,
-        branches: GuidanceBranches = ONE_FORWARD,
-        prefixes: PrefixCache | None = None,
-        fp8: Fp8Layers | None = None,
-    ):
-        self.model = model
-        self.transformer = transformer
-        self.run_seed = run_seed
-        self.device = torch.device(device)
-        self.latents_dtype = latents_dtype
-        self.branches = branches
-        self.prefixes = prefixes
-        self.fp8 = fp8
+    model: DiffusionModel
+    transformer: nn.Module
+    _: KW_ONLY
+    run_seed: int
+    device: torch.device
+    latents_dtype: torch.dtype
+    """Of latents between steps and in the record."""
+    branches: GuidanceBranches = ONE_FORWARD
+    prefixes: PrefixCache | None = None
+    """Keeps latents at the start of windows from call to call; code that changes weights clears it. None: a call shares
+    them among its own rows."""
+    fp8: Fp8Layers | None = None
+    """Copies of the transformer's layers, for requests with `outside.fp8`."""
 
     def sample(
         self,
