@@ -93,11 +93,11 @@ class Sampler:
     run_seed: int
     device: torch.device
     latents_dtype: torch.dtype
-    """Of latents between steps and in the record."""
+    """Dtype of latents between steps and in the record."""
     branches: GuidanceBranches = ONE_FORWARD
     prefixes: PrefixCache | None = None
-    """Keeps latents at the start of windows from call to call; code that changes weights clears it. None: a call shares
-    them among its own rows."""
+    """Latents at the start of windows, kept from call to call; code that changes weights clears them. None: a call
+    shares them among its own rows."""
     fp8: Fp8Layers | None = None
     """Copies of the transformer's layers, for requests with `outside.fp8`."""
 

@@ -38,7 +38,7 @@ class Live(NamedTuple):
     """How an update gets into a network as it arrives."""
 
     shapes: Mapping[str, torch.Size]
-    """Of all of its tensors, by name."""
+    """Shapes of all of its tensors, by name."""
     load: Load
 
 
@@ -54,7 +54,7 @@ class Update:
         self._dtype_of, self._into = dtype_of, into
         self._outcome = NOT_WHOLE if isinstance(into, Live) else OLD_WEIGHTS_SERVE
         self._before, self._after = Checksum(), Checksum()
-        """Of the tensors that loading casts: as they were sent, and as the network holds them."""
+        """Sums of the tensors that loading casts: as they were sent, and as the network holds them."""
         self._arrived: dict[str, torch.Size] = {}
         self.staged: dict[str, Tensor] = {}
         """Tensors of a staged update, on the host."""
