@@ -288,7 +288,7 @@ STORE: tuple[Line, ...] = (
     ),
     ("samples.fetch_columns", given(keys="keys[::-1]"), "samples come in another order than asked for"),
     (
-        "samples.to_listing",
+        "prompts.to_listing",
         swap("entry", "True", 3),
         "a sample that is being stored is listed",
         "samples: being_stored",

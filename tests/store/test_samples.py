@@ -16,21 +16,16 @@ from verl_digen.algorithms.outside import Outside
 from verl_digen.schedulers.types import BatchReport
 from verl_digen.store.conditions import own_condition_keys, put_condition
 from verl_digen.store.keys import CONDITIONS, TRAIN, VAL, SampleName, own_condition_key
+from verl_digen.store.prompts import Listing, PromptStatus, list_partition, publish_status, submit_prompts, to_listing
 from verl_digen.store.samples import (
-    Listing,
-    PromptStatus,
     clear,
     fetch_columns,
     from_batch,
     from_entry,
-    list_partition,
-    publish_status,
     put_samples,
     put_tags,
-    submit_prompts,
     to_batch,
     to_entry,
-    to_listing,
 )
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.published import PublishedSamples

@@ -18,7 +18,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import read_timeline, step_metrics
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.reward.scoring import Turn
-from verl_digen.store.samples import PromptStatus, to_listing
+from verl_digen.store.prompts import PromptStatus, to_listing
 from verl_digen.trainer import timelines
 from verl_digen.trainer.timelines import ColocatedTimeline
 from verl_digen.trainer.turns import RewardProcesses, RewardTurn, Turns, next_turn, num_events, turn_metrics

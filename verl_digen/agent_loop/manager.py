@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it. One
-failed sample fails its group, whose status (`store.samples`) has the reason."""
+failed sample fails its group, whose status (`store.prompts`) has the reason."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.store.conditions import ConditionPair, put_condition
 from verl_digen.store.keys import TRAIN, VAL, SampleName, group_number, own_condition_key
-from verl_digen.store.samples import PromptStatus, publish_status, put_samples, put_tags
+from verl_digen.store.prompts import PromptStatus, publish_status
+from verl_digen.store.samples import put_samples, put_tags
 from verl_digen.types import (
     Burst,
     Generation,

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples and the status of their prompts in TransferQueue, as verl's replay buffer reads them.
-
-- A sample has the columns of its trajectory's record, and its `SampleTag` as a plain mapping, under `SampleName.key`.
-- A prompt is pending -> finished | failure, and with rewards that take turns with the replicas running in between. A
-  failed one has no samples, and its status has the reason.
-"""
+"""Samples in TransferQueue: the columns of a trajectory's record, and its tag, under `SampleName.key`. TransferQueue
+keeps a `SampleTag` as a plain mapping, which verl's replay buffer reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import transfer_queue as tq
 from pydantic import TypeAdapter
@@ -41,6 +36,11 @@ def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
 def from_entry(entry: Mapping[str, Any]) -> SampleTag:
     """Inverse of `to_entry`, without the step; transport makes lists of tuples."""
     return _TAGS.validate_python(entry[TAG])
+
+
+def is_sample(entry: Mapping[str, Any]) -> bool:
+    """Tell a sample's entry from a prompt's status."""
+    return TAG in entry
 
 
 async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step: int) -> None:
@@ -75,61 +75,3 @@ def to_batch(partition: str, tags: Mapping[str, SampleTag], step: int) -> KVBatc
 def from_batch(batch: KVBatchMeta) -> dict[str, SampleTag]:
     """Key -> tag of the samples that verl's replay buffer gives out."""
     return {key: from_entry(entry) for key, entry in zip(batch.keys, batch.tags, strict=True)}
-
-
-Status = Literal["pending", "running", "finished", "failure"]
-
-
-@dataclass(frozen=True)
-class PromptStatus:
-    """Status of one prompt."""
-
-    status: Status
-    error: str = ""
-    is_generated: bool = False
-    """True of a running prompt if no sample of it waits for a replica any more: each is generated, or has failed. Told
-    only in runs with rewards that take turns with the replicas."""
-
-    @property
-    def has_ended(self) -> bool:
-        """True if no sample of the prompt will come any more."""
-        return self.status in ("finished", "failure")
-
-
-@dataclass(frozen=True)
-class Listing:
-    """The prompts and samples in a partition."""
-
-    prompts: dict[str, PromptStatus]
-    """By uid."""
-    samples: dict[str, SampleTag]
-    """By key."""
-
-
-def submit_prompts(partition: str, uids: Sequence[str], step: int) -> None:
-    """Register prompts as pending; `step` is the optimizer step they are for."""
-    tags = [{"is_prompt": True, "status": "pending", "global_steps": step} for _ in uids]
-    tq.kv_batch_put(keys=list(uids), partition_id=partition, tags=tags)
-
-
-async def publish_status(partition: str, uid: str, status: PromptStatus) -> None:
-    """Replace the status of a prompt."""
-    await put(partition, {uid: Row({name: value for name, value in vars(status).items() if value})})
-
-
-def list_partition(partition: str) -> Listing:
-    """List a partition of samples."""
-    return to_listing(tq.kv_list(partition)[partition])
-
-
-def to_listing(entries: Mapping[str, Mapping[str, Any]]) -> Listing:
-    """Sort entries by kind. One that is being stored has a key before it has a tag: it is left out."""
-    listing = Listing({}, {})
-    for key, entry in entries.items():
-        if TAG in entry:
-            listing.samples[key] = from_entry(entry)
-        elif entry:
-            listing.prompts[key] = PromptStatus(
-                entry["status"], entry.get("error", ""), entry.get("is_generated", False)
-            )
-    return listing

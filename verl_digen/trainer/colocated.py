@@ -37,7 +37,8 @@ from verl_digen.data.rows import prompt_batch
 from verl_digen.errors import RunStopped
 from verl_digen.reward.named import pool_entries
 from verl_digen.store.keys import CONDITIONS, TRAIN, SampleName
-from verl_digen.store.samples import clear, from_batch, list_partition
+from verl_digen.store.prompts import list_partition
+from verl_digen.store.samples import clear, from_batch
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.generating import begin_generating
 from verl_digen.trainer.replay_buffer import GroupReplayBuffer

@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from verl_digen.store.samples import list_partition
+from verl_digen.store.prompts import list_partition
 
 POLL_INTERVAL_S = 0.02
 """How often the driver looks for finished groups; verl's 2 s would dominate a short step."""

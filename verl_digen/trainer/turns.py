@@ -28,7 +28,7 @@ from verl.plugin.platform import get_platform
 from verl_digen.errors import DeadlineMissed, RunStopped, describe
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.reward.scoring import Turn
-from verl_digen.store.samples import PromptStatus
+from verl_digen.store.prompts import PromptStatus
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,8 @@ from verl_digen.errors import RunStopped
 from verl_digen.observe.trackers import log_to_wandb
 from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import VAL
-from verl_digen.store.samples import PromptStatus, clear, list_partition, submit_prompts
+from verl_digen.store.prompts import PromptStatus, list_partition, submit_prompts
+from verl_digen.store.samples import clear
 from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
 from verl_digen.trainer.turns import num_events
 from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_metrics, validation_uid
