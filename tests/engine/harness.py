@@ -117,7 +117,7 @@ def _generated(
     model = load_model(path)
     generator = torch.Generator().manual_seed(seed)
     transformer = model.load_transformer(dtype)
-    sampler = Sampler(model, transformer, run_seed=seed, device="cpu", latents_dtype=torch.float32)
+    sampler = Sampler(model, transformer, run_seed=seed, device=torch.device("cpu"), latents_dtype=torch.float32)
     sampling = replace(sampling, true_cfg_scale=true_cfg_scale)
     records: list[dict[str, Tensor]] = []
     uids, conditions, experts = [], {}, {}
@@ -317,7 +317,7 @@ def stepped_gradients(engine: DiffusersFSDPEngine) -> Iterator[dict[str, Tensor]
 def generate(engine: DiffusersFSDPEngine) -> Tensor:
     """A chunk's final latents, generated through the engine's module as a replica would."""
     with engine.assisting() as module:
-        sampler = Sampler(engine.model, module, run_seed=5, device="cpu", latents_dtype=torch.float32)
+        sampler = Sampler(engine.model, module, run_seed=5, device=torch.device("cpu"), latents_dtype=torch.float32)
         condition = {"embeds": torch.randn(4, TEXT_WIDTH, generator=torch.Generator().manual_seed(1))}
         requests = [SampleRequest("h", index, EMPTY, EMPTY, Window((0, 1, 2), (0, 1)), SAMPLING) for index in range(2)]
         return sampler.sample(requests, [condition] * 2, None, version=0)[1]

@@ -197,7 +197,9 @@ def make_batch(folder: Path, points: str) -> TensorDict:
     versions = [network_of(moved(start, seed)) for seed in (21, 22)]
     records, uids, conditions = [], [], {}
     for group, version in enumerate(VERSIONS):
-        sampler = Sampler(model, versions[version], run_seed=SEED, device="cpu", latents_dtype=torch.float32)
+        sampler = Sampler(
+            model, versions[version], run_seed=SEED, device=torch.device("cpu"), latents_dtype=torch.float32
+        )
         condition = condition_of(group)
         made, _ = sampler.sample(requests_of(points, group), [condition] * GROUP_SIZE, None, version=version)
         records += [trajectory.record.columns() for trajectory in made]

@@ -151,7 +151,7 @@ def generate_as_replica(engine: DiffusersFSDPEngine) -> list[Trajectory]:
 
 
 def _sample(engine: DiffusersFSDPEngine, network: nn.Module) -> list[Trajectory]:
-    sampler = Sampler(engine.model, network, run_seed=SEED, device="cpu", latents_dtype=torch.float32)
+    sampler = Sampler(engine.model, network, run_seed=SEED, device=torch.device("cpu"), latents_dtype=torch.float32)
     requests = requests_of(engine.objective.points, 0)
     return sampler.sample(requests, [condition_of(0)] * GROUP_SIZE, None, version=1)[0]
 

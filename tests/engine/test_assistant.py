@@ -48,7 +48,9 @@ MODELS: dict[str, dict[str, Any]] = {"full": {}, "lora": LORA}
 
 def sampler_of(engine: Any) -> Sampler:
     """A sampler over the engine's module; run it while the engine assists."""
-    return Sampler(engine.model, engine.module, run_seed=engine.digen.seed, device="cpu", latents_dtype=torch.float32)
+    return Sampler(
+        engine.model, engine.module, run_seed=engine.digen.seed, device=torch.device("cpu"), latents_dtype=torch.float32
+    )
 
 
 def requests(count: int, text: str = "a cat") -> list[SampleRequest]:

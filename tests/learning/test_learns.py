@@ -81,7 +81,9 @@ class Run:
         ]
         conditions = [self.conditions[index // G] for index in range(P * G)]
         with self.engine.assisting() as module:
-            sampler = Sampler(self.engine.model, module, run_seed=self.seed, device="cpu", latents_dtype=torch.float32)
+            sampler = Sampler(
+                self.engine.model, module, run_seed=self.seed, device=torch.device("cpu"), latents_dtype=torch.float32
+            )
             trajectories, latents = sampler.sample(requests, conditions, None, version=number)
         pixels = self.decode(latents, SAMPLING.geometry).pixels
         columns = {

@@ -81,7 +81,7 @@ SCHEDULERS: tuple[Line, ...] = (
     ("group_book.complete", swap("<", "<="), "surplus groups go on when their batch is full", "planner"),
     ("group_book.complete", swap("self._rules.queue.drop_zero_spread", "False"), "equal rewards train", "planner"),
     ("batch.num_begun", swap(">=", ">"), "the stalest groups are not counted", "planner"),
-    ("rules.groups_per_fragment", swap("min", "max"), "a few ranks train a second sample of a fragment"),
+    ("rules.largest_fragment", swap("min", "max"), "a few ranks train a second sample of a fragment"),
     ("rules.stale_allowance", swap("stale.fraction", "1.0"), "the whole batch may be stale", "planner"),
     ("play._deliver", given(scored_s="scored_s - self.bubble.score_s"), "groups train before their scores", "search"),
     ("search._decide", swap("MAX_DEPTH", "0"), "no choice is branched exactly"),
@@ -253,10 +253,9 @@ ENGINE: tuple[Line, ...] = (
 )
 
 WEIGHTS: tuple[Line, ...] = (
-    ("receiver.switch", drop("copy_"), "an update is checked and not loaded"),
+    ("receiver.load", drop("copy_"), "an update is checked and not loaded"),
     ("receiver.begin_live", drop("self.is_whole"), "a replica serves while a live update is under way"),
-    ("receiver.finish", skip(), "a live update that misses a tensor counts as whole"),
-    ("receiver.compare_with", skip(), "an update that misses a tensor is taken"),
+    ("receiver.check_complete", skip(), "an update that misses a tensor is taken"),
     ("receiving.finish", skip(), "an update with other numbers than were sent is taken", "transfer"),
     ("receiving._check", skip(), "an abandoned update keeps its thread", "transfer"),
     ("sending.check", skip(), "a sender waits for a receiver that died", "transfer: receiver_that_died"),

@@ -93,7 +93,7 @@ def test_a_record_is_as_large_as_a_real_one(tiny_qwen_image, digen, dtype):
     for uid in ("p0", "p1", "p2"):
         asked = sample_request(digen, PromptRow("a cat", "test", None, uid=uid), 0, step=0, validate=False)
         asked = replace(asked, sampling=replace(asked.sampling, true_cfg_scale=1.0))
-        sampler = Sampler(model, network, run_seed=0, device="cpu", latents_dtype=dtype)
+        sampler = Sampler(model, network, run_seed=0, device=torch.device("cpu"), latents_dtype=dtype)
         (made,), _ = sampler.sample([asked], conditions, None, version=0)
         latent_bytes = prod(model.latent_shape(asked.sampling.geometry)) * dtype.itemsize
         assert record_bytes(asked, latent_bytes) == sum(column.nbytes for column in made.record.columns().values())

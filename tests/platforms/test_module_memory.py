@@ -87,7 +87,7 @@ def test_of_processes_with_equal_weights_one_copies_each_module_and_all_give_the
 
 
 def test_host_copies_share_chunks_and_do_not_overlap():
-    pool = HostPool(is_pinned=False, chunk_bytes=1024)
+    pool = HostPool(torch.device("cpu"), chunk_bytes=1024)
     tensors = [torch.full((size,), value, dtype=dtype) for size, value, dtype in CASES]
     copies = [pool.empty_like(tensor).copy_(tensor) for tensor in tensors]
     assert all(map(torch.equal, copies, tensors)) and pool.num_bytes == 1024 + 2048

@@ -123,7 +123,7 @@ def test_a_picture_or_a_prompt_that_cannot_be_read_fails_its_own_sample_alone(ti
 def test_a_picture_of_the_data_set_is_never_generated(tiny_qwen_image, rows):
     model = load_model(tiny_qwen_image)
     transformer = model.load_transformer(torch.float32)
-    sampler = Sampler(model, transformer, run_seed=7, device="cpu", latents_dtype=torch.float32)
+    sampler = Sampler(model, transformer, run_seed=7, device=torch.device("cpu"), latents_dtype=torch.float32)
     request = ask(rows)[0]
     with pytest.raises(RuntimeError, match="sample 0 of group p0 is a picture of the data set, which is encoded"):
         sampler.sample([request], [{"embeds": torch.zeros(3, 64)}], None, version=0)

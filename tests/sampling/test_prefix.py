@@ -29,7 +29,7 @@ def two_groups(how: Sampling = SHARED) -> list[SampleRequest]:
     return [request(uid, index, windows[uid], how) for uid, index in zip("ababa", (0, 1, 1, 0, 2), strict=True)]
 
 
-def lanes_of(requests: list[SampleRequest], seeds: list[int]) -> tuple[list[Lanes], tuple[int, ...]]:
+def lanes_of(requests: list[SampleRequest], seeds: list[int]) -> tuple[list[Lanes], list[int]]:
     prefix = SharedPrefix(requests, seeds)
     return [prefix.lanes(step) for step in range(6)], prefix.num_shared
 
@@ -39,13 +39,13 @@ def test_samples_wait_for_their_window_and_run_by_themselves_from_there():
     assert lanes[0] == lanes[1] == Lanes((), (None,) * 5)
     assert lanes[2] == lanes[3] == Lanes((0, 2, 4), (0, None, 1, None, 2))
     assert lanes[4] == lanes[5] == Lanes((0, 1, 2, 3, 4), (0, 1, 2, 3, 4)) and lanes[5].is_whole
-    assert num_shared == (0, 0, 0, 0, 0), "nobody has got latents"
+    assert num_shared == [0, 0, 0, 0, 0], "nobody has got latents"
     prefix = SharedPrefix(two_groups(), [5, 8, 5, 8, 5])
     assert [steps.num_steps for steps in prefix.waiting.values()] == [2, 4, 2, 4, 2]
     assert prefix.waiting[0] == prefix.waiting[2] != prefix.waiting[1]
     prefix.count(2)
     prefix.count(3)
-    assert prefix.num_shared == (0, 0, 2, 4, 0)
+    assert prefix.num_shared == [0, 0, 2, 4, 0]
 
 
 def test_what_a_step_made_goes_to_the_rows_that_ran():
@@ -57,7 +57,7 @@ def test_what_a_step_made_goes_to_the_rows_that_ran():
 def test_rows_run_alone_without_shared_noise_or_with_other_prompts():
     apart = [replace(one, sampling=replace(SHARED, shared_initial_noise=False)) for one in two_groups()]
     lanes, num_shared = lanes_of(apart, [5, 8, 5, 8, 5])
-    assert all(one.is_whole for one in lanes) and num_shared == (0,) * 5
+    assert all(one.is_whole for one in lanes) and num_shared == [0] * 5
     rewritten = [request("a", index, LATE, prompt=f"a red circle {index}") for index in range(3)]
     assert len(set(SharedPrefix(rewritten, [5, 5, 5]).waiting.values())) == 3
     ode_only = [request("a", 0, ODE_ONLY, prompt=f"a red circle {index}") for index in range(3)]
@@ -65,7 +65,7 @@ def test_rows_run_alone_without_shared_noise_or_with_other_prompts():
 
 
 def test_samples_without_a_window_share_every_step():
-    assert lanes_of([request("a", index, ODE_ONLY) for index in range(3)], [5, 5, 5])[1] == (0, 6, 6)
+    assert lanes_of([request("a", index, ODE_ONLY) for index in range(3)], [5, 5, 5])[1] == [0, 6, 6]
 
 
 @pytest.mark.parametrize(("solver", "branches"), [("euler", 1), ("unipc", 2)], ids=["euler", "unipc, guided"])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.schedulers.flat import changed, make_rules
 from verl_digen.hardware.devices import Pool
-from verl_digen.schedulers.rules import GROUPS_PER_FRAGMENT, groups_per_fragment
+from verl_digen.schedulers.rules import GROUPS_PER_FRAGMENT
 from verl_digen.tools.simulate.cluster import Split, run_split, simulated_rules
 from verl_digen.tools.simulate.profile import load_profile
 
@@ -29,7 +29,6 @@ from verl_digen.tools.simulate.profile import load_profile
 )
 def test_a_fragment_has_eight_groups_or_a_sample_for_every_rank(num_ranks, group_size, num_prompts, num_steps, groups):
     rows = group_size * num_steps
-    assert groups_per_fragment(num_ranks, group_size, num_prompts, rows) == groups
     rules = make_rules(num_prompts, group_size, rows_per_group=rows, num_trainer_ranks=num_ranks)
     assert rules.largest_fragment == groups
     assert changed(rules, max_groups_per_fragment=5).largest_fragment == 5, "a number is taken as it is"
@@ -40,12 +39,13 @@ def test_a_large_fragment_has_at_most_a_sample_per_rank_and_a_quarter_of_the_bat
     rng = random.Random(seed)
     num_ranks, group_size, num_prompts = rng.randint(1, 2_000), rng.randint(1, 64), rng.randint(1, 2_000)
     rows = group_size * rng.randint(1, 50)
-    groups = groups_per_fragment(num_ranks, group_size, num_prompts, rows)
+    rules = make_rules(num_prompts, group_size, rows_per_group=rows, num_trainer_ranks=num_ranks)
+    groups = rules.largest_fragment
     assert groups >= GROUPS_PER_FRAGMENT
     if groups > GROUPS_PER_FRAGMENT:
         assert groups * group_size <= num_ranks and 4 * groups <= num_prompts
         assert GROUPS_PER_FRAGMENT * rows < 3 * num_ranks, "eight are too few"
-    assert groups_per_fragment(2 * num_ranks, group_size, num_prompts, rows) >= groups
+    assert replace(rules, num_trainer_ranks=2 * num_ranks).largest_fragment >= groups
 
 
 def step_s(devices: tuple[int, int], num_prompts: int, most: int | None) -> float:

@@ -279,7 +279,7 @@ def by_sampler(
 
     model = load_model(path)
     encode = model.load_encoder(torch.float32, torch.device("cpu"))
-    sampler = Sampler(model, network, run_seed=run_seed, device="cpu", latents_dtype=torch.float32)
+    sampler = Sampler(model, network, run_seed=run_seed, device=torch.device("cpu"), latents_dtype=torch.float32)
     is_guided = asked.sampling.true_cfg_scale > 1.0
     negative = encode([asked.negative_inputs]) if is_guided else None
     (trajectory,), _ = sampler.sample([asked], encode([asked.inputs]), negative, version=version)

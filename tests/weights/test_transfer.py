@@ -15,8 +15,9 @@ import zmq
 from torch import nn
 
 from verl_digen.weights.checksum import Manifest, checksum
-from verl_digen.weights.receiver import WeightReceiver
-from verl_digen.weights.receiving import BoundedReceiver, Receiving, Staging
+from verl_digen.weights.host_copies import HostPool
+from verl_digen.weights.receiver import Update, WeightReceiver
+from verl_digen.weights.receiving import BoundedReceiver, Receiving
 from verl_digen.weights.sending import DIRECT_MB, ReceiverDied, Wire, send_update
 
 CPU = torch.device("cpu")
@@ -46,10 +47,10 @@ def handle(tmp_path):
 
 
 def receive(handle, take=None, *, timeout_s=60.0):
-    """(receiving, staging) of one update, unless `take` is given."""
-    staging = Staging(CPU)
-    take = take or staging.take
-    return Receiving(handle, CPU, take, use_shm=True, timeout_s=timeout_s), staging
+    """(receiving, update), which is staged unless `take` is given."""
+    update = Update({}.get, HostPool(CPU))
+    take = take or update.take
+    return Receiving(handle, CPU, take, use_shm=True, timeout_s=timeout_s), update
 
 
 def send(handle, weights, *, timeout_s=60.0, dtype=torch.float32, has_died=lambda: False):
@@ -63,10 +64,10 @@ def interrupted():
     raise ConnectionError("another replica was lost")
 
 
-def assert_complete(receiving, staging):
+def assert_complete(receiving, update):
     receiving.finish(SENT)
-    assert staging.tensors.keys() == WEIGHTS.keys()
-    assert all(torch.equal(staging.tensors[name], tensor) for name, tensor in WEIGHTS.items())
+    assert update.staged.keys() == WEIGHTS.keys()
+    assert all(torch.equal(update.staged[name], tensor) for name, tensor in WEIGHTS.items())
 
 
 def test_verls_package_of_the_transfer_cannot_be_imported_without_vllm():
@@ -77,9 +78,9 @@ def test_verls_package_of_the_transfer_cannot_be_imported_without_vllm():
 
 
 def test_an_update_arrives_with_its_checksum(handle):
-    receiving, staging = receive(handle)
+    receiving, update = receive(handle)
     total = send(handle, WEIGHTS.items())
-    assert_complete(receiving, staging)
+    assert_complete(receiving, update)
     assert (total.num_tensors, total.value) == (SENT.num_tensors, SENT.checksum)
     for manifest in (Manifest(1, 5, total.value), Manifest(1, 4, total.value + 1)):
         with pytest.raises(RuntimeError, match="were sent, but 4 with checksum"):
@@ -87,10 +88,10 @@ def test_an_update_arrives_with_its_checksum(handle):
 
 
 def test_a_sender_that_binds_after_its_receiver_began_is_found(handle):
-    receiving, staging = receive(handle)
+    receiving, update = receive(handle)
     time.sleep(0.02)  # its first try to connect fails meanwhile
     send(handle, WEIGHTS.items())
-    assert_complete(receiving, staging)
+    assert_complete(receiving, update)
 
 
 def test_a_receiver_tries_to_connect_again_at_once(handle):
@@ -101,11 +102,11 @@ def test_a_receiver_tries_to_connect_again_at_once(handle):
 
 
 def test_numbers_travel_in_the_dtype_of_the_wire_and_counters_in_their_own(handle):
-    receiving, staging = receive(handle)
+    receiving, update = receive(handle)
     count = torch.arange(3)
     total = send(handle, [("a", torch.tensor([1.0, 2.0])), ("count", count)], dtype=torch.bfloat16)
     receiving.finish(Manifest(1, 2, total.value))
-    assert staging.tensors["a"].dtype == torch.bfloat16 and torch.equal(staging.tensors["count"], count)
+    assert update.staged["a"].dtype == torch.bfloat16 and torch.equal(update.staged["count"], count)
 
 
 def test_an_interrupted_update_is_abandoned_and_the_next_one_arrives(handle):

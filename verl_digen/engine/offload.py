@@ -29,7 +29,7 @@ from verl.plugin.platform import get_platform
 from verl.utils.device import get_device_name
 
 from verl_digen.platforms.module_memory import host_copies, name_on_node, parameters_of
-from verl_digen.weights.host_copies import pool_for
+from verl_digen.weights.host_copies import HostPool
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class KeptBase:
     def _copy(self) -> None:
         shards = [_local(parameter) for parameter in self._frozen]
         device, in_bytes = shards[0].device, [shard.reshape(-1).view(torch.uint8) for shard in shards]
-        copies = host_copies(parameters_of(name_on_node(), 0), in_bytes, device, pool_for(device))
+        copies = host_copies(parameters_of(name_on_node(), 0), in_bytes, device, HostPool(device))
         for parameter, shard, part in zip(self._frozen, shards, copies.parts, strict=True):
             self._copies[parameter] = part.view(shard.dtype).view(shard.shape)
         size, origin = sum(map(len, in_bytes)), "made by this rank" if copies.is_new else "which another process made"

@@ -21,7 +21,7 @@ import ray
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from verl_digen.weights.host_copies import HostPool, SharedCopy, pool_for, shared_copy
+from verl_digen.weights.host_copies import HostPool, SharedCopy, shared_copy
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class DeviceMemory:
         self._modules = tuple(modules)
         self._device = device
         self._share_as = share_as
-        self._pool = pool_for(device)
+        self._pool = HostPool(device)
         self._kept: dict[int, Tensor] = {}
         """Host copies, by storage."""
         self._undefined: set[int] = set()

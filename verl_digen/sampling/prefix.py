@@ -140,7 +140,7 @@ class SharedPrefix:
         prefix.count(1)       # for each row that gets the latents from it
         prefix.lanes(1)       # Lanes(rows=(), lane_of=(None, None, None))
         prefix.lanes(2)       # Lanes(rows=(0, 1, 2), lane_of=(0, 1, 2)); in a tree Lanes(rows=(0,), lane_of=(0, 0, 0))
-        prefix.num_shared     # (0, 2, 2); in a tree (0, 3, 3)
+        prefix.num_shared     # [0, 2, 2]; in a tree [0, 3, 3]
     """
 
     def __init__(self, requests: Sequence[SampleRequest], initial_seeds: Sequence[int]):
@@ -158,32 +158,26 @@ class SharedPrefix:
             row: prefix for row, prefix in enumerate(prefixes) if prefix is not None and requests[row].window.sde_steps
         }
         """Row with a window that begins later -> the steps before it."""
-        self._num_shared = [0] * len(requests)
+        self.num_shared = [0] * len(requests)
+        """Row -> steps so far that another sample's forward served."""
+        starts = [self.waiting[row].num_steps if row in self.waiting else 0 for row in range(len(requests))]
+        self.num_skipped = [ends[start:].count(None) for ends, start in zip(self.ends, starts, strict=True)]
+        """Row -> steps that it passes over from its window on, and others so far that it took without a forward."""
 
     def count(self, row: int) -> None:
         """Note that a waiting row got the latents that another sample's forwards made."""
-        self._num_shared[row] += self.waiting[row].num_steps
+        self.num_shared[row] += self.waiting[row].num_steps
 
     def lanes(self, step: int) -> Lanes:
         """Rows whose forward runs at `step`; call once per step, in order."""
         lanes = self._equal(step, step - 1)
         for row, lane in enumerate(lanes.lane_of):
-            self._num_shared[row] += lane is not None and lanes.rows[lane] != row
+            self.num_shared[row] += lane is not None and lanes.rows[lane] != row
         return lanes
 
     def edges(self, step: int) -> Lanes:
         """Rows that take `step`, each for all that are equal to it afterwards."""
         return self._equal(step, step)
-
-    def num_passed_over(self, row: int) -> int:
-        """Steps that the row itself passes over: those from its window on, where it waits for it."""
-        start = self.waiting[row].num_steps if row in self.waiting else 0
-        return self.ends[row][start:].count(None)
-
-    @property
-    def num_shared(self) -> tuple[int, ...]:
-        """Row -> steps so far that another sample's forward served."""
-        return tuple(self._num_shared)
 
     def _equal(self, step: int, after: int) -> Lanes:
         """Rows that run at `step`, of those with equal latents after step `after` the first."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 
 import torch
@@ -61,8 +61,7 @@ class _Batch:
     """[T+1] on the host."""
     sampling: Sampling
     prefix: SharedPrefix
-    num_skipped: list[int]
-    """Row -> steps so far that it took without a forward, or passed over before its window."""
+    should_stop: Callable[[], bool] | None
 
     @cached_property
     def schedule(self) -> tuple[float, ...]:
@@ -83,37 +82,24 @@ class _Memory:
     predicted: Prediction | None = None
 
 
+@dataclass(eq=False)
 class Sampler:
     """Denoises batches of requests with one transformer, on `device`, in whatever wrapper (FSDP2, peft), whose mode
-    stays.
+    stays."""
 
-    Args:
-        latents_dtype: dtype of latents between steps and in the record.
-        prefixes: keeps latents at the start of windows from call to call; code that changes weights clears it. None: a
-            call shares them among its own rows.
-        fp8: copies of the transformer's layers, for requests with `outside.fp8`.
-    """
-
-    def __init__(
-        self,
-        model: DiffusionModel,
-        transformer: nn.Module,
-        *,
-        run_seed: int,
-        device: torch.device | str,
-        latents_dtype: torch.dtype,
-        branches: GuidanceBranches = ONE_FORWARD,
-        prefixes: PrefixCache | None = None,
-        fp8: Fp8Layers | None = None,
-    ):
-        self.model = model
-        self.transformer = transformer
-        self.run_seed = run_seed
-        self.device = torch.device(device)
-        self.latents_dtype = latents_dtype
-        self.branches = branches
-        self.prefixes = prefixes
-        self.fp8 = fp8
+    model: DiffusionModel
+    transformer: nn.Module
+    _: KW_ONLY
+    run_seed: int
+    device: torch.device
+    latents_dtype: torch.dtype
+    """Dtype of latents between steps and in the record."""
+    branches: GuidanceBranches = ONE_FORWARD
+    prefixes: PrefixCache | None = None
+    """Latents at the start of windows, kept from call to call; code that changes weights clears them. None: a call
+    shares them among its own rows."""
+    fp8: Fp8Layers | None = None
+    """Copies of the transformer's layers, for requests with `outside.fp8`."""
 
     def sample(
         self,
@@ -154,20 +140,12 @@ class Sampler:
         sigmas = self.model.sigmas(sampling.num_steps, sampling.geometry)
         initial_seeds = [initial_seed(self.run_seed, request) for request in requests]
         prefix = SharedPrefix(requests, initial_seeds)
-        batch = _Batch(
-            requests,
-            conditions,
-            negative_conditions,
-            sigmas,
-            sampling,
-            prefix,
-            list(map(prefix.num_passed_over, range(len(requests)))),
-        )
+        batch = _Batch(requests, conditions, negative_conditions, sigmas, sampling, prefix, should_stop)
 
         latents = torch.stack([step_noise(seed, INITIAL_LATENTS, shape) for seed in initial_seeds])
         latents = to_device(latents, self.device, self.latents_dtype)
         recorded = {step for request in requests for step in trained_latents(request.window)}
-        latents = self._to_windows(batch, latents, version, should_stop)
+        latents = self._to_windows(batch, latents, version)
         path: dict[int, Tensor] = {}
         log_probs: list[Tensor] = []
         memory = batch.memory()
@@ -179,7 +157,7 @@ class Sampler:
             if not lanes.rows:
                 log_probs.append(skipped)
                 continue
-            taken = self._advance(batch, (lanes, edges), latents, step, memory, should_stop)
+            taken = self._advance(batch, lanes, edges, latents, step, memory)
             latents = edges.place(taken.next_sample, latents)
             log_probs.append(edges.place(taken.log_prob, skipped))
 
@@ -192,12 +170,10 @@ class Sampler:
             torch.stack(log_probs),
             latents,
             prefix.num_shared,
-            batch.num_skipped,
+            prefix.num_skipped,
         )
 
-    def _to_windows(
-        self, batch: _Batch, latents: Tensor, version: int, should_stop: Callable[[], bool] | None
-    ) -> Tensor:
+    def _to_windows(self, batch: _Batch, latents: Tensor, version: int) -> Tensor:
         """Latents [B, ...] with those of rows that wait for their window as they are at its start. Each run has one
         row, so that its latents do not depend on the batch (`PrefixCache`)."""
         prefix = batch.prefix
@@ -215,28 +191,20 @@ class Sampler:
             memory = batch.memory()
             for step in range(steps.num_steps):
                 if prefix.ends[row][step] is None:
-                    batch.num_skipped[row] += 1
-                    continue
-                taken = self._advance(batch, (alone, alone), rows[row], step, memory, should_stop)
-                rows[row] = taken.next_sample
+                    prefix.num_skipped[row] += 1
+                else:
+                    rows[row] = self._advance(batch, alone, alone, rows[row], step, memory).next_sample
             cache.keep(steps, version, rows[row][0])
         return torch.cat(rows)
 
     def _advance(
-        self,
-        batch: _Batch,
-        shared: tuple[Lanes, Lanes],
-        latents: Tensor,
-        step: int,
-        memory: _Memory,
-        should_stop: Callable[[], bool] | None,
+        self, batch: _Batch, lanes: Lanes, edges: Lanes, latents: Tensor, step: int, memory: _Memory
     ) -> SdeStep:
         """Take one denoising step of the rows that run, stochastic for the requests whose window says so, the solver's
         for the others -> steps of the edges [R]; `memory` is then this step's.
-        `shared` are lanes and edges, in numbers of `batch`'s rows, and latents and memory those of the rows in their
+        Lanes and edges are in numbers of `batch`'s rows, and latents and memory those of the rows in their
         `lane_of`."""
-        lanes, edges = shared
-        if should_stop is not None and should_stop():
+        if batch.should_stop is not None and batch.should_stop():
             raise SamplingStopped(f"stopped before denoise step {step} of {batch.sampling.num_steps}")
         velocity = self._velocities(batch, lanes, latents, step, memory.cache)
         if edges != lanes:
@@ -286,7 +254,7 @@ class Sampler:
         again = [lane for lane, reused in enumerate(is_again) if reused]
         fresh = [lane for lane, reused in enumerate(is_again) if not reused]
         for lane in again:
-            batch.num_skipped[lanes.rows[lane]] += 1
+            batch.prefix.num_skipped[lanes.rows[lane]] += 1
         parts = []
         if again:
             parts.append(cache.take([heads[lane] for lane in again], [members[lane] for lane in again]))

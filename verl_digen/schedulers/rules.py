@@ -25,22 +25,6 @@ FRAGMENTS_PER_BATCH = 4
 """Fragments into which at least a batch is cut: while one trains, the groups of the next are generated."""
 
 
-def groups_per_fragment(num_ranks: int, group_size: int, num_prompts: int, rows_per_group: int) -> int:
-    """Most groups of a fragment, `digen.gap.max_groups_per_fragment=auto`. `rows_per_group`: trained rows of a group.
-
-    `GROUPS_PER_FRAGMENT`; where these have fewer than `ROWS_PER_RANK` rows per rank, as many as have at most one sample
-    per rank, and at most a share of the batch: max(8, min(floor(ranks / G), floor(P / FRAGMENTS_PER_BATCH))). One group
-    more than that would give a few ranks the rows of a second sample.
-
-    Example, groups of 12 samples with 9 trained steps:
-        groups_per_fragment(24, 12, 32, 108)     # 8: 36 rows per rank
-        groups_per_fragment(704, 12, 352, 108)   # 58: 9 rows per rank; of 8 groups, some ranks have 2 and some have 1
-    """
-    if GROUPS_PER_FRAGMENT * rows_per_group >= ROWS_PER_RANK * num_ranks:
-        return GROUPS_PER_FRAGMENT
-    return max(GROUPS_PER_FRAGMENT, min(num_ranks // group_size, num_prompts // FRAGMENTS_PER_BATCH))
-
-
 @dataclass(frozen=True)
 class GapConfig:
     """Generation-axis pipeline on separate pools (`recipe=...+disaggregated`)."""
@@ -153,11 +137,24 @@ class BatchRules:
 
     @property
     def largest_fragment(self) -> int:
-        """Most groups of a fragment in a pipelined run: as configured, else `groups_per_fragment`."""
+        """Most groups of a fragment in a pipelined run, `digen.gap.max_groups_per_fragment`.
+
+        auto: `GROUPS_PER_FRAGMENT`; where these have fewer than `ROWS_PER_RANK` rows per rank, as many as have at most
+        one sample per rank, and at most a share of the batch: max(8, min(floor(ranks / G), floor(P /
+        FRAGMENTS_PER_BATCH))). One group more than that would give a few ranks the rows of a second sample.
+
+        Example, groups of 12 samples with 9 trained steps:
+            BatchRules(32, 12, rows_per_group=108, num_trainer_ranks=24)     # 8: 36 rows per rank
+            BatchRules(352, 12, rows_per_group=108, num_trainer_ranks=704)   # 58: 9 rows per rank; of 8 groups, some
+                                                                             # ranks have 2 and some have 1
+        """
         if most_groups := number(self.gap.max_groups_per_fragment):
             return most_groups
         rows = self.group_size if self.rows_per_group is None else self.rows_per_group
-        return groups_per_fragment(self.num_trainer_ranks, self.group_size, self.num_prompts, rows)
+        if GROUPS_PER_FRAGMENT * rows >= ROWS_PER_RANK * self.num_trainer_ranks:
+            return GROUPS_PER_FRAGMENT
+        most_groups = min(self.num_trainer_ranks // self.group_size, self.num_prompts // FRAGMENTS_PER_BATCH)
+        return max(GROUPS_PER_FRAGMENT, most_groups)
 
     def slot_chunk_size(self, num_slots: int) -> int:
         """Samples of a slot's chunk: as configured, else ceil(G / replicas), at most `max_chunk_size`.

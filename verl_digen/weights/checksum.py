@@ -46,29 +46,6 @@ class Checksum:
         return 0 if self._sum is None else int(self._sum) % 2**64
 
 
-class Casts:
-    """Changes of an update's checksum by casts to the network's dtypes.
-
-    Example:
-        casts = Casts()
-        casts.add(torch.tensor([1.0]), torch.bfloat16)
-        hex(casts.applied(0x3f800000))   # "0x3f80"
-    """
-
-    def __init__(self) -> None:
-        self._before, self._after = Checksum(), Checksum()
-
-    def add(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        """Note that a tensor of the update is loaded as `dtype`; does not synchronise with the device."""
-        if tensor.dtype != dtype:
-            self._before.add(tensor)
-            self._after.add(tensor.to(dtype))
-
-    def applied(self, sent: int) -> int:
-        """Checksum after the casts of an update with checksum `sent`; synchronises with the device."""
-        return (sent - self._before.value + self._after.value) % 2**64
-
-
 def checksum(tensors: Iterable[Tensor]) -> int:
     total = Checksum()
     for tensor in tensors:

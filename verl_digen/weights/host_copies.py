@@ -38,16 +38,17 @@ ALIGNMENT_BYTES = 64
 
 
 class HostPool:
-    """Allocator of tensors that live as long as the pool, page-locked where there is an accelerator, so that copies are
-    asynchronous. PyTorch rounds page-locked allocations up to a power of two. So tensors share chunks that are one.
+    """Allocator of tensors that live as long as the pool, for copies of tensors on `device`: page-locked if that is an
+    accelerator, so that copies are asynchronous. PyTorch rounds page-locked allocations up to a power of two. So
+    tensors share chunks that are one.
 
     Example:
-        pool = HostPool(is_pinned=False)
+        pool = HostPool(device)
         pool.empty_like(torch.zeros(3, device=device))   # on the CPU; pool.num_bytes == CHUNK_BYTES
     """
 
-    def __init__(self, *, is_pinned: bool, chunk_bytes: int = CHUNK_BYTES):
-        self._is_pinned = is_pinned
+    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES):
+        self._is_pinned = device.type != "cpu"
         self._chunk_bytes = chunk_bytes
         self._free = torch.empty(0, dtype=torch.uint8)
         self.num_bytes = 0
@@ -62,11 +63,6 @@ class HostPool:
             self.num_bytes += chunk_bytes
         taken, self._free = self._free[:size], self._free[size:]
         return taken[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-def pool_for(device: torch.device) -> HostPool:
-    """A pool for copies of tensors on `device`."""
-    return HostPool(is_pinned=device.type != "cpu")
 
 
 logger = logging.getLogger(__name__)

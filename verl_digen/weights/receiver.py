@@ -13,14 +13,16 @@ sent and are not in the network after `switch` are an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from verl_digen.weights.checksum import Casts, checksum
-from verl_digen.weights.receiving import Named, Staging, Take
+from verl_digen.weights.checksum import Checksum, checksum
+from verl_digen.weights.host_copies import HostPool
+from verl_digen.weights.receiving import Named, Take
 
 MAX_NAMES_SHOWN = 5
 """Maximum number of tensor names listed in an error."""
@@ -28,36 +30,87 @@ OLD_WEIGHTS_SERVE = "the old weights keep serving"
 NOT_WHOLE = "the replica holds neither the old nor the new weights and serves nothing until a whole update has come"
 
 
-class Live:
-    """Loads an update as it arrives, bucket by bucket, after a comparison with the names and shapes of all of its
-    tensors."""
+Load = Callable[[Named], Collection[str]]
+"""Loads tensors of an update -> the network's names of what it loaded."""
 
-    def __init__(self, shapes: Mapping[str, torch.Size], load: Take):
-        self._shapes, self._load = shapes, load
-        self._missing = set(shapes)
+
+class Live(NamedTuple):
+    """How an update gets into a network as it arrives."""
+
+    shapes: Mapping[str, torch.Size]
+    """Shapes of all of its tensors, by name."""
+    load: Load
+
+
+class Update:
+    """A weight update on its way into a network.
+
+    Args:
+        dtype_of: name -> dtype of the network's tensor, to which loading casts; None for an unknown one.
+        into: memory in which the update is staged, or how it is loaded bucket by bucket.
+    """
+
+    def __init__(self, dtype_of: Callable[[str], torch.dtype | None], into: HostPool | Live):
+        self._dtype_of, self._into = dtype_of, into
+        self._outcome = NOT_WHOLE if isinstance(into, Live) else OLD_WEIGHTS_SERVE
+        self._before, self._after = Checksum(), Checksum()
+        """Sums of the tensors that loading casts: as they were sent, and as the network holds them."""
+        self._arrived: dict[str, torch.Size] = {}
+        self.staged: dict[str, Tensor] = {}
+        """Tensors of a staged update, on the host."""
+        self._loaded: set[str] = set()
 
     def take(self, bucket: Named) -> None:
-        """Load a bucket. RuntimeError if a tensor is unknown, came twice or has another shape."""
-        _raise_for("are unknown to the replica", [name for name, _ in bucket if name not in self._shapes], NOT_WHOLE)
-        _raise_for("came twice", [name for name, _ in bucket if name not in self._missing], NOT_WHOLE)
-        _compare_shapes(dict(bucket), self._shapes, NOT_WHOLE)
-        self._load(bucket)
-        self._missing -= {name for name, _ in bucket}
+        """Take a bucket; see `verl_digen.weights.receiving.Take`. RuntimeError if a tensor came twice; of a live update
+        also if one is unknown or has another shape."""
+        names = Counter([*self._arrived, *(name for name, _ in bucket)])
+        self._raise_for("came twice", [name for name, count in names.items() if count > 1])
+        arrived = {name: tensor.shape for name, tensor in bucket}
+        self._arrived |= arrived
+        if isinstance(self._into, Live):
+            self._compare(arrived, self._into.shapes)
+        for name, tensor in bucket:
+            dtype = self._dtype_of(name) or tensor.dtype
+            if tensor.dtype != dtype:
+                self._before.add(tensor)
+                self._after.add(tensor.to(dtype))
+            if isinstance(self._into, HostPool):  # verl's receiver waits for the copies before it answers
+                self.staged[name] = self._into.empty_like(tensor).copy_(tensor, non_blocking=True)
+        if isinstance(self._into, Live):
+            self._loaded.update(self._into.load(bucket))
 
-    def finish(self) -> None:
-        """Raise RuntimeError if a tensor has not come."""
-        _raise_for("are missing from the update", sorted(self._missing), NOT_WHOLE)
+    def check_complete(self, shapes: Mapping[str, torch.Size]) -> None:
+        """Raise RuntimeError, which names the tensors, unless all of `shapes` have arrived and nothing else."""
+        self._raise_for("are missing from the update", sorted(shapes.keys() - self._arrived.keys()))
+        self._compare(self._arrived, shapes)
 
+    def finish(self, load: Load) -> set[str]:
+        """Load a staged update -> the network's names of all that was loaded, of either kind."""
+        if self.staged:
+            self._loaded.update(load(list(self.staged.items())))
+        return self._loaded
 
-@dataclass(frozen=True)
-class _Sealed:
-    """A complete update that waits for `WeightReceiver.switch`."""
+    def loaded_checksum(self, sent: int) -> int:
+        """Checksum of the network's numbers after an update with checksum `sent` is loaded; synchronises with the
+        device."""
+        return (sent - self._before.value + self._after.value) % 2**64
 
-    staged: Mapping[str, Tensor]
-    """Tensors to load; none after a live update, which has loaded them."""
-    checksum: int
-    """Checksum of the tensors as they were sent."""
-    casts: Casts
+    def _compare(self, arrived: Mapping[str, torch.Size], shapes: Mapping[str, torch.Size]) -> None:
+        self._raise_for("are unknown to the replica", sorted(arrived.keys() - shapes.keys()))
+        self._raise_for(
+            "have another shape than what is loaded",
+            [
+                f"{name} {tuple(shape)} != {tuple(shapes[name])}"
+                for name, shape in sorted(arrived.items())
+                if shape != shapes[name]
+            ],
+        )
+
+    def _raise_for(self, problem: str, names: list[str]) -> None:
+        if names:
+            more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+            shown = ", ".join(names[:MAX_NAMES_SHOWN])
+            raise RuntimeError(f"{len(names)} tensors {problem}: {shown}{more}; {self._outcome}")
 
 
 class WeightReceiver:
@@ -71,37 +124,42 @@ class WeightReceiver:
 
             # the adapter computes in the network's dtype, as in the trainer; peft would make it float32
             self.module = get_peft_model(transformer, adapter_config, autocast_adapter_dtype=False)  # type: ignore[arg-type]
-        self._shapes = {name: tensor.shape for name, tensor in tensors_of_update(self.module).items()}
-        if not self._shapes:
+        tensors = tensors_of_update(self.module)
+        self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        if not tensors:
             raise RuntimeError(
                 "a weight update must set at least one tensor of the network, but the adapter wraps no layer; "
                 "actor_rollout_ref.model.target_modules must name layers of the transformer"
             )
         self.is_whole = True
         """False from the start of a live update until `switch`, and after `lose`."""
-        self._update: Staging | Live | None = None
-        self._casts = Casts()
-        """Casts of the update that is under way."""
-        self._sealed: _Sealed | None = None
+        self._update: Update | None = None
+        self._sealed: tuple[Update, int] | None = None
+        """A complete update that waits for `switch`, and the checksum of its tensors as they were sent."""
 
     def begin_staged(self, device: torch.device) -> Take:
         """Begin an update, in place of an unfinished one -> function that stages a bucket of tensors on `device`."""
-        self._update, self._casts = Staging(device), Casts()
+        self._update = Update(self._dtypes.get, HostPool(device))
         return self._update.take
 
     def begin_live(self) -> Take:
         """Begin an update, in place of an unfinished one -> function that loads a bucket of it. `is_whole` becomes
         false."""
-        targets, casts = tensors_of_update(self.module), Casts()
-
-        def load(bucket: Named) -> None:
-            for name, tensor in bucket:
-                casts.add(tensor, targets[name].dtype)
-                targets[name].copy_(tensor, non_blocking=True)
-
-        self._update, self._casts = Live(self._shapes, load), casts
+        self._update = Update(self._dtypes.get, Live(self._shapes, self._loader()))
         self.is_whole = False
         return self._update.take
+
+    def _loader(self) -> Load:
+        # looked up at every update: moving the module between devices replaces its tensors
+        targets = tensors_of_update(self.module)
+
+        def load(bucket: Named) -> list[str]:
+            for name, tensor in bucket:
+                targets[name].copy_(tensor, non_blocking=True)
+            return [name for name, _ in bucket]
+
+        return load
 
     def seal(self, sent: int) -> None:
         """Check that the update, whose tensors have the checksum `sent`, is complete; it waits for `switch`, in place
@@ -110,12 +168,8 @@ class WeightReceiver:
         update, self._update = self._update, None
         if update is None:
             raise RuntimeError("no weight update is under way; begin one first")
-        if isinstance(update, Live):
-            update.finish()
-            self._sealed = _Sealed({}, sent, self._casts)
-            return
-        compare_with(update.tensors, self._shapes)
-        self._sealed = _Sealed(update.tensors, sent, self._casts)
+        update.check_complete(self._shapes)
+        self._sealed = update, sent
 
     @property
     def is_sealed(self) -> bool:
@@ -125,17 +179,13 @@ class WeightReceiver:
     def switch(self) -> None:
         """Copy a sealed staged update into the network, where a live update already is, and check it. RuntimeError if
         nothing is sealed; or the network holds other numbers, and serves nothing."""
-        sealed, self._sealed = self._sealed, None
-        if sealed is None:
+        if self._sealed is None:
             raise RuntimeError("no weight update is waiting to be taken; seal one first")
+        (update, checksum_sent), self._sealed = self._sealed, None
         self.is_whole = False
-        # looked up at every update: moving the module between devices replaces its tensors
-        current = tensors_of_update(self.module)
         with torch.no_grad():
-            for name, tensor in sealed.staged.items():
-                sealed.casts.add(tensor, current[name].dtype)
-                current[name].copy_(tensor)
-        sent, held = sealed.casts.applied(sealed.checksum), checksum(tensors_of_update(self.module).values())
+            update.finish(self._loader())
+        sent, held = update.loaded_checksum(checksum_sent), checksum(self.tensors())
         if sent != held:
             raise RuntimeError(
                 f"a weight update with checksum {sent:x} did not reach the network, which holds {held:x}; {NOT_WHOLE}"
@@ -165,28 +215,3 @@ def tensors_of_update(module: nn.Module) -> dict[str, Tensor]:
         # save_embedding_layers: "auto" would ask the hub about the base model
         return get_peft_model_state_dict(module, save_embedding_layers=False)
     return dict(module.state_dict())
-
-
-def compare_with(staged: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise RuntimeError, which names the tensors, unless a staged update has all of `shapes` and nothing else."""
-    _raise_for("are missing from the update", sorted(shapes.keys() - staged.keys()), OLD_WEIGHTS_SERVE)
-    _raise_for("are unknown to the replica", sorted(staged.keys() - shapes.keys()), OLD_WEIGHTS_SERVE)
-    _compare_shapes(staged, shapes, OLD_WEIGHTS_SERVE)
-
-
-def _compare_shapes(staged: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], outcome: str) -> None:
-    _raise_for(
-        "have another shape than what is loaded",
-        [
-            f"{name} {tuple(tensor.shape)} != {tuple(shapes[name])}"
-            for name, tensor in sorted(staged.items())
-            if tensor.shape != shapes[name]
-        ],
-        outcome,
-    )
-
-
-def _raise_for(problem: str, names: list[str], outcome: str) -> None:
-    if names:
-        more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
-        raise RuntimeError(f"{len(names)} tensors {problem}: {', '.join(names[:MAX_NAMES_SHOWN])}{more}; {outcome}")

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from verl_digen.weights.bucketed import BoundedSocket, BucketedWeightReceiver
 from verl_digen.weights.checksum import Checksum, Manifest
-from verl_digen.weights.host_copies import pool_for
 
 STOP_S = 30.0
 """Timeout for the thread of a cancelled update, which may be copying a bucket."""
@@ -32,22 +31,6 @@ Named = Sequence[tuple[str, Tensor]]
 """Tensors of an update, with their names."""
 Take = Callable[[Named], None]
 """Takes one bucket of an update. Its tensors are valid during the call alone."""
-
-
-class Staging:
-    """Host copy of an update that is loaded later."""
-
-    def __init__(self, device: torch.device):
-        self._pool = pool_for(device)
-        self.tensors: dict[str, Tensor] = {}
-
-    def take(self, bucket: Named) -> None:
-        """Copy a bucket; verl's receiver waits for the copies before it answers. RuntimeError if the update has had a
-        tensor of a name."""
-        for name, tensor in bucket:
-            if name in self.tensors:
-                raise RuntimeError(f"the tensor {name} came twice")
-            self.tensors[name] = self._pool.empty_like(tensor).copy_(tensor, non_blocking=True)
 
 
 class BoundedReceiver(BucketedWeightReceiver):
@@ -73,10 +56,9 @@ class Receiving:
     `take` is called in the thread, on a stream of its own. `timeout_s` bounds the wait for the next part.
 
     Example:
-        staging = Staging(device)
-        receiving = Receiving(handle, device, staging.take, use_shm=True, timeout_s=600)
+        receiving = Receiving(handle, device, update.take, use_shm=True, timeout_s=600)
         ... the sender sends ...
-        receiving.finish(manifest)   # staging.tensors are complete, and what was sent
+        receiving.finish(manifest)   # the update is complete, and what was sent
         receiving.abandon()          # instead: the sender was lost, and a new update starts
     """
 

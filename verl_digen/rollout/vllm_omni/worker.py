@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -54,60 +54,16 @@ from verl_digen.rollout.vllm_omni.requests import Published, Taken, adapter_requ
 from verl_digen.rollout.vllm_omni.settings import address
 from verl_digen.types import Condition
 from verl_digen.user_modules import import_user_modules
-from verl_digen.weights.checksum import Casts, Checksum, Manifest, checksum
-from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, Live, compare_with, tensors_of_update
-from verl_digen.weights.receiving import Named, Receiving, Staging
+from verl_digen.weights.checksum import Checksum, Manifest, checksum
+from verl_digen.weights.host_copies import HostPool
+from verl_digen.weights.receiver import OLD_WEIGHTS_SERVE, Live, Update, tensors_of_update
+from verl_digen.weights.receiving import Named, Receiving
 
 NO_LIMIT = 1 << 16
 """Number of adapters at which vLLM-Omni evicts the least recently used one; never reached."""
 HOST = "127.0.0.1"
 RENDEZVOUS = timedelta(minutes=30)
 """Timeout for another worker, which may have to load its part of the model first."""
-
-
-Load = Callable[[Named], set[str]]
-"""Loads tensors into the network -> vLLM-Omni's names of what it loaded."""
-
-
-class FullUpdate:
-    """Full weights or an adapter on its way into a worker. `dtype`: the network's. `live`: shapes of all tensors, and
-    how they load as they arrive; None stages them in host memory."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, live: tuple[Mapping[str, torch.Size], Load] | None):
-        self._dtype, self._casts = dtype, Casts()
-        self._loaded: set[str] = set()
-        self._destination: Live | Staging = Staging(device)
-        if live is not None:
-            shapes, load = live
-            self._destination = Live(shapes, lambda bucket: self._loaded.update(load(bucket)))
-
-    def take(self, bucket: Named) -> None:
-        """Take a bucket; see `verl_digen.weights.receiving.Take`."""
-        for _, tensor in bucket:
-            self._casts.add(tensor, self._dtype)
-        self._destination.take(bucket)
-
-    @property
-    def staged(self) -> dict[str, Tensor]:
-        """Tensors of a staged update, on the CPU."""
-        assert isinstance(self._destination, Staging), "a live update keeps nothing"
-        return self._destination.tensors
-
-    def check_complete(self, shapes: Mapping[str, torch.Size]) -> None:
-        """Raise RuntimeError, which names the tensors, unless all of `shapes` have arrived and nothing else."""
-        if isinstance(self._destination, Live):
-            self._destination.finish()
-        else:
-            compare_with(self.staged, shapes)
-
-    def loaded_checksum(self, sent: int) -> int:
-        """Checksum that the network's numbers have after loading an update with checksum `sent`: that of the numbers
-        cast to the network's dtype, as vLLM-Omni does, computed as they pass."""
-        return self._casts.applied(sent)
-
-    def finish(self, load: Load) -> set[str]:
-        """Load a staged update -> vLLM-Omni's names of all that was loaded, of either kind."""
-        return self._loaded if isinstance(self._destination, Live) else load(list(self.staged.items()))
 
 
 class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
@@ -120,9 +76,9 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
     local_rank: int
     rank: int
 
-    _sealed: tuple[Published, Manifest, FullUpdate] | None = None
+    _sealed: tuple[Published, Manifest, Update] | None = None
     """Sealed full weights, not yet committed."""
-    _receiving: tuple[Receiving, FullUpdate] | None = None
+    _receiving: tuple[Receiving, Update] | None = None
     """Update being received, and its destination."""
     _shapes: dict[str, torch.Size] | None = None
     """Expected tensor shapes; read at the first update (all updates of a run are of the same kind)."""
@@ -167,8 +123,8 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
             self._receiving[0].abandon()
         if is_live:
             self._require_unwrapped()
-        live = (self._expected_shapes(None), self._load) if is_live else None
-        update = FullUpdate(self.od_config.dtype, self.device, live)
+        into = Live(self._expected_shapes(None), self._load) if is_live else HostPool(self.device)
+        update = Update(lambda name: self.od_config.dtype, into)
         receiving = Receiving(
             address(sockets, self.local_rank), self.device, update.take, use_shm=use_shm, timeout_s=timeout_s
         )
@@ -187,7 +143,7 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
                 f"(actor_rollout_ref.model.lora.merge=true); {OLD_WEIGHTS_SERVE}"
             )
 
-    def _wait_for_arrival(self, manifest: Manifest) -> FullUpdate:
+    def _wait_for_arrival(self, manifest: Manifest) -> Update:
         if self._receiving is None:
             raise RuntimeError("begin_update must come before a commit")
         (receiving, update), self._receiving = self._receiving, None
