@@ -25,25 +25,34 @@ def make() -> Flux2KleinPipeline:
     return Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=_vae(),
-        text_encoder=_text_encoder(),
+        # with a language head of its own, as in the 9B checkpoints
+        text_encoder=drawn(
+            Qwen3ForCausalLM,
+            Qwen3Config(
+                vocab_size=VOCABULARY_SIZE,
+                hidden_size=WIDTH,
+                intermediate_size=32,
+                num_hidden_layers=NUM_LAYERS,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=8,
+                tie_word_embeddings=False,
+            ),
+        ),
         tokenizer=chat_tokenizer(),
-        transformer=_transformer(),
+        transformer=drawn(
+            Flux2Transformer2DModel,
+            in_channels=LATENT_CHANNELS * 4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=3 * WIDTH,
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        ),
         is_distilled=False,
-    )
-
-
-def _transformer() -> Flux2Transformer2DModel:
-    return drawn(
-        Flux2Transformer2DModel,
-        in_channels=LATENT_CHANNELS * 4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=3 * WIDTH,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
     )
 
 
@@ -54,20 +63,3 @@ def _vae() -> AutoencoderKLFlux2:
     nn.init.normal_(statistics.running_mean, std=0.3)
     nn.init.uniform_(statistics.running_var, 0.5, 2.0)
     return vae
-
-
-def _text_encoder() -> Qwen3ForCausalLM:
-    """Text encoder with a language head of its own, as in the 9B checkpoints."""
-    return drawn(
-        Qwen3ForCausalLM,
-        Qwen3Config(
-            vocab_size=VOCABULARY_SIZE,
-            hidden_size=WIDTH,
-            intermediate_size=32,
-            num_hidden_layers=NUM_LAYERS,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            tie_word_embeddings=False,
-        ),
-    )

@@ -27,41 +27,29 @@ SPECIAL_TOKENS = ["<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
 def make() -> HunyuanVideoPipeline:
     """Build the pipeline: 3 MB; the published schedule."""
     return HunyuanVideoPipeline(
-        text_encoder=_text_encoder(),
+        text_encoder=drawn(LlamaModel, LlamaConfig(**LANGUAGE_MODEL, num_hidden_layers=4)),
         tokenizer=byte_tokenizer([DEFAULT_PROMPT_TEMPLATE["template"], *CORPUS], SPECIAL_TOKENS),
-        transformer=_transformer(),
-        vae=_vae(),
+        transformer=drawn(
+            HunyuanVideoTransformer3DModel,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=TEXT_WIDTH,
+            pooled_projection_dim=CLIP_WIDTH,
+            rope_axes_dim=(4, 6, 6),
+        ),
+        vae=drawn(
+            AutoencoderKLHunyuanVideo,
+            latent_channels=LATENT_CHANNELS,
+            block_out_channels=(8, 8, 8, 8),
+            layers_per_block=1,
+            norm_num_groups=4,
+        ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
         text_encoder_2=clip_encoder(CLIP_WIDTH, projects=False),
         tokenizer_2=clip_tokenizer(),
-    )
-
-
-def _transformer() -> HunyuanVideoTransformer3DModel:
-    return drawn(
-        HunyuanVideoTransformer3DModel,
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        text_embed_dim=TEXT_WIDTH,
-        pooled_projection_dim=CLIP_WIDTH,
-        rope_axes_dim=(4, 6, 6),
-    )
-
-
-def _text_encoder() -> LlamaModel:
-    return drawn(LlamaModel, LlamaConfig(**LANGUAGE_MODEL, num_hidden_layers=4))
-
-
-def _vae() -> AutoencoderKLHunyuanVideo:
-    return drawn(
-        AutoencoderKLHunyuanVideo,
-        latent_channels=LATENT_CHANNELS,
-        block_out_channels=(8, 8, 8, 8),
-        layers_per_block=1,
-        norm_num_groups=4,
     )

@@ -51,10 +51,25 @@ def make_i2v() -> WithProcessor:
 def _others() -> dict[str, Any]:
     """Parts besides the network."""
     return {
-        "text_encoder": _text_encoder(),
+        "text_encoder": drawn(
+            Qwen2_5_VLTextModel,
+            Qwen2_5_VLTextConfig(
+                **LANGUAGE_MODEL,
+                num_hidden_layers=4,
+                bos_token_id=0,
+                eos_token_id=0,
+                rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+            ),
+        ),
         # trained on these words, the template's beginning has 108 tokens, as with the real tokenizer: the cropped part
         "tokenizer": chat_tokenizer(f"system\n{SYSTEM_MESSAGE}"),
-        "vae": _vae(),
+        "vae": drawn(
+            AutoencoderKLHunyuanVideo15,
+            latent_channels=LATENT_CHANNELS,
+            block_out_channels=(8, 8, 8, 8, 8),
+            layers_per_block=1,
+            scaling_factor=1.03682,
+        ),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
         "text_encoder_2": t5_encoder(),
         "tokenizer_2": ByT5Tokenizer(),
@@ -75,27 +90,4 @@ def _transformer(**more: Any) -> HunyuanVideo15Transformer3DModel:
         text_embed_2_dim=TEXT_WIDTH,
         rope_axes_dim=(4, 6, 6),
         **more,
-    )
-
-
-def _text_encoder() -> Qwen2_5_VLTextModel:
-    return drawn(
-        Qwen2_5_VLTextModel,
-        Qwen2_5_VLTextConfig(
-            **LANGUAGE_MODEL,
-            num_hidden_layers=4,
-            bos_token_id=0,
-            eos_token_id=0,
-            rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
-        ),
-    )
-
-
-def _vae() -> AutoencoderKLHunyuanVideo15:
-    return drawn(
-        AutoencoderKLHunyuanVideo15,
-        latent_channels=LATENT_CHANNELS,
-        block_out_channels=(8, 8, 8, 8, 8),
-        layers_per_block=1,
-        scaling_factor=1.03682,
     )

@@ -40,28 +40,44 @@ def make() -> LTX2Pipeline:
         audio_vae=_audio_vae(),
         text_encoder=_text_encoder(),
         tokenizer=_tokenizer(),
-        connectors=_connectors(),
-        transformer=_transformer(),
-        vocoder=_vocoder(),
-    )
-
-
-def _transformer() -> LTX2VideoTransformer3DModel:
-    return drawn(
-        LTX2VideoTransformer3DModel,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        cross_attention_dim=32,
-        audio_in_channels=CHANNELS,
-        audio_out_channels=CHANNELS,
-        audio_num_attention_heads=2,
-        audio_attention_head_dim=8,
-        audio_cross_attention_dim=16,
-        num_layers=NUM_LAYERS,
-        caption_channels=TEXT_WIDTH,
-        rope_type="split",
+        connectors=drawn(
+            LTX2TextConnectors,
+            caption_channels=TEXT_WIDTH,
+            text_proj_in_factor=NUM_LAYERS + 1,
+            video_connector_num_attention_heads=2,
+            video_connector_attention_head_dim=TEXT_WIDTH // 2,
+            video_connector_num_layers=1,
+            audio_connector_num_attention_heads=2,
+            audio_connector_attention_head_dim=TEXT_WIDTH // 2,
+            audio_connector_num_layers=1,
+            rope_type="split",
+        ),
+        transformer=drawn(
+            LTX2VideoTransformer3DModel,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            cross_attention_dim=32,
+            audio_in_channels=CHANNELS,
+            audio_out_channels=CHANNELS,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=8,
+            audio_cross_attention_dim=16,
+            num_layers=NUM_LAYERS,
+            caption_channels=TEXT_WIDTH,
+            rope_type="split",
+        ),
+        vocoder=drawn(
+            LTX2Vocoder,
+            in_channels=2 * MEL_BINS,
+            hidden_channels=16,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1, 3]],
+            output_sampling_rate=400,
+        ),
     )
 
 
@@ -91,21 +107,6 @@ def _text_encoder() -> Gemma3ForConditionalGeneration:
     return drawn(Gemma3ForConditionalGeneration, config)
 
 
-def _connectors() -> LTX2TextConnectors:
-    return drawn(
-        LTX2TextConnectors,
-        caption_channels=TEXT_WIDTH,
-        text_proj_in_factor=NUM_LAYERS + 1,
-        video_connector_num_attention_heads=2,
-        video_connector_attention_head_dim=TEXT_WIDTH // 2,
-        video_connector_num_layers=1,
-        audio_connector_num_attention_heads=2,
-        audio_connector_attention_head_dim=TEXT_WIDTH // 2,
-        audio_connector_num_layers=1,
-        rope_type="split",
-    )
-
-
 def _vae() -> AutoencoderKLLTX2Video:
     vae = drawn(
         AutoencoderKLLTX2Video,
@@ -133,16 +134,3 @@ def _draw_statistics(vae: Any) -> None:
     """Draw the mean and the standard deviation of each channel, which checkpoints hold beside the weights."""
     vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, CHANNELS))
     vae.latents_std.copy_(torch.linspace(0.7, 1.6, CHANNELS))
-
-
-def _vocoder() -> LTX2Vocoder:
-    return drawn(
-        LTX2Vocoder,
-        in_channels=2 * MEL_BINS,
-        hidden_channels=16,
-        upsample_kernel_sizes=[4, 4],
-        upsample_factors=[2, 2],
-        resnet_kernel_sizes=[3],
-        resnet_dilations=[[1, 3]],
-        output_sampling_rate=400,
-    )

@@ -25,7 +25,21 @@ CLIP_WIDTHS = (8, 16)
 def make() -> StableDiffusion3Pipeline:
     """Build the pipeline: 1 MB; with the published schedule, and the published VAE's scaling and shift."""
     return StableDiffusion3Pipeline(
-        transformer=_transformer(),
+        transformer=drawn(
+            SD3Transformer2DModel,
+            sample_size=16,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=sum(CLIP_WIDTHS),
+            pos_embed_max_size=32,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=image_vae(scaling_factor=1.5305, shift_factor=0.0609),
         text_encoder=clip_encoder(CLIP_WIDTHS[0], projects=True),
@@ -34,22 +48,4 @@ def make() -> StableDiffusion3Pipeline:
         tokenizer_2=clip_tokenizer(),
         text_encoder_3=t5_encoder(),
         tokenizer_3=t5_tokenizer(),
-    )
-
-
-def _transformer() -> SD3Transformer2DModel:
-    return drawn(
-        SD3Transformer2DModel,
-        sample_size=16,
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=TEXT_WIDTH,
-        caption_projection_dim=32,
-        pooled_projection_dim=sum(CLIP_WIDTHS),
-        pos_embed_max_size=32,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
     )

@@ -16,29 +16,21 @@ def make() -> ZImagePipeline:
     return ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=image_vae(scaling_factor=0.3611, shift_factor=0.1159),
-        text_encoder=_text_encoder(),
+        # with its language head, as in published checkpoints; loading may leave the head out
+        text_encoder=drawn(
+            Qwen3ForCausalLM, Qwen3Config(**LANGUAGE_MODEL, num_hidden_layers=3, head_dim=16, tie_word_embeddings=True)
+        ),
         tokenizer=chat_tokenizer(),
-        transformer=_transformer(),
-    )
-
-
-def _transformer() -> ZImageTransformer2DModel:
-    return drawn(
-        ZImageTransformer2DModel,
-        in_channels=LATENT_CHANNELS,
-        dim=32,
-        n_layers=1,
-        n_refiner_layers=1,
-        n_heads=2,
-        n_kv_heads=2,
-        cap_feat_dim=TEXT_WIDTH,
-        axes_dims=[4, 6, 6],
-        axes_lens=[640, 64, 64],
-    )
-
-
-def _text_encoder() -> Qwen3ForCausalLM:
-    """Text encoder with its language head, as in published checkpoints; loading may leave the head out."""
-    return drawn(
-        Qwen3ForCausalLM, Qwen3Config(**LANGUAGE_MODEL, num_hidden_layers=3, head_dim=16, tie_word_embeddings=True)
+        transformer=drawn(
+            ZImageTransformer2DModel,
+            in_channels=LATENT_CHANNELS,
+            dim=32,
+            n_layers=1,
+            n_refiner_layers=1,
+            n_heads=2,
+            n_kv_heads=2,
+            cap_feat_dim=TEXT_WIDTH,
+            axes_dims=[4, 6, 6],
+            axes_lens=[640, 64, 64],
+        ),
     )
