@@ -143,6 +143,15 @@ class DiffusionModel(ABC):
         """Load the tokenizer in `folder`, of the class that the checkpoint's index names."""
         return getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder)
 
+    def load_pipeline(self, dtype: torch.dtype, *without: str, kind: str | None = None) -> Any:
+        """Load the checkpoint's diffusers pipeline, or one of class `kind`, without networks, scheduler and the folders
+        `without`; each part in its `part_dtype`."""
+        dtypes = {folder: self.part_dtype(folder, dtype) for folder in ("vae", *self.spec.encodes_in_fp32)}
+        absent = dict.fromkeys((*self.experts, "scheduler", *without))
+        return checkpoint.diffusers_class(kind or self.pipeline).from_pretrained(
+            self.path, **absent, **self.pipeline_parts(), dtype={"default": dtype, **dtypes}
+        )
+
     def pipeline_parts(self) -> dict[str, Any]:
         """Parts for `from_pretrained` of the diffusers pipeline that it cannot load without a further package."""
         return {}

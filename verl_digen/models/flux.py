@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
@@ -89,7 +88,7 @@ class Flux(PackedModel):
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the same for every prompt."""
-        pipeline: Any = FluxPipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
+        pipeline = self.load_pipeline(dtype, "vae")
 
         def encode(prompt: str) -> Condition:
             embeds, pooled, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=self.max_text_tokens)

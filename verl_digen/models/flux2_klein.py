@@ -158,9 +158,7 @@ class Flux2Klein(ReadsImages, Flux2Network):
         """Conditions are {"embeds": [512, 3 D], "source": [tokens of all images, channels]} in `dtype`; without
         "source" where there is no image. ValueError for too many images, for one of less than 64 px, and for one whose
         sides differ by more than a factor of 8, as the pipeline does."""
-        pipeline: Any = Flux2KleinPipeline.from_pretrained(
-            self.path, transformer=None, scheduler=None, dtype={"default": dtype, "vae": self.decoder_dtype(dtype)}
-        )
+        pipeline = self.load_pipeline(dtype)
         text_encoder, vae = pipeline.text_encoder, pipeline.vae
         text_encoder.lm_head = nn.Identity()
         vae.decoder = vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them

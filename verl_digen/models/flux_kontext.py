@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 from PIL import Image
 from torch import Tensor, nn
 
@@ -42,9 +41,7 @@ class FluxKontext(ReadsImages, Flux):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E], "source": [tokens of the image, channels]} in `dtype`, L the
         same for every prompt; without "source" where there is no image. ValueError for several images."""
-        pipeline: Any = FluxKontextPipeline.from_pretrained(
-            self.path, transformer=None, scheduler=None, dtype={"default": dtype, "vae": self.decoder_dtype(dtype)}
-        )
+        pipeline = self.load_pipeline(dtype)
         pipeline.vae.decoder = nn.Identity()  # the decoder's own copy has it
         return self.encoder_of(pipeline, dtype, device, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.vae)
 

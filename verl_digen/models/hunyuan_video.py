@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
-from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE, HunyuanVideoPipeline
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
@@ -175,9 +175,7 @@ class HunyuanVideo(Hunyuan):
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the prompt's own number of tokens."""
-        pipeline: Any = HunyuanVideoPipeline.from_pretrained(
-            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
-        )
+        pipeline = self.load_pipeline(dtype, "vae")
 
         def encode(prompt: str) -> Condition:
             embeds, pooled, mask = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)

@@ -117,9 +117,7 @@ class LTX2(VideoModel):
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [1024, D], "audio": [1024, D]} in `dtype`, for the video and for the sound."""
-        pipeline: Any = LTX2Pipeline.from_pretrained(
-            self.path, transformer=None, vae=None, audio_vae=None, vocoder=None, scheduler=None, dtype=dtype
-        )
+        pipeline = self.load_pipeline(dtype, "vae", "audio_vae", "vocoder")
         language = pipeline.text_encoder.model
         # Hidden states of the language model alone are read: free the vision tower, and make no logits.
         language.vision_tower = language.multi_modal_projector = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage, QwenImageCausalConv3d
@@ -53,7 +52,6 @@ def _conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | No
 
 
 class QwenImage(PackedModel):
-    pipeline_class: type[Any] = QwenImagePipeline
     spec = ModelSpec(
         transformer="QwenImageTransformer2DModel",
         title="Qwen-Image",
@@ -90,14 +88,14 @@ class QwenImage(PackedModel):
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
         """Load a check of the text alone; the tokens of images are not counted."""
-        pipeline = self._load_pipeline(vae=None, text_encoder=None)
+        pipeline = self.load_pipeline(torch.float32, "vae", "text_encoder")
         limit = pipeline.prompt_template_encode_start_idx + MAX_TEXT_TOKENS
         wrap = pipeline.prompt_template_encode.format
         return length_check(pipeline.tokenizer, title=self.spec.title, max_tokens=limit, wrap=wrap)
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
-        pipeline = self._load_pipeline(vae=None, dtype=dtype)
+        pipeline = self.load_pipeline(dtype, "vae")
         # Only the language model's last hidden state is read: free the vision tower and the language head.
         pipeline.text_encoder.model.visual = None
         pipeline.text_encoder.lm_head = nn.Identity()
@@ -107,11 +105,6 @@ class QwenImage(PackedModel):
             return {"embeds": embeds[0]}
 
         return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
-
-    def _load_pipeline(self, **parts: Any) -> Any:
-        return self.pipeline_class.from_pretrained(
-            self.path, transformer=None, scheduler=None, **self.pipeline_parts(), **parts
-        )
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", dtype=dtype)

@@ -14,12 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import QwenImageEditPipeline
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
-    CONDITION_IMAGE_SIZE,
-    QwenImageEditPlusPipeline,
-    calculate_dimensions,
-)
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
 from PIL import Image
 from torch import Tensor, nn
 from transformers import Qwen2VLProcessor
@@ -60,7 +55,6 @@ class PictureProcessor(Qwen2VLProcessor):
 
 
 class QwenImageEditPlus(ReadsImages, QwenImage):
-    pipeline_class = QwenImageEditPlusPipeline
     spec: ModelSpec = replace(
         QwenImage.spec,
         title="Qwen-Image-Edit-Plus",
@@ -77,7 +71,7 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D], "source": [tokens of all images, channels]} in `dtype`, L of text and
         images; without "source" for a text without images, of which there is none in a prompt file."""
-        pipeline = self._load_pipeline(dtype={"default": dtype, "vae": self.decoder_dtype(dtype)})
+        pipeline = self.load_pipeline(dtype)
         text_encoder, vae = pipeline.text_encoder, pipeline.vae
         text_encoder.lm_head = nn.Identity()
         vae.decoder = vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them
@@ -135,7 +129,6 @@ class QwenImageEdit(QwenImageEditPlus):
     exactly one image, whose place is in the prompt's template, and the language model reads it at the size at which the
     network does."""
 
-    pipeline_class = QwenImageEditPipeline
     spec: ModelSpec = replace(
         QwenImageEditPlus.spec,
         title="Qwen-Image-Edit",

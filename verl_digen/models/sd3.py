@@ -9,10 +9,8 @@ model. The CLIPs read a long prompt's first 77 tokens, as in the pipeline, and T
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
@@ -67,9 +65,7 @@ class StableDiffusion3(DiffusionModel):
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [77 + 256, D], "pooled": [E]} in `dtype`."""
-        pipeline: Any = StableDiffusion3Pipeline.from_pretrained(
-            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
-        )
+        pipeline = self.load_pipeline(dtype, "vae")
 
         def encode(prompt: str) -> Condition:
             embeds, _, pooled, _ = pipeline.encode_prompt(

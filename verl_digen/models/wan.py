@@ -19,7 +19,7 @@ from typing import Any
 import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
-from diffusers.pipelines.wan.pipeline_wan import WanPipeline, prompt_clean
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
@@ -86,10 +86,7 @@ class Wan(VideoModel):
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
-        pipeline: Any = WanPipeline.from_pretrained(
-            self.path, transformer=None, transformer_2=None, vae=None, scheduler=None, dtype=dtype
-        )
-
+        pipeline = self.load_pipeline(dtype, "vae")
         encode = partial(encode_text, pipeline, device)
         return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from diffusers.pipelines.z_image.pipeline_z_image import ZImagePipeline, get_default_z_image_sigmas
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
@@ -79,9 +78,7 @@ class ZImage(DiffusionModel):
 
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens, template included."""
-        pipeline: Any = ZImagePipeline.from_pretrained(
-            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
-        )
+        pipeline = self.load_pipeline(dtype, "vae")
 
         def encode(prompt: str) -> Condition:
             (embeds,), _ = pipeline.encode_prompt(
