@@ -145,12 +145,19 @@ class DiffusionModel(ABC):
 
     def load_pipeline(self, dtype: torch.dtype, *without: str, kind: str | None = None) -> Any:
         """Load the checkpoint's diffusers pipeline, or one of class `kind`, without networks, scheduler and the folders
-        `without`; each part in its `part_dtype`."""
+        `without`; each part in its `part_dtype`, and without what `ModelSpec.freed` and `encodes_images` leave out."""
         dtypes = {folder: self.part_dtype(folder, dtype) for folder in ("vae", *self.spec.encodes_in_fp32)}
         absent = dict.fromkeys((*self.experts, "scheduler", *without))
-        return checkpoint.diffusers_class(kind or self.pipeline).from_pretrained(
+        pipeline = checkpoint.diffusers_class(kind or self.pipeline).from_pretrained(
             self.path, **absent, **self.pipeline_parts(), dtype={"default": dtype, **dtypes}
         )
+        for folder, prefixes in self.spec.freed.items():
+            for prefix in prefixes if folder not in absent else ():
+                getattr(pipeline, folder).set_submodule(prefix.removesuffix("."), nn.Identity())
+        for name, part in pipeline.vae.named_children() if "vae" not in absent else ():
+            if any(True for _ in part.parameters()) and not f"{name}.".startswith(self.spec.encodes_images):
+                setattr(pipeline.vae, name, nn.Identity())  # the decoder's own copy has it
+        return pipeline
 
     def pipeline_parts(self) -> dict[str, Any]:
         """Parts for `from_pretrained` of the diffusers pipeline that it cannot load without a further package."""

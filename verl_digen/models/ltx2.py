@@ -118,17 +118,14 @@ class LTX2(VideoModel):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [1024, D], "audio": [1024, D]} in `dtype`, for the video and for the sound."""
         pipeline = self.load_pipeline(dtype, "vae", "audio_vae", "vocoder")
-        language = pipeline.text_encoder.model
-        # Hidden states of the language model alone are read: free the vision tower, and make no logits.
-        language.vision_tower = language.multi_modal_projector = None
-        pipeline.text_encoder = language
+        pipeline.text_encoder = pipeline.text_encoder.model  # without logits
 
         def encode(prompt: str) -> Condition:
             # "3. Prepare text embeddings" of LTX2Pipeline.__call__.
             embeds, mask, _, _ = pipeline.encode_prompt(prompt, do_classifier_free_guidance=False, device=device)
             return connected(pipeline, embeds, mask)
 
-        return text_encoder(encode, self.load_prompt_check(), device, language, pipeline.connectors)
+        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder, pipeline.connectors)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae: Any = AutoencoderKLLTX2Video.from_pretrained(self.path / "vae", dtype=dtype)

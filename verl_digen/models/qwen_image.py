@@ -67,7 +67,7 @@ class QwenImage(PackedModel):
             attention=((r"", "joint", "joint"),),
         ),
         condition=ConditionLayout(width="joint_attention_dim"),
-        freed={"text_encoder": ("model.visual.", "lm_head.")},
+        freed={"text_encoder": ("model.visual.", "lm_head.")},  # the last hidden state alone is read
         sequence=SequenceLayout(splits_prompts=True),
         vllm_omni=VllmOmniServing(
             pipeline="QwenImagePipeline", mixin=".step_mode:StepRecordingMixin", is_stepwise=True
@@ -96,9 +96,6 @@ class QwenImage(PackedModel):
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
         pipeline = self.load_pipeline(dtype, "vae")
-        # Only the language model's last hidden state is read: free the vision tower and the language head.
-        pipeline.text_encoder.model.visual = None
-        pipeline.text_encoder.lm_head = nn.Identity()
 
         def encode(prompt: str) -> Condition:
             embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
@@ -72,11 +72,8 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
         """Conditions are {"embeds": [L, D], "source": [tokens of all images, channels]} in `dtype`, L of text and
         images; without "source" for a text without images, of which there is none in a prompt file."""
         pipeline = self.load_pipeline(dtype)
-        text_encoder, vae = pipeline.text_encoder, pipeline.vae
-        text_encoder.lm_head = nn.Identity()
-        vae.decoder = vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them
-        take_one_frame(vae)
-        return self.encoder_of(pipeline, dtype, device, text_encoder, vae)
+        take_one_frame(pipeline.vae)
+        return self.encoder_of(pipeline, dtype, device)
 
     def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
         images = [image.read() for image in inputs.images]

@@ -64,7 +64,6 @@ class ContinuesImages(Wan):
         """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens, with what `encode_image`
         adds for an image."""
         pipeline = self.load_pipeline(dtype, kind="WanImageToVideoPipeline")
-        pipeline.vae.decoder = pipeline.vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them
         clip = () if pipeline.image_encoder is None else (pipeline.image_encoder,)
 
         def encode(inputs: PromptInputs) -> Condition:
