@@ -8,7 +8,6 @@ The text encoders do not read the image. Without one it is text to image.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.inputs.sizes import preferred_size
+from verl_digen.models.base import EncodePrompt
 from verl_digen.models.flux import Flux
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ModelSpec, VllmOmniServing
@@ -37,7 +37,7 @@ class FluxKontext(ReadsImages, Flux):
         vllm_omni=VllmOmniServing(pipeline="FluxKontextPipeline", mixin=".edit_pipelines:FluxKontextRecording"),
     )
 
-    def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
         """Encode into {"embeds": [L, D], "pooled": [E], "source": [tokens of the image, channels]}, L the same for
         every prompt; without "source" where there is no image. ValueError for several images."""
         if len(inputs.images) > self.spec.num_images[1]:

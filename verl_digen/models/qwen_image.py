@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage, QwenImageCausalConv3d
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, EncodePrompt, PackedModel, PromptCheck
 from verl_digen.models.pixels import Decoded, channel_statistics, encode_each, to_pixels
 from verl_digen.models.sequence import pad_prompts
 from verl_digen.models.spec import (
@@ -31,7 +32,7 @@ from verl_digen.models.spec import (
     SequenceLayout,
     VllmOmniServing,
 )
-from verl_digen.models.text import length_check, padded, text_encoder
+from verl_digen.models.text import length_check, padded
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024
@@ -93,15 +94,10 @@ class QwenImage(PackedModel):
         wrap = pipeline.prompt_template_encode.format
         return length_check(pipeline.tokenizer, title=self.spec.title, max_tokens=limit, wrap=wrap)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
-        pipeline = self.load_pipeline(dtype, "vae")
-
-        def encode(prompt: str) -> Condition:
-            embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
-            return {"embeds": embeds[0]}
-
-        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [L, D]}, L the prompt's own number of tokens."""
+        embeds, _ = encode_prompt(text, max_sequence_length=MAX_TEXT_TOKENS)
+        return {"embeds": embeds[0]}
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", dtype=dtype)

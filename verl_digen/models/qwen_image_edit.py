@@ -8,7 +8,6 @@ the images too, at about 384 x 384 px, in front of the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +22,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.inputs.sizes import fitted_size
-from verl_digen.models.base import PromptEncoder
+from verl_digen.models.base import EncodePrompt
 from verl_digen.models.qwen_image import QwenImage, take_one_frame
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ModelSpec, VllmOmniServing
@@ -68,14 +67,15 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
     )
 
     # -- loading ------------------------------------------------------------------------------------------
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "source": [tokens of all images, channels]} in `dtype`, L of text and
-        images; without "source" for a text without images, of which there is none in a prompt file."""
-        pipeline = self.load_pipeline(dtype)
-        take_one_frame(pipeline.vae)
-        return self.encoder_of(pipeline, dtype, device)
+    def load_pipeline(self, dtype: torch.dtype, *without: str) -> Any:
+        pipeline = super().load_pipeline(dtype, *without)
+        if "vae" not in without:
+            take_one_frame(pipeline.vae)
+        return pipeline
 
-    def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
+        """Encode into {"embeds": [L, D], "source": [tokens of all images, channels]}, L of text and images; without
+        "source" for a text without images, of which there is none in a prompt file."""
         images = [image.read() for image in inputs.images]
         seen = [self._as_seen(pipeline, image, inputs.image_px) for image in images]
         condition = {"embeds": encode_prompt([inputs.text], image=seen or None)[0][0]}

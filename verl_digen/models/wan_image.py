@@ -23,12 +23,11 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models.base import Collated, PromptEncoder
+from verl_digen.models.base import Collated, EncodePrompt
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.sources import frame_of
 from verl_digen.models.spec import FlopsLayout, VllmOmniServing
-from verl_digen.models.text import one_by_one
-from verl_digen.models.wan import Wan, encode_text
+from verl_digen.models.wan import Wan
 from verl_digen.types import Condition, Geometry
 
 
@@ -60,18 +59,13 @@ CLIP_PARTS = ("image_encoder", "image_processor")
 class ContinuesImages(Wan):
     """Base of the Wans that may read an image."""
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens, with what `encode_image`
-        adds for an image."""
-        pipeline = self.load_pipeline(dtype, kind="WanImageToVideoPipeline")
-        clip = () if pipeline.image_encoder is None else (pipeline.image_encoder,)
+    encoding_pipeline = "WanImageToVideoPipeline"
 
-        def encode(inputs: PromptInputs) -> Condition:
-            condition = encode_text(pipeline, device, inputs.text)
-            added = self.encode_image(pipeline, inputs, device) if inputs.images else {}
-            return condition | {name: tensor.to(dtype) for name, tensor in added.items()}
-
-        return one_by_one(encode, self.load_prompt_check(), device, pipeline.text_encoder, pipeline.vae, *clip)
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
+        """Encode into {"embeds": [L, D]}, L the prompt's own number of tokens, with what `encode_image` adds for an
+        image."""
+        condition = self.encode_text(pipeline, encode_prompt, inputs.text)
+        return condition | (self.encode_image(pipeline, inputs, pipeline.device) if inputs.images else {})
 
     def encode_image(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
         """Encode an image with diffusers' pipeline, or one of the same parts -> what it adds to the text's condition;
