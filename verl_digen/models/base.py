@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import checkpoint
 from verl_digen.models.checkpoint import Experts
 from verl_digen.models.pixels import SILENT, AudioDecoder, Decoder
 from verl_digen.models.spec import ModelSpec
-from verl_digen.models.text import PromptEncoder, stacked
+from verl_digen.models.text import PromptEncoder, one_by_one, only_text, stacked
+from verl_digen.require import require
 from verl_digen.types import Condition, Geometry
 
 PATCH = 2
@@ -38,6 +41,8 @@ TIMESTEPS_PER_SIGMA = 1000
 
 PromptCheck = Callable[[str], None]
 """Raises ValueError for a text that is longer than the pipeline reads."""
+EncodePrompt = Callable[..., Any]
+"""A pipeline's `encode_prompt` on its device, or a method around it."""
 Collated = dict[str, Any]
 """Name -> input of `predict` from N conditions: tensors [N, ...], or lists of N if the network takes lists."""
 
@@ -48,30 +53,21 @@ def check_size(
     """ValueError, which names the key, the value and the nearest valid one, unless a checkpoint can make `geometry`:
     both sides are multiples of `px_multiple` of at most `max_px`, and a video has 1 + k * `frame_stride` frames (None
     for a model of pictures)."""
-    if frame_stride is None and geometry.num_frames != 1:
-        raise ValueError(
-            f"digen.sampling.num_frames must be 1 for {title}, which makes pictures, got {geometry.num_frames}; "
-            "set it to 1"
-        )
-    if frame_stride is not None:
-        nearest = max(0, round((geometry.num_frames - 1) / frame_stride)) * frame_stride + 1
-        if geometry.num_frames != nearest:
-            raise ValueError(
-                f"digen.sampling.num_frames must be 1 plus a multiple of {frame_stride} for this {title} checkpoint, "
-                f"got {geometry.num_frames}; the nearest is {nearest}"
-            )
+    frames, this = geometry.num_frames, f"this {title} checkpoint"
+    if frame_stride is None:
+        rule = f"digen.sampling.num_frames must be 1 for {title}, which makes pictures"
+        require(frames == 1, rule, frames, "set it to 1")
+    else:
+        nearest = max(0, round((frames - 1) / frame_stride)) * frame_stride + 1
+        rule = f"digen.sampling.num_frames must be 1 plus a multiple of {frame_stride} for {this}"
+        require(frames == nearest, rule, frames, f"the nearest is {nearest}")
     for key, value in (("height_px", geometry.height_px), ("width_px", geometry.width_px)):
         nearest = max(1, round(value / px_multiple)) * px_multiple
-        if value != nearest:
-            raise ValueError(
-                f"digen.sampling.{key} must be a multiple of {px_multiple} for this {title} checkpoint, "
-                f"got {value}; the nearest is {nearest}"
-            )
-        if max_px is not None and value > max_px:
-            raise ValueError(
-                f"digen.sampling.{key} must be at most {max_px} for this {title} checkpoint, "
-                f"got {value}; the nearest is {max_px}"
-            )
+        rule = f"digen.sampling.{key} must be a multiple of {px_multiple} for {this}"
+        require(value == nearest, rule, value, f"the nearest is {nearest}")
+        if max_px is not None:
+            rule = f"digen.sampling.{key} must be at most {max_px} for {this}"
+            require(value <= max_px, rule, value, f"the nearest is {max_px}")
 
 
 class DiffusionModel(ABC):
@@ -80,6 +76,8 @@ class DiffusionModel(ABC):
 
     spec: ModelSpec
     """Set by the class; a constructor replaces it where checkpoints of one pipeline differ."""
+    encoding_pipeline: str | None = None
+    """Class of the pipeline that encodes prompts; None: the checkpoint's."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -143,6 +141,22 @@ class DiffusionModel(ABC):
         """Load the tokenizer in `folder`, of the class that the checkpoint's index names."""
         return getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder)
 
+    def load_pipeline(self, dtype: torch.dtype, *without: str) -> Any:
+        """Load the diffusers pipeline `encoding_pipeline` without networks, scheduler and the folders `without`; each
+        part in its `part_dtype`, and without what `ModelSpec.freed` and `encodes_images` leave out."""
+        dtypes = {folder: self.part_dtype(folder, dtype) for folder in ("vae", *self.spec.encodes_in_fp32)}
+        absent = dict.fromkeys((*self.experts, "scheduler", *without))
+        pipeline = checkpoint.diffusers_class(self.encoding_pipeline or self.pipeline).from_pretrained(
+            self.path, **absent, **self.pipeline_parts(), dtype={"default": dtype, **dtypes}
+        )
+        for folder, prefixes in self.spec.freed.items():
+            for prefix in prefixes if folder not in absent else ():
+                getattr(pipeline, folder).set_submodule(prefix.removesuffix("."), nn.Identity())
+        for name, part in pipeline.vae.named_children() if "vae" not in absent else ():
+            if any(True for _ in part.parameters()) and not f"{name}.".startswith(self.spec.encodes_images):
+                setattr(pipeline.vae, name, nn.Identity())  # the decoder's own copy has it
+        return pipeline
+
     def pipeline_parts(self) -> dict[str, Any]:
         """Parts for `from_pretrained` of the diffusers pipeline that it cannot load without a further package."""
         return {}
@@ -172,9 +186,27 @@ class DiffusionModel(ABC):
     def load_prompt_check(self) -> PromptCheck:
         """Load a check of a prompt's length; loads no weights."""
 
-    @abstractmethod
     def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Load tokenizers and text encoders. The encoder raises the same errors as the check of `load_prompt_check`."""
+        """Load tokenizers and encoders. The encoder raises the same errors as the check of `load_prompt_check`;
+        conditions are as `encode_with` makes them, in `dtype`."""
+        no_vae = () if self.spec.encodes_images else ("vae",)
+        pipeline = self.load_pipeline(dtype, *no_vae, *self.spec.audio_parts)
+
+        def encode(inputs: PromptInputs) -> Condition:
+            condition = self.encode_with(pipeline, partial(pipeline.encode_prompt, device=device), inputs)
+            return {name: tensor.to(dtype) for name, tensor in condition.items()}
+
+        networks = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
+        return one_by_one(encode, self.load_prompt_check(), device, *networks)
+
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
+        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's, in their dtypes. ValueError for too many
+        images, or one that cannot be read or that the pipeline does not take; by default for any."""
+        return self.encode_text(pipeline, encode_prompt, only_text(inputs))
+
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode a prompt without images, as `encode_with`."""
+        raise NotImplementedError
 
     @abstractmethod
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:

@@ -19,7 +19,7 @@ from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, EncodePrompt, PackedModel, PromptCheck
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.spec import (
     JOINT_ATTENTION,
@@ -30,7 +30,7 @@ from verl_digen.models.spec import (
     SequenceLayout,
     VllmOmniServing,
 )
-from verl_digen.models.text import length_check, text_encoder
+from verl_digen.models.text import length_check
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS_DEV = 512
@@ -87,15 +87,10 @@ class Flux(PackedModel):
     def load_prompt_check(self) -> PromptCheck:
         return length_check(self.load_tokenizer("tokenizer_2"), title=self.spec.title, max_tokens=self.max_text_tokens)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the same for every prompt."""
-        pipeline: Any = FluxPipeline.from_pretrained(self.path, transformer=None, vae=None, scheduler=None, dtype=dtype)
-
-        def encode(prompt: str) -> Condition:
-            embeds, pooled, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=self.max_text_tokens)
-            return {"embeds": embeds[0], "pooled": pooled[0]}
-
-        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder, pipeline.text_encoder_2)
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [L, D], "pooled": [E]}, L the same for every prompt."""
+        embeds, pooled, _ = encode_prompt(text, max_sequence_length=self.max_text_tokens)
+        return {"embeds": embeds[0], "pooled": pooled[0]}
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         def unpack(latents: Tensor, geometry: Geometry) -> Tensor:

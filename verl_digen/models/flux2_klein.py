@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs, SourceImage
 from verl_digen.inputs.sizes import limited_size
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, EncodePrompt, PackedModel, PromptCheck
 from verl_digen.models.pixels import Decoded, from_pixels, posterior_mode, to_pixels
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sources import ReadsImages
@@ -154,19 +153,10 @@ class Flux2Klein(ReadsImages, Flux2Network):
         wrap = chat_text(tokenizer, enable_thinking=False)
         return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=wrap)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [512, 3 D], "source": [tokens of all images, channels]} in `dtype`; without
-        "source" where there is no image. ValueError for too many images, for one of less than 64 px, and for one whose
-        sides differ by more than a factor of 8, as the pipeline does."""
-        pipeline: Any = Flux2KleinPipeline.from_pretrained(
-            self.path, transformer=None, scheduler=None, dtype={"default": dtype, "vae": self.decoder_dtype(dtype)}
-        )
-        text_encoder, vae = pipeline.text_encoder, pipeline.vae
-        text_encoder.lm_head = nn.Identity()
-        vae.decoder = vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them
-        return self.encoder_of(pipeline, dtype, device, text_encoder, vae)
-
-    def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
+        """Encode into {"embeds": [512, 3 D], "source": [tokens of all images, channels]}; without "source" where there
+        is no image. ValueError for too many images, for one of less than 64 px, and for one whose sides differ by more
+        than a factor of 8, as the pipeline does."""
         if len(inputs.images) > MAX_IMAGES:
             raise ValueError(
                 f"a prompt must have at most {MAX_IMAGES} images for {self.spec.title}, got {len(inputs.images)}; "

@@ -8,18 +8,16 @@ The text encoders do not read the image. Without one it is text to image.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.inputs.sizes import preferred_size
-from verl_digen.models.base import PromptEncoder
+from verl_digen.models.base import EncodePrompt
 from verl_digen.models.flux import Flux
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ModelSpec, VllmOmniServing
@@ -39,16 +37,9 @@ class FluxKontext(ReadsImages, Flux):
         vllm_omni=VllmOmniServing(pipeline="FluxKontextPipeline", mixin=".edit_pipelines:FluxKontextRecording"),
     )
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "pooled": [E], "source": [tokens of the image, channels]} in `dtype`, L the
-        same for every prompt; without "source" where there is no image. ValueError for several images."""
-        pipeline: Any = FluxKontextPipeline.from_pretrained(
-            self.path, transformer=None, scheduler=None, dtype={"default": dtype, "vae": self.decoder_dtype(dtype)}
-        )
-        pipeline.vae.decoder = nn.Identity()  # the decoder's own copy has it
-        return self.encoder_of(pipeline, dtype, device, pipeline.text_encoder, pipeline.text_encoder_2, pipeline.vae)
-
-    def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
+        """Encode into {"embeds": [L, D], "pooled": [E], "source": [tokens of the image, channels]}, L the same for
+        every prompt; without "source" where there is no image. ValueError for several images."""
         if len(inputs.images) > self.spec.num_images[1]:
             raise ValueError(
                 f"a prompt must have at most 1 image for {self.spec.title}, got {len(inputs.images)}; leave one"

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
-from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE, HunyuanVideoPipeline
+from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import Collated, Decoder, PromptCheck, PromptEncoder, VideoModel
+from verl_digen.models.base import Collated, Decoder, EncodePrompt, PromptCheck, VideoModel
 from verl_digen.models.pixels import video_decoder
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sequence import own_share
 from verl_digen.models.spec import JOINT_ATTENTION, MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout
-from verl_digen.models.text import length_check, padded, stacked, text_encoder
+from verl_digen.models.text import length_check, padded, stacked
 from verl_digen.types import Condition, Geometry
 
 POSITIONS = ContextParallelInput(split_dim=0, expected_dims=2, split_output=True)
@@ -173,17 +173,10 @@ class HunyuanVideo(Hunyuan):
         tokenizer = self.load_tokenizer("tokenizer")
         return length_check(tokenizer, title=self.spec.title, max_tokens=limit, wrap=template["template"].format)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "pooled": [E]} in `dtype`, L the prompt's own number of tokens."""
-        pipeline: Any = HunyuanVideoPipeline.from_pretrained(
-            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
-        )
-
-        def encode(prompt: str) -> Condition:
-            embeds, pooled, mask = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
-            return {"embeds": embeds[0, : int(mask.sum())], "pooled": pooled[0]}
-
-        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder, pipeline.text_encoder_2)
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [L, D], "pooled": [E]}, L the prompt's own number of tokens."""
+        embeds, pooled, mask = encode_prompt(text, max_sequence_length=MAX_TEXT_TOKENS)
+        return {"embeds": embeds[0, : int(mask.sum())], "pooled": pooled[0]}
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:

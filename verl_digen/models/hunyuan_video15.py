@@ -13,8 +13,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from diffusers.pipelines.hunyuan_video1_5 import pipeline_hunyuan_video1_5 as th
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import Collated, PromptCheck, PromptEncoder
+from verl_digen.models.base import Collated, EncodePrompt, PromptCheck
 from verl_digen.models.hunyuan_video import SEQUENCE_PLAN, Hunyuan
 from verl_digen.models.hunyuan_video15_forward import keep_tokens_in_place
 from verl_digen.models.spec import (
@@ -36,7 +37,7 @@ from verl_digen.models.spec import (
     SequenceLayout,
     VllmOmniServing,
 )
-from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, padded, stacked, text_encoder
+from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, padded, stacked
 from verl_digen.types import Condition, Geometry
 
 # Functions of the class, not of an instance: a pipeline cannot be built without a VAE.
@@ -139,16 +140,8 @@ class HunyuanVideo15(Hunyuan):
 
         return check
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "glyphs": [G, E]} in `dtype`: L and G are the prompt's own token counts,
-        G may be 0."""
-        encode, *modules = self._load_text_encoders(dtype, device)
-        return text_encoder(encode, self.load_prompt_check(), device, *modules)
-
-    def _load_text_encoders(
-        self, dtype: torch.dtype, device: torch.device
-    ) -> tuple[Callable[[str], Condition], nn.Module, nn.Module]:
-        """The encoder of one text, and the modules that it runs."""
+    def load_pipeline(self, dtype: torch.dtype, *without: str) -> Any:
+        """Load the parts that encode texts, in place of a pipeline, which cannot be built without a VAE."""
 
         def load(folder: str) -> Any:
             return getattr(transformers, self.index[folder][1]).from_pretrained(self.path / folder, dtype=dtype)
@@ -156,12 +149,17 @@ class HunyuanVideo15(Hunyuan):
         encoder, glyph_encoder = load("text_encoder"), load("text_encoder_2")
         tokenizer, glyph_tokenizer = self.load_tokenizer("tokenizer"), self.load_tokenizer("tokenizer_2")
 
-        def encode(prompt: str) -> Condition:
+        def encode_prompt(prompt: str, device: torch.device) -> Condition:
             embeds, mask = encode_text(encoder, tokenizer, prompt, device)
             glyphs, glyph_mask = encode_glyphs(glyph_tokenizer, glyph_encoder, prompt, device)
             return {"embeds": embeds[0][mask[0].bool()], "glyphs": glyphs[0][glyph_mask[0].bool()]}
 
-        return encode, encoder, glyph_encoder
+        networks = {"text_encoder": encoder, "text_encoder_2": glyph_encoder}
+        return SimpleNamespace(encode_prompt=encode_prompt, components=networks)
+
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [L, D], "glyphs": [G, E]}: L and G are the prompt's own token counts, G may be 0."""
+        return encode_prompt(text)
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:

@@ -24,11 +24,10 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models.base import Collated, PromptEncoder
+from verl_digen.models.base import Collated, EncodePrompt
 from verl_digen.models.hunyuan_video15 import HunyuanVideo15
 from verl_digen.models.sources import frame_of
 from verl_digen.models.spec import MODULATION, FlopsLayout, VllmOmniServing
-from verl_digen.models.text import one_by_one
 from verl_digen.types import Condition, Geometry
 
 # Functions of the class, as in hunyuan_video15.py.
@@ -65,21 +64,20 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
     )
 
     # -- loading ------------------------------------------------------------------------------------------
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions of the text, with "source" [C, H, W], the image's latents, and "image" [tokens, I];
-        for a text without an image, of the text only."""
-        encode_text, *text_modules = self._load_text_encoders(dtype, device)
+    def load_pipeline(self, dtype: torch.dtype, *without: str) -> Any:
+        pipeline = super().load_pipeline(dtype, *without)
         vae = self.load_vae(self.decoder_dtype(dtype))
         vae.decoder = nn.Identity()  # the decoder's own copy has it
         vision: Any = SiglipVisionModel.from_pretrained(self.path / "image_encoder", dtype=dtype)
-        parts = SimpleNamespace(vae=vae, image_encoder=vision, **self.pipeline_parts())
+        pipeline.components |= {"vae": vae, "image_encoder": vision}
+        pipeline.parts = SimpleNamespace(vae=vae, image_encoder=vision, **self.pipeline_parts())
+        return pipeline
 
-        def encode(inputs: PromptInputs) -> Condition:
-            condition = encode_text(inputs.text)
-            added = self.encode_image(parts, inputs, device) if inputs.images else {}
-            return condition | {name: tensor.to(dtype) for name, tensor in added.items()}
-
-        return one_by_one(encode, self.load_prompt_check(), device, *text_modules, vae, vision)
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
+        """Encode into a text's condition, with "source" [C, H, W], the image's latents, and "image" [tokens, I], if
+        there is an image."""
+        added = self.encode_image(pipeline.parts, inputs, pipeline.parts.vae.device) if inputs.images else {}
+        return self.encode_text(pipeline, encode_prompt, inputs.text) | added
 
     def encode_image(self, parts: Any, inputs: PromptInputs, device: torch.device) -> Condition:
         """Encode an image -> what it adds to the text's condition, in the dtypes of the parts. `parts`: a pipeline, or

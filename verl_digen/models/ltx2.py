@@ -29,12 +29,12 @@ from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.audio import Audio
-from verl_digen.models.base import Collated, Decoder, PromptCheck, PromptEncoder, VideoModel
+from verl_digen.models.base import Collated, Decoder, EncodePrompt, PromptCheck, VideoModel
 from verl_digen.models.ltx2_parts import Parts, connected
 from verl_digen.models.pixels import AudioDecoder, Decoded, decode_each
 from verl_digen.models.schedule import shifted_sigmas
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, text_encoder
+from verl_digen.models.text import length_check
 from verl_digen.types import Condition, Geometry
 
 _CALL = inspect.signature(LTX2Pipeline.__call__).parameters
@@ -74,7 +74,7 @@ class LTX2(VideoModel):
             ),
         ),
         condition=ConditionLayout(width="caption_channels", audio="caption_channels", num_tokens=MAX_TEXT_TOKENS),
-        freed={"text_encoder": ("model.vision_tower.", "model.multi_modal_projector.")},
+        freed={"text_encoder": ("model.vision_tower.", "model.multi_modal_projector.", "lm_head.")},
         encoder_parts=("connectors",),
         audio_parts=("audio_vae", "vocoder"),
         selftest=PLAIN_GUIDANCE | {"num_frames": 9},
@@ -115,22 +115,11 @@ class LTX2(VideoModel):
         tokenizer = self.load_tokenizer("tokenizer")
         return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=str.strip)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [1024, D], "audio": [1024, D]} in `dtype`, for the video and for the sound."""
-        pipeline: Any = LTX2Pipeline.from_pretrained(
-            self.path, transformer=None, vae=None, audio_vae=None, vocoder=None, scheduler=None, dtype=dtype
-        )
-        language = pipeline.text_encoder.model
-        # Hidden states of the language model alone are read: free the vision tower, and make no logits.
-        language.vision_tower = language.multi_modal_projector = None
-        pipeline.text_encoder = language
-
-        def encode(prompt: str) -> Condition:
-            # "3. Prepare text embeddings" of LTX2Pipeline.__call__.
-            embeds, mask, _, _ = pipeline.encode_prompt(prompt, do_classifier_free_guidance=False, device=device)
-            return connected(pipeline, embeds, mask)
-
-        return text_encoder(encode, self.load_prompt_check(), device, language, pipeline.connectors)
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [1024, D], "audio": [1024, D]}, for the video and for the sound."""
+        # "3. Prepare text embeddings" of LTX2Pipeline.__call__.
+        embeds, mask, _, _ = encode_prompt(text, do_classifier_free_guidance=False)
+        return connected(pipeline, embeds, mask)
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae: Any = AutoencoderKLLTX2Video.from_pretrained(self.path / "vae", dtype=dtype)

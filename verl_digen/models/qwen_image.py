@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PackedModel, PromptCheck, PromptEncoder
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, EncodePrompt, PackedModel, PromptCheck
 from verl_digen.models.pixels import Decoded, channel_statistics, encode_each, to_pixels
 from verl_digen.models.sequence import pad_prompts
 from verl_digen.models.spec import (
@@ -32,7 +32,7 @@ from verl_digen.models.spec import (
     SequenceLayout,
     VllmOmniServing,
 )
-from verl_digen.models.text import length_check, padded, text_encoder
+from verl_digen.models.text import length_check, padded
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024
@@ -53,7 +53,6 @@ def _conv_one_frame(conv: QwenImageCausalConv3d, x: Tensor, cache_x: Tensor | No
 
 
 class QwenImage(PackedModel):
-    pipeline_class: type[Any] = QwenImagePipeline
     spec = ModelSpec(
         transformer="QwenImageTransformer2DModel",
         title="Qwen-Image",
@@ -69,7 +68,7 @@ class QwenImage(PackedModel):
             attention=((r"", "joint", "joint"),),
         ),
         condition=ConditionLayout(width="joint_attention_dim"),
-        freed={"text_encoder": ("model.visual.", "lm_head.")},
+        freed={"text_encoder": ("model.visual.", "lm_head.")},  # the last hidden state alone is read
         sequence=SequenceLayout(splits_prompts=True),
         vllm_omni=VllmOmniServing(
             pipeline="QwenImagePipeline", mixin=".step_mode:StepRecordingMixin", is_stepwise=True
@@ -90,28 +89,15 @@ class QwenImage(PackedModel):
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
         """Load a check of the text alone; the tokens of images are not counted."""
-        pipeline = self._load_pipeline(vae=None, text_encoder=None)
+        pipeline = self.load_pipeline(torch.float32, "vae", "text_encoder")
         limit = pipeline.prompt_template_encode_start_idx + MAX_TEXT_TOKENS
         wrap = pipeline.prompt_template_encode.format
         return length_check(pipeline.tokenizer, title=self.spec.title, max_tokens=limit, wrap=wrap)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
-        pipeline = self._load_pipeline(vae=None, dtype=dtype)
-        # Only the language model's last hidden state is read: free the vision tower and the language head.
-        pipeline.text_encoder.model.visual = None
-        pipeline.text_encoder.lm_head = nn.Identity()
-
-        def encode(prompt: str) -> Condition:
-            embeds, _ = pipeline.encode_prompt(prompt, device=device, max_sequence_length=MAX_TEXT_TOKENS)
-            return {"embeds": embeds[0]}
-
-        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
-
-    def _load_pipeline(self, **parts: Any) -> Any:
-        return self.pipeline_class.from_pretrained(
-            self.path, transformer=None, scheduler=None, **self.pipeline_parts(), **parts
-        )
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [L, D]}, L the prompt's own number of tokens."""
+        embeds, _ = encode_prompt(text, max_sequence_length=MAX_TEXT_TOKENS)
+        return {"embeds": embeds[0]}
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         vae = AutoencoderKLQwenImage.from_pretrained(self.path / "vae", dtype=dtype)

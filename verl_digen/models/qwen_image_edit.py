@@ -8,27 +8,21 @@ the images too, at about 384 x 384 px, in front of the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import QwenImageEditPipeline
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
-    CONDITION_IMAGE_SIZE,
-    QwenImageEditPlusPipeline,
-    calculate_dimensions,
-)
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import CONDITION_IMAGE_SIZE, calculate_dimensions
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen2VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.inputs.sizes import fitted_size
-from verl_digen.models.base import PromptEncoder
+from verl_digen.models.base import EncodePrompt
 from verl_digen.models.qwen_image import QwenImage, take_one_frame
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ModelSpec, VllmOmniServing
@@ -60,7 +54,6 @@ class PictureProcessor(Qwen2VLProcessor):
 
 
 class QwenImageEditPlus(ReadsImages, QwenImage):
-    pipeline_class = QwenImageEditPlusPipeline
     spec: ModelSpec = replace(
         QwenImage.spec,
         title="Qwen-Image-Edit-Plus",
@@ -74,17 +67,15 @@ class QwenImageEditPlus(ReadsImages, QwenImage):
     )
 
     # -- loading ------------------------------------------------------------------------------------------
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "source": [tokens of all images, channels]} in `dtype`, L of text and
-        images; without "source" for a text without images, of which there is none in a prompt file."""
-        pipeline = self._load_pipeline(dtype={"default": dtype, "vae": self.decoder_dtype(dtype)})
-        text_encoder, vae = pipeline.text_encoder, pipeline.vae
-        text_encoder.lm_head = nn.Identity()
-        vae.decoder = vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them
-        take_one_frame(vae)
-        return self.encoder_of(pipeline, dtype, device, text_encoder, vae)
+    def load_pipeline(self, dtype: torch.dtype, *without: str) -> Any:
+        pipeline = super().load_pipeline(dtype, *without)
+        if "vae" not in without:
+            take_one_frame(pipeline.vae)
+        return pipeline
 
-    def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
+        """Encode into {"embeds": [L, D], "source": [tokens of all images, channels]}, L of text and images; without
+        "source" for a text without images, of which there is none in a prompt file."""
         images = [image.read() for image in inputs.images]
         seen = [self._as_seen(pipeline, image, inputs.image_px) for image in images]
         condition = {"embeds": encode_prompt([inputs.text], image=seen or None)[0][0]}
@@ -135,7 +126,6 @@ class QwenImageEdit(QwenImageEditPlus):
     exactly one image, whose place is in the prompt's template, and the language model reads it at the size at which the
     network does."""
 
-    pipeline_class = QwenImageEditPipeline
     spec: ModelSpec = replace(
         QwenImageEditPlus.spec,
         title="Qwen-Image-Edit",

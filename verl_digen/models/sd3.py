@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import Collated, Decoder, DiffusionModel, PromptCheck, PromptEncoder, check_size
+from verl_digen.models.base import Collated, Decoder, DiffusionModel, EncodePrompt, PromptCheck, check_size
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.spec import JOINT_ATTENTION, MODULATION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import length_check, text_encoder
+from verl_digen.models.text import length_check
 from verl_digen.types import Condition, Geometry
 
 CLIP_TOKENS = 77
@@ -65,25 +64,12 @@ class StableDiffusion3(DiffusionModel):
     def load_prompt_check(self) -> PromptCheck:
         return length_check(self.load_tokenizer("tokenizer_3"), title=self.spec.title, max_tokens=MAX_TEXT_TOKENS)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [77 + 256, D], "pooled": [E]} in `dtype`."""
-        pipeline: Any = StableDiffusion3Pipeline.from_pretrained(
-            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [77 + 256, D], "pooled": [E]}."""
+        embeds, _, pooled, _ = encode_prompt(
+            text, None, None, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS
         )
-
-        def encode(prompt: str) -> Condition:
-            embeds, _, pooled, _ = pipeline.encode_prompt(
-                prompt,
-                prompt_2=None,
-                prompt_3=None,
-                device=device,
-                do_classifier_free_guidance=False,
-                max_sequence_length=MAX_TEXT_TOKENS,
-            )
-            return {"embeds": embeds[0], "pooled": pooled[0]}
-
-        encoders = (pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3)
-        return text_encoder(encode, self.load_prompt_check(), device, *encoders)
+        return {"embeds": embeds[0], "pooled": pooled[0]}
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)

@@ -8,36 +8,18 @@ forward have one geometry, so that they have images of the same sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from verl_digen.inputs.images import PromptInputs
-from verl_digen.models.base import Collated, DiffusionModel, PromptEncoder
-from verl_digen.models.text import one_by_one, stacked
+from verl_digen.models.base import Collated, DiffusionModel
+from verl_digen.models.text import stacked
 from verl_digen.types import Condition, Geometry
 
 
 class ReadsImages(DiffusionModel):
     """A base in front of the network's own base: the images' tokens go through that base's `predict`."""
-
-    def encode_with(self, pipeline: Any, encode_prompt: Callable[..., Any], inputs: PromptInputs) -> Condition:
-        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's, in their dtypes. `encode_prompt`: the
-        pipeline's method of this name, or one around it. ValueError for too many images, or one that cannot be read or
-        that the pipeline does not take."""
-        raise NotImplementedError
-
-    def encoder_of(self, pipeline: Any, dtype: torch.dtype, device: torch.device, *parts: nn.Module) -> PromptEncoder:
-        """Encoder by `encode_with` and diffusers' pipeline, whose `parts` go to `device`; conditions are in `dtype`."""
-
-        def encode(inputs: PromptInputs) -> Condition:
-            condition = self.encode_with(pipeline, partial(pipeline.encode_prompt, device=device), inputs)
-            return {name: tensor.to(dtype) for name, tensor in condition.items()}
-
-        return one_by_one(encode, self.load_prompt_check(), device, *parts)
 
     def num_source_tokens(self, geometry: Geometry) -> int:
         return sum(self.num_tokens(Geometry(height, width)) for height, width in geometry.sources)

@@ -56,13 +56,6 @@ def one_by_one(
     return PromptEncoder(encode_all, modules)
 
 
-def text_encoder(
-    encode: Callable[[str], Condition], check: Callable[[str], None], device: torch.device, *modules: Any
-) -> PromptEncoder:
-    """Turn an encoder of one text into the encoder of a pipeline that reads no images; see `one_by_one`."""
-    return one_by_one(lambda inputs: encode(only_text(inputs)), check, device, *modules)
-
-
 def only_text(inputs: PromptInputs) -> str:
     """The text of inputs without images. ValueError if there are images."""
     if inputs.images:

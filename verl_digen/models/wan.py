@@ -12,36 +12,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan
-from diffusers.pipelines.wan.pipeline_wan import WanPipeline, prompt_clean
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
-from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, PromptCheck, PromptEncoder, VideoModel
+from verl_digen.models.base import TIMESTEPS_PER_SIGMA, Collated, Decoder, EncodePrompt, PromptCheck, VideoModel
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.pixels import channel_statistics, video_decoder
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout, VllmOmniServing
-from verl_digen.models.text import length_check, stacked, text_encoder
+from verl_digen.models.text import length_check, stacked
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
 """Tokens to which every prompt is padded for the network; the pipeline's default."""
 # "" is the timestep per token of TI2V-5B, which gets one per row
 SEQUENCE = SequenceLayout(splits_prompts=False, unsplit=("",))
-
-
-def encode_text(pipeline: Any, device: torch.device, prompt: str) -> Condition:
-    """{"embeds": [L, D]} of a prompt by a pipeline of Wan, without the padding."""
-    embeds, _ = pipeline.encode_prompt(
-        prompt, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS, device=device
-    )
-    return {"embeds": embeds[0, : len(pipeline.tokenizer(prompt_clean(prompt)).input_ids)]}
 
 
 class Wan(VideoModel):
@@ -84,14 +75,10 @@ class Wan(VideoModel):
         tokenizer = self.load_tokenizer("tokenizer")
         return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=prompt_clean)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens."""
-        pipeline: Any = WanPipeline.from_pretrained(
-            self.path, transformer=None, transformer_2=None, vae=None, scheduler=None, dtype=dtype
-        )
-
-        encode = partial(encode_text, pipeline, device)
-        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [L, D]}, L the prompt's own number of tokens."""
+        embeds, _ = encode_prompt(text, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS)
+        return {"embeds": embeds[0, : len(pipeline.tokenizer(prompt_clean(text)).input_ids)]}
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         """The VAE itself decodes one latent frame at a time, with the caches of its causal convolutions."""

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models.base import Collated, Decoder, PromptEncoder
+from verl_digen.models.base import Collated, Decoder
 from verl_digen.models.pixels import Decoded
 from verl_digen.models.sources import frame_of
 from verl_digen.models.wan import SEQUENCE, Wan
-from verl_digen.models.wan_image import frame_latents, load_frame_encoder
+from verl_digen.models.wan_image import ContinuesImages, frame_latents
 from verl_digen.require import require
 from verl_digen.types import Condition, Geometry
 
 
-class WanFirstFrame(Wan):
+class WanFirstFrame(ContinuesImages):
     spec = replace(
         Wan.spec,
         title="Wan2.2 TI2V",
@@ -52,14 +52,8 @@ class WanFirstFrame(Wan):
             self.spec = replace(self.spec, num_images=(1, 1), sequence=None)
 
     # -- loading ------------------------------------------------------------------------------------------
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "source": [C, 1, H, W]} in `dtype`, L the prompt's own number of tokens;
-        with "embeds" alone for a text without an image."""
-        return load_frame_encoder(self, dtype, device, self.encode_image)
-
     def encode_image(self, pipeline: object, inputs: PromptInputs, device: torch.device) -> Condition:
-        """Encode an image with diffusers' pipeline, or one of the same parts -> what it adds to the text's condition;
-        in the VAE's dtype."""
+        """Latents of the image, "source" [C, 1, H, W]."""
         return {"source": frame_latents(pipeline, inputs, device)}
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:

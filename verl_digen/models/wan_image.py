@@ -11,7 +11,6 @@ likely encoding, in fp32 like CLIP's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,44 +23,12 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models.base import Collated, PromptEncoder
+from verl_digen.models.base import Collated, EncodePrompt
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.sources import frame_of
 from verl_digen.models.spec import FlopsLayout, VllmOmniServing
-from verl_digen.models.text import one_by_one
-from verl_digen.models.wan import Wan, encode_text
+from verl_digen.models.wan import Wan
 from verl_digen.types import Condition, Geometry
-
-
-def load_frame_encoder(
-    model: Wan,
-    dtype: torch.dtype,
-    device: torch.device,
-    encode_image: Callable[[Any, PromptInputs, torch.device], Condition],
-    parts: Sequence[str] = (),
-) -> PromptEncoder:
-    """Load the encoder of texts, and of their images. `encode_image`: diffusers' pipeline, and inputs with an image ->
-    what the image adds to {"embeds": [L, D]}. `parts`: folders of the encoders besides VAE and text encoder."""
-    dtypes = {name: model.part_dtype(name, dtype) for name in ("vae", *parts)}
-    pipeline: Any = WanImageToVideoPipeline.from_pretrained(
-        model.path,
-        transformer=None,
-        transformer_2=None,
-        scheduler=None,
-        dtype={"default": dtype, **dtypes},
-        **model.pipeline_parts(),
-    )
-    pipeline.vae.decoder = pipeline.vae.post_quant_conv = nn.Identity()  # the decoder's own copy has them
-    modules = [pipeline.text_encoder, pipeline.vae, *(getattr(pipeline, name) for name in parts)]
-
-    def encode(inputs: PromptInputs) -> Condition:
-        condition = encode_text(pipeline, device, inputs.text)
-        if inputs.images:
-            added = encode_image(pipeline, inputs, device)
-            condition |= {name: tensor.to(dtype) for name, tensor in added.items()}
-        return condition
-
-    return one_by_one(encode, model.load_prompt_check(), device, *modules)
 
 
 def frame_pipeline(model: Wan, **parts: Any) -> WanImageToVideoPipeline:
@@ -89,7 +56,24 @@ CLIP_PARTS = ("image_encoder", "image_processor")
 """Folders of a checkpoint whose network attends to the image."""
 
 
-class WanImageToVideo(Wan):
+class ContinuesImages(Wan):
+    """Base of the Wans that may read an image."""
+
+    encoding_pipeline = "WanImageToVideoPipeline"
+
+    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
+        """Encode into {"embeds": [L, D]}, L the prompt's own number of tokens, with what `encode_image` adds for an
+        image."""
+        condition = self.encode_text(pipeline, encode_prompt, inputs.text)
+        return condition | (self.encode_image(pipeline, inputs, pipeline.device) if inputs.images else {})
+
+    def encode_image(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
+        """Encode an image with diffusers' pipeline, or one of the same parts -> what it adds to the text's condition;
+        in the dtypes of the parts."""
+        raise NotImplementedError
+
+
+class WanImageToVideo(ContinuesImages):
     spec = replace(
         Wan.spec,
         title="Wan image to video",
@@ -127,14 +111,9 @@ class WanImageToVideo(Wan):
             )
 
     # -- loading ------------------------------------------------------------------------------------------
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D], "source": [mask + C, F, H, W], "image": [tokens, E]} in `dtype`, L the
-        prompt's own number of tokens; without "image" for Wan2.2, with "embeds" alone for a text without an image."""
-        return load_frame_encoder(self, dtype, device, self.encode_image, CLIP_PARTS[:1] if self._has_clip else ())
-
     def encode_image(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
-        """Encode an image with diffusers' pipeline, or one of the same parts -> what it adds to the text's condition:
-        mask and latents that the network reads beside the video's, and CLIP's tokens; in the dtypes of the parts."""
+        """Input of the network beside the video's latents, "source" [mask + C, F, H, W]; and CLIP's tokens, "image"
+        [tokens, E], where it attends to them."""
         added = {"source": frame_latents(pipeline, inputs, device)}
         if self._has_clip:
             added["image"] = pipeline.encode_image(inputs.images[0].read(), device)[0]

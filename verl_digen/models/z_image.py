@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.pipelines.z_image.pipeline_z_image import ZImagePipeline, get_default_z_image_sigmas
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
 from torch import Tensor, nn
 
 from verl_digen.hardware.transfers import to_device
@@ -23,14 +23,14 @@ from verl_digen.models.base import (
     Collated,
     Decoder,
     DiffusionModel,
+    EncodePrompt,
     PromptCheck,
-    PromptEncoder,
     check_size,
 )
 from verl_digen.models.pixels import load_image_decoder
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.spec import ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
-from verl_digen.models.text import chat_text, length_check, text_encoder
+from verl_digen.models.text import chat_text, length_check
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
@@ -77,19 +77,10 @@ class ZImage(DiffusionModel):
         wrap = chat_text(tokenizer, enable_thinking=True)
         return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=wrap)
 
-    def load_encoder(self, dtype: torch.dtype, device: torch.device) -> PromptEncoder:
-        """Conditions are {"embeds": [L, D]} in `dtype`, L the prompt's own number of tokens, template included."""
-        pipeline: Any = ZImagePipeline.from_pretrained(
-            self.path, transformer=None, vae=None, scheduler=None, dtype=dtype
-        )
-
-        def encode(prompt: str) -> Condition:
-            (embeds,), _ = pipeline.encode_prompt(
-                [prompt], device=device, do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS
-            )
-            return {"embeds": embeds}
-
-        return text_encoder(encode, self.load_prompt_check(), device, pipeline.text_encoder)
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [L, D]}, L the prompt's own number of tokens, template included."""
+        (embeds,), _ = encode_prompt([text], do_classifier_free_guidance=False, max_sequence_length=MAX_TEXT_TOKENS)
+        return {"embeds": embeds}
 
     def load_decoder(self, dtype: torch.dtype, device: torch.device) -> Decoder:
         return load_image_decoder(self.path / "vae", self.decoder_dtype(dtype), device)

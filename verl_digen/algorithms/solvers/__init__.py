@@ -28,17 +28,6 @@ from verl_digen.algorithms.solvers.terms import NO_NOISE, Prediction, Schedule, 
 from verl_digen.algorithms.solvers.unipc import unipc
 from verl_digen.hardware.transfers import to_device
 
-__all__ = [
-    "DETERMINISTIC",
-    "FIRST_ORDER",
-    "NOISY",
-    "SCHEDULERS",
-    "SOLVERS",
-    "Prediction",
-    "SolverNoise",
-    "denoise_step",
-]
-
 _TERMS: Mapping[str, Solver | None] = {"euler": None, "ddim": None, "dpm2": dpm2, "unipc": unipc, "sa": sa}
 
 SOLVERS = tuple(_TERMS)

@@ -10,16 +10,7 @@ from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from verl_digen.models.tiny.parts import (
-    LATENT_CHANNELS,
-    TEXT_WIDTH,
-    clip_encoder,
-    clip_tokenizer,
-    drawn,
-    image_vae,
-    t5_encoder,
-    t5_tokenizer,
-)
+from verl_digen.models.tiny import parts
 
 CLIP_WIDTH = 16
 
@@ -44,24 +35,24 @@ def _shifted_schedule() -> FlowMatchEulerDiscreteScheduler:
 
 
 def _parts(scheduler: FlowMatchEulerDiscreteScheduler, *, takes_guidance: bool) -> dict[str, Any]:
-    transformer = drawn(
+    transformer = parts.drawn(
         FluxTransformer2DModel,
-        in_channels=LATENT_CHANNELS * 4,
+        in_channels=parts.LATENT_CHANNELS * 4,
         num_layers=1,
         num_single_layers=1,
         attention_head_dim=16,
         num_attention_heads=2,
-        joint_attention_dim=TEXT_WIDTH,
+        joint_attention_dim=parts.TEXT_WIDTH,
         pooled_projection_dim=CLIP_WIDTH,
         guidance_embeds=takes_guidance,
         axes_dims_rope=(4, 6, 6),
     )
     return {
         "scheduler": scheduler,
-        "vae": image_vae(scaling_factor=0.3611, shift_factor=0.1159),
-        "text_encoder": clip_encoder(CLIP_WIDTH, projects=False),
-        "tokenizer": clip_tokenizer(),
-        "text_encoder_2": t5_encoder(),
-        "tokenizer_2": t5_tokenizer(),
+        "vae": parts.image_vae(scaling_factor=0.3611, shift_factor=0.1159),
+        "text_encoder": parts.clip_encoder(CLIP_WIDTH, projects=False),
+        "tokenizer": parts.clip_tokenizer(),
+        "text_encoder_2": parts.t5_encoder(),
+        "tokenizer_2": parts.t5_tokenizer(),
         "transformer": transformer,
     }

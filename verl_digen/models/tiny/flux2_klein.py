@@ -12,7 +12,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl_digen.models.tiny.parts import LATENT_CHANNELS, VOCABULARY_SIZE, chat_tokenizer, drawn
+from verl_digen.models.tiny import parts
 
 WIDTH = 16
 """Hidden size of the text encoder; the network reads three of its states side by side."""
@@ -25,49 +25,41 @@ def make() -> Flux2KleinPipeline:
     return Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=_vae(),
-        text_encoder=_text_encoder(),
-        tokenizer=chat_tokenizer(),
-        transformer=_transformer(),
+        # with a language head of its own, as in the 9B checkpoints
+        text_encoder=parts.drawn(
+            Qwen3ForCausalLM,
+            Qwen3Config(
+                vocab_size=parts.VOCABULARY_SIZE,
+                hidden_size=WIDTH,
+                intermediate_size=32,
+                num_hidden_layers=NUM_LAYERS,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=8,
+                tie_word_embeddings=False,
+            ),
+        ),
+        tokenizer=parts.chat_tokenizer(),
+        transformer=parts.drawn(
+            Flux2Transformer2DModel,
+            in_channels=parts.LATENT_CHANNELS * 4,
+            num_layers=1,
+            num_single_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=3 * WIDTH,
+            timestep_guidance_channels=32,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        ),
         is_distilled=False,
     )
 
 
-def _transformer() -> Flux2Transformer2DModel:
-    return drawn(
-        Flux2Transformer2DModel,
-        in_channels=LATENT_CHANNELS * 4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=3 * WIDTH,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
-    )
-
-
 def _vae() -> AutoencoderKLFlux2:
-    sizes = {"layers_per_block": 1, "latent_channels": LATENT_CHANNELS, "norm_num_groups": 4}
-    vae = drawn(AutoencoderKLFlux2, block_out_channels=(8, 8, 16, 16), **sizes)
+    sizes = {"layers_per_block": 1, "latent_channels": parts.LATENT_CHANNELS, "norm_num_groups": 4}
+    vae = parts.drawn(AutoencoderKLFlux2, block_out_channels=(8, 8, 16, 16), **sizes)
     statistics: Any = vae.bn
     nn.init.normal_(statistics.running_mean, std=0.3)
     nn.init.uniform_(statistics.running_var, 0.5, 2.0)
     return vae
-
-
-def _text_encoder() -> Qwen3ForCausalLM:
-    """Text encoder with a language head of its own, as in the 9B checkpoints."""
-    return drawn(
-        Qwen3ForCausalLM,
-        Qwen3Config(
-            vocab_size=VOCABULARY_SIZE,
-            hidden_size=WIDTH,
-            intermediate_size=32,
-            num_hidden_layers=NUM_LAYERS,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            tie_word_embeddings=False,
-        ),
-    )

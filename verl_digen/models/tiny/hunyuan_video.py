@@ -9,16 +9,7 @@ from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PRO
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import LlamaConfig, LlamaModel
 
-from verl_digen.models.tiny.parts import (
-    CORPUS,
-    LANGUAGE_MODEL,
-    LATENT_CHANNELS,
-    TEXT_WIDTH,
-    byte_tokenizer,
-    clip_encoder,
-    clip_tokenizer,
-    drawn,
-)
+from verl_digen.models.tiny import parts
 
 CLIP_WIDTH = 16
 SPECIAL_TOKENS = ["<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -27,41 +18,29 @@ SPECIAL_TOKENS = ["<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
 def make() -> HunyuanVideoPipeline:
     """Build the pipeline: 3 MB; the published schedule."""
     return HunyuanVideoPipeline(
-        text_encoder=_text_encoder(),
-        tokenizer=byte_tokenizer([DEFAULT_PROMPT_TEMPLATE["template"], *CORPUS], SPECIAL_TOKENS),
-        transformer=_transformer(),
-        vae=_vae(),
+        text_encoder=parts.drawn(LlamaModel, LlamaConfig(**parts.LANGUAGE_MODEL, num_hidden_layers=4)),
+        tokenizer=parts.byte_tokenizer([DEFAULT_PROMPT_TEMPLATE["template"], *parts.CORPUS], SPECIAL_TOKENS),
+        transformer=parts.drawn(
+            HunyuanVideoTransformer3DModel,
+            in_channels=parts.LATENT_CHANNELS,
+            out_channels=parts.LATENT_CHANNELS,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            num_layers=1,
+            num_single_layers=1,
+            num_refiner_layers=1,
+            text_embed_dim=parts.TEXT_WIDTH,
+            pooled_projection_dim=CLIP_WIDTH,
+            rope_axes_dim=(4, 6, 6),
+        ),
+        vae=parts.drawn(
+            AutoencoderKLHunyuanVideo,
+            latent_channels=parts.LATENT_CHANNELS,
+            block_out_channels=(8, 8, 8, 8),
+            layers_per_block=1,
+            norm_num_groups=4,
+        ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
-        text_encoder_2=clip_encoder(CLIP_WIDTH, projects=False),
-        tokenizer_2=clip_tokenizer(),
-    )
-
-
-def _transformer() -> HunyuanVideoTransformer3DModel:
-    return drawn(
-        HunyuanVideoTransformer3DModel,
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        text_embed_dim=TEXT_WIDTH,
-        pooled_projection_dim=CLIP_WIDTH,
-        rope_axes_dim=(4, 6, 6),
-    )
-
-
-def _text_encoder() -> LlamaModel:
-    return drawn(LlamaModel, LlamaConfig(**LANGUAGE_MODEL, num_hidden_layers=4))
-
-
-def _vae() -> AutoencoderKLHunyuanVideo:
-    return drawn(
-        AutoencoderKLHunyuanVideo,
-        latent_channels=LATENT_CHANNELS,
-        block_out_channels=(8, 8, 8, 8),
-        layers_per_block=1,
-        norm_num_groups=4,
+        text_encoder_2=parts.clip_encoder(CLIP_WIDTH, projects=False),
+        tokenizer_2=parts.clip_tokenizer(),
     )

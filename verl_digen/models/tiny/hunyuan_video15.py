@@ -16,18 +16,7 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from verl_digen.models.hunyuan_video15 import SYSTEM_MESSAGE
-from verl_digen.models.tiny.parts import (
-    LANGUAGE_MODEL,
-    LATENT_CHANNELS,
-    SIGLIP_WIDTH,
-    TEXT_WIDTH,
-    WithProcessor,
-    chat_tokenizer,
-    drawn,
-    siglip_processor,
-    siglip_vision,
-    t5_encoder,
-)
+from verl_digen.models.tiny import parts
 
 
 def make() -> HunyuanVideo15Pipeline:
@@ -36,66 +25,58 @@ def make() -> HunyuanVideo15Pipeline:
     return HunyuanVideo15Pipeline(transformer=_transformer(task_type="t2v"), **_others())
 
 
-def make_i2v() -> WithProcessor:
+def make_i2v() -> parts.WithProcessor:
     """Build the pipeline for image to video: 25 MB."""
-    processor: Any = siglip_processor()
+    processor: Any = parts.siglip_processor()
     pipeline = HunyuanVideo15ImageToVideoPipeline(
-        transformer=_transformer(task_type="i2v", image_embed_dim=SIGLIP_WIDTH),
-        image_encoder=siglip_vision(),
+        transformer=_transformer(task_type="i2v", image_embed_dim=parts.SIGLIP_WIDTH),
+        image_encoder=parts.siglip_vision(),
         feature_extractor=processor,
         **_others(),
     )
-    return WithProcessor(pipeline, {"feature_extractor": ("SiglipImageProcessor", processor)})
+    return parts.WithProcessor(pipeline, {"feature_extractor": ("SiglipImageProcessor", processor)})
 
 
 def _others() -> dict[str, Any]:
     """Parts besides the network."""
     return {
-        "text_encoder": _text_encoder(),
+        "text_encoder": parts.drawn(
+            Qwen2_5_VLTextModel,
+            Qwen2_5_VLTextConfig(
+                **parts.LANGUAGE_MODEL,
+                num_hidden_layers=4,
+                bos_token_id=0,
+                eos_token_id=0,
+                rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+            ),
+        ),
         # trained on these words, the template's beginning has 108 tokens, as with the real tokenizer: the cropped part
-        "tokenizer": chat_tokenizer(f"system\n{SYSTEM_MESSAGE}"),
-        "vae": _vae(),
+        "tokenizer": parts.chat_tokenizer(f"system\n{SYSTEM_MESSAGE}"),
+        "vae": parts.drawn(
+            AutoencoderKLHunyuanVideo15,
+            latent_channels=parts.LATENT_CHANNELS,
+            block_out_channels=(8, 8, 8, 8, 8),
+            layers_per_block=1,
+            scaling_factor=1.03682,
+        ),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
-        "text_encoder_2": t5_encoder(),
+        "text_encoder_2": parts.t5_encoder(),
         "tokenizer_2": ByT5Tokenizer(),
         "guider": ClassifierFreeGuidance(guidance_scale=6.0),
     }
 
 
 def _transformer(**more: Any) -> HunyuanVideo15Transformer3DModel:
-    return drawn(
+    return parts.drawn(
         HunyuanVideo15Transformer3DModel,
-        in_channels=2 * LATENT_CHANNELS + 1,
-        out_channels=LATENT_CHANNELS,
+        in_channels=2 * parts.LATENT_CHANNELS + 1,
+        out_channels=parts.LATENT_CHANNELS,
         num_attention_heads=2,
         attention_head_dim=16,
         num_layers=2,
         num_refiner_layers=1,
-        text_embed_dim=TEXT_WIDTH,
-        text_embed_2_dim=TEXT_WIDTH,
+        text_embed_dim=parts.TEXT_WIDTH,
+        text_embed_2_dim=parts.TEXT_WIDTH,
         rope_axes_dim=(4, 6, 6),
         **more,
-    )
-
-
-def _text_encoder() -> Qwen2_5_VLTextModel:
-    return drawn(
-        Qwen2_5_VLTextModel,
-        Qwen2_5_VLTextConfig(
-            **LANGUAGE_MODEL,
-            num_hidden_layers=4,
-            bos_token_id=0,
-            eos_token_id=0,
-            rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
-        ),
-    )
-
-
-def _vae() -> AutoencoderKLHunyuanVideo15:
-    return drawn(
-        AutoencoderKLHunyuanVideo15,
-        latent_channels=LATENT_CHANNELS,
-        block_out_channels=(8, 8, 8, 8, 8),
-        layers_per_block=1,
-        scaling_factor=1.03682,
     )

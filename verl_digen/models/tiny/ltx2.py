@@ -22,7 +22,7 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from verl_digen.models.tiny.parts import TEXT_WIDTH, VOCABULARY_SIZE, drawn
+from verl_digen.models.tiny import parts
 
 CHANNELS = 8
 """Channels of a token of video or of sound; the latter are two channels of four bins."""
@@ -40,28 +40,44 @@ def make() -> LTX2Pipeline:
         audio_vae=_audio_vae(),
         text_encoder=_text_encoder(),
         tokenizer=_tokenizer(),
-        connectors=_connectors(),
-        transformer=_transformer(),
-        vocoder=_vocoder(),
-    )
-
-
-def _transformer() -> LTX2VideoTransformer3DModel:
-    return drawn(
-        LTX2VideoTransformer3DModel,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        cross_attention_dim=32,
-        audio_in_channels=CHANNELS,
-        audio_out_channels=CHANNELS,
-        audio_num_attention_heads=2,
-        audio_attention_head_dim=8,
-        audio_cross_attention_dim=16,
-        num_layers=NUM_LAYERS,
-        caption_channels=TEXT_WIDTH,
-        rope_type="split",
+        connectors=parts.drawn(
+            LTX2TextConnectors,
+            caption_channels=parts.TEXT_WIDTH,
+            text_proj_in_factor=NUM_LAYERS + 1,
+            video_connector_num_attention_heads=2,
+            video_connector_attention_head_dim=parts.TEXT_WIDTH // 2,
+            video_connector_num_layers=1,
+            audio_connector_num_attention_heads=2,
+            audio_connector_attention_head_dim=parts.TEXT_WIDTH // 2,
+            audio_connector_num_layers=1,
+            rope_type="split",
+        ),
+        transformer=parts.drawn(
+            LTX2VideoTransformer3DModel,
+            in_channels=CHANNELS,
+            out_channels=CHANNELS,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            cross_attention_dim=32,
+            audio_in_channels=CHANNELS,
+            audio_out_channels=CHANNELS,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=8,
+            audio_cross_attention_dim=16,
+            num_layers=NUM_LAYERS,
+            caption_channels=parts.TEXT_WIDTH,
+            rope_type="split",
+        ),
+        vocoder=parts.drawn(
+            LTX2Vocoder,
+            in_channels=2 * MEL_BINS,
+            hidden_channels=16,
+            upsample_kernel_sizes=[4, 4],
+            upsample_factors=[2, 2],
+            resnet_kernel_sizes=[3],
+            resnet_dilations=[[1, 3]],
+            output_sampling_rate=400,
+        ),
     )
 
 
@@ -76,8 +92,8 @@ def _tokenizer() -> Any:
 
 def _text_encoder() -> Gemma3ForConditionalGeneration:
     text = Gemma3TextConfig(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=TEXT_WIDTH,
+        vocab_size=parts.VOCABULARY_SIZE,
+        hidden_size=parts.TEXT_WIDTH,
         intermediate_size=64,
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=2,
@@ -88,26 +104,11 @@ def _text_encoder() -> Gemma3ForConditionalGeneration:
         hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
-    return drawn(Gemma3ForConditionalGeneration, config)
-
-
-def _connectors() -> LTX2TextConnectors:
-    return drawn(
-        LTX2TextConnectors,
-        caption_channels=TEXT_WIDTH,
-        text_proj_in_factor=NUM_LAYERS + 1,
-        video_connector_num_attention_heads=2,
-        video_connector_attention_head_dim=TEXT_WIDTH // 2,
-        video_connector_num_layers=1,
-        audio_connector_num_attention_heads=2,
-        audio_connector_attention_head_dim=TEXT_WIDTH // 2,
-        audio_connector_num_layers=1,
-        rope_type="split",
-    )
+    return parts.drawn(Gemma3ForConditionalGeneration, config)
 
 
 def _vae() -> AutoencoderKLLTX2Video:
-    vae = drawn(
+    vae = parts.drawn(
         AutoencoderKLLTX2Video,
         latent_channels=CHANNELS,
         block_out_channels=(8, 8, 8, 8),
@@ -124,7 +125,7 @@ def _vae() -> AutoencoderKLLTX2Video:
 
 def _audio_vae() -> AutoencoderKLLTX2Audio:
     sizes = {"base_channels": CHANNELS, "latent_channels": CHANNELS // (MEL_BINS // 4), "mel_bins": MEL_BINS}
-    vae = drawn(AutoencoderKLLTX2Audio, num_res_blocks=1, **sizes)
+    vae = parts.drawn(AutoencoderKLLTX2Audio, num_res_blocks=1, **sizes)
     _draw_statistics(vae)
     return vae
 
@@ -133,16 +134,3 @@ def _draw_statistics(vae: Any) -> None:
     """Draw the mean and the standard deviation of each channel, which checkpoints hold beside the weights."""
     vae.latents_mean.copy_(torch.linspace(-0.5, 0.5, CHANNELS))
     vae.latents_std.copy_(torch.linspace(0.7, 1.6, CHANNELS))
-
-
-def _vocoder() -> LTX2Vocoder:
-    return drawn(
-        LTX2Vocoder,
-        in_channels=2 * MEL_BINS,
-        hidden_channels=16,
-        upsample_kernel_sizes=[4, 4],
-        upsample_factors=[2, 2],
-        resnet_kernel_sizes=[3],
-        resnet_dilations=[[1, 3]],
-        output_sampling_rate=400,
-    )

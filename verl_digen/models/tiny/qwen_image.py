@@ -11,7 +11,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from verl_digen.models.tiny.parts import CHAT_TOKENS, LANGUAGE_MODEL, LATENT_CHANNELS, TEXT_WIDTH, byte_tokenizer, drawn
+from verl_digen.models.tiny import parts
 
 CORPUS = [
     "system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
@@ -48,23 +48,23 @@ def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def make_transformer() -> QwenImageTransformer2DModel:
-    return drawn(
+    return parts.drawn(
         QwenImageTransformer2DModel,
-        in_channels=LATENT_CHANNELS * 4,
-        out_channels=LATENT_CHANNELS,
+        in_channels=parts.LATENT_CHANNELS * 4,
+        out_channels=parts.LATENT_CHANNELS,
         num_layers=2,
         attention_head_dim=16,
         num_attention_heads=2,
-        joint_attention_dim=TEXT_WIDTH,
+        joint_attention_dim=parts.TEXT_WIDTH,
         axes_dims_rope=(4, 6, 6),
     )
 
 
 def make_vae() -> AutoencoderKLQwenImage:
-    return drawn(
+    return parts.drawn(
         AutoencoderKLQwenImage,
         base_dim=8,
-        z_dim=LATENT_CHANNELS,
+        z_dim=parts.LATENT_CHANNELS,
         num_res_blocks=1,
         latents_mean=[-0.75, 0.1, 0.95, -0.15],
         latents_std=[2.8, 1.4, 1.2, 2.0],
@@ -76,7 +76,7 @@ def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
             text_config={
-                **LANGUAGE_MODEL,
+                **parts.LANGUAGE_MODEL,
                 "num_hidden_layers": 2,
                 "initializer_range": 0.2,
                 "bos_token_id": 0,
@@ -88,7 +88,7 @@ def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
                 "hidden_size": 16,
                 "intermediate_size": 16,
                 "num_heads": 2,
-                "out_hidden_size": TEXT_WIDTH,
+                "out_hidden_size": parts.TEXT_WIDTH,
                 "fullatt_block_indexes": [0],
             },
             **token_ids,
@@ -97,4 +97,4 @@ def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
 
 
 def tokenizer() -> Qwen2Tokenizer:
-    return byte_tokenizer(CORPUS, CHAT_TOKENS)
+    return parts.byte_tokenizer(CORPUS, parts.CHAT_TOKENS)

@@ -11,8 +11,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import QwenImage
 from transformers import Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from verl_digen.models.tiny import qwen_image
-from verl_digen.models.tiny.parts import CHAT_TOKENS, WithProcessor, byte_tokenizer
+from verl_digen.models.tiny import parts, qwen_image
 
 MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 """Special tokens around images, and in their place."""
@@ -28,18 +27,18 @@ CORPUS = [
 real one, and an instruction."""
 
 
-def edit_checkpoint(pipeline: Any, images: Qwen2VLImageProcessorPil | None = None) -> WithProcessor:
+def edit_checkpoint(pipeline: Any, images: Qwen2VLImageProcessorPil | None = None) -> parts.WithProcessor:
     """The pipeline, with the part of its processor for pictures; `size` of that bounds the pixels that the language
     model reads."""
-    return WithProcessor(pipeline, {"processor": ("Qwen2VLProcessor", images or Qwen2VLImageProcessorPil())})
+    return parts.WithProcessor(pipeline, {"processor": ("Qwen2VLProcessor", images or Qwen2VLImageProcessorPil())})
 
 
-def make() -> WithProcessor:
+def make() -> parts.WithProcessor:
     """Build Qwen-Image-Edit-Plus: 3 MB."""
     return edit_checkpoint(QwenImageEditPlusPipeline(**_parts()))
 
 
-def make_single() -> WithProcessor:
+def make_single() -> parts.WithProcessor:
     """Build the first Qwen-Image-Edit: 3 MB."""
     return edit_checkpoint(QwenImageEditPipeline(**_parts()))
 
@@ -57,7 +56,7 @@ def _parts() -> dict[str, Any]:
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    return byte_tokenizer(CORPUS, [*CHAT_TOKENS, *MARKS])
+    return parts.byte_tokenizer(CORPUS, [*parts.CHAT_TOKENS, *MARKS])
 
 
 def make_text_encoder(tokenizer: Any) -> Any:

@@ -7,16 +7,7 @@ from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
-from verl_digen.models.tiny.parts import (
-    LATENT_CHANNELS,
-    TEXT_WIDTH,
-    clip_encoder,
-    clip_tokenizer,
-    drawn,
-    image_vae,
-    t5_encoder,
-    t5_tokenizer,
-)
+from verl_digen.models.tiny import parts
 
 CLIP_WIDTHS = (8, 16)
 """Sum less than T5's width, as in the real model, whose CLIP part is padded with zeros."""
@@ -25,31 +16,27 @@ CLIP_WIDTHS = (8, 16)
 def make() -> StableDiffusion3Pipeline:
     """Build the pipeline: 1 MB; with the published schedule, and the published VAE's scaling and shift."""
     return StableDiffusion3Pipeline(
-        transformer=_transformer(),
+        transformer=parts.drawn(
+            SD3Transformer2DModel,
+            sample_size=16,
+            in_channels=parts.LATENT_CHANNELS,
+            out_channels=parts.LATENT_CHANNELS,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            joint_attention_dim=parts.TEXT_WIDTH,
+            caption_projection_dim=32,
+            pooled_projection_dim=sum(CLIP_WIDTHS),
+            pos_embed_max_size=32,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=image_vae(scaling_factor=1.5305, shift_factor=0.0609),
-        text_encoder=clip_encoder(CLIP_WIDTHS[0], projects=True),
-        tokenizer=clip_tokenizer(),
-        text_encoder_2=clip_encoder(CLIP_WIDTHS[1], projects=True),
-        tokenizer_2=clip_tokenizer(),
-        text_encoder_3=t5_encoder(),
-        tokenizer_3=t5_tokenizer(),
-    )
-
-
-def _transformer() -> SD3Transformer2DModel:
-    return drawn(
-        SD3Transformer2DModel,
-        sample_size=16,
-        in_channels=LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=TEXT_WIDTH,
-        caption_projection_dim=32,
-        pooled_projection_dim=sum(CLIP_WIDTHS),
-        pos_embed_max_size=32,
-        dual_attention_layers=(0,),
-        qk_norm="rms_norm",
+        vae=parts.image_vae(scaling_factor=1.5305, shift_factor=0.0609),
+        text_encoder=parts.clip_encoder(CLIP_WIDTHS[0], projects=True),
+        tokenizer=parts.clip_tokenizer(),
+        text_encoder_2=parts.clip_encoder(CLIP_WIDTHS[1], projects=True),
+        tokenizer_2=parts.clip_tokenizer(),
+        text_encoder_3=parts.t5_encoder(),
+        tokenizer_3=parts.t5_tokenizer(),
     )

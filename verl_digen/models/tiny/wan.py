@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.pipelines.wan.pipeline_wan import WanPipeline
 from diffusers.schedulers.scheduling_unipc_multistep import UniPCMultistepScheduler
 
-from verl_digen.models.tiny.parts import LATENT_CHANNELS, TEXT_WIDTH, draw_weights, drawn, t5_tokenizer, umt5_encoder
+from verl_digen.models.tiny import parts
 
 OUTPUT_GAIN = 0.5
 """Gain of the last layer: keeps fp32 rounding errors well below the effects of the rest of the network."""
@@ -36,8 +36,8 @@ def make_2_2_ti2v_5b() -> WanPipeline:
 
 def _make(flow_shift: float, vae: AutoencoderKLWan, **more: Any) -> WanPipeline:
     return WanPipeline(
-        tokenizer=t5_tokenizer(),
-        text_encoder=umt5_encoder(),
+        tokenizer=parts.t5_tokenizer(),
+        text_encoder=parts.umt5_encoder(),
         vae=vae,
         scheduler=make_scheduler(flow_shift),
         transformer=make_transformer(),
@@ -54,25 +54,25 @@ def make_transformer(**more: Any) -> WanTransformer3DModel:
     sizes: dict[str, Any] = {
         "num_attention_heads": 2,
         "attention_head_dim": 12,
-        "in_channels": LATENT_CHANNELS,
-        "out_channels": LATENT_CHANNELS,
-        "text_dim": TEXT_WIDTH,
+        "in_channels": parts.LATENT_CHANNELS,
+        "out_channels": parts.LATENT_CHANNELS,
+        "text_dim": parts.TEXT_WIDTH,
         "freq_dim": 32,
         "ffn_dim": 48,
         "num_layers": 2,
         "rope_max_seq_len": 64,
     }
     transformer = WanTransformer3DModel(**sizes | more)
-    draw_weights(transformer)
-    draw_weights(transformer.proj_out, gain=OUTPUT_GAIN)
+    parts.draw_weights(transformer)
+    parts.draw_weights(transformer.proj_out, gain=OUTPUT_GAIN)
     return transformer
 
 
 def make_vae(**more: Any) -> AutoencoderKLWan:
-    return drawn(
+    return parts.drawn(
         AutoencoderKLWan,
         base_dim=8,
-        z_dim=LATENT_CHANNELS,
+        z_dim=parts.LATENT_CHANNELS,
         dim_mult=[1, 1, 1, 1],
         num_res_blocks=1,
         latents_mean=[-0.75, 0.1, 0.95, -0.15],

@@ -8,29 +8,21 @@ from typing import Any
 
 from diffusers.pipelines.wan.pipeline_wan_i2v import WanImageToVideoPipeline
 
-from verl_digen.models.tiny.parts import (
-    CLIP_WIDTH,
-    LATENT_CHANNELS,
-    WithProcessor,
-    clip_vision,
-    clip_vision_processor,
-    t5_tokenizer,
-    umt5_encoder,
-)
+from verl_digen.models.tiny import parts
 from verl_digen.models.tiny.wan import TI2V_FLOW_SHIFT, make_scheduler, make_ti2v_vae, make_transformer, make_vae
 
 MASK_CHANNELS = 4
 """Channels of the mask: frames that the VAE puts into one."""
-IN_CHANNELS = 2 * LATENT_CHANNELS + MASK_CHANNELS
+IN_CHANNELS = 2 * parts.LATENT_CHANNELS + MASK_CHANNELS
 BOUNDARY_RATIO = 0.9
 """Boundary between the experts of the published I2V-A14B."""
 
 
-def make_2_1() -> WithProcessor:
+def make_2_1() -> parts.WithProcessor:
     """Build Wan2.1: 1 MB."""
-    network = make_transformer(in_channels=IN_CHANNELS, image_dim=CLIP_WIDTH, added_kv_proj_dim=24)
-    processor = "CLIPImageProcessor", clip_vision_processor()
-    return WithProcessor(_make(network, image_encoder=clip_vision()), {"image_processor": processor})
+    network = make_transformer(in_channels=IN_CHANNELS, image_dim=parts.CLIP_WIDTH, added_kv_proj_dim=24)
+    processor = "CLIPImageProcessor", parts.clip_vision_processor()
+    return parts.WithProcessor(_make(network, image_encoder=parts.clip_vision()), {"image_processor": processor})
 
 
 def make_2_2_a14b() -> WanImageToVideoPipeline:
@@ -47,11 +39,11 @@ def make_2_2_ti2v_5b() -> WanImageToVideoPipeline:
 
 
 def _make(transformer: Any, **more: Any) -> WanImageToVideoPipeline:
-    parts = {"vae": make_vae, "scheduler": lambda: make_scheduler(3.0)}
+    own = {"vae": make_vae, "scheduler": lambda: make_scheduler(3.0)}
     return WanImageToVideoPipeline(
-        tokenizer=t5_tokenizer(),
-        text_encoder=umt5_encoder(),
+        tokenizer=parts.t5_tokenizer(),
+        text_encoder=parts.umt5_encoder(),
         transformer=transformer,
-        **{name: make() for name, make in parts.items() if name not in more},
+        **{name: make() for name, make in own.items() if name not in more},
         **more,
     )

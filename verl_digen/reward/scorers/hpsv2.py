@@ -29,18 +29,8 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import require
+from verl_digen.reward import encoders
 from verl_digen.reward.base import checkpoint_file, checkpoint_folder, imported
-from verl_digen.reward.encoders import (
-    DESCRIPTIONS,
-    ClipEncoder,
-    CosineReward,
-    EncoderConfig,
-    clip_pixels,
-    load_model,
-    load_tokenizer,
-    load_weights,
-    renamed,
-)
 
 WEIGHTS_FILE = "HPS_v2.1_compressed.pt"
 STATE = "state_dict"
@@ -68,14 +58,14 @@ TRANSPOSED = ("text_projection", "visual.proj")
 
 
 @dataclass(frozen=True)
-class HpsV2Config(EncoderConfig):
+class HpsV2Config(encoders.EncoderConfig):
     path: str = "xswu/HPSv2"
     """The file of weights, or a folder or repository that holds HPS_v2.1_compressed.pt."""
     base: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     """Folder or repository with the CLIP config and tokenizer in transformers' format; its weights are not fetched."""
 
 
-class HpsV2(CosineReward):
+class HpsV2(encoders.CosineReward):
     config_class = HpsV2Config
     packages = ("ftfy",)
 
@@ -83,16 +73,18 @@ class HpsV2(CosineReward):
         super().__init__(config, device)
         from transformers import CLIPConfig, CLIPModel  # heavy, and the driver imports this file
 
-        base = checkpoint_folder(config.base, "hpsv2: base", DESCRIPTIONS)
-        weights = load_weights(checkpoint_file(config.path, WEIGHTS_FILE, "hpsv2: path"), "hpsv2: path")
+        base = checkpoint_folder(config.base, "hpsv2: base", encoders.DESCRIPTIONS)
+        weights = encoders.load_weights(checkpoint_file(config.path, WEIGHTS_FILE, "hpsv2: path"), "hpsv2: path")
         require(STATE in weights, f"hpsv2: path must hold {STATE}", config.path, "check that it is the right file")
         ftfy = imported("ftfy", "hpsv2")
         clip = CLIPConfig.from_pretrained(base)
-        model = load_model(CLIPModel, None, "hpsv2: path", config=clip, state_dict=to_transformers(weights[STATE]))
+        model = encoders.load_model(
+            CLIPModel, None, "hpsv2: path", config=clip, state_dict=to_transformers(weights[STATE])
+        )
         size: Any = clip.vision_config.image_size  # type: ignore[union-attr]
-        self.encoder = ClipEncoder(
+        self.encoder = encoders.ClipEncoder(
             model,
-            load_tokenizer(base, "hpsv2: base"),
+            encoders.load_tokenizer(base, "hpsv2: base"),
             lambda image: prepare(image, size),
             device,
             config.dtype,
@@ -109,7 +101,7 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     made: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        new = renamed(name, RENAMED)
+        new = encoders.renamed(name, RENAMED)
         joint = re.fullmatch(r"(.*\.\d+)\.attn\.in_proj_(weight|bias)", new)
         if joint is not None:
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
@@ -129,7 +121,7 @@ def prepare(image: Image.Image, size_px: int) -> Tensor:
         pixels = F.interpolate(pixels[None], new, mode="bicubic", align_corners=False, antialias=True)[0]
     rows, columns = size_px - pixels.shape[1], size_px - pixels.shape[2]
     pixels = F.pad(pixels, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-    return clip_pixels(pixels.movedim(0, -1))
+    return encoders.clip_pixels(pixels.movedim(0, -1))
 
 
 REWARD = HpsV2

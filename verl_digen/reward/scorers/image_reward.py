@@ -28,19 +28,8 @@ from PIL import Image
 from torch import Tensor
 
 from verl_digen.require import require
+from verl_digen.reward import encoders
 from verl_digen.reward.base import checkpoint_file, checkpoint_folder
-from verl_digen.reward.encoders import (
-    DESCRIPTIONS,
-    DTYPES,
-    EncoderConfig,
-    FrameReward,
-    clip_pixels,
-    load_head,
-    load_model,
-    load_tokenizer,
-    load_weights,
-    renamed,
-)
 from verl_digen.types import RewardInput
 
 WEIGHTS_FILE, CONFIG_FILE = "ImageReward.pt", "med_config.json"
@@ -78,14 +67,14 @@ VISION_NAMES = (
 
 
 @dataclass(frozen=True)
-class ImageRewardConfig(EncoderConfig):
+class ImageRewardConfig(encoders.EncoderConfig):
     path: str = "THUDM/ImageReward"
     """Folder or repository that holds ImageReward.pt and med_config.json."""
     tokenizer: str = "google-bert/bert-base-uncased"
     """Folder or repository of the tokenizer."""
 
 
-class ImageReward(FrameReward):
+class ImageReward(encoders.FrameReward):
     config_class = ImageRewardConfig
 
     def __init__(self, config: ImageRewardConfig, device: torch.device):
@@ -94,18 +83,21 @@ class ImageReward(FrameReward):
 
         key = "image_reward: path"
         weights = checkpoint_file(config.path, WEIGHTS_FILE, key)
-        vision, text, head = parts(load_weights(weights, key))
+        vision, text, head = parts(encoders.load_weights(weights, key))
         vision_config = _vision_config(vision, key)
         text_config = _text_config(checkpoint_file(config.path, CONFIG_FILE, key), vision_config.hidden_size, key)
         self.size_px: Any = vision_config.image_size
-        dtype = DTYPES[config.dtype]
-        self.vision = load_model(BlipVisionModel, None, key, config=vision_config, state_dict=vision)
-        self.text = load_model(BlipTextModel, None, key, config=text_config, state_dict=text, add_pooling_layer=False)
+        dtype = encoders.DTYPES[config.dtype]
+        self.vision = encoders.load_model(BlipVisionModel, None, key, config=vision_config, state_dict=vision)
+        self.text = encoders.load_model(
+            BlipTextModel, None, key, config=text_config, state_dict=text, add_pooling_layer=False
+        )
         for model in (self.vision, self.text):
             model.to(device, dtype).eval().requires_grad_(False)
-        self.head = load_head(head, text_config.hidden_size, key, str(weights)).to(device)
-        self.tokenizer = load_tokenizer(
-            checkpoint_folder(config.tokenizer, "image_reward: tokenizer", DESCRIPTIONS), "image_reward: tokenizer"
+        self.head = encoders.load_head(head, text_config.hidden_size, key, str(weights)).to(device)
+        self.tokenizer = encoders.load_tokenizer(
+            checkpoint_folder(config.tokenizer, "image_reward: tokenizer", encoders.DESCRIPTIONS),
+            "image_reward: tokenizer",
         )
 
     def frame_scores(
@@ -137,7 +129,7 @@ def parts(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Ten
         if UNUSED.fullmatch(name):
             continue
         if name.startswith("blip.visual_encoder."):
-            vision[renamed(name.removeprefix("blip.visual_encoder."), VISION_NAMES)] = tensor
+            vision[encoders.renamed(name.removeprefix("blip.visual_encoder."), VISION_NAMES)] = tensor
         elif name.startswith("blip.text_encoder."):
             text[name.removeprefix("blip.text_encoder.")] = tensor
         else:
@@ -153,7 +145,7 @@ def prepare(image: Image.Image, size_px: int) -> Tensor:
     sizes = (size_px, other) if width <= height else (other, size_px)
     image = image.convert("RGB").resize(sizes, Image.Resampling.BICUBIC)
     left, top = (round((side - size_px) / 2) for side in sizes)
-    return clip_pixels(np.array(image.crop((left, top, left + size_px, top + size_px))))
+    return encoders.clip_pixels(np.array(image.crop((left, top, left + size_px, top + size_px))))
 
 
 def _vision_config(state: Mapping[str, Tensor], key: str) -> Any:

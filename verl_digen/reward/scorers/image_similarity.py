@@ -26,16 +26,8 @@ from PIL import Image
 
 from verl_digen.inputs.images import source_image
 from verl_digen.require import In, refusing, require
+from verl_digen.reward import encoders
 from verl_digen.reward.base import Result, Reward, checkpoint_folder, images_of
-from verl_digen.reward.encoders import (
-    FILES,
-    RIGHT,
-    ClipEncoder,
-    EncoderConfig,
-    PictureEncoder,
-    load_model,
-    load_processor,
-)
 from verl_digen.types import RewardInput
 
 DINO_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
@@ -43,7 +35,7 @@ DINO_CLASSES = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithReg
 
 
 @dataclass(frozen=True)
-class ImageSimilarityConfig(EncoderConfig):
+class ImageSimilarityConfig(encoders.EncoderConfig):
     path: str = "openai/clip-vit-large-patch14"
     """A CLIP or DINOv2 checkpoint in transformers' format: a folder, or "owner/repository" of the hub."""
     pixel_weight: Annotated[float, In("[0, 1]"), "0 is off"] = 0.0
@@ -111,19 +103,21 @@ def _paths(sample: RewardInput) -> tuple[str, ...]:
     return paths
 
 
-def _load_encoder(config: ImageSimilarityConfig, device: torch.device) -> PictureEncoder:
+def _load_encoder(config: ImageSimilarityConfig, device: torch.device) -> encoders.PictureEncoder:
     import transformers
 
     key = "image_similarity: path"
-    place = checkpoint_folder(config.path, key, FILES)
-    with refusing(f"{key} must hold the config.json of a model", config.path, RIGHT):
+    place = checkpoint_folder(config.path, key, encoders.FILES)
+    with refusing(f"{key} must hold the config.json of a model", config.path, encoders.RIGHT):
         kind = transformers.AutoConfig.from_pretrained(place).model_type
     if kind == "clip":
-        return ClipEncoder.load(str(place), key, device, config.dtype, has_text=False)
+        return encoders.ClipEncoder.load(str(place), key, device, config.dtype, has_text=False)
     known = ", ".join(("clip", *DINO_CLASSES))
     require(kind in DINO_CLASSES, f"{key} must be a checkpoint of type {known}", kind, "choose one of these")
-    model = load_model(getattr(transformers, DINO_CLASSES[kind]), place, key)
-    return PictureEncoder(model, load_processor(place, key, "BitImageProcessorPil"), device, config.dtype)
+    model = encoders.load_model(getattr(transformers, DINO_CLASSES[kind]), place, key)
+    return encoders.PictureEncoder(
+        model, encoders.load_processor(place, key, "BitImageProcessorPil"), device, config.dtype
+    )
 
 
 REWARD = ImageSimilarity
