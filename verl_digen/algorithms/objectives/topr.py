@@ -20,6 +20,8 @@ class ToprConfig(ClampedConfig):
     """Samples with a larger reward (the weighted sum, not centred) are positive. 0 in TOPR, whose rewards are +1 and
     -1. Choose it between your rewards: if all are above it topr equals reinforce, if all are below it equals tis."""
 
+    positive_weight = negative_weight = 1.0
+
 
 @dataclass(frozen=True)
 class WeightedToprConfig(ToprConfig):
@@ -32,23 +34,14 @@ class WeightedToprConfig(ToprConfig):
 INPUTS = ("log_prob", BEHAVIOUR, "advantage", "reward")
 
 
+@register_objective("weighted_topr", config=WeightedToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
 @register_objective("topr", config=ToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
 def tapered_reinforce(rows: LossInputs, config: ToprConfig) -> LossOutput:
-    """mean[-w A log_prob], w = 1 where the reward is above `threshold`, else sg[clamp(r, 0, 1)], r = exp(log_prob -
-    behaviour_log_prob)."""
-    return _tapered(rows, config, positive_weight=1.0, negative_weight=1.0)
-
-
-@register_objective("weighted_topr", config=WeightedToprConfig, columns=INPUTS, homogeneous=True, off_policy=True)
-def weighted_tapered_reinforce(rows: LossInputs, config: WeightedToprConfig) -> LossOutput:
-    """`topr` with w times `positive_weight` and `negative_weight`."""
-    return _tapered(rows, config, config.positive_weight, config.negative_weight)
-
-
-def _tapered(rows: LossInputs, config: ToprConfig, positive_weight: float, negative_weight: float) -> LossOutput:
+    """mean[-w A log_prob], w = `positive_weight` where the reward is above `threshold`, else `negative_weight`
+    sg[clamp(r, 0, 1)], r = exp(log_prob - behaviour_log_prob)."""
     is_positive = rows["reward"] > config.threshold
     truncated, metrics = truncated_ratio(rows, 0.0, 1.0)
-    weight = torch.where(is_positive, positive_weight, negative_weight * truncated)
+    weight = torch.where(is_positive, config.positive_weight, config.negative_weight * truncated)
     return weighted_reinforce(
         rows, config, weight, metrics | {"positive_fraction": rows.mean_metric(is_positive.float())}
     )
