@@ -23,7 +23,7 @@ from PIL import Image
 from verl_digen.require import In, require
 from verl_digen.reward.base import Result, Reward, base64_of, images_of
 from verl_digen.reward.judges.reading import Reply, read_reply
-from verl_digen.reward.servers.answers import Request, UnusableAnswer
+from verl_digen.reward.servers.answers import Request, UnusableAnswer, json_of
 from verl_digen.reward.servers.client import ServerClient, ServerSettings
 from verl_digen.types import PromptRow, RewardInput
 
@@ -211,7 +211,7 @@ class ChatModel:
     async def outcomes(self, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
         """Results or errors of calls at the same time."""
         if not self._model:
-            self._model = only_model(await self._client.send(Request(MODELS_PATH, None), _json))
+            self._model = only_model(await self._client.send(Request(MODELS_PATH, None), json_of))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def ask(
@@ -235,7 +235,7 @@ class ChatModel:
         request = Request(PATH, json.dumps(asked).encode(), "application/json")
         last = UnusableAnswer()
         for _ in range(limit):
-            answer = await self._client.send(request, _json)
+            answer = await self._client.send(request, json_of)
             try:
                 return read(read_reply(answer))
             except UnusableAnswer as error:
@@ -243,14 +243,6 @@ class ChatModel:
                 if unusable is not None:
                     unusable["asked_again"] += 1
         raise UnusableAnswer(f"{self._name}: {last} (asked {limit} times)") from last
-
-
-def _json(answer: bytes) -> Any:
-    """The JSON of an answer; ValueError if it is none, and the request is tried again."""
-    try:
-        return json.loads(answer)
-    except ValueError as error:  # bad JSON, or bad UTF-8
-        raise UnusableAnswer(f"the answer must be JSON ({error})") from error
 
 
 class Judge(Reward):
