@@ -45,9 +45,9 @@ def picture_part(image: Image.Image) -> Part:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(image)}"}}
 
 
-async def picture_parts(images: Sequence[Image.Image]) -> list[Part]:
-    """Parts of several pictures, encoded in a thread: a PNG of a megapixel takes a quarter of a second."""
-    return await asyncio.to_thread(lambda: [picture_part(image) for image in images])
+async def picture_parts(images: Sequence[Image.Image], max_px: int) -> list[Part]:
+    """Parts of several pictures, `fitted` and encoded in a thread: a PNG of a megapixel takes a quarter of a second."""
+    return await asyncio.to_thread(lambda: [picture_part(fitted(image, max_px)) for image in images])
 
 
 def fields_of(question: str, key: str) -> tuple[str, ...]:
@@ -265,14 +265,11 @@ class Judge(Reward):
 
     async def frames(self, sample: RewardInput) -> list[Part]:
         """The sample's frames, at most `num_frames`."""
-        return await self._parts(images_of(sample, self.config.num_frames))
+        return await picture_parts(images_of(sample, self.config.num_frames), self.config.max_px)
 
     async def sources(self, sample: RewardInput) -> list[Part]:
         """The pictures that its prompt is about."""
-        return await self._parts(sample.sources())
-
-    async def _parts(self, images: Sequence[Image.Image]) -> list[Part]:
-        return await picture_parts([fitted(image, self.config.max_px) for image in images])
+        return await picture_parts(sample.sources(), self.config.max_px)
 
 
 class SampleJudge(Judge):
