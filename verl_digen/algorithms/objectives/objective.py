@@ -206,24 +206,25 @@ class Objective:
 
     name: str
     compute: LossFn
-    config: type[LossConfig]
+    config: type[LossConfig] = ClampedConfig
     """Class of the loss's settings; every field has a default."""
-    points: Points
-    columns: tuple[str, ...]
-    latents: tuple[str, ...]
-    homogeneous: bool
-    """True: the loss is proportional to the advantage; see the package."""
-    off_policy: bool
+    points: Points = "path"
+    columns: Sequence[str] = ()
+    latents: Sequence[str] = ()
+    homogeneous: bool = False
+    """True: the loss is proportional to the advantage; see the package. False is always safe: if the advantage scale
+    needs the whole batch, the loss waits for the batch."""
+    off_policy: bool = False
     """True: sound with `digen.staleness.max_versions` > 1."""
-    laws: tuple[str, ...]
+    laws: Sequence[str] = ()
     """Values of `digen.sde.law` that it is defined for; (): all."""
-    behaviour: Policy
+    behaviour: Policy = "current"
     """Policy that replicas serve for training samples; `old` is the copy of that name in `LossConfig.copies`."""
-    select: Select
-    joint: Joint | None
-    shares_noise: bool
+    select: Select = all_samples
+    joint: Joint | None = None
+    shares_noise: bool = False
     """True: forward points of a group's samples have the same noise."""
-    source: Source
+    source: Source = "policy"
 
     def columns_for(self, settings: LossConfig) -> tuple[str, ...]:
         """Columns that the loss reads with these settings."""
@@ -289,31 +290,14 @@ class Objective:
 _OBJECTIVES: dict[str, Objective] = {}
 
 
-def register_objective(
-    *names: str,
-    config: type[LossConfig] = ClampedConfig,
-    points: Points = "path",
-    columns: Sequence[str] = (),
-    latents: Sequence[str] = (),
-    homogeneous: bool = False,
-    off_policy: bool = False,
-    laws: Sequence[str] = (),
-    behaviour: Policy = "current",
-    select: Select = all_samples,
-    joint: Joint | None = None,
-    shares_noise: bool = False,
-    source: Source = "policy",
-) -> Callable[[LossFn], LossFn]:
-    """Register an objective under `names`, by its loss and the inputs that it needs, at least one. The arguments are
-    fields of `Objective`; the package lists `columns`, to which `joint.column` is added, and `latents`.
-
-    `homogeneous` False is always safe: if the advantage scale needs the whole batch, such a loss waits for the batch.
-    `behaviour` "old" needs settings with a copy of that name. ValueError if a name is taken, or training has no such
-    input.
-    """
-    if not names or not (columns or latents):
+def register_objective(*names: str, **declared: Any) -> Callable[[LossFn], LossFn]:
+    """Register an objective under `names`, by its loss and the inputs that it needs, at least one. `declared` are fields
+    of `Objective`; the package lists `columns`, to which `joint.column` is added, and `latents`. ValueError if a name is
+    taken, or training has no such input."""
+    inputs = (*declared.get("columns", ()), *declared.get("latents", ()))
+    if not names or not inputs:
         raise ValueError(
-            f"an objective must have a name and an input, got names {names} and inputs {(*columns, *latents)}; "
+            f"an objective must have a name and an input, got names {names} and inputs {inputs}; "
             "write @register_objective(NAME, columns=(...))"
         )
 
@@ -321,23 +305,8 @@ def register_objective(
         for name in names:
             if name in _OBJECTIVES:
                 raise ValueError(f"an objective named {name!r} exists already; choose another name")
-            objective = Objective(
-                name=name,
-                compute=compute,
-                config=config,
-                points=points,
-                columns=tuple(columns),
-                latents=tuple(latents),
-                homogeneous=homogeneous,
-                off_policy=off_policy,
-                laws=tuple(laws),
-                behaviour=behaviour,
-                select=select,
-                joint=joint,
-                shares_noise=shares_noise,
-                source=source,
-            )
-            objective.check_inputs(config())
+            objective = Objective(name, compute, **declared)
+            objective.check_inputs(objective.config())
             _OBJECTIVES[name] = objective
         return compute
 

@@ -21,7 +21,7 @@ from verl_digen.environments.base import Environment, Instruction, Picture, Turn
 from verl_digen.inputs.images import read_images
 from verl_digen.require import In, require
 from verl_digen.reward.base import frames_of
-from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig, Part, fitted, picture_parts
+from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig, Part, picture_parts
 from verl_digen.reward.judges.reading import Reply
 from verl_digen.reward.servers.answers import UnusableAnswer, shown
 from verl_digen.types import PromptRow
@@ -90,16 +90,15 @@ class VlmJudge(Environment):
 
     async def reset(self, row: PromptRow, seed: int) -> Instruction:
         self._task = self._asked = row.text
-        images = [fitted(image, self.config.max_px) for image in read_images(row.images)]
-        self._sources = await picture_parts(images)
+        self._sources = await picture_parts(read_images(row.images), self.config.max_px)
         return Instruction(row.text)
 
     async def step(self, picture: Picture) -> TurnResult:
         """Ask for a score and the next instruction. UnusableAnswer if none can be read, ServerError without an
         answer."""
         config = self.config
-        frames = frames_of(picture, config.num_frames)
-        parts = await picture_parts([fitted(Image.fromarray(frame), config.max_px) for frame in frames])
+        frames = [Image.fromarray(frame) for frame in frames_of(picture, config.num_frames)]
+        parts = await picture_parts(frames, config.max_px)
         question = config.asked(self._task, self._asked)
         call = self._chat.ask(
             [*self._sources, *parts],

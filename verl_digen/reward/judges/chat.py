@@ -23,7 +23,7 @@ from PIL import Image
 from verl_digen.require import In, require
 from verl_digen.reward.base import Result, Reward, base64_of, images_of
 from verl_digen.reward.judges.reading import Reply, read_reply
-from verl_digen.reward.servers.answers import Request, UnusableAnswer
+from verl_digen.reward.servers.answers import Request, UnusableAnswer, json_of
 from verl_digen.reward.servers.client import ServerClient, ServerSettings
 from verl_digen.types import PromptRow, RewardInput
 
@@ -45,9 +45,9 @@ def picture_part(image: Image.Image) -> Part:
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(image)}"}}
 
 
-async def picture_parts(images: Sequence[Image.Image]) -> list[Part]:
-    """Parts of several pictures, encoded in a thread: a PNG of a megapixel takes a quarter of a second."""
-    return await asyncio.to_thread(lambda: [picture_part(image) for image in images])
+async def picture_parts(images: Sequence[Image.Image], max_px: int) -> list[Part]:
+    """Parts of several pictures, `fitted` and encoded in a thread: a PNG of a megapixel takes a quarter of a second."""
+    return await asyncio.to_thread(lambda: [picture_part(fitted(image, max_px)) for image in images])
 
 
 def fields_of(question: str, key: str) -> tuple[str, ...]:
@@ -211,7 +211,7 @@ class ChatModel:
     async def outcomes(self, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
         """Results or errors of calls at the same time."""
         if not self._model:
-            self._model = only_model(await self._client.send(Request(MODELS_PATH, None), _json))
+            self._model = only_model(await self._client.send(Request(MODELS_PATH, None), json_of))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def ask(
@@ -235,7 +235,7 @@ class ChatModel:
         request = Request(PATH, json.dumps(asked).encode(), "application/json")
         last = UnusableAnswer()
         for _ in range(limit):
-            answer = await self._client.send(request, _json)
+            answer = await self._client.send(request, json_of)
             try:
                 return read(read_reply(answer))
             except UnusableAnswer as error:
@@ -243,14 +243,6 @@ class ChatModel:
                 if unusable is not None:
                     unusable["asked_again"] += 1
         raise UnusableAnswer(f"{self._name}: {last} (asked {limit} times)") from last
-
-
-def _json(answer: bytes) -> Any:
-    """The JSON of an answer; ValueError if it is none, and the request is tried again."""
-    try:
-        return json.loads(answer)
-    except ValueError as error:  # bad JSON, or bad UTF-8
-        raise UnusableAnswer(f"the answer must be JSON ({error})") from error
 
 
 class Judge(Reward):
@@ -273,14 +265,11 @@ class Judge(Reward):
 
     async def frames(self, sample: RewardInput) -> list[Part]:
         """The sample's frames, at most `num_frames`."""
-        return await self._parts(images_of(sample, self.config.num_frames))
+        return await picture_parts(images_of(sample, self.config.num_frames), self.config.max_px)
 
     async def sources(self, sample: RewardInput) -> list[Part]:
         """The pictures that its prompt is about."""
-        return await self._parts(sample.sources())
-
-    async def _parts(self, images: Sequence[Image.Image]) -> list[Part]:
-        return await picture_parts([fitted(image, self.config.max_px) for image in images])
+        return await picture_parts(sample.sources(), self.config.max_px)
 
 
 class SampleJudge(Judge):

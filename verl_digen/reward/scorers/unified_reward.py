@@ -20,7 +20,7 @@ from PIL import Image
 
 from verl_digen.require import In
 from verl_digen.reward.base import Result, images_of
-from verl_digen.reward.judges.chat import MAX_SIDE_PX, JudgeConfig, SampleJudge, fitted, picture_parts
+from verl_digen.reward.judges.chat import MAX_SIDE_PX, JudgeConfig, SampleJudge, picture_parts
 from verl_digen.reward.judges.reading import number_in
 from verl_digen.types import RewardInput
 
@@ -62,9 +62,9 @@ class UnifiedReward(SampleJudge):
 
     async def _number(self, frame: Image.Image, question: str) -> float:
         size = self.config.size_px
-        image = frame.resize((size, size)) if size else fitted(frame, self.config.max_px)
+        image = frame.resize((size, size)) if size else frame
         return await self.chat.ask(
-            await picture_parts([image]),
+            await picture_parts([image], size or self.config.max_px),
             question,
             lambda reply: number_in(reply, FINAL_SCORE, LOW, HIGH, takes_last=False),
         )
