@@ -32,50 +32,48 @@ from verl_digen.require import require
 
 def sentences(data: dict[str, Any]) -> dict[str, Any]:
     """Part of the page -> the sentence in its place, for parts without content; `left_out`: sentences."""
-    names = data["curves"]["columns"]
-    has_steps, has_validations = "reward/mean" in names, "val/reward" in names
-    no_step = "The run has not finished a step yet."
-    empty: dict[str, str] = {}
-    if not has_steps and not has_validations:
-        empty["reward"] = no_step
-    if not has_steps:
-        empty |= {"health": no_step, "speed": no_step, "metrics": no_step}
-    if not any(name.startswith(("reward/", "val/reward_")) for name in names):
-        empty["parts"] = no_step
-    if not data["distributions"]["steps"]:
-        empty["distributions"] = (
-            "No step has recorded its rewards yet: every digen.logged_groups_every steps does, "
-            "unless digen.num_logged_groups=0."
-        )
-    if not data["validations"]["steps"]:
-        empty["validations"] = (
+    names, start, shown = data["curves"]["columns"], data["start"], data["timelines"]
+    has_steps, no_step = "reward/mean" in names, "The run has not finished a step yet."
+    parts = {
+        "reward": (has_steps or "val/reward" in names, no_step),
+        "health": (has_steps, no_step),
+        "speed": (has_steps, no_step),
+        "metrics": (has_steps, no_step),
+        "parts": (any(name.startswith(("reward/", "val/reward_")) for name in names), no_step),
+        "distributions": (
+            data["distributions"]["steps"],
+            "No step has recorded its rewards yet: every digen.logged_groups_every steps does, unless "
+            "digen.num_logged_groups=0.",
+        ),
+        "validations": (
+            data["validations"]["steps"],
             "There is no validation with pictures yet: trainer.test_freq and trainer.val_before_train say when there "
-            "is, digen.num_logged_images how many prompts it shows."
-        )
-    if not data["groups"]["steps"]:
-        empty["groups"] = (
+            "is, digen.num_logged_images how many prompts it shows.",
+        ),
+        "groups": (
+            data["groups"]["steps"],
             "No training group has been shown yet: every digen.logged_groups_every steps shows "
-            "digen.num_logged_groups groups."
-        )
-    if not data["timelines"]["steps"]:
-        is_there = data["timelines"]["is_there"]
-        empty["timeline"] = (
-            "The timeline holds no complete step yet." if is_there else "This run has recorded no timeline."
-        )
-    start = data["start"]
-    if start["changes"] is None:
-        empty["changes"] = (
+            "digen.num_logged_groups groups.",
+        ),
+        "timeline": (
+            shown["steps"],
+            "The timeline holds no complete step yet." if shown["is_there"] else "This run has recorded no timeline.",
+        ),
+        "changes": (
+            start["changes"],
             "The run's folder has no start.json, so its config cannot be compared with the recipe: runs started by "
             "verl's main write it."
-        )
-    elif not start["changes"]:
-        empty["changes"] = "The run is the recipe, unchanged."
-    if not start["config"]:
-        empty["config"] = "The run's folder holds no config."
-    if not start["versions"]:
-        empty["versions"] = "The run's folder does not say which versions it had."
-    if not data["warnings"]["shown"]:
-        empty["warnings"] = "The driver has given no warning. Those of workers are on the console alone."
+            if start["changes"] is None
+            else "The run is the recipe, unchanged.",
+        ),
+        "config": (start["config"], "The run's folder holds no config."),
+        "versions": (start["versions"], "The run's folder does not say which versions it had."),
+        "warnings": (
+            data["warnings"]["shown"],
+            "The driver has given no warning. Those of workers are on the console alone.",
+        ),
+    }
+    empty = {part: sentence for part, (content, sentence) in parts.items() if not content}
     return {"empty": empty, "left_out": _left_out(data)}
 
 

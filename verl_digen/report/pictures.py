@@ -76,20 +76,16 @@ def validations(run_dir: Path, last_step: int) -> dict[str, Any]:
 def groups(run_dir: Path, last_step: int) -> dict[str, Any]:
     """Best and worst samples of training groups up to `last_step`: of each of `steps` a list of groups, each a list of
     `prompt`, which begins with best or worst, `reward` and `picture`."""
-    found = [
-        step for step in pictured_steps(run_dir, TRAINING) if step <= last_step and _shown(group_dir(run_dir, step))
-    ]
+    steps_so_far = (step for step in pictured_steps(run_dir, TRAINING) if step <= last_step)
+    found = {step: shown for step in steps_so_far if (shown := _shown(group_dir(run_dir, step)))}
 
     def encode(step: int) -> list[str | None]:
-        folder = group_dir(run_dir, step)
-        return [thumbnail(folder / entry["file"]) for entry in _shown(folder)]
+        return [thumbnail(group_dir(run_dir, step) / entry["file"]) for entry in found[step]]
 
-    steps, pictures = _fitting(found, encode, TRAINING_CHARS)
+    steps, pictures = _fitting(list(found), encode, TRAINING_CHARS)
     return {
         "steps": steps,
-        "groups": [
-            _by_group(_shown(group_dir(run_dir, step)), of_step) for step, of_step in zip(steps, pictures, strict=True)
-        ],
+        "groups": [_by_group(found[step], of_step) for step, of_step in zip(steps, pictures, strict=True)],
         "num_left_out": len(found) - len(steps),
     }
 

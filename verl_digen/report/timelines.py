@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,13 +59,11 @@ def _shown(timeline: Timeline, step: int, word: str) -> dict[str, Any]:
     of_step = around_step(timeline.intervals, step)
     num_devices = timeline.num_devices[step]
     names = group_names(of_step)
-    lanes, bars, num_lanes_left_out = [], [], 0
-    of_pool: dict[str, int] = {}
+    lanes, bars, num_lanes = [], [], Counter[str]()
     for name, of_lane in by_lane(of_step, window).items():
         pool = of_lane[0].lane.pool
-        of_pool[pool] = of_pool[pool] + 1 if pool in of_pool else 1
-        if of_pool[pool] > MAX_LANES:
-            num_lanes_left_out += 1
+        num_lanes[pool] += 1
+        if num_lanes[pool] > MAX_LANES:
             continue
         slots = rows(of_lane)
         lanes.append({"name": name, "host": of_lane[-1].lane.host, "rows": max(slots) + 1})
@@ -79,7 +78,7 @@ def _shown(timeline: Timeline, step: int, word: str) -> dict[str, Any]:
         "pools": _pools(of_step, step, num_devices),
         "lanes": lanes,
         "bars": longest,
-        "num_lanes_left_out": num_lanes_left_out,
+        "num_lanes_left_out": num_lanes.total() - len(lanes),
         "num_bars_left_out": len(bars) - len(longest),
     }
 
@@ -122,20 +121,13 @@ def _headline(metrics: Mapping[str, float], num_devices: Mapping[str, int], step
 
 
 def _pools(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, int]) -> list[dict[str, Any]]:
-    found = []
-    for pool, usage in pool_usage(intervals, step, num_devices).items():
-        causes = sorted(usage.bubble_s.items(), key=lambda cause: -cause[1])
-        found.append(
-            {
-                "pool": pool,
-                "devices": usage.num_devices,
-                "busy": rounded(usage.busy_fraction),
-                "idle": rounded(usage.bubble_fraction),
-                "causes": [
-                    [words_of(reason), rounded(seconds / usage.capacity_s), reason == UNATTRIBUTED]
-                    for reason, seconds in causes
-                    if seconds > 0
-                ],
-            }
-        )
-    return found
+    return [
+        {
+            "pool": pool,
+            "devices": usage.num_devices,
+            "busy": rounded(usage.busy_fraction),
+            "idle": rounded(usage.bubble_fraction),
+            "causes": [[words_of(reason), rounded(share), reason == UNATTRIBUTED] for reason, share in usage.causes],
+        }
+        for pool, usage in pool_usage(intervals, step, num_devices).items()
+    ]

@@ -58,6 +58,12 @@ class Usage:
     def busy_fraction(self) -> float:
         return fsum(self.busy_s.values()) / self.capacity_s
 
+    @property
+    def causes(self) -> list[tuple[str, float]]:
+        """(reason, share of the capacity) of the bubbles, the largest first."""
+        largest = sorted(self.bubble_s.items(), key=lambda bubble: -bubble[1])
+        return [(reason, seconds / self.capacity_s) for reason, seconds in largest if seconds > 0]
+
 
 def step_window(intervals: Iterable[Interval], step: int) -> Span:
     """Start and end of a step. Raises ValueError: the step has no `step` interval, or one of 0 s."""

@@ -70,12 +70,10 @@ def to_table(intervals: Sequence[Interval], step: int, num_devices: Mapping[str,
 
 
 def _causes(usage: Usage) -> str:
-    bubbles: Mapping[str, float] = {reason: seconds for reason, seconds in usage.bubble_s.items() if seconds > 0}
-    largest = sorted(bubbles, key=lambda reason: -bubbles[reason])
-    parts = [f"{reason} {bubbles[reason] / usage.capacity_s:.1%}" for reason in largest[:NUM_CAUSES]]
-    if len(largest) > NUM_CAUSES:
-        rest = sum(bubbles[reason] for reason in largest[NUM_CAUSES:])
-        parts.append(f"{len(largest) - NUM_CAUSES} more {rest / usage.capacity_s:.1%}")
+    shown, rest = usage.causes[:NUM_CAUSES], usage.causes[NUM_CAUSES:]
+    parts = [f"{reason} {share:.1%}" for reason, share in shown]
+    if rest:
+        parts.append(f"{len(rest)} more {sum(share for _, share in rest):.1%}")
     return ", ".join(parts) or "-"
 
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import closing
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +60,13 @@ class TimelineFile:
         if not self._path.exists():
             return
         records = _read(self._path)
-        end_s = None
-        for record in records:
-            if isinstance(record, Interval) and record.kind == "step" and record.step == step:
-                end_s = record.end_s
+        ends_s = [one.end_s for one in records if isinstance(one, Interval) and (one.kind, one.step) == ("step", step)]
         kept = [
             record if isinstance(record, dict) else to_line(record)
             for record in (records if step > 0 else [])
-            if isinstance(record, dict) or record.step <= step or (end_s is not None and record.start_s < end_s)
+            if isinstance(record, dict) or record.step <= step or record.start_s < max(ends_s, default=-inf)
         ]
-        replace_text(self._path, "".join(_dump(line) for line in kept))
+        replace_text(self._path, "".join(map(_dump, kept)))
 
     def append(self, intervals: Iterable[Interval]) -> None:
         """Append intervals of the driver's clock."""
@@ -96,51 +93,45 @@ def read_timeline(path: Path, *, most_bytes: int | None = None) -> Timeline:
     return Timeline(tuple(intervals), num_devices)
 
 
-def _lines(path: Path, most_bytes: int | None) -> Generator[tuple[int, bytes], None, None]:
-    """(number, line) of the file; of a longer one than `most_bytes` the first line and the whole ones of its end."""
+def _lines(path: Path, most_bytes: int | None) -> list[bytes]:
+    """Lines of the file; of a longer one than `most_bytes` the first line and the whole ones of its end."""
     with open(path, "rb") as file:
-        yield 1, file.readline()
+        first = file.readline()
         skipped = 0 if most_bytes is None else path.stat().st_size - most_bytes
-        number = 2
         if skipped > file.tell():
             file.seek(skipped)
             file.readline()
-        for text in file:
-            yield number, text
-            number += 1
+        return [first, *file]
 
 
 def _read(path: Path, most_bytes: int | None = None) -> list[dict[str, Any] | Interval]:
     """Read headers and intervals in the order of the file."""
+    *whole, last = _lines(path, most_bytes)
+    if last.endswith(b"\n"):  # as a complete line does
+        whole.append(last)
+    elif last:
+        logger.warning("%s: the last line is torn, as when a run is killed while it writes; it is left out", path)
     records: list[dict[str, Any] | Interval] = []
-    with closing(_lines(path, most_bytes)) as lines:
-        for number, text in lines:
-            if not text.endswith(b"\n"):  # a complete line ends with a newline
-                if text:
-                    logger.warning(
-                        "%s: the last line is torn, as when a run is killed while it writes; it is left out", path
-                    )
-                break
-            try:
-                line = json.loads(text)
-                is_header = "timeline" in line
-                record = line if is_header else from_line(line)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{path}: line {number} is no line of a timeline ({type(error).__name__}: {error}); "
-                    "delete that line, or restore the file"
-                ) from error
-            if is_header and line["timeline"] != SCHEMA_VERSION:
-                raise ValueError(
-                    f"{path}: line {number}: the schema must be version {SCHEMA_VERSION}, got {line['timeline']}; "
-                    "use the verl-digen that wrote the file"
-                )
-            if number == 1 and not is_header:
-                raise ValueError(
-                    f"{path}: the first line must be a header with `timeline` and `num_devices`, got an interval; "
-                    "restore the file"
-                )
-            records.append(record)
+    for number, text in enumerate(whole, start=1):
+        try:
+            line = json.loads(text)
+            record = line if "timeline" in line else from_line(line)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path}: line {number} is no line of a timeline ({type(error).__name__}: {error}); "
+                "delete that line, or restore the file"
+            ) from error
+        if isinstance(record, dict) and record["timeline"] != SCHEMA_VERSION:
+            raise ValueError(
+                f"{path}: line {number}: the schema must be version {SCHEMA_VERSION}, got {record['timeline']}; "
+                "use the verl-digen that wrote the file"
+            )
+        if number == 1 and isinstance(record, Interval):
+            raise ValueError(
+                f"{path}: the first line must be a header with `timeline` and `num_devices`, got an interval; "
+                "restore the file"
+            )
+        records.append(record)
     return records
 
 

@@ -11,8 +11,8 @@ arrow starts inside a generate or assist event and ends at the train event of it
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 from verl_digen.observe.timeline.analysis import Span, by_lane
@@ -84,17 +84,13 @@ def rows(intervals: Sequence[Interval]) -> list[int]:
 
 def group_names(intervals: Iterable[Interval]) -> dict[tuple[int, str], str]:
     """(step, uid) -> g1, g2, ...: a step's groups in the order in which their generation began."""
-    began: dict[tuple[int, str], float] = {}
-    for interval in intervals:
-        if interval.kind in ("generate", "assist"):
-            for uid in interval.group_ids:
-                key = (interval.step, uid)
-                began[key] = min(interval.start_s, began[key]) if key in began else interval.start_s
+    generating = (interval for interval in intervals if interval.kind in ("generate", "assist"))
     names: dict[tuple[int, str], str] = {}
-    counts: dict[int, int] = {}
-    for step, uid in sorted(began, key=lambda key: (began[key], key)):
-        counts[step] = counts[step] + 1 if step in counts else 1
-        names[step, uid] = f"g{counts[step]}"
+    counts: Counter[int] = Counter()
+    for _, step, uid in sorted((one.start_s, one.step, uid) for one in generating for uid in one.group_ids):
+        if (step, uid) not in names:
+            counts[step] += 1
+            names[step, uid] = f"g{counts[step]}"
     return names
 
 
@@ -111,28 +107,19 @@ def to_trace(intervals: Sequence[Interval], window: Span) -> dict[str, Any]:
     shown = [interval for interval in intervals if interval.start_s < window[1] and interval.end_s > window[0]]
     base_s = min((interval.start_s for interval in shown), default=0.0)
     names = group_names(intervals)
-    processes: dict[Pool, list[Thread]] = {
-        "driver": [Thread("steps", [interval for interval in shown if interval.kind == "step"])]
-    }
-    for of_lane in by_lane(shown, window).values():
-        processes.setdefault(of_lane[0].lane.pool, []).extend(_threads(of_lane))
+    threads = [Thread("driver", "steps", [interval for interval in shown if interval.kind == "step"])]
+    threads += [thread for of_lane in by_lane(shown, window).values() for thread in _threads(of_lane)]
     metadata: list[dict[str, Any]] = []
     placed: list[tuple[Interval, dict[str, Any]]] = []
-    tids = count(1)  # no number twice, and no 0, which Perfetto takes for the idle process
-    for pid, pool in enumerate(POOLS, start=1):
-        if pool not in processes:
-            continue
-        metadata += [
-            _metadata("process_name", pid, 0, name=pool),
-            _metadata("process_sort_index", pid, 0, sort_index=pid),
-        ]
-        for thread in processes[pool]:
-            tid = next(tids)
-            metadata += [
-                _metadata("thread_name", pid, tid, name=thread.name),
-                _metadata("thread_sort_index", pid, tid, sort_index=tid),
-            ]
-            placed += [(interval, _event(interval, pid, tid, base_s, names)) for interval in thread.intervals]
+    pids = {thread.pool: POOLS.index(thread.pool) + 1 for thread in threads}
+    for pool, pid in pids.items():
+        metadata.append(_metadata("process_name", pid, 0, name=pool))
+        metadata.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
+    for tid, thread in enumerate(threads, start=1):  # Perfetto takes 0 for the idle process
+        pid = pids[thread.pool]
+        metadata.append(_metadata("thread_name", pid, tid, name=thread.name))
+        metadata.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
+        placed += [(interval, _event(interval, pid, tid, base_s, names)) for interval in thread.intervals]
     events = [event for _, event in placed] + _arrows(placed, names)
     events.sort(key=lambda event: (event["ts"], event["ph"] != "X"))  # an arrow after the event it binds to
     return {"traceEvents": metadata + events, "displayTimeUnit": "ms", "otherData": {"start_unix_s": base_s}}
@@ -141,6 +128,7 @@ def to_trace(intervals: Sequence[Interval], window: Span) -> dict[str, Any]:
 class Thread(NamedTuple):
     """A row of the viewer."""
 
+    pool: Pool
     name: str
     intervals: list[Interval]
 
@@ -151,6 +139,7 @@ def _threads(of_lane: list[Interval]) -> list[Thread]:
     lane = of_lane[0].lane
     return [
         Thread(
+            lane.pool,
             f"{lane.name} on {lane.host}" + (f", slot {row}" if max(in_row) > 0 else ""),
             [interval for interval, own in zip(of_lane, in_row, strict=True) if own == row],
         )
