@@ -18,7 +18,7 @@ from torch import nn
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_shards, num_trainer_devices
@@ -153,23 +153,19 @@ class Settings:
     @property
     def num_trained_samples(self) -> int:
         """Samples of a step that train: all, or those that the objective or `digen.advantage.best_of` selects."""
-        is_ours = self.digen.loss_name in objective_names()
-        return self.num_prompts * (len(self.digen.select(range(self.group_size))) if is_ours else self.group_size)
+        return self.num_prompts * len(self.digen.select(range(self.group_size)))
 
     @property
     def policies_read(self) -> set[str]:
         """Policies that cost a forward of every row."""
-        read = {"reference"} if self.digen.kl.coef > 0 else set()
-        if self.digen.loss_name not in objective_names():
-            return read
         objective = find_objective(self.digen.loss_name)
-        named = objective.policies_for(self.digen.loss_settings)
-        return read | (named if objective.behaviour == "old" else named - {"old"})  # old is the current one
+        named = objective.policies_for(self.digen.loss_settings) | ({"reference"} if self.digen.kl.coef > 0 else set())
+        return named if objective.behaviour == "old" else named - {"old"}  # old is the current one
 
     @property
     def policies_that_follow(self) -> tuple[str, ...]:
         """Policies with a copy of the trained weights, besides the average of `digen.ema`."""
-        return tuple(self.digen.loss_settings.copies) if self.digen.loss_name in objective_names() else ()
+        return tuple(self.digen.loss_settings.copies)
 
     @property
     def num_saved_copies(self) -> int:
