@@ -1,5 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `digen` command. A subcommand is a module with `NAME`, `add_arguments` and `run`; its docstring is its help."""
+"""The `digen` command. A subcommand is a module whose docstring is its help:
+
+    NAME                             the word after `digen`
+    add_arguments(ArgumentParser)    declares its arguments
+    run(Namespace) -> int            carries it out -> exit code; ValueError where its words cannot be
+
+Heavy imports go inside `run`, so that other subcommands start fast.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +17,12 @@ import logging
 import os
 import signal
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from typing import NoReturn, Protocol
+from types import ModuleType
+from typing import NoReturn
 
 from verl_digen.observe.timeline import command as timeline
 from verl_digen.report import report_command as report
@@ -29,30 +37,12 @@ from verl_digen.tools.train import train_command as train
 from verl_digen.tools.watch import command as watch
 from verl_digen.user_modules import import_user_modules
 
-
-class Command(Protocol):
-    """Interface of a subcommand's module. Heavy imports go inside `run`, so that other subcommands start fast."""
-
-    __doc__: str | None
-
-    @property
-    def NAME(self) -> str:
-        """The word after `digen`."""
-        ...
-
-    def add_arguments(self, parser: ArgumentParser) -> None: ...
-
-    def run(self, args: Namespace) -> int:
-        """Run the subcommand; returns the exit code. Raises ValueError where its words cannot be carried out."""
-        ...
-
-
 EXIT_REFUSED = 2
 """The command line cannot be carried out."""
 EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143
 """128 + the number of the signal, as in shells."""
 
-COMMANDS: tuple[Command, ...] = (
+COMMANDS: tuple[ModuleType, ...] = (
     *(train, watch, report, sample, export),
     *(doctor, plan, score, simulate, timeline, bench),
 )

@@ -22,7 +22,7 @@ import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from verl.base_config import BaseConfig
 from verl.utils.fs import copy_to_local
-from verl.workers.config import MtpConfig
+from verl.workers.config import HFModelConfig, MtpConfig
 
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
@@ -58,17 +58,9 @@ class DiffusionModelConfig(BaseConfig):
     `actor_rollout_ref.model`."""
 
     _mutable_fields = {  # noqa: RUF012 - verl's way to declare them
-        "tokenizer_path",
-        "hf_config",
-        "model_type",
-        "digen",
-        "mtp",
-        "enable_activation_offload",
-        "lora",
-        "lora_rank",
-        "lora_alpha",
-        "lora_adapter_path",
-        "use_remove_padding",
+        *HFModelConfig._mutable_fields,
+        *("digen", "enable_activation_offload", "use_remove_padding"),
+        *("lora", "lora_rank", "lora_alpha", "lora_adapter_path"),
     }
 
     path: str = MISSING

@@ -204,7 +204,7 @@ class RecipeSource(ConfigSource):
     def _load_schema(self) -> ConfigResult:
         from verl_digen.config import digen_schema  # imports torch: only when one of our recipes is composed
 
-        schema = digen_schema()
+        schema = copy.deepcopy(digen_schema())
         OmegaConf.set_struct(schema.reward.recipe_functions, False)  # its keys are the user's, and need no `+`
         return ConfigResult(self.provider, self.full_path(), schema, header={"package": "digen"})
 

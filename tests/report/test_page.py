@@ -223,7 +223,7 @@ def test_the_file_is_replaced_at_once_and_a_failure_leaves_the_old_one(tmp_path,
     def fail(*arguments):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(page.os, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="the disk is full"):
         write_report(tmp_path, path)
     assert path.read_text() == before and not list(tmp_path.glob(f".{REPORT}*"))

@@ -17,7 +17,6 @@ from verl_digen.algorithms.objectives import (
     best_and_worst,
     choose_denominator,
     find_objective,
-    objective_names,
 )
 from verl_digen.algorithms.outside import EXACT, check_outside
 from verl_digen.algorithms.solvers import DETERMINISTIC, FIRST_ORDER
@@ -226,8 +225,7 @@ class DigenConfig:
             why = ", where a group with equal sums of rewards trains if one of them differs"
             key, given = "digen.queue.drop_zero_spread", self.queue.drop_zero_spread
             require_value(key, given, False, f"with digen.reward.combine=gdpo{why}", "leave it out")
-        if self.loss_name in objective_names():  # for others properties below raise
-            self.check_points()
+        self._check_points()
 
     @property
     def rollout_attention_backend(self) -> str:
@@ -239,7 +237,7 @@ class DigenConfig:
         """True if replicas compile blocks: by their own key, else by the trainer's."""
         return self.compile if self.rollout.compile is None else self.rollout.compile
 
-    def check_points(self) -> None:
+    def _check_points(self) -> None:
         """Require points that the schedule has, samples that differ, one choice of them, and a defined KL term."""
         loss = f"with digen.loss.name={self.loss_name}"
         if find_objective(self.loss_name).select is not all_samples:
@@ -328,13 +326,12 @@ class DigenConfig:
 
     @property
     def trains_forward_points(self) -> bool:
-        """True if finished pictures are noised again for training, and no path is recorded. ValueError if there is no
-        such loss."""
+        """True if finished pictures are noised again for training, and no path is recorded."""
         return find_objective(self.loss_name).points == "forward"
 
     @property
     def trains_pairs(self) -> bool:
-        """True if the samples that train are pairs of pictures of the data set. ValueError if there is no such loss."""
+        """True if the samples that train are pairs of pictures of the data set."""
         return find_objective(self.loss_name).source == "dataset"
 
     @property
@@ -344,8 +341,7 @@ class DigenConfig:
 
     @property
     def select(self) -> Select:
-        """Choice of the samples of a group that train: by `advantage.best_of`, else the objective's. ValueError if
-        there is no such loss."""
+        """Choice of the samples of a group that train: by `advantage.best_of`, else the objective's."""
         count = self.advantage.best_of
         return find_objective(self.loss_name).select if count is None else partial(best_and_worst, count=count)
 
@@ -356,7 +352,7 @@ class DigenConfig:
 
     @cached_property
     def loss_settings(self) -> LossConfig:
-        """Settings of the policy loss, of its own class. ValueError if there is no such loss or setting."""
+        """Settings of the policy loss, of its own class."""
         return loss_settings(self.loss)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -21,13 +21,9 @@ MAY_BE_INFINITE = frozenset({"digen.loss.advantage_clip"})
 
 
 @cache
-def _schema() -> DictConfig:
-    """Make the schema, once, because that takes 10 ms; merging into it copies it."""
-    return digen_schema()
-
-
 def digen_schema() -> DictConfig:
-    """`DigenConfig` as a config that can be merged into: typed, and closed to unknown keys."""
+    """`DigenConfig` as a config that can be merged into, which copies it: typed, and closed to unknown keys. Made once,
+    because that takes 10 ms."""
 
     def open_for_values(node: DictConfig) -> None:
         OmegaConf.set_readonly(node, False)  # frozen dataclasses make read-only nodes
@@ -56,7 +52,7 @@ def digen_config(config: DictConfig) -> DigenConfig:
     )
     try:
         # as plain data: a key added with `+` would pass in a section that is typed already
-        merged = OmegaConf.merge(_schema(), OmegaConf.to_container(section, resolve=True))
+        merged = OmegaConf.merge(digen_schema(), OmegaConf.to_container(section, resolve=True))
         return _built(merged, list(_not_finite("digen", OmegaConf.to_container(merged))))
     except OmegaConfBaseException as error:
         raise ValueError(_named(error)) from error

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_digen.config import DigenConfig, EnvironmentConfig, RewardConfig
@@ -65,10 +65,13 @@ def _num_model_pool_devices(config: Any) -> int:
 
 
 def num_pool_devices(reward: RewardConfig) -> int:
-    """Devices of rewards with processes of their own; processes with shares are packed, the largest first."""
-    workers = [
-        entry.pool.num_gpus for entry in reward.entries if entry.pool is not None for _ in range(entry.pool.num_workers)
-    ]
+    """Devices of rewards with processes of their own."""
+    pools = [entry.pool for entry in reward.entries if entry.pool is not None]
+    return _packed([pool.num_gpus for pool in pools for _ in range(pool.num_workers)])
+
+
+def _packed(workers: Sequence[float]) -> int:
+    """Devices of processes with these numbers of devices; those with shares are packed, the largest first."""
     free: list[float] = []
     for share in sorted((share for share in workers if 0 < share < 1), reverse=True):
         fitting = next((number for number, left in enumerate(free) if left >= share - ROUNDING), None)
@@ -80,12 +83,8 @@ def num_pool_devices(reward: RewardConfig) -> int:
 
 
 def num_environment_devices(environment: EnvironmentConfig) -> int:
-    """Devices of the environment workers; those with shares are packed."""
-    if not environment.is_on or environment.num_gpus == 0:
-        return 0
-    if environment.num_gpus >= 1:
-        return environment.num_workers * int(environment.num_gpus)
-    return -(-environment.num_workers // int(1 / environment.num_gpus + ROUNDING))
+    """Devices of the environment workers."""
+    return _packed([environment.num_gpus] * environment.num_workers) if environment.is_on else 0
 
 
 def num_reward_devices(config: Any, reward: RewardConfig) -> int:

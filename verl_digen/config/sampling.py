@@ -188,14 +188,14 @@ recorded. With stale samples auto is rollout, see `verl_digen.algorithms.objecti
 
 
 def check_loss_section(section: Mapping[str, Any]) -> None:
-    """Require values that fit the loss, if there is one of this name."""
+    """Require a policy loss that is registered, by us or by a module the user names, and values that fit it."""
+    require_one_of("digen.loss.name", section["name"], objective_names())
     require_one_of("digen.loss.old_log_probs", section["old_log_probs"], OLD_LOG_PROBS)
-    if section["name"] in objective_names():
-        loss_settings(section)
+    loss_settings(section)
 
 
 def loss_settings(section: Mapping[str, Any]) -> LossConfig:
-    """Settings of the chosen loss. ValueError if there is no such loss or setting, or a value breaks a rule."""
+    """Settings of the chosen loss. ValueError if there is no such setting, or a value breaks a rule."""
     config = find_objective(section["name"]).config
     known = _settings_of(config)
     own = {name: value for name, value in section.items() if name in known}

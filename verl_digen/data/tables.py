@@ -98,44 +98,26 @@ def parquet_rows(
     import pyarrow.parquet
 
     try:
-        schema = pyarrow.parquet.read_schema(path)
-    except (OSError, pyarrow.lib.ArrowException):
-        pass  # reported below
-    else:
-        for name in _of_images(schema, images):
-            require_form(schema.field(name).type, f"{key}: {name} of {str(path)!r}")
-    try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            found = {name: parquet_references(file, path, name) for name in _of_images(file.schema_arrow, images)}
+            pictured = _of_images(file.schema_arrow, images, f"{key}: ", str(path))
+            found = {name: parquet_references(file, path, name) for name in pictured}
             names = [name for name in file.schema_arrow.names if name not in found]
         table = pyarrow.parquet.read_table(path, columns=names)
-        return rows_of_table(table, str(path), kept, found=found)
-    except (OSError, ValueError, pyarrow.lib.ArrowException) as error:
+        return rows_of_table(table, str(path), kept, found)
+    except (OSError, pyarrow.lib.ArrowException, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"{key}: {str(path)!r} is not a readable parquet file ({reason}); write it again") from error
 
 
 def rows_of_table(
-    table: pyarrow.Table,
-    name: str,
-    kept: frozenset[str],
-    *,
-    images: Sequence[str] = (),
-    found: Mapping[str, Sequence[References]] | None = None,
+    table: pyarrow.Table, name: str, kept: frozenset[str], found: Mapping[str, Sequence[References]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row of an Arrow table of this `name` (of a file or dataset).
 
     Args:
         kept: columns that are read whatever they hold; their own rules say what is wrong.
-        images: columns that may hold images.
-        found: references of such columns, if they are known; the table is then without these.
+        found: references of the columns with images, which the table is without.
     """
-    if found is None:
-        pictured = _of_images(table.schema, images)
-        for column in pictured:
-            require_form(table.schema.field(column).type, f"{column} of {name!r}")
-        found = {column: table_references(table.column(column).chunks, name, column) for column in pictured}
-        table = table.drop_columns(pictured)
     columns = [one.name for one in table.schema if one.name in kept or _is_plain(one.type)]
     left_out = [f"{one.name} ({one.type})" for one in table.schema if one.name not in columns]
     if left_out:
@@ -151,8 +133,12 @@ def rows_of_table(
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _of_images(schema: pyarrow.Schema, images: Sequence[str]) -> list[str]:
-    return [name for name in images if name in schema.names and holds_images(schema.field(name).type)]
+def _of_images(schema: pyarrow.Schema, images: Sequence[str], key: str, place: str) -> list[str]:
+    """The columns `images` that hold images. ValueError, which begins with `key`, if one has another form."""
+    found = [name for name in images if name in schema.names and holds_images(schema.field(name).type)]
+    for name in found:
+        require_form(schema.field(name).type, f"{key}{name} of {place!r}")
+    return found
 
 
 def dataset_rows(
@@ -165,7 +151,10 @@ def dataset_rows(
     except Exception as error:  # the library raises what its loaders, file systems and the network do
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(f"{key}: {name!r} is not a dataset that can be loaded ({reason}); {remedy}") from error
-    return ((f"{place} of {typed!r}", row) for place, row in rows_of_table(table, name, kept, images=images))
+    pictured = _of_images(table.schema, images, "", name)
+    found = {column: table_references(table.column(column).chunks, name, column) for column in pictured}
+    rows = rows_of_table(table.drop_columns(pictured), name, kept, found)
+    return ((f"{place} of {typed!r}", row) for place, row in rows)
 
 
 def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:

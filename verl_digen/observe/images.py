@@ -32,6 +32,8 @@ CAPTION_PX = 52
 """Least height of the caption under it; a longer one takes what it needs, and so do those beside it."""
 LETTER_PX, LINE_PX = 6, 13
 """Width of a letter of a caption, and height of its lines."""
+TITLE_PX = 24
+"""Height of a title above a row."""
 WORSE = "#B3261E"
 """Colour of the caption of a picture whose reward has fallen."""
 GRID_PX = 8 * CELL_PX
@@ -92,40 +94,40 @@ def save_video(frames: Tensor, path: Path) -> None:
 
 def save_grid(shown: Sequence[Shown], path: Path, title: str) -> None:
     """Write a grid of pictures with caption and reward under each."""
-    width = _cell_width(shown)
-    columns = _columns(len(shown), width)
-    rows = -(-len(shown) // columns)
-    row_px = CELL_PX + _caption_px(shown, width)
-    grid = Image.new("RGB", (columns * width, 24 + rows * row_px), "white")
-    draw = ImageDraw.Draw(grid)
-    draw.text((4, 5), title, fill="black", font=_font(13))
-    for position, entry in enumerate(shown):
-        row, column = divmod(position, columns)
-        _paste(grid, draw, entry, column * width, 24 + row * row_px, width)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    grid.save(path)
+    _save_rows([(title, shown)], path)
 
 
 def save_before_after(before: Sequence[Shown], after: Sequence[Shown], path: Path, titles: tuple[str, str]) -> None:
     """Two rows per group of prompts: the first validation above, the last below, with the change of each reward; the
     mean reward of the pictures is added to the titles."""
     after = _compared(before, after)
-    titles = _with_mean(titles[0], before), _with_mean(titles[1], after)
-    width = _cell_width([*before, *after])
-    columns = _columns(len(before), width)
-    bands = -(-len(before) // columns)
-    row_px = CELL_PX + _caption_px([*before, *after], width)
-    band_px = 2 * row_px + 48
-    picture = Image.new("RGB", (columns * width, bands * band_px), "white")
-    draw = ImageDraw.Draw(picture)
-    for band in range(bands):
-        for line, (entries, title) in enumerate(zip((before, after), titles, strict=True)):
-            top = band * band_px + line * (row_px + 24)
+    _save_rows([(_with_mean(titles[0], before), before), (_with_mean(titles[1], after), after)], path)
+
+
+def _save_rows(series: Sequence[tuple[str, Sequence[Shown]]], path: Path) -> None:
+    """Rows of as many pictures as fit, of each (title, pictures) in turn. One title is above the first row alone, of
+    several each is above its own rows."""
+    everything = [entry for _, shown in series for entry in shown]
+    width = max(CELL_PX, *(math.ceil(CELL_PX * _aspect(entry.path)) for entry in everything))
+    row_px, num_shown = CELL_PX + _caption_px(everything, width), len(series[0][1])
+    columns = max(1, min(num_shown, GRID_PX // width))
+    rows = [
+        (title if start == 0 or len(series) > 1 else "", shown[start : start + columns])
+        for start in range(0, num_shown, columns)
+        for title, shown in series
+    ]
+    titles_px = TITLE_PX * sum(title != "" for title, _ in rows)
+    canvas = Image.new("RGB", (columns * width, titles_px + len(rows) * row_px), "white")
+    draw, top = ImageDraw.Draw(canvas), 0
+    for title, entries in rows:
+        if title:
             draw.text((4, top + 5), title, fill="black", font=_font(13))
-            for column, entry in enumerate(entries[band * columns : (band + 1) * columns]):
-                _paste(picture, draw, entry, column * width, top + 24, width)
+            top += TITLE_PX
+        for column, entry in enumerate(entries):
+            _paste(canvas, draw, entry, column * width, top, width)
+        top += row_px
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(path)
+    canvas.save(path)
 
 
 def _compared(before: Sequence[Shown], after: Sequence[Shown]) -> list[Shown]:
@@ -158,11 +160,6 @@ def _beside(sources: Sequence[Image.Image], picture: Image.Image) -> Image.Image
     return row
 
 
-def _cell_width(shown: Sequence[Shown]) -> int:
-    """Width in px of the widest picture at the height of a cell."""
-    return max(CELL_PX, *(math.ceil(CELL_PX * _aspect(entry.path)) for entry in shown))
-
-
 def _aspect(path: Path) -> float:
     with Image.open(path) as image:
         return image.width / image.height
@@ -172,10 +169,6 @@ def _caption_px(shown: Sequence[Shown], width: int) -> int:
     """Height of the longest caption of cells of this width."""
     longest = max(len(textwrap.wrap(entry.caption(2), width // LETTER_PX)) for entry in shown)
     return max(CAPTION_PX, LINE_PX * (longest + 1))
-
-
-def _columns(num_shown: int, width: int) -> int:
-    return max(1, min(num_shown, GRID_PX // width))
 
 
 def _paste(canvas: Image.Image, draw: ImageDraw.ImageDraw, entry: Shown, left: int, top: int, width: int) -> None:

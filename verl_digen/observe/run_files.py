@@ -82,13 +82,18 @@ def pictured_steps(run_dir: Path, prefix: str) -> list[int]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old or the new content, also after a crash or on a full disk."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    """Write a file atomically: a reader sees the old or the new content, also after a crash or on a full disk, and that
+    of one of two processes that write at the same time."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

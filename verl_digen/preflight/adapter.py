@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.model_config import ADAPTER_CONFIG_NAME, DiffusionModelConfig
 from verl_digen.models.base import DiffusionModel
@@ -218,8 +218,6 @@ def check_teacher(run: StartConfig) -> None:
     from verl_digen.engine.teacher import KEY, adapter_shapes, check_teacher_files
 
     digen = run.digen
-    if digen.loss_name not in objective_names():
-        return  # reported by `check_loss`
     objective, settings = find_objective(digen.loss_name), digen.loss_settings
     if TEACHER not in objective.policies_for(settings):
         return

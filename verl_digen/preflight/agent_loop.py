@@ -9,7 +9,7 @@ from typing import Any
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 
-from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import DigenConfig
 from verl_digen.environments.built_in import environment_class, environment_settings
 from verl_digen.models import load_model
@@ -138,15 +138,14 @@ def check_environment(run: StartConfig) -> None:
 def _check_training(digen: DigenConfig) -> None:
     """Require an objective of single rows, and rewards of single samples that are scored at once."""
     key, reward = digen.environment.key, digen.reward
-    if digen.loss_name in objective_names():
-        objective = find_objective(digen.loss_name)
-        require(
-            objective.joint is None and objective.source == "policy",
-            f"digen.loss.name must be a loss of single rows with {key}: the samples of a group have points of "
-            "prompts of their own, and not equally many",
-            digen.loss_name,
-            "choose e.g. flow_grpo or diffusion_nft",
-        )
+    objective = find_objective(digen.loss_name)
+    require(
+        objective.joint is None and objective.source == "policy",
+        f"digen.loss.name must be a loss of single rows with {key}: the samples of a group have points of prompts of "
+        "their own, and not equally many",
+        digen.loss_name,
+        "choose e.g. flow_grpo or diffusion_nft",
+    )
     require(
         reward.combine != "gdpo",
         f"digen.reward.combine must not be gdpo with {key}, whose reward has no weight",

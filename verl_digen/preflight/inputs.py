@@ -11,7 +11,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.algorithms.objectives import objective_names
 from verl_digen.data.prompts import SURELY_SHORT_BYTES, Columns, PromptCheck, TooLong, find_too_long, read_prompts
 from verl_digen.preflight.model import check_prompt_images, load_configs, model_of
 from verl_digen.preflight.start_config import StartConfig
@@ -187,15 +186,9 @@ def check_sources(run: StartConfig, train: Sequence[PromptRow], val: Sequence[Pr
     )
 
 
-def trains_pairs(run: StartConfig) -> bool:
-    """True if the run trains on pairs of pictures. False for an unknown loss, which `check_loss` reports."""
-    digen = run.digen
-    return digen.loss_name in objective_names() and digen.trains_pairs
-
-
 def check_pairs(run: StartConfig) -> None:
     """Require replicas that encode pictures, groups of a pair, a pair in every row, and rewards that have a use."""
-    if not trains_pairs(run):
+    if not run.digen.trains_pairs:
         return
     rollout, loss = run.config.actor_rollout_ref.rollout, f"digen.loss.name={run.digen.loss_name}"
     require(
@@ -226,8 +219,6 @@ def check_pairs(run: StartConfig) -> None:
 
 def _check_rows_of_pairs(run: StartConfig, loss: str) -> None:
     """Require a pair in every row of `data.train_files`; `check_prompts` reports files that cannot be read."""
-    if OmegaConf.select(run.config, "data.train_files") is None:
-        return
     prompts = prompts_of(run, "train").prompts
     bare = [prompt for prompt in prompts if not prompt.pair]
     if bare:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import SamplingConfig
 from verl_digen.config.sampling import unused_settings
 from verl_digen.inputs.images import file_size_px, source_image
@@ -23,7 +23,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import locate_configs
 from verl_digen.models.sequence import TRAINER_KEY, check_sequence
 from verl_digen.preflight.start_config import StartConfig, typed_keys
-from verl_digen.require import require, require_one_of, suggestion
+from verl_digen.require import require, suggestion
 from verl_digen.rollout.vllm_omni.settings import require_bound, require_served
 from verl_digen.sampling.requests import geometry_of, planned_geometry
 from verl_digen.types import PromptRow
@@ -113,9 +113,8 @@ def model_section(run: StartConfig) -> DiffusionModelConfig:
 
 
 def check_loss(run: StartConfig) -> None:
-    """Require a policy loss that is registered, by us or by a module the user names, with the log-probs it needs."""
+    """Require the log-probs that the policy loss needs, and no setting of another loss or of points that it lacks."""
     digen = run.digen
-    require_one_of("digen.loss.name", digen.loss_name, objective_names())
     _ = digen.denominator  # it raises
     for name in unused_settings(digen.loss).keys() & typed_keys(run.config, "digen.loss"):
         raise ValueError(

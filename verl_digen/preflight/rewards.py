@@ -15,7 +15,7 @@ from verl.utils.import_utils import load_extern_object
 from verl_digen.config import RewardEntry
 from verl_digen.config.pool_sizes import has_reward_model, num_reward_model_devices
 from verl_digen.config.reward import ALWAYS, VALIDATION
-from verl_digen.preflight.inputs import trains_pairs, validates
+from verl_digen.preflight.inputs import validates
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.processes.cluster import joins_cluster
@@ -64,9 +64,9 @@ def check_reward_keys(run: StartConfig) -> None:
 def check_rewards(run: StartConfig) -> None:
     """Require a reward, and that every named function can be loaded and called. An environment is one."""
     weights = reward_weights(run)
-    is_trained = not trains_pairs(run) and not run.digen.environment.is_on
+    is_trained = not run.digen.trains_pairs and not run.digen.environment.is_on
     require(
-        bool(weights) or not (is_trained or (trains_pairs(run) and validates(run.config))),
+        bool(weights) or not (is_trained or (run.digen.trains_pairs and validates(run.config))),
         "digen.reward.functions must name a reward function and its weight",
         weights,
         f"set e.g. digen.reward.functions={{jpeg_compressibility: 1.0}}, or {CUSTOM_KEY}.path",
@@ -192,7 +192,7 @@ def reward_formula(run: StartConfig) -> str:
     found = formula(weights, reward.combine, reward.entries)
     if environment.is_on:
         return f"{found}, of the last picture + sum of the turns' rewards of {environment.target}"
-    if not trains_pairs(run):
+    if not digen.trains_pairs:
         return found
     scored = f"; validation: {found}" if validates(run.config) else ""
     return f"reward = 1 for the chosen picture of a pair, 0 for the rejected one{scored}"

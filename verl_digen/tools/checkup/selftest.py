@@ -32,7 +32,7 @@ from verl_digen.algorithms.solvers import SCHEDULERS
 from verl_digen.algorithms.window import Window
 from verl_digen.config import SamplingConfig
 from verl_digen.hardware.attention import NATIVE
-from verl_digen.inputs.images import DEFAULT_IMAGE_PX, PromptInputs, SourceImage, source_image
+from verl_digen.inputs.images import DEFAULT_IMAGE_PX, PromptInputs, SourceImage, generated_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.kernels import set_kernels
@@ -162,21 +162,8 @@ def check_model(
 ) -> Iterator[Check]:
     """Run the checks of a small checkpoint; yields each when done. A model that reads images gets as many as it
     needs with each prompt, and makes sizes of them."""
-    with TemporaryDirectory(prefix="digen_selftest_") as folder:
-        least, most = model.spec.num_images
-        images = [_draw_image(Path(folder) / f"{number}.png", number) for number in range(max(least, min(1, most)))]
-        yield from _check(model, tuple(images), device, dtype)
-
-
-def _draw_image(path: Path, seed: int) -> SourceImage:
-    colours = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-    Image.fromarray(colours).resize(IMAGE_SIZE_PX, Image.Resampling.BICUBIC).save(path)
-    return source_image(str(path))
-
-
-def _check(
-    model: DiffusionModel, images: tuple[SourceImage, ...], device: torch.device, dtype: torch.dtype
-) -> Iterator[Check]:
+    least, most = model.spec.num_images
+    images = tuple(_draw_image(number) for number in range(max(least, min(1, most))))
     bounds = IN_BF16 if dtype != torch.float32 else ON_CPU if device.type == "cpu" else ON_ACCELERATOR
     model.compute_dtype = dtype
     transformer = model.load_transformer(dtype).to(device)
@@ -208,6 +195,12 @@ def _check(
         else:
             error, cause = _gradient_turn(model, transformer, rows)
             yield Check(f"gradient{network}: 1 - cosine to the one in fp32", error, bounds.gradient, cause)
+
+
+def _draw_image(seed: int) -> SourceImage:
+    colours = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    picture = Image.fromarray(colours).resize(IMAGE_SIZE_PX, Image.Resampling.BICUBIC)
+    return generated_image(f"image {seed}", np.asarray(picture))
 
 
 def _geometry(model: DiffusionModel, images: Sequence[SourceImage]) -> Geometry:

@@ -17,17 +17,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import save_file
 from torch import Tensor
 
 from verl_digen.engine.export import ADAPTER, PEFT_PREFIX
 from verl_digen.require import require, require_one_of
 from verl_digen.tools.export.policy import PolicyWeights
-from verl_digen.tools.export.saved_run import SavedRun
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 """Ends of peft's names."""
@@ -126,14 +123,3 @@ def scales_of(weights: PolicyWeights) -> dict[str, float]:
     """Alpha / rank of each adapted layer, by its name in peft."""
     modules = weights.network.named_modules()
     return {name: layer.scaling[ADAPTER] for name, layer in modules if isinstance(layer, LoraLayer)}
-
-
-def save_comfyui(
-    run: SavedRun, network: str, tensors: Mapping[str, Tensor], scales: Mapping[str, float], folder: Path
-) -> None:
-    """Write the adapter of one network, by its folder in the base checkpoint ("" if it is the only one), as
-    `lora.safetensors`, or NETWORK.safetensors if there are two. `scales`: of all networks."""
-    start = f"{PEFT_PREFIX}{network}." if network else PEFT_PREFIX
-    own = {f"{PEFT_PREFIX}{name.removeprefix(start)}": scales[name] for name in scales if name.startswith(start)}
-    found = comfyui_tensors(run.model.pipeline, tensors, own)
-    save_file(found, folder / f"{network or 'lora'}.safetensors", metadata={"format": "pt"})

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from copy import copy
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY, LORA_WEIGHT_NAME_SAFE
@@ -34,7 +34,7 @@ from verl_digen.observe.run_files import CHECKPOINT, METRICS, read_lines
 from verl_digen.report.curves import thinned
 from verl_digen.report.summary import read_start
 from verl_digen.require import require, require_one_of
-from verl_digen.tools.export.comfyui import require_known, save_comfyui, scales_of
+from verl_digen.tools.export.comfyui import comfyui_tensors, require_known, scales_of
 from verl_digen.tools.export.policy import PolicyWeights
 from verl_digen.tools.export.saved_run import SavedRun, open_run
 
@@ -46,6 +46,8 @@ MAX_FILE_BYTES = 5 << 30
 
 WRITE_ERRORS = (OSError, SafetensorError)
 """Exceptions on a full disk: safetensors has its own."""
+
+Value = TypeVar("Value")
 
 
 def save_networks(network: Any, tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -146,7 +148,8 @@ def _write_peft(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torc
 def _write_comfyui(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:
     scales = scales_of(weights)
     for name, _, tensors in adapters(run, weights, dtype):
-        save_comfyui(run, name, tensors, scales, folder)
+        found = comfyui_tensors(run.model.pipeline, tensors, _of_network(scales, name))
+        save_file(found, folder / f"{name or 'lora'}.safetensors", metadata={"format": "pt"})
 
 
 def adapters(
@@ -158,12 +161,15 @@ def adapters(
         yield "", weights.adapter_config, tensors
         return
     for expert in run.model.experts:
-        prefix = f"{PEFT_PREFIX}{expert}."
-        own = {
-            f"{PEFT_PREFIX}{name.removeprefix(prefix)}": tensors[name] for name in tensors if name.startswith(prefix)
-        }
-        if own:
+        if own := _of_network(tensors, expert):
             yield expert, _of_layers(weights.adapter_config, own), own
+
+
+def _of_network(values: Mapping[str, Value], network: str) -> dict[str, Value]:
+    """Entries of one network, under the names that they have where it is alone; "": it is."""
+    prefix = f"{PEFT_PREFIX}{network}." if network else PEFT_PREFIX
+    own = [name for name in values if name.startswith(prefix)]
+    return {f"{PEFT_PREFIX}{name.removeprefix(prefix)}": values[name] for name in own}
 
 
 def _of_layers(config: LoraConfig, tensors: Mapping[str, Tensor]) -> LoraConfig:

@@ -70,9 +70,8 @@ def open_run(folder: Path, step: int | None, base: str | None) -> SavedRun:
         sorted(map(str, config)),
         "name another folder",
     )
-    values = OmegaConf.to_container(section, resolve=True)
-    assert isinstance(values, dict)
-    arguments: dict[str, Any] = {str(name): value for name, value in values.items() if name != "_target_"}
+    arguments: Any = OmegaConf.to_container(section, resolve=True)
+    arguments.pop("_target_", None)
     if base is not None:
         arguments["path"] = base
     try:

@@ -254,15 +254,16 @@ class _Tracer:
             (block, args), saved = self._calls[number], self._inside[number]
             own = {storage: size for storage, size in saved.items() if storage not in inputs[number] | head}
             kind = type(block), sum(saved.values())
-            if kind not in peaks:
-                peaks[kind] = self._peaks(block, args) if has_backward else ()
+            if has_backward and kind not in peaks:
+                self._give_block(block)
+                peaks[kind] = _peaks_of_block(block, args)
             alone = {storage: size for storage, size in inputs[number].items() if storage not in head}
             blocks.append(
                 BlockBytes(
                     inputs=sum(alone.values()),
                     saved_inputs=sum(size for storage, size in alone.items() if storage in saved),
                     saved=sum(own.values()),
-                    peaks=max(peaks[kind], ((sum(own.values()), 0),)),
+                    peaks=max(peaks.get(kind, ()), ((sum(own.values()), 0),)),
                     num_params=sum(value.numel() for value in block.parameters()),
                     num_trained=sum(value.numel() for value in block.parameters() if value.requires_grad),
                 )
@@ -272,10 +273,6 @@ class _Tracer:
             head=sum(head.values()),
             tail=sum(size for storage, size in tail.items() if storage not in head.keys() | saved_by_blocks),
         )
-
-    def _peaks(self, block: nn.Module, args: tuple[Any, ...]) -> tuple[tuple[int, int], ...]:
-        self._give_block(block)
-        return _peaks_of_block(block, args)
 
 
 def _kind(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

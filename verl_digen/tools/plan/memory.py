@@ -282,21 +282,17 @@ def gathered(run: Run, block: int, *, is_whole: bool) -> Items:
     """Unsharded parameters while a block runs backward: its own, the previous one's, which are prefetched, and
     those outside all blocks. Before the first block come those that are sharded as blocks and never recomputed. Beside
     a whole base they are trained ones alone."""
-    counts, itemsize = run.measured.counts, run.settings.dtypes.compute.itemsize
-    traced = run.measured.training.blocks
+    counts, traced = run.measured.counts, run.measured.training.blocks
+    base, number, blocks = {}, counts.num_params, [one.num_params for one in traced]
     if is_whole:
-        base = {WHOLE_BASE: whole_base_bytes(run)}
-        if not run.settings.reshard:
-            return base | {GATHERED: counts.num_trained * itemsize}
-        trained = [0, *(one.num_trained for one in traced), 0]
-        outside = counts.num_trained // run.measured.num_experts - sum(trained)
-        return base | {GATHERED: (trained[block] + trained[block + 1] + max(0, outside)) * itemsize}
-    if not run.settings.reshard:
-        return {GATHERED: counts.num_params * itemsize}
-    blocks = [one.num_params for one in traced]
-    before = counts.num_params // run.measured.num_experts - sum(blocks) - counts.outside_blocks
-    blocks = [max(0, before), *blocks, 0]
-    return {GATHERED: (blocks[block] + blocks[block + 1] + counts.outside_blocks) * itemsize}
+        base, number = {WHOLE_BASE: whole_base_bytes(run)}, counts.num_trained
+        blocks = [one.num_trained for one in traced]
+    if run.settings.reshard:
+        others = number // run.measured.num_experts - sum(blocks)
+        outside = max(0, others) if is_whole else counts.outside_blocks
+        blocks = [max(0, others - outside), *blocks, 0]
+        number = blocks[block] + blocks[block + 1] + outside
+    return base | {GATHERED: number * run.settings.dtypes.compute.itemsize}
 
 
 def _offloaded_inputs(run: Run, tile: Tile) -> int:

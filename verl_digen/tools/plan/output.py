@@ -9,14 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from verl_digen.algorithms.outside import mean_steps_taken
-from verl_digen.config import DigenConfig
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.preflight.rules import check_plannable, check_plannable_model
 from verl_digen.tools.plan.compose import Words, compose_run, device_of, mfu_of, platform_of, split_words
 from verl_digen.tools.plan.host import Items
 from verl_digen.tools.plan.memory import Memory, Phase, plan_memory
 from verl_digen.tools.plan.remedies import Remedy, find_remedies
-from verl_digen.tools.plan.run import Run, Settings, read_run
+from verl_digen.tools.plan.run import Run, read_run
 from verl_digen.tools.plan.split import SplitPlan, StepTime, plan_split, plan_time, split_lines
 from verl_digen.tools.simulate.splits import POOL_KEYS
 
@@ -103,36 +102,31 @@ def split_words_of(split: SplitPlan, overrides: Sequence[str], own: Words) -> st
     return " ".join(words)
 
 
+ENCODING = "the same device, when it encodes prompts: the transformer waits on the host"
+
+
 # -- for people -------------------------------------------------------------------------------------------------
-def _selected(settings: Settings) -> str:
-    if settings.num_trained_samples == settings.num_samples:
-        return ""
-    return f" of {settings.num_trained_samples // settings.num_prompts} samples"
-
-
-def _passed_over(digen: DigenConfig) -> str:
-    """Mean number of steps that evaluate the network, where the solver passes over some."""
-    outside, sampling = digen.sampling.outside, digen.sampling
-    if not outside.passes_over:
-        return ""
-    return f" ({mean_steps_taken(outside, digen.window, sampling.num_steps):.3g} evaluated on average)"
-
-
 def to_text(plan: Plan) -> str:
     """The plan as a table and a verdict."""
     settings, measured, memory = plan.run.settings, plan.run.measured, plan.memory
-    counts, sampling = measured.counts, settings.digen.sampling
+    counts, digen, sampling = measured.counts, settings.digen, settings.digen.sampling
     size = f"{sampling.height_px}x{sampling.width_px}"
     size += f"x{sampling.num_frames}" if sampling.num_frames > 1 else ""
     experts = f" in {measured.num_experts} experts" if measured.num_experts > 1 else ""
-    guided, is_episode = ", guided" if settings.is_guided else "", settings.digen.environment.is_on
+    guided, is_episode = ", guided" if settings.is_guided else "", digen.environment.is_on
+    turns = f"at most {settings.num_turns} turns x " if is_episode else ""
+    evaluated = ""
+    if sampling.outside.passes_over:
+        taken = mean_steps_taken(sampling.outside, digen.window, sampling.num_steps)
+        evaluated = f" ({taken:.3g} evaluated on average)"
+    is_choice = settings.num_trained_samples < settings.num_samples
+    chosen = f" of {settings.num_trained_samples // settings.num_prompts} samples" if is_choice else ""
     lines = [
         f"{measured.title}: {counts.num_weights / 1e9:.2f} B parameters{experts}, "
         f"{counts.num_trained / 1e9:.3f} B trained",
-        f"{size}, {sampling.num_steps} steps{_passed_over(settings.digen)}{guided}; "
+        f"{size}, {sampling.num_steps} steps{evaluated}{guided}; "
         f"{settings.num_prompts} prompts x {settings.group_size} samples x "
-        f"{_turns(settings)}{measured.rows_per_group / settings.group_size:g} trained steps{_selected(settings)}; "
-        f"{_pools(plan)}",
+        f"{turns}{measured.rows_per_group / settings.group_size:g} trained steps{chosen}; {_pools(plan)}",
         "",
         *_phase("a device that trains", memory.training),
         f"  backward recomputes {memory.num_recomputed} of {memory.num_blocks} blocks",
@@ -140,7 +134,7 @@ def to_text(plan: Plan) -> str:
         *_phase("a device that generates", memory.generating),
         "the same device, when it decodes",
         *_rows(memory.decoding, "decoding"),
-        *_encoding(memory.encoding),
+        *([] if memory.encoding is None else _phase(ENCODING, memory.encoding)),
         "",
         "host memory of a node",
         *_items(memory.host),
@@ -162,11 +156,6 @@ def to_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _turns(settings: Settings) -> str:
-    is_on = settings.digen.environment.is_on
-    return f"at most {settings.num_turns} turns x " if is_on else ""
-
-
 def _pools(plan: Plan) -> str:
     settings = plan.run.settings
     device = plan.device or "device"
@@ -180,16 +169,10 @@ def _phase(title: str, phase: Phase) -> list[str]:
     return [title, *_items(phase.items), *_rows(phase, "activations")]
 
 
-def _encoding(phase: Phase | None) -> list[str]:
-    if phase is None:
-        return []
-    title = "the same device, when it encodes prompts: the transformer waits on the host"
-    return [title, *_items(phase.items), _line("together", phase.total)]
-
-
 def _rows(phase: Phase, what: str) -> list[str]:
-    rows = f"{phase.num_rows} {phase.rows_name} x {_gb(phase.row_bytes).strip()}"
-    return [_line(f"{what}, {rows}", phase.row_bytes * phase.num_rows), _line("together", phase.total)]
+    rows = f"{what}, {phase.num_rows} {phase.rows_name} x {_gb(phase.row_bytes).strip()}"
+    own = [_line(rows, phase.row_bytes * phase.num_rows)] if phase.row_bytes else []
+    return [*own, _line("together", phase.total)]
 
 
 def _items(items: Items) -> list[str]:

@@ -18,7 +18,7 @@ from torch import nn
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 
-from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.algorithms.objectives.objective import TEACHER
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_shards, num_trainer_devices
@@ -153,23 +153,19 @@ class Settings:
     @property
     def num_trained_samples(self) -> int:
         """Samples of a step that train: all, or those that the objective or `digen.advantage.best_of` selects."""
-        is_ours = self.digen.loss_name in objective_names()
-        return self.num_prompts * (len(self.digen.select(range(self.group_size))) if is_ours else self.group_size)
+        return self.num_prompts * len(self.digen.select(range(self.group_size)))
 
     @property
     def policies_read(self) -> set[str]:
         """Policies that cost a forward of every row."""
-        read = {"reference"} if self.digen.kl.coef > 0 else set()
-        if self.digen.loss_name not in objective_names():
-            return read
         objective = find_objective(self.digen.loss_name)
-        named = objective.policies_for(self.digen.loss_settings)
-        return read | (named if objective.behaviour == "old" else named - {"old"})  # old is the current one
+        named = objective.policies_for(self.digen.loss_settings) | ({"reference"} if self.digen.kl.coef > 0 else set())
+        return named if objective.behaviour == "old" else named - {"old"}  # old is the current one
 
     @property
     def policies_that_follow(self) -> tuple[str, ...]:
         """Policies with a copy of the trained weights, besides the average of `digen.ema`."""
-        return tuple(self.digen.loss_settings.copies) if self.digen.loss_name in objective_names() else ()
+        return tuple(self.digen.loss_settings.copies)
 
     @property
     def num_saved_copies(self) -> int:
@@ -250,11 +246,8 @@ class Run:
 
 
 def read_run(config: DictConfig, prompt_tokens: int) -> Run:
-    """Read a composed config's settings and measure its networks. ValueError names the key that cannot be planned."""
-    if OmegaConf.is_missing(config.actor_rollout_ref.model, "path"):
-        raise ValueError(
-            "actor_rollout_ref.model.path must be a checkpoint in the diffusers format, got nothing; set it"
-        )
+    """Read the settings of a composed config that `preflight` has checked, and measure its networks. ValueError names
+    the key that cannot be planned."""
     digen = digen_config(config)
     with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
         section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
@@ -276,18 +269,10 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
     split = is_split(config)
     generator = rollout if split else config.trainer
     fsdp = omega_conf_to_dataclass(actor.fsdp_config)
-    size, num_generator = num_replica_devices(config), num_generator_devices(config) if split else num_trainer
-    require(
-        num_generator % size == 0,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size (times data and pipeline sizes) must divide the devices "
-        f"that generate, {num_generator}",
-        size,
-        "change one of them",
-    )
     return Settings(
         digen=digen,
         num_trainer_devices=num_trainer,
-        num_generator_devices=num_generator,
+        num_generator_devices=num_generator_devices(config) if split else num_trainer,
         trainer_devices_per_node=config.trainer.n_gpus_per_node,
         generator_devices_per_node=generator.n_gpus_per_node,
         is_split=split,
@@ -305,7 +290,7 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         optimizer_offload=fsdp.optimizer_offload,
         reshard=fsdp.reshard_after_forward,
         rollout_name=rollout.name,
-        tensor_parallel=size,
+        tensor_parallel=num_replica_devices(config),
         frees_replica=not split and rollout.free_cache_engine,
         exports="hf_model" in actor.checkpoint.save_contents,
         is_accelerated=config.trainer.device != "cpu",

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from verl_digen.algorithms.objectives import find_objective, objective_names
+from verl_digen.algorithms.objectives import find_objective
 from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
@@ -90,15 +90,14 @@ def plan_time(
 
 def _generation_steps(digen: DigenConfig) -> float:
     """Denoising steps of a training sample that evaluate the network."""
-    num_steps = digen.num_generation_steps if digen.loss_name in objective_names() else digen.sampling.num_steps
-    outside = digen.sampling.outside
+    num_steps, outside = digen.num_generation_steps, digen.sampling.outside
     return mean_steps_taken(outside, digen.window, num_steps) if outside.passes_over else num_steps
 
 
 def _further_forwards(settings: Settings) -> int:
     """Forwards of a row besides the one that trains."""
     digen = settings.digen
-    has_joint = digen.loss_name in objective_names() and find_objective(digen.loss_name).joint is not None
+    has_joint = find_objective(digen.loss_name).joint is not None
     return int(digen.old_log_probs == "recompute") + int(has_joint) + len(settings.policies_read)
 
 

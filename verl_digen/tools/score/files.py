@@ -54,12 +54,8 @@ def find(paths: Iterable[str]) -> list[Path]:
 
 def natural_order(path: Path) -> tuple[object, ...]:
     """Sorting key by which 2.png comes before 10.png, and files before files of folders below."""
-    words = [tuple((not w.isdigit(), int(w) if w.isdigit() else w) for w in _words(part)) for part in path.parts]
-    return (len(path.parts), *words)
-
-
-def _words(text: str) -> Sequence[str]:
-    return [word for word in re.split(r"([0-9]+)", text) if word]
+    words = [[word for word in re.split(r"([0-9]+)", part) if word] for part in path.parts]
+    return (len(words), *(tuple((not w.isdigit(), int(w) if w.isdigit() else w) for w in part) for part in words))
 
 
 def read(path: Path) -> NDArray[np.uint8]:

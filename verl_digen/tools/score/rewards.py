@@ -109,19 +109,17 @@ class LocalRewards:
         groups: dict[object, list[int]] = {}
         for number, sample in enumerate(samples):
             groups.setdefault(sample.row.uid if self._scopes[name] == "group" else number, []).append(number)
-        found = await asyncio.gather(
-            *(self._attempt(name, [samples[number] for number in numbers]) for numbers in groups.values())
-        )
         column: dict[int, PartScore | ScoringError] = {}
-        for numbers, scores in zip(groups.values(), found, strict=True):
-            column |= zip(numbers, scores, strict=True)
-        return [column[number] for number in range(len(samples))]
 
-    async def _attempt(self, name: str, samples: Sequence[RewardInput]) -> Sequence[PartScore | ScoringError]:
-        try:
-            return await self._scorers[name].score(samples)
-        except ScoringError as error:
-            return [error] * len(samples)
+        async def attempt(numbers: Sequence[int]) -> None:
+            try:
+                scores = await self._scorers[name].score([samples[number] for number in numbers])
+                column.update(zip(numbers, scores, strict=True))
+            except ScoringError as error:
+                column.update(dict.fromkeys(numbers, error))
+
+        await asyncio.gather(*map(attempt, groups.values()))
+        return [column[number] for number in range(len(samples))]
 
     def _scored(self, row: Sequence[PartScore | ScoringError]) -> Scored:
         """One sample, from its scores by all rewards in order."""

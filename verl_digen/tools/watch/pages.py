@@ -19,11 +19,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, DispatchFunction, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from verl_digen.report.comparison import MAX_RUNS, compare
 from verl_digen.report.page import collect, plotly, render, written_now
@@ -67,29 +67,23 @@ class Pages:
             return etag, self._made[key][1]
 
 
-class Guard:
-    """Refuses requests without the token; without one, those that a page of another site sends to this machine."""
+def _guard(token: str | None, cookie: str) -> DispatchFunction:
+    """Middleware that refuses requests without the token; without one, those that a page of another site sends to this
+    machine."""
 
-    def __init__(self, app: ASGIApp, token: str | None, cookie: str):
-        self._app, self._token, self._cookie = app, token, cookie
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, or pass the request on."""
-        answer = self._answer(Request(scope)) if scope["type"] == "http" else None
-        await (answer or self._app)(scope, receive, send)
-
-    def _answer(self, request: Request) -> Response | None:
-        if self._token is None:
-            name = request.url.hostname
-            return None if name in LOOPBACK else _refusal(f"open localhost in place of {name}")
-        given = request.query_params.get("token")
-        if _is_equal(given, self._token):
+    async def guard(request: Request, pass_on: RequestResponseEndpoint) -> Response:
+        name = request.url.hostname
+        if token is None:
+            return await pass_on(request) if name in LOOPBACK else _refusal(f"open localhost in place of {name}")
+        if _is_equal(request.query_params.get("token"), token):
             answer = RedirectResponse(f"?{request.url.remove_query_params('token').query}")
-            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="lax")
+            answer.set_cookie(cookie, token, httponly=True, samesite="lax")
             return answer
-        if _is_equal(request.cookies.get(self._cookie), self._token):
-            return None
+        if _is_equal(request.cookies.get(cookie), token):
+            return await pass_on(request)
         return _refusal("open the address with the token that digen watch printed")
+
+    return guard
 
 
 def _is_equal(given: str | None, token: str) -> bool:
@@ -135,7 +129,7 @@ def make_app(root: Path, *, token: str | None = None, cookie: str = "digen-watch
         return Response(plotly(), media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
 
     routes = [Route("/", overview), Route("/run", one), Route("/compare", several), Route("/plotly.js", script)]
-    guard = Middleware(Guard, token=token, cookie=cookie)
+    guard = Middleware(BaseHTTPMiddleware, dispatch=_guard(token, cookie))
     return Starlette(routes=routes, middleware=[guard, Middleware(GZipMiddleware)])
 
 
