@@ -2,6 +2,7 @@
 """Checks in processes of their own, with small programs in place of the checks, and what is printed of them."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def test_a_check_that_fails_dies_or_hangs_stops_no_other(outcomes: dict[str, Out
 
 
 def test_a_line_each_and_a_table_with_cause_and_remedy(outcomes: dict[str, Outcome], capsys: pytest.CaptureFixture):
-    assert list(command.report(outcomes.values())) == list(outcomes.values())
+    assert list(command.report(SHORT, outcomes.values())) == list(outcomes.values())
     out = capsys.readouterr().out
     lines = out.splitlines()
     assert lines[0].startswith("FAIL  numerics") and lines[2] == "      cause  too far off"
@@ -112,16 +113,18 @@ def test_a_line_each_and_a_table_with_cause_and_remedy(outcomes: dict[str, Outco
     assert "FAILED: numerics,gradient,update,sleep,training" in lines[-1]
 
 
-def test_a_check_that_is_killed_leaves_what_it_noted(
+def test_a_budget_ends_a_check_and_leaves_out_those_that_no_longer_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
-    monkeypatch.setitem(command.CHECKS, "sleep", replace(CHECKS["sleep"], deadline_s=2.0))
+    monkeypatch.setitem(command.CHECKS, "sleep", replace(CHECKS["sleep"], least_s=0.5))
     given = Setting(tmp_path / "out", num_devices=1, architecture="sd3", is_cpu=True)
-    outcomes = command.run_checks(["sleep"], given, program=(sys.executable, "-c", PROGRAM))
-    (killed,) = command.report(outcomes, tmp_path)
+    names = ["sleep", "attention"]
+    outcomes = command.run_checks(names, given, budget_s=2.0, program=(sys.executable, "-c", PROGRAM))
+    (killed,) = command.report(names, outcomes, tmp_path)
     assert killed.cause == "it was not done after 2 s"
     assert killed.measured == [{"what": "speed", "gb_s": 1.25, "way": "cpu"}], "what it noted before is kept"
-    assert (tmp_path / "report.md").read_text() == capsys.readouterr().out
+    text = (tmp_path / "report.md").read_text()
+    assert "Left out for lack of time: attention." in text and text == capsys.readouterr().out
     noted = json.loads((tmp_path / "figures.jsonl").read_text())
     assert noted == {"check": "sleep", "what": "speed", "gb_s": 1.25, "way": "cpu"}
 
@@ -135,14 +138,15 @@ def test_options_choose_the_checks_and_the_exit_code_is_theirs(
 ):
     asked = []
 
-    def run_checks(names, given):
-        asked.append((names, given))
+    def run_checks(names, given, *, budget_s):
+        asked.append((names, given, budget_s))
         yield from (Outcome(name, name != "update", 1.0, "fine", "broken" * (name == "update")) for name in names)
 
     monkeypatch.setattr(command, "run_checks", run_checks)
     words = ("--gpu", "--device", "cpu", "--architecture", "sd3", "--skip", "training")
     assert command.run(arguments(*words, "--skip", "update", "--json", str(tmp_path / "out.json"))) == 0
-    names, given = asked[0]
+    (names, given, budget_s) = asked[0]
+    assert budget_s == math.inf
     assert names == ["numerics", "attention", "gradient", "sleep"] and given.is_cpu
     assert (given.architecture, given.num_devices) == ("sd3", 1) and not given.folder.exists()
     written = json.loads((tmp_path / "out.json").read_text())
@@ -152,8 +156,8 @@ def test_options_choose_the_checks_and_the_exit_code_is_theirs(
     assert "FAIL  update" in capsys.readouterr().out
     assert asked[1][1].folder.exists(), "logs of failed checks stay"
     asked[1][1].folder.rmdir()
-    command.run(arguments("--gpu", "--device", "cpu", "--full", "--skip", "sd3"))
-    assert asked[2][0] == [name for name in CHECKS if name != "sd3"]
+    command.run(arguments("--gpu", "--device", "cpu", "--full", "--budget", "90", "--skip", "sd3"))
+    assert asked[2][0] == [name for name in CHECKS if name != "sd3"] and asked[2][2] == 90
     command.run(arguments("--gpu", "--device", "cpu", "--only", "sd3", "--out", str(tmp_path / "kept")))
     assert asked[3][0] == ["sd3"] and asked[3][1].folder == tmp_path / "kept" and asked[3][1].folder.exists()
 

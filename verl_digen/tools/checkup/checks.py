@@ -54,6 +54,8 @@ class CheckSpec:
     deadline_s: float
     """Its process is killed after this time; far more than it takes."""
     remedy: str
+    least_s: float = 15.0
+    """Time that must be left of `--budget` for it to start."""
     is_full: bool = False
     """True if only `--full` runs it."""
 
@@ -63,10 +65,10 @@ class CheckSpec:
         return getattr(importlib.import_module(f"verl_digen.tools.checkup.{module}"), function)(setting)
 
 
-def _run(title: str, deadline_s: float, *, is_full: bool = True) -> CheckSpec:
+def _run(title: str, deadline_s: float, least_s: float, *, is_full: bool = True) -> CheckSpec:
     """A check that trains."""
     remedy = "repair what the log's last lines name; the checks before this one tell which part"
-    return CheckSpec(title, "training:check_run", deadline_s, remedy, is_full)
+    return CheckSpec(title, "training:check_run", deadline_s, remedy, least_s, is_full)
 
 
 CHECKS: dict[str, CheckSpec] = {
@@ -100,18 +102,22 @@ CHECKS: dict[str, CheckSpec] = {
         *("sleep gives the device's memory back, and waking the numbers", "weights:check_sleeping", 120.0),
         "unset PYTORCH_CUDA_ALLOC_CONF, and end other processes on the device (nvidia-smi)",
     ),
-    "training": _run("three steps of the quick start through verl's main", 600.0, is_full=False),
-    "quickstart": _run("five steps of the quick start's checkpoint, as a user starts it", 600.0),
-    "quickstart_fp32": _run("three steps of it in fp32, with the rewards of a CPU", 600.0),
+    "training": _run("three steps of the quick start through verl's main", 600.0, 40.0, is_full=False),
+    "quickstart": _run("five steps of the quick start's checkpoint, as a user starts it", 600.0, 100.0),
+    "quickstart_fp32": _run("three steps of it in fp32, with the rewards of a CPU", 600.0, 90.0),
     "sd3": _run(
-        "Stable Diffusion 3.5 medium of published size, LoRA, 512 px, 10 steps with guidance, 9 trained, KL", 1800.0
+        "Stable Diffusion 3.5 medium of published size, LoRA, 512 px, 10 steps with guidance, 9 trained, KL",
+        *(1800.0, 180.0),
     ),
-    "sd3_fast": _run("the same without guidance, 3 steps trained", 1800.0),
-    "sd3_nft": _run("the same with DiffusionNFT", 1800.0),
-    "qwen_image": _run("Qwen-Image of published size (20 B), LoRA, 512 px; its text encoder has one layer", 3600.0),
+    "sd3_fast": _run("the same without guidance, 3 steps trained", 1800.0, 130.0),
+    "sd3_nft": _run("the same with DiffusionNFT", 1800.0, 150.0),
+    "qwen_image": _run(
+        "Qwen-Image of published size (20 B), LoRA, 512 px; its text encoder has one layer", 3600.0, 240.0
+    ),
     "architectures": CheckSpec(
         *("the self-test of every architecture, in fp32 and bf16", "selftest:check_architectures", 1800.0),
         "compare with `digen doctor --selftest ARCHITECTURE`, which runs on the CPU",
+        least_s=45.0,
         is_full=True,
     ),
 }

@@ -26,6 +26,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="measure as well: rates of the device, the quick start, published sizes with random weights, every "
         "architecture; about twenty minutes on one H100, in the folder of a checkout",
+    )
+    group.add_argument(
+        "--budget",
+        type=float,
+        default=inf,
+        metavar="SECONDS",
+        help="time for all checks; what no longer fits is left out",
     )
     group.add_argument(
         "--only", action="append", default=[], metavar="CHECK", help="run this one, of --full too; repeatable"
@@ -134,7 +142,7 @@ def check_devices(args: Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     setting = Setting(folder=folder, num_devices=num_devices, architecture=args.architecture, is_cpu=device == "cpu")
     print(f"{num_devices} x {device}; {len(names)} checks, logs in {folder}", flush=True)
-    outcomes = report(run_checks(names, setting), args.out)
+    outcomes = report(names, run_checks(names, setting, budget_s=args.budget), args.out)
     _write(args.json, {"device": device, "num_devices": num_devices, "checks": list(map(asdict, outcomes))})
     if not all(outcome.passed for outcome in outcomes):
         return 1
@@ -209,17 +217,24 @@ def to_table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def run_checks(names: Sequence[str], setting: Setting, program: Sequence[str] = PROGRAM) -> Iterator[Outcome]:
+def run_checks(
+    names: Sequence[str], setting: Setting, *, budget_s: float = inf, program: Sequence[str] = PROGRAM
+) -> Iterator[Outcome]:
     """Run the checks one after another, each in a process and a folder of its own and with a deadline; yields each
-    outcome when it is known.
+    outcome when it is known. A check is killed where `budget_s` ends, and one that no longer fits is left out.
 
     Invariants (tests/checkup/test_runner.py): a check that raises, dies or hangs is a failed outcome with a cause, and
     the checks after it run; no process of a check outlives it.
     """
+    ends_s = time.monotonic() + budget_s
     for name in names:
-        began_s, folder, check = time.monotonic(), setting.folder / name, CHECKS[name]
+        began_s = time.monotonic()
+        if ends_s - began_s < CHECKS[name].least_s:
+            continue
+        folder, check = setting.folder / name, CHECKS[name]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        check = replace(check, deadline_s=min(check.deadline_s, ends_s - began_s))
         said = _run(name, check, replace(setting, folder=folder), program)
         remedy = f"{check.remedy}; the log: {folder / LOG}" if "cause" in said else ""
         seconds, measured = time.monotonic() - began_s, read_figures(folder)
@@ -271,7 +286,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def report(outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Outcome]:
+def report(names: Sequence[str], outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Outcome]:
     """Print each outcome when it is known, then the table; `out` gets the same text and all figures, as they come."""
 
     def say(text: str) -> None:
@@ -288,6 +303,8 @@ def report(outcomes: Iterable[Outcome], out: Path | None = None) -> Sequence[Out
             with open(out / FIGURES, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"check": outcome.name, **one}) + "\n" for one in outcome.measured)
     say(f"\n{to_table(done)}\n")
+    if left_out := [name for name in names if name not in {outcome.name for outcome in done}]:
+        say(f"Left out for lack of time: {', '.join(left_out)}.")
     failed = [outcome.name for outcome in done if not outcome.passed]
     total_s = sum(outcome.seconds for outcome in done)
     say(f"{f'FAILED: {chr(44).join(failed)}' if failed else 'All checks passed'} ({total_s:.0f} s).")
