@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +117,20 @@ class DiffusionModel(ABC):
         """Constructor arguments of the diffusers network in `folder`, e.g. "vae"."""
         return checkpoint.read_network_config(self.path, folder)
 
-    def image_vae_scale(self) -> int:
-        """Pixels per latent position and side of diffusers' `AutoencoderKL`: every block but the last halves a side."""
+    @cached_property
+    def _network(self) -> dict[str, Any]:
+        """Constructor arguments of the network."""
+        return self.read_network_config(self.experts[0])
+
+    @cached_property
+    def _num_channels(self) -> int:
+        """Channels of the latents; a constructor replaces it where the network reads others, too."""
+        return self._network["in_channels"]
+
+    @cached_property
+    def _vae_scale(self) -> int:
+        """Pixels per latent position and side, of diffusers' `AutoencoderKL`: every block but the last halves a side. A
+        constructor replaces it for other VAEs."""
         return 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -389,10 +401,6 @@ class DiffusionModel(ABC):
 class PackedModel(DiffusionModel):
     """Base of models whose latents are [tokens, channels], a token being a patch of 2x2 latent positions."""
 
-    _num_channels: int
-    _vae_scale: int
-    """Pixels per latent position and side. Constructors set both."""
-
     def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
         """(rows, columns) of tokens."""
         px_per_token = self._vae_scale * PATCH
@@ -412,11 +420,10 @@ class PackedModel(DiffusionModel):
 class VideoModel(DiffusionModel):
     """Base of models of videos, whose latents are [C, F, H, W] (`video_shape`). One frame is a picture."""
 
-    _num_channels: int
-    _vae_scale: int
     _frame_stride: int
     _patch: Sequence[int]
-    """[frames, height, width] of latent positions that the network reads as a token. Constructors set all four."""
+    """[frames, height, width] of latent positions that the network reads as a token. Constructors set both, and
+    `_num_channels` and `_vae_scale`."""
 
     def video_shape(self, geometry: Geometry) -> tuple[int, int, int, int]:
         """[C, F, H, W] with F = 1 + (frames - 1) / stride. Raises as `latent_shape`."""

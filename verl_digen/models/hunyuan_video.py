@@ -107,8 +107,7 @@ class Hunyuan(VideoModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        network, vae = self.read_network_config("transformer"), self.read_network_config("vae")
-        self._network = network
+        network, vae = self._network, self.read_network_config("vae")
         self._patch = (network["patch_size_t"], network["patch_size"], network["patch_size"])
         self._num_channels = vae["latent_channels"]
         self._frame_stride = vae["temporal_compression_ratio"]

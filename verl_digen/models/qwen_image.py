@@ -77,13 +77,11 @@ class QwenImage(PackedModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        transformer = self.read_network_config("transformer")
-        if transformer["guidance_embeds"]:
+        if self._network["guidance_embeds"]:
             raise ValueError(
                 "actor_rollout_ref.model.path must hold a transformer with guidance_embeds=false, got true "
                 f"in {str(self.path)!r}; choose a checkpoint that is not guidance-distilled"
             )
-        self._num_channels: int = transformer["in_channels"]
         self._vae_scale = 2 ** len(self.read_network_config("vae")["temperal_downsample"])  # sic
 
     # -- loading ------------------------------------------------------------------------------------------

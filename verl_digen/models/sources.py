@@ -25,8 +25,7 @@ class ReadsImages(DiffusionModel):
         return sum(self.num_tokens(Geometry(height, width)) for height, width in geometry.sources)
 
     def image_conditions(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        num_channels = self.read_network_config(self.experts[0])["in_channels"]
-        return {"source": (self.num_source_tokens(geometry), num_channels)}
+        return {"source": (self.num_source_tokens(geometry), self._num_channels)}
 
     def collate(self, conditions: Sequence[Condition]) -> Collated:
         """Batch as without images, with "source": [N, tokens of all images, channels] if there are images."""
