@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from verl_digen.reward.servers.answers import UnusableAnswer, shown
@@ -94,11 +95,8 @@ def _answer_tokens(logprobs: Any) -> tuple[Token, ...] | None:
     except (KeyError, TypeError, ValueError) as error:
         raise UnusableAnswer(f"the judge's logprobs are not those of the chat protocol: {shown(listed)}") from error
     end = _end_of_thoughts("".join(token.text for token in tokens)) or 0
-    starts, position = [], 0
-    for token in tokens:
-        starts.append(position)
-        position += len(token.text)
-    return tuple(token for token, start in zip(tokens, starts, strict=True) if start >= end)
+    starts = accumulate((len(token.text) for token in tokens), initial=0)
+    return tuple(token for token, start in zip(tokens, starts, strict=False) if start >= end)
 
 
 def _top(listed: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
