@@ -30,7 +30,7 @@ from verl_digen.models import checkpoint
 from verl_digen.models.checkpoint import Experts
 from verl_digen.models.pixels import SILENT, AudioDecoder, Decoder
 from verl_digen.models.spec import ModelSpec
-from verl_digen.models.text import PromptEncoder, one_by_one, only_text, stacked
+from verl_digen.models.text import PromptEncoder, one_by_one, only_text, padded, stacked
 from verl_digen.require import require
 from verl_digen.types import Condition, Geometry
 
@@ -302,9 +302,12 @@ class DiffusionModel(ABC):
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """Batch N conditions: [N, ...] each, for prompts of one length. Override it where lengths differ, with padded
-        tensors [N, L, ...] and the masks that the network needs."""
-        return stacked(conditions, *conditions[0])
+        """Batch N conditions: [N, ...] each; where `pads_texts`, texts [N, L, D] as by `padded`."""
+        texts = self._texts(conditions[0])
+        collated = stacked(conditions, *(name for name in conditions[0] if name not in texts))
+        for name in texts:
+            collated |= padded(conditions, name)
+        return collated
 
     @abstractmethod
     def predict(
@@ -347,10 +350,14 @@ class DiffusionModel(ABC):
 
     def text_lengths(self, condition: Condition) -> tuple[int, ...]:
         """Numbers of tokens of the condition's texts; () where all conditions are of one length for the network."""
+        return tuple(len(condition[name]) for name in self._texts(condition))
+
+    def _texts(self, condition: Condition) -> list[str]:
+        """Entries of the condition that have their prompt's own length."""
         if not self.pads_texts:
-            return ()
-        texts = sorted(condition.keys() - {"source", "image"})  # those of the prompt's images
-        return tuple(len(condition[name]) for name in texts if condition[name].ndim > 1)
+            return []
+        of_images = ("source", "image")
+        return sorted(name for name, part in condition.items() if part.ndim > 1 and name not in of_images)
 
     def velocity(
         self,

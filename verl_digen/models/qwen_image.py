@@ -8,7 +8,6 @@ lines repeated here from its `__call__` name their source.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from verl_digen.models.spec import (
     SequenceLayout,
     VllmOmniServing,
 )
-from verl_digen.models.text import length_check, padded
+from verl_digen.models.text import length_check
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024
@@ -123,10 +122,6 @@ class QwenImage(PackedModel):
         return Decoder(decode, (vae,), encode)
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D]}; see `padded` for "mask": [N, L]."""
-        return padded(conditions, "embeds", "mask")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
@@ -134,7 +129,7 @@ class QwenImage(PackedModel):
         # network's dtype, then divided.
         dtype = self.input_dtype(transformer)
         timesteps = to_device(self.timesteps(sigmas), latents.device, dtype) / TIMESTEPS_PER_SIGMA
-        embeds, mask = pad_prompts(condition["embeds"], condition.get("mask"), self.sequence_size)
+        embeds, mask = pad_prompts(condition["embeds"], condition.get("embeds_mask"), self.sequence_size)
         return transformer(
             hidden_states=latents.to(dtype),
             timestep=timesteps,
