@@ -122,7 +122,7 @@ ALGORITHMS: tuple[Line, ...] = (
     ("grpo_guard.guarded_ratio", swap("+", "-"), "the drift of the ratio is not made up for", "losses"),
     ("decoupled_ppo.decoupled_clip", swap("config.cap", "1e9"), "the weight of stale samples has no cap", "off_policy"),
     ("gspo.trajectory_log_ratios", swap("sums / counts", "sums"), "a trajectory's ratio is a sum", "off_policy"),
-    ("topr._tapered", swap(">", "<"), "good samples are tapered in place of bad ones", "off_policy"),
+    ("topr.tapered_reinforce", swap(">", "<"), "good samples are tapered in place of bad ones", "off_policy"),
     ("denominator.choose_denominator", given(max_versions="0"), "stale samples train as fresh ones", "off_policy"),
     ("matching.sums_together", swap("rows.points", "rows.groups"), "rows of two levels are compared", "forward_losses"),
     ("dgpo.group_weights", result("1 - result"), "groups in the right order weigh more", "forward_losses"),
