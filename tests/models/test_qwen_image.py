@@ -100,7 +100,7 @@ def test_a_checkpoint_for_another_task_is_an_error(
 def test_prompts_of_one_length_have_no_mask(model: QwenImage, conditions: list[Condition]) -> None:
     assert set(model.collate([conditions[0], conditions[0]])) == {"embeds"}
     mixed = model.collate(conditions[:2])
-    assert mixed["mask"].sum(1).tolist() == [len(condition["embeds"]) for condition in conditions[:2]]
+    assert mixed["embeds_mask"].sum(1).tolist() == [len(condition["embeds"]) for condition in conditions[:2]]
 
 
 # -- the shape of the problem -----------------------------------------------------------------------------

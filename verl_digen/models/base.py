@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from verl_digen.models import checkpoint
 from verl_digen.models.checkpoint import Experts
 from verl_digen.models.pixels import SILENT, AudioDecoder, Decoder
 from verl_digen.models.spec import ModelSpec
-from verl_digen.models.text import PromptEncoder, one_by_one, only_text, stacked
+from verl_digen.models.text import PromptEncoder, one_by_one, only_text, padded, stacked
 from verl_digen.require import require
 from verl_digen.types import Condition, Geometry
 
@@ -117,8 +117,20 @@ class DiffusionModel(ABC):
         """Constructor arguments of the diffusers network in `folder`, e.g. "vae"."""
         return checkpoint.read_network_config(self.path, folder)
 
-    def image_vae_scale(self) -> int:
-        """Pixels per latent position and side of diffusers' `AutoencoderKL`: every block but the last halves a side."""
+    @cached_property
+    def _network(self) -> dict[str, Any]:
+        """Constructor arguments of the network."""
+        return self.read_network_config(self.experts[0])
+
+    @cached_property
+    def _num_channels(self) -> int:
+        """Channels of the latents; a constructor replaces it where the network reads others, too."""
+        return self._network["in_channels"]
+
+    @cached_property
+    def _vae_scale(self) -> int:
+        """Pixels per latent position and side, of diffusers' `AutoencoderKL`: every block but the last halves a side. A
+        constructor replaces it for other VAEs."""
         return 2 ** (len(self.read_network_config("vae")["block_out_channels"]) - 1)
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -290,9 +302,12 @@ class DiffusionModel(ABC):
 
     # -- the network --------------------------------------------------------------------------------------
     def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """Batch N conditions: [N, ...] each, for prompts of one length. Override it where lengths differ, with padded
-        tensors [N, L, ...] and the masks that the network needs."""
-        return stacked(conditions, *conditions[0])
+        """Batch N conditions: [N, ...] each; where `pads_texts`, texts [N, L, D] as by `padded`."""
+        texts = self._texts(conditions[0])
+        collated = stacked(conditions, *(name for name in conditions[0] if name not in texts))
+        for name in texts:
+            collated |= padded(conditions, name)
+        return collated
 
     @abstractmethod
     def predict(
@@ -335,10 +350,14 @@ class DiffusionModel(ABC):
 
     def text_lengths(self, condition: Condition) -> tuple[int, ...]:
         """Numbers of tokens of the condition's texts; () where all conditions are of one length for the network."""
+        return tuple(len(condition[name]) for name in self._texts(condition))
+
+    def _texts(self, condition: Condition) -> list[str]:
+        """Entries of the condition that have their prompt's own length."""
         if not self.pads_texts:
-            return ()
-        texts = sorted(condition.keys() - {"source", "image"})  # those of the prompt's images
-        return tuple(len(condition[name]) for name in texts if condition[name].ndim > 1)
+            return []
+        of_images = ("source", "image")
+        return sorted(name for name, part in condition.items() if part.ndim > 1 and name not in of_images)
 
     def velocity(
         self,
@@ -389,10 +408,6 @@ class DiffusionModel(ABC):
 class PackedModel(DiffusionModel):
     """Base of models whose latents are [tokens, channels], a token being a patch of 2x2 latent positions."""
 
-    _num_channels: int
-    _vae_scale: int
-    """Pixels per latent position and side. Constructors set both."""
-
     def _token_grid(self, geometry: Geometry) -> tuple[int, int]:
         """(rows, columns) of tokens."""
         px_per_token = self._vae_scale * PATCH
@@ -412,11 +427,10 @@ class PackedModel(DiffusionModel):
 class VideoModel(DiffusionModel):
     """Base of models of videos, whose latents are [C, F, H, W] (`video_shape`). One frame is a picture."""
 
-    _num_channels: int
-    _vae_scale: int
     _frame_stride: int
     _patch: Sequence[int]
-    """[frames, height, width] of latent positions that the network reads as a token. Constructors set all four."""
+    """[frames, height, width] of latent positions that the network reads as a token. Constructors set both, and
+    `_num_channels` and `_vae_scale`."""
 
     def video_shape(self, geometry: Geometry) -> tuple[int, int, int, int]:
         """[C, F, H, W] with F = 1 + (frames - 1) / stride. Raises as `latent_shape`."""

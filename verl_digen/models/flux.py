@@ -69,10 +69,8 @@ class Flux(PackedModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        network = self.read_network_config("transformer")
-        self._num_channels: int = network["in_channels"]
         self.max_text_tokens = MAX_TEXT_TOKENS_DEV
-        if network["guidance_embeds"]:
+        if self._network["guidance_embeds"]:
             self.default_embedded_guidance = DEFAULT_GUIDANCE
         else:  # schnell
             self.max_text_tokens = MAX_TEXT_TOKENS_SCHNELL
@@ -81,7 +79,6 @@ class Flux(PackedModel):
                 condition=replace(self.spec.condition, num_tokens=MAX_TEXT_TOKENS_SCHNELL),
                 selftest={**self.spec.selftest, "max_sequence_length": MAX_TEXT_TOKENS_SCHNELL},
             )
-        self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:

@@ -42,11 +42,6 @@ IMAGE_TIME = 10
 class Flux2Network(PackedModel):
     """The network, schedule and VAE, without images."""
 
-    def __init__(self, path: str | Path):
-        super().__init__(path)
-        self._num_channels: int = self.read_network_config("transformer")["in_channels"]
-        self._vae_scale = self.image_vae_scale()
-
     # -- the shape of the problem -------------------------------------------------------------------------
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "6. Prepare timesteps" of Flux2KleinPipeline.__call__.

@@ -8,7 +8,7 @@ true classifier-free guidance works in addition.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -26,7 +26,7 @@ from verl_digen.models.pixels import video_decoder
 from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sequence import own_share
 from verl_digen.models.spec import JOINT_ATTENTION, MODULATION, ConditionLayout, FlopsLayout, ModelSpec, SequenceLayout
-from verl_digen.models.text import length_check, padded, stacked
+from verl_digen.models.text import length_check
 from verl_digen.types import Condition, Geometry
 
 POSITIONS = ContextParallelInput(split_dim=0, expected_dims=2, split_output=True)
@@ -107,8 +107,7 @@ class Hunyuan(VideoModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        network, vae = self.read_network_config("transformer"), self.read_network_config("vae")
-        self._network = network
+        network, vae = self._network, self.read_network_config("vae")
         self._patch = (network["patch_size_t"], network["patch_size"], network["patch_size"])
         self._num_channels = vae["latent_channels"]
         self._frame_stride = vae["temporal_compression_ratio"]
@@ -179,17 +178,13 @@ class HunyuanVideo(Hunyuan):
         return {"embeds": embeds[0, : int(mask.sum())], "pooled": pooled[0]}
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D], "pooled": [N, E]}; see `padded` for "mask": [N, L]."""
-        return padded(conditions, "embeds", "mask") | stacked(conditions, "pooled")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
         # "7. Denoising loop" of HunyuanVideoPipeline.__call__; there too the timestep is rounded to the network's
         # dtype, which the latents have after the first step.
         dtype = self.input_dtype(transformer)
-        guidance, mask = condition.get("guidance"), condition.get("mask")
+        guidance, mask = condition.get("guidance"), condition.get("embeds_mask")
         return transformer(
             hidden_states=latents.to(dtype),
             timestep=to_device(self.timesteps(sigmas), latents.device, dtype),

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from verl_digen.models.spec import (
     SequenceLayout,
     VllmOmniServing,
 )
-from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check, padded, stacked
+from verl_digen.models.text import PROMPT_CHARACTERS_SHOWN, length_check
 from verl_digen.types import Condition, Geometry
 
 # Functions of the class, not of an instance: a pipeline cannot be built without a VAE.
@@ -53,8 +52,8 @@ MAX_GLYPH_TOKENS: int = inspect.signature(encode_glyphs).parameters["tokenizer_m
 PLAIN_GUIDANCE = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 """Guider settings that equal `DiffusionModel.guide`; the defaults of its class."""
 NETWORK_INPUTS = {
-    **{"embeds": "encoder_hidden_states", "mask": "encoder_attention_mask"},
-    **{"glyphs": "encoder_hidden_states_2", "glyph_mask": "encoder_attention_mask_2"},
+    **{"embeds": "encoder_hidden_states", "embeds_mask": "encoder_attention_mask"},
+    **{"glyphs": "encoder_hidden_states_2", "glyphs_mask": "encoder_attention_mask_2"},
     "image": "image_embeds",
 }
 """Collated condition -> the network's argument."""
@@ -162,12 +161,6 @@ class HunyuanVideo15(Hunyuan):
         return encode_prompt(text)
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D], "glyphs": [N, G, E]}; see `padded` for "mask": [N, L] and "glyph_mask": [N, G]. With
-        images also "source": [N, C, H, W] and "image": [N, tokens, I]."""
-        texts = padded(conditions, "embeds", "mask") | padded(conditions, "glyphs", "glyph_mask")
-        return texts | stacked(conditions, "source", "image")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:

@@ -83,13 +83,11 @@ class LTX2(VideoModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        self._network = self.read_network_config("transformer")
         vae, audio_vae = self.read_network_config("vae"), self.read_network_config("audio_vae")
         self._frame_stride: int = vae["temporal_compression_ratio"]
         self._vae_scale: int = vae["spatial_compression_ratio"]
         self._mel_bins: int = audio_vae["mel_bins"] // LATENT_DOWNSAMPLE_FACTOR
         self._audio_tokens_per_s = audio_vae["sample_rate"] / audio_vae["mel_hop_length"] / LATENT_DOWNSAMPLE_FACTOR
-        self._num_channels: int = self._network["in_channels"]
         self._patch = (1, 1, 1)
         # LTX-2.3 and 2.5 have other connectors and text inputs
         self._require("transformer", self._network, use_prompt_embeddings=True, patch_size=1, patch_size_t=1)

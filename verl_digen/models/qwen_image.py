@@ -8,7 +8,6 @@ lines repeated here from its `__call__` name their source.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from verl_digen.models.spec import (
     SequenceLayout,
     VllmOmniServing,
 )
-from verl_digen.models.text import length_check, padded
+from verl_digen.models.text import length_check
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 1024
@@ -77,13 +76,11 @@ class QwenImage(PackedModel):
 
     def __init__(self, path: str | Path):
         super().__init__(path)
-        transformer = self.read_network_config("transformer")
-        if transformer["guidance_embeds"]:
+        if self._network["guidance_embeds"]:
             raise ValueError(
                 "actor_rollout_ref.model.path must hold a transformer with guidance_embeds=false, got true "
                 f"in {str(self.path)!r}; choose a checkpoint that is not guidance-distilled"
             )
-        self._num_channels: int = transformer["in_channels"]
         self._vae_scale = 2 ** len(self.read_network_config("vae")["temperal_downsample"])  # sic
 
     # -- loading ------------------------------------------------------------------------------------------
@@ -125,10 +122,6 @@ class QwenImage(PackedModel):
         return Decoder(decode, (vae,), encode)
 
     # -- the network --------------------------------------------------------------------------------------
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """{"embeds": [N, L, D]}; see `padded` for "mask": [N, L]."""
-        return padded(conditions, "embeds", "mask")
-
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry
     ) -> Tensor:
@@ -136,7 +129,7 @@ class QwenImage(PackedModel):
         # network's dtype, then divided.
         dtype = self.input_dtype(transformer)
         timesteps = to_device(self.timesteps(sigmas), latents.device, dtype) / TIMESTEPS_PER_SIGMA
-        embeds, mask = pad_prompts(condition["embeds"], condition.get("mask"), self.sequence_size)
+        embeds, mask = pad_prompts(condition["embeds"], condition.get("embeds_mask"), self.sequence_size)
         return transformer(
             hidden_states=latents.to(dtype),
             timestep=timesteps,

@@ -8,7 +8,6 @@ model. The CLIPs read a long prompt's first 77 tokens, as in the pipeline, and T
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,11 +53,6 @@ class StableDiffusion3(DiffusionModel):
             pipeline="StableDiffusion3Pipeline", mixin=".request_pipelines:StableDiffusion3Recording"
         ),
     )
-
-    def __init__(self, path: str | Path):
-        super().__init__(path)
-        self._network = self.read_network_config("transformer")
-        self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:

@@ -8,14 +8,11 @@ forward have one geometry, so that they have images of the same sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from verl_digen.models.base import Collated, DiffusionModel
-from verl_digen.models.text import stacked
-from verl_digen.types import Condition, Geometry
+from verl_digen.types import Geometry
 
 
 class ReadsImages(DiffusionModel):
@@ -25,12 +22,7 @@ class ReadsImages(DiffusionModel):
         return sum(self.num_tokens(Geometry(height, width)) for height, width in geometry.sources)
 
     def image_conditions(self, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-        num_channels = self.read_network_config(self.experts[0])["in_channels"]
-        return {"source": (self.num_source_tokens(geometry), num_channels)}
-
-    def collate(self, conditions: Sequence[Condition]) -> Collated:
-        """Batch as without images, with "source": [N, tokens of all images, channels] if there are images."""
-        return super().collate(conditions) | stacked(conditions, "source")
+        return {"source": (self.num_source_tokens(geometry), self._num_channels)}
 
     def predict(
         self, transformer: nn.Module, latents: Tensor, sigmas: Tensor, condition: Collated, geometry: Geometry

@@ -67,15 +67,15 @@ def only_text(inputs: PromptInputs) -> str:
     return inputs.text
 
 
-def padded(conditions: Sequence[Condition], name: str, mask_name: str) -> dict[str, Tensor]:
+def padded(conditions: Sequence[Condition], name: str) -> dict[str, Tensor]:
     """N tensors [L_i, D] as `name`: [N, L, D], padded with zeros to the longest; and, if lengths differ (attention is
-    faster without), `mask_name`: bool [N, L], False for padding."""
+    faster without), `name`_mask: bool [N, L], False for padding."""
     joined = pad_sequence([condition[name] for condition in conditions], batch_first=True)
     lengths = torch.tensor([len(condition[name]) for condition in conditions])
     if bool((lengths == joined.shape[1]).all()):
         return {name: joined}
     mask = torch.arange(joined.shape[1]) < lengths[:, None]
-    return {name: joined, mask_name: to_device(mask, joined.device)}
+    return {name: joined, f"{name}_mask": to_device(mask, joined.device)}
 
 
 def stacked(conditions: Sequence[Condition], *names: str) -> dict[str, Tensor]:

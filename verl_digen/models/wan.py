@@ -62,7 +62,6 @@ class Wan(VideoModel):
         if self.boundary_ratio is not None:
             self.experts = ("transformer", "transformer_2")
             check_components(self.path, self.index, self.experts)
-        self._network = self.read_network_config("transformer")
         vae = self.read_network_config("vae")
         self._patch = self._network["patch_size"]
         self._num_channels = vae["z_dim"]

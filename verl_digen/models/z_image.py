@@ -9,7 +9,6 @@ classifier-free guidance is ours, v_neg + w (v_pos - v_neg). The pipeline's `gui
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,11 +64,6 @@ class ZImage(DiffusionModel):
         selftest={"guidance_scale": 0.0},
         vllm_omni=VllmOmniServing(pipeline="ZImagePipeline", mixin=".request_pipelines:ZImageRecording"),
     )
-
-    def __init__(self, path: str | Path):
-        super().__init__(path)
-        self._num_channels: int = self.read_network_config("transformer")["in_channels"]
-        self._vae_scale = self.image_vae_scale()
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_prompt_check(self) -> PromptCheck:
