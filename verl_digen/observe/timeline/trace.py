@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl_digen.observe.timeline.analysis import Span, by_lane
 from verl_digen.observe.timeline.interval import POOLS, UNATTRIBUTED, Interval, Kind, Pool, to_line
@@ -111,8 +111,8 @@ def to_trace(intervals: Sequence[Interval], window: Span) -> dict[str, Any]:
     shown = [interval for interval in intervals if interval.start_s < window[1] and interval.end_s > window[0]]
     base_s = min((interval.start_s for interval in shown), default=0.0)
     names = group_names(intervals)
-    processes: dict[Pool, list[Thread]] = {
-        "driver": [Thread("steps", [interval for interval in shown if interval.kind == "step"])]
+    processes: dict[Pool, list[tuple[str, list[Interval]]]] = {
+        "driver": [("steps", [interval for interval in shown if interval.kind == "step"])]
     }
     for of_lane in by_lane(shown, window).values():
         processes.setdefault(of_lane[0].lane.pool, []).extend(_threads(of_lane))
@@ -126,31 +126,24 @@ def to_trace(intervals: Sequence[Interval], window: Span) -> dict[str, Any]:
             _metadata("process_name", pid, 0, name=pool),
             _metadata("process_sort_index", pid, 0, sort_index=pid),
         ]
-        for thread in processes[pool]:
+        for name, of_thread in processes[pool]:
             tid = next(tids)
             metadata += [
-                _metadata("thread_name", pid, tid, name=thread.name),
+                _metadata("thread_name", pid, tid, name=name),
                 _metadata("thread_sort_index", pid, tid, sort_index=tid),
             ]
-            placed += [(interval, _event(interval, pid, tid, base_s, names)) for interval in thread.intervals]
+            placed += [(interval, _event(interval, pid, tid, base_s, names)) for interval in of_thread]
     events = [event for _, event in placed] + _arrows(placed, names)
     events.sort(key=lambda event: (event["ts"], event["ph"] != "X"))  # an arrow after the event it binds to
     return {"traceEvents": metadata + events, "displayTimeUnit": "ms", "otherData": {"start_unix_s": base_s}}
 
 
-class Thread(NamedTuple):
-    """A row of the viewer."""
-
-    name: str
-    intervals: list[Interval]
-
-
-def _threads(of_lane: list[Interval]) -> list[Thread]:
-    """The rows of one lane."""
+def _threads(of_lane: list[Interval]) -> list[tuple[str, list[Interval]]]:
+    """(name, intervals) of each row of one lane."""
     in_row = rows(of_lane)
     lane = of_lane[0].lane
     return [
-        Thread(
+        (
             f"{lane.name} on {lane.host}" + (f", slot {row}" if max(in_row) > 0 else ""),
             [interval for interval, own in zip(of_lane, in_row, strict=True) if own == row],
         )
