@@ -21,11 +21,10 @@ from pathlib import Path
 
 from verl_digen.report.runs import find_runs
 from verl_digen.require import require
+from verl_digen.tools.watch import LOOPBACK
 
 NAME = "watch"
 PORT, MAX_TRIES = 8765, 20
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Addresses that no other machine reaches."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:

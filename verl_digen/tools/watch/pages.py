@@ -28,7 +28,7 @@ from starlette.routing import Route
 from verl_digen.report.comparison import MAX_RUNS, compare
 from verl_digen.report.page import collect, plotly, render, written_now
 from verl_digen.report.runs import find_runs, line_of, signature
-from verl_digen.tools.watch.command import LOOPBACK
+from verl_digen.tools.watch import LOOPBACK
 
 MAX_SHARE = 0.1
 """Most of one core's time that goes into a page that is asked for again and again."""
