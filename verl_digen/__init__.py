@@ -34,10 +34,7 @@ RFC_NAMES = {
 
 def __getattr__(name: str):
     """A name of `OWN_NAMES` or `RFC_NAMES`, or `__version__`: the version of the installed distribution.
-
-    Raises:
-        PackageNotFoundError: no distribution is installed, so that verl does not know the plugin either.
-    """
+    PackageNotFoundError: no distribution is installed, so that verl does not know the plugin either."""
     if name in (modules := {**OWN_NAMES, **RFC_NAMES}):
         from importlib import import_module
 

@@ -47,14 +47,11 @@ DECIDED_BY = {
 
 class RayFlowGRPOTrainer(RayPPOTrainer):
     """`RayPPOTrainer(config)`, `init_workers()` and `fit()` over the trainer that `trainer.v1.trainer_mode` names. Or
-    in place of `fit`, one by one, the steps of verl's RFC: see `examples/by_hand.py`.
+    in place of `fit`, one by one, the steps of verl's RFC: see `examples/by_hand.py`. ValueError: the rules that the
+    config breaks, one line each; or another argument of `RayPPOTrainer` was given, with what decides in its place.
 
     The config alone decides, as it does under `verl.trainer.main_ppo`, and is checked as there; `device_name` takes the
     place of `trainer.device`.
-
-    Raises:
-        ValueError: the rules that the config breaks, one line each; or another argument of `RayPPOTrainer` was given,
-            with what decides in its place.
     """
 
     def __init__(

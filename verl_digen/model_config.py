@@ -122,6 +122,13 @@ class DiffusionModelConfig(BaseConfig):
     use_fused_kernels: bool = False
     mtp: MtpConfig = field(default_factory=MtpConfig)
 
+    @classmethod
+    def of(cls, config: DictConfig, **changes: Any) -> DiffusionModelConfig:
+        """The section `actor_rollout_ref.model` of a run's whole config, with other values for some keys."""
+        section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
+        section.pop("_target_", None)
+        return cls(**section | changes)
+
     def __post_init__(self) -> None:
         import_user_modules(self.external_lib)
         self.digen = _to_digen(self.digen)

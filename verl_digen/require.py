@@ -68,11 +68,7 @@ class OneOf:
 
 def check_fields(section: Any, prefix: str, *, null: str | None = "null") -> None:
     """Require each field of a dataclass to lie within its annotation's bound. ValueError for the first that does not.
-
-    Args:
-        prefix: the key as typed, up to the field's name.
-        null: word for None as it is typed; None if it cannot be.
-    """
+    `prefix`: the key as typed, up to the field's name; `null`: word for None as it is typed; None if it cannot be."""
     for name, bound, is_optional, remedy, kind in _bounds(type(section)):
         value, others = getattr(section, name), (null,) if is_optional and null else ()
         is_number = isinstance(value, kind) and not isinstance(value, bool)

@@ -36,7 +36,7 @@ from verl_digen.config.sampling import (
 )
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
 from verl_digen.processes.deadlines import DeadlinesConfig
-from verl_digen.require import In, OneOf, check_fields, number, require, require_one_of, require_value
+from verl_digen.require import In, OneOf, check_fields, number, require, require_value
 from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 MAX_TURNS = 1000
@@ -180,7 +180,7 @@ class DigenConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     deadlines: DeadlinesConfig = field(default_factory=DeadlinesConfig)
     """Timeouts of everything the run waits for, see `verl_digen.processes.deadlines`."""
-    attention_backend: str = NATIVE
+    attention_backend: Annotated[str, OneOf(sorted(ATTENTION_BACKENDS))] = NATIVE
     """Attention kernel of trainer and replicas, by diffusers' name (`verl_digen.hardware.attention`): native is
     PyTorch's choice, flash is flash-attn, _flash_3_hub FlashAttention 3."""
     compile: bool = False
@@ -206,7 +206,6 @@ class DigenConfig:
             "any small number does",
         )
         check_fields(self, "digen.")
-        require_one_of("digen.attention_backend", self.attention_backend, sorted(ATTENTION_BACKENDS))
         object.__setattr__(self, "loss", LOSS_DEFAULTS | self.loss)
         check_loss_section(self.loss)
         if self.staleness.max_versions > 0:

@@ -88,11 +88,8 @@ class RolloutConfig:
             require_one_of("digen.rollout.attention_backend", self.attention_backend, sorted(ATTENTION_BACKENDS))
 
     def hosts_encoders(self, num_bytes: int, device_bytes: int | None) -> bool:
-        """True if encoders wait in host memory.
-
-        Args:
-            num_bytes: of encoders and transformer. device_bytes: memory of the device; None: unknown.
-        """
+        """True if encoders wait in host memory. `num_bytes`: of encoders and transformer; `device_bytes`: memory of the
+        device; None: unknown."""
         if self.encoders != AUTO:
             return self.encoders == "host"
         return device_bytes is not None and num_bytes > MOST_TOGETHER * device_bytes

@@ -42,11 +42,7 @@ def rows_of(
 ) -> Iterator[tuple[str, str | dict[str, Any]]]:
     """(place, row) of every non-blank row; a place is such as "line 3 of 'train.jsonl'". A row that is a string is its
     prompt. `key`: the config key under which the path was typed; `kept`, `images`: columns of a table, see
-    `rows_of_table`.
-
-    Raises:
-        ValueError: the file is not there, cannot be read, or is malformed.
-    """
+    `rows_of_table`. ValueError: the file is not there, cannot be read, or is malformed."""
     name = repr(str(path))
     try:
         kind = _require_file(path, key)

@@ -74,10 +74,7 @@ VERLS_NAMES = Columns()
 def read_prompts(files: Any, key: str = TRAIN, columns: Columns = VERLS_NAMES) -> list[PromptRow]:
     """All prompts of `files`, in order: one or several of what `verl_digen.data.splits` lists. `key`,
     `data.train_files` or `data.val_files`, says which split of a folder is read, and error messages begin with it.
-
-    Raises:
-        ValueError: a value that is no path; a missing, empty, unreadable or malformed file.
-    """
+    ValueError: a value that is no path; a missing, empty, unreadable or malformed file."""
     return [prompt for name in resolve(files, key) for prompt in _read_one(name, key, columns)]
 
 

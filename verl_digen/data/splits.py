@@ -33,11 +33,8 @@ SAVED = "state.json"
 
 def resolve(files: Any, key: str) -> list[str]:
     """Paths and names that hold one split each, in order; `files` is one of them or a list, typed under `key`. A list
-    that was resolved stays as it is.
-
-    Raises:
-        ValueError: a value that is no path; a folder without exactly one file of the split; a malformed hub name.
-    """
+    that was resolved stays as it is. ValueError: a value that is no path; a folder without exactly one file of the
+    split; a malformed hub name."""
     given = [files] if isinstance(files, str) else files
     if not isinstance(given, list | tuple) or not given or not all(isinstance(one, str) and one for one in given):
         raise ValueError(

@@ -112,12 +112,9 @@ def parquet_rows(
 def rows_of_table(
     table: pyarrow.Table, name: str, kept: frozenset[str], found: Mapping[str, Sequence[References]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of every row of an Arrow table of this `name` (of a file or dataset).
-
-    Args:
-        kept: columns that are read whatever they hold; their own rules say what is wrong.
-        found: references of the columns with images, which the table is without.
-    """
+    """(place, row) of every row of an Arrow table of this `name` (of a file or dataset). `kept`: columns that are read
+    whatever they hold; their own rules say what is wrong; `found`: references of the columns with images, which the
+    table is without."""
     columns = [one.name for one in table.schema if one.name in kept or _is_plain(one.type)]
     left_out = [f"{one.name} ({one.type})" for one in table.schema if one.name not in columns]
     if left_out:
@@ -160,11 +157,8 @@ def dataset_rows(
 def csv_rows(text: str, delimiter: str, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(place, row) of every row that has a non-empty cell, below a header row, with quotes as RFC 4180 has them; texts
     only. An empty cell is a missing value; a column without a name (an index, as pandas writes it) is left out.
-    Tab-separated values whose quotes are not in pairs on each line have none: there they are letters.
-
-    Raises:
-        ValueError: a header without names or with one twice; a row with another number of cells; stray quotes.
-    """
+    Tab-separated values whose quotes are not in pairs on each line have none: there they are letters. ValueError: a
+    header without names or with one twice; a row with another number of cells; stray quotes."""
     csv.field_size_limit(max(csv.field_size_limit(), len(text) + 1))
     quoting = csv.QUOTE_NONE if delimiter == "\t" and _has_letters_for_quotes(text) else csv.QUOTE_MINIMAL
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True, quoting=quoting)

@@ -121,7 +121,7 @@ def _save_rows(series: Sequence[tuple[str, Sequence[Shown]]], path: Path) -> Non
     draw, top = ImageDraw.Draw(canvas), 0
     for title, entries in rows:
         if title:
-            draw.text((4, top + 5), title, fill="black", font=_font(13))
+            draw.text((4, top + 5), title, fill="black", font=ImageFont.load_default(13))
             top += TITLE_PX
         for column, entry in enumerate(entries):
             _paste(canvas, draw, entry, column * width, top, width)
@@ -180,12 +180,8 @@ def _paste(canvas: Image.Image, draw: ImageDraw.ImageDraw, entry: Shown, left: i
     letters = width // LETTER_PX
     caption = "\n".join(textwrap.wrap(entry.caption(2), letters))
     fill = WORSE if entry.change is not None and entry.change < 0 else "black"
-    draw.text((left + 4, top + CELL_PX - 2), caption, fill=fill, font=_font(11), spacing=LINE_PX - 11)
+    draw.text((left + 4, top + CELL_PX - 2), caption, fill=fill, font=ImageFont.load_default(11), spacing=LINE_PX - 11)
 
 
 def _to_image(pixels: Tensor) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(pixels.numpy()))
-
-
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)

@@ -106,10 +106,8 @@ def check_model_section(run: StartConfig) -> None:
 
 def model_section(run: StartConfig) -> DiffusionModelConfig:
     """The section `actor_rollout_ref.model` as the ranks get it, of the checkpoint's configs alone."""
-    section: Any = OmegaConf.to_container(run.config.actor_rollout_ref.model, resolve=True, throw_on_missing=True)
-    section.pop("_target_", None)
-    located = str(locate_configs(section["path"]))
-    return DiffusionModelConfig(**section | {"digen": run.digen, "path": located})
+    located = str(locate_configs(run.config.actor_rollout_ref.model.path))
+    return DiffusionModelConfig.of(run.config, digen=run.digen, path=located)
 
 
 def check_loss(run: StartConfig) -> None:

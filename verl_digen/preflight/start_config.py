@@ -61,12 +61,8 @@ class StartConfig:
 
     def require_values(self, condition: str, *rows: tuple[str, Any, str, str]) -> None:
         """Require keys to have the one value that goes with a setting. ValueError for the first key that has another
-        one.
-
-        Args:
-            condition: the setting, such as "with KEY=VALUE".
-            rows: (key, value, reason, remedy); a reason is what the message has after the condition.
-        """
+        one. `condition`: the setting, such as "with KEY=VALUE"; `rows`: (key, value, reason, remedy), where a reason is
+        what the message has after the condition."""
         for key, wanted, why, remedy in rows:
             require_value(key, self.value(key), wanted, f"{condition}{why}", remedy)
 

@@ -85,10 +85,7 @@ def require_known(pipeline: str) -> None:
 
 def comfyui_tensors(pipeline: str, tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
     """Tensors of one network's adapter (peft's names) under ComfyUI's; `scales`: alpha / rank by peft's layer name.
-
-    Raises:
-        ValueError: a layer that ComfyUI does not read, or another kind of adapter than LoRA.
-    """
+    ValueError: a layer that ComfyUI does not read, or another kind of adapter than LoRA."""
     found = {}
     for name, down in tensors.items():
         require(

@@ -129,11 +129,8 @@ class PolicyWeights:
     # -- tensors ------------------------------------------------------------------------------------------
     def full(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """All tensors of the networks, with an adapter merged into the base, in order, one at a time. Floating ones
-        have `dtype`, or the base checkpoint's; a merged weight is rounded once.
-
-        Raises:
-            ValueError: an adapter that cannot be merged, or a base checkpoint without a tensor.
-        """
+        have `dtype`, or the base checkpoint's; a merged weight is rounded once. ValueError: an adapter that cannot be
+        merged, or a base checkpoint without a tensor."""
         tensors = self._merged() if self._run.is_lora else self._trained()
         for name, value in tensors:
             if value.is_floating_point():

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -70,12 +69,8 @@ def open_run(folder: Path, step: int | None, base: str | None) -> SavedRun:
         sorted(map(str, config)),
         "name another folder",
     )
-    arguments: Any = OmegaConf.to_container(section, resolve=True)
-    arguments.pop("_target_", None)
-    if base is not None:
-        arguments["path"] = base
     try:
-        model_config = DiffusionModelConfig(**arguments)
+        model_config = DiffusionModelConfig.of(config, **({} if base is None else {"path": base}))
     except (TypeError, ValueError) as error:  # a key that this version does not have is a TypeError
         raise ValueError(
             f"{error} (the config that the run saved; --base names the base checkpoint where it is now)"

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import nn
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
@@ -250,9 +250,7 @@ def read_run(config: DictConfig, prompt_tokens: int) -> Run:
     the key that cannot be planned."""
     digen = digen_config(config)
     with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
-        section: Any = OmegaConf.to_container(config.actor_rollout_ref.model, resolve=True)
-        section.pop("_target_")
-        model_config = DiffusionModelConfig(**(section | {"path": str(folder), "digen": digen}))
+        model_config = DiffusionModelConfig.of(config, path=str(folder), digen=digen)
         settings = _settings(config, digen, model_config)
         return Run(settings, _measure(folder, settings, model_config, prompt_tokens))
 

@@ -43,15 +43,12 @@ class Scored:
 
 
 def parse(text: str) -> list[RewardEntry]:
-    """Read the rewards of a command line.
+    """Read the rewards of a command line. ValueError: it is neither, or an entry breaks a rule.
 
     Example:
         parse("ocr,pickscore")                             # two, each with weight 1
         parse("{ocr: 1.0, pick: {weight: 0.5, path: X}}")  # as digen.reward.functions takes them
         parse("mine.py:score")                             # your function or class
-
-    Raises:
-        ValueError: it is neither, or an entry breaks a rule.
     """
     if not text.strip().startswith("{"):
         names = [name.strip() for name in text.split(",")]
@@ -77,10 +74,7 @@ def _named(name: str) -> RewardEntry:
 
 class LocalRewards:
     """Rewards in this process, each made once on `device`, with a queue each: calls that overlap share batches.
-
-    Raises:
-        ValueError: an unknown reward, a broken rule of one, or settings of processes that a run has and this has not.
-    """
+    ValueError: an unknown reward, a broken rule of one, or settings of processes that a run has and this has not."""
 
     def __init__(self, entries: Sequence[RewardEntry], device: torch.device):
         for entry in entries:

@@ -105,11 +105,8 @@ def run_split(
     profile: Profile, split: Split, techniques: Collection[str], *, num_steps: int, rules: BatchRules | None = None
 ) -> Outcome:
     """Simulate a disaggregated run by the live planner (`schedulers.simulation.PlannerRun`), under `rules` or
-    `simulated_rules`; with "tcss", all of a batch may be begun early.
-
-    Raises:
-        ValueError: an unknown technique, too few steps, or a trainer that is too small.
-    """
+    `simulated_rules`; with "tcss", all of a batch may be begun early. ValueError: an unknown technique, too few steps,
+    or a trainer that is too small."""
     _check_run(profile, split, techniques, num_steps)
     if rules is None:
         rules = simulated_rules(profile, split, techniques)
