@@ -21,9 +21,9 @@ work. Whichever changes the planner's state calls `_go_on`. Nothing polls.
 | `_way_of_chunk`, one per busy slot | a chunk | its slot, then its rewards | the agent loop worker, or a deadline |
 | `ReplicaSlots._load`, one per loading replica | new weights | the replica | the replica, or a deadline |
 
-docs/architecture.md and docs/faults.md say what follows a failure. A sample whose scoring is overdue is not scored. When
-the last replica dies, `run_batch` returns None, and the batch stays open until one joins. What fails in a call of the
-trainer, or in a notification to an agent loop worker, is not retried: after a call that failed on some ranks only,
+docs/architecture.md and docs/faults.md say what follows a failure. A sample whose scoring is overdue is not scored.
+When the last replica dies, `run_batch` returns None, and the batch stays open until one joins. What fails in a call of
+the trainer, or in a notification to an agent loop worker, is not retried: after a call that failed on some ranks only,
 others may hang in a collective.
 
 Invariants (tests/trainer/test_conductor.py)
