@@ -201,6 +201,6 @@ def test_the_trainer_cuts_a_batch_into_fragments_by_its_ranks(gap, num_steps, si
             planner.on_scored(decision.chunk.id, dict.fromkeys(decision.chunk.samples, 0.5), 0, 0.0)
     found = []
     while isinstance(decision := planner.next_for_trainer(0.0), Fragment):
-        found.append(len(decision.chunks))
+        found.append(len(decision.uids))
         planner.on_trained(decision.id, 0.0)
     assert found == sizes
