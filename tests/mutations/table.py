@@ -184,8 +184,8 @@ ENGINE: tuple[Line, ...] = (
     ("loss._noise_rate", swap("rows.sampling.law", "'flow'"), "KL terms of cps are those of an SDE", ": spread"),
     ("loss.__call__", given(clamps="True"), "advantages that are still to be divided are clamped"),
     (
-        "logical_batch.__init__",
-        given(reads_advantages="True"),
+        "logical_batch._train",
+        swap("loss.objective.reads_advantages(loss.config)", "True"),
         "a loss without advantages is divided by their scale",
         "transaction: alone",
     ),

@@ -139,8 +139,7 @@ class DiffusersFSDPEngine(VerlBatches):
                 loading.enter_context(self.train_mode(zero_grad_on_exit=False))
             gradients.drop(self.module)
             transaction = GradientTransaction(self, loss, self.points, max(1, num_rows))
-            reads_advantages = self.objective.reads_advantages(loss.config)
-            self._open = LogicalBatch(ledger, transaction, self.planner, fetch, reads_advantages=reads_advantages)
+            self._open = LogicalBatch(ledger, transaction, self.planner, fetch)
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
