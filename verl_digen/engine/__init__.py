@@ -4,5 +4,5 @@
 From a batch to an update: `engine` (verl's, with begin, accumulate, commit, abort) -> `logical_batch` -> `planning`
 (rows over ranks and tiles) -> `transaction` (the open gradient) -> `policies`, `loss` -> `gradients`.
 
-Import the modules; this package itself imports nothing. `register` registers the engine with verl.
+Import the modules; this package itself imports nothing. `engine` registers itself with verl.
 """
