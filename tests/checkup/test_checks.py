@@ -20,7 +20,7 @@ from verl.plugin.platform import get_platform
 from tests.grid import IN_GRID
 from tests.pretend.process import on_pretend
 from verl_digen.engine import gradients
-from verl_digen.engine.engine import DiffusersFSDPEngine
+from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.models import sd3
 from verl_digen.observe.run_files import METRICS
 from verl_digen.patches import attention_gradient
@@ -100,14 +100,13 @@ def test_a_kernel_that_reads_a_second_layout_as_the_first_fails_without_dense_gr
 def test_a_gradient_that_deferring_changes_fails(
     one_rank: None, tiny_qwen_image: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    make = DiffusersFSDPEngine._transaction
+    make = GradientTransaction.__init__
 
-    def scaled(self, *args):
-        made = make(self, *args)
-        made.loss_factor *= 1.001 if made.reduce == "batch" else 1
-        return made
+    def scaled(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.loss_factor *= 1.001 if self.reduce == "batch" else 1
 
-    monkeypatch.setattr(DiffusersFSDPEngine, "_transaction", scaled)
+    monkeypatch.setattr(GradientTransaction, "__init__", scaled)
     gap = gradient.gradient_gap(tiny_qwen_image)
     with pytest.raises(CheckFailed, match=r"on 2 rank\(s\) .* differs from that reduced at every tile by 1\.0e-03 of"):
         gradient.conclude([0.0, gap])

@@ -98,9 +98,8 @@ class World:
             assert not self.rules.gap.enable or not self.planner._book.batches[self.planner.batch].ready
             assert not self.assisting, "two assists at once"
             assert 1 <= decision.num_samples <= self.rules.assist_sizes(self.num_slots)[-1] or self.loss_rate
-            assert len(set(decision.uids)) == len(decision.uids) and self.rules.assist_spans_groups >= (
-                len(decision.uids) > 1
-            )
+            num_groups = len({chunk.uid for chunk in decision.chunks})
+            assert num_groups == len(decision.chunks) and self.rules.assist_spans_groups >= (num_groups > 1)
             assert {(chunk.batch, chunk.version) for chunk in decision.chunks} == {(self.planner.batch,) * 2}
             self.assisting = {chunk.id for chunk in decision.chunks}
             for chunk in decision.chunks:
@@ -532,7 +531,7 @@ def test_the_trainer_assists_once_to_learn_its_cost_and_never_before_the_others_
     planner.next_for_trainer(1.0)
     planner.on_trained(0, 1.1)
     decision = planner.next_for_trainer(1.1)
-    assert isinstance(decision, Assist) and (decision.reason, decision.uids) == ("measure", ("p2",))
+    assert isinstance(decision, Assist) and (decision.reason, decision.chunks[0].uid) == ("measure", "p2")
     finish(planner, second, 2.0)
     planner.assign(2.0)
     finish(planner, decision.chunks[0], 2.3)

@@ -48,7 +48,12 @@ class RecordedRun(PlannerRun):
 
     def _occupy(self, who: str, what: What, now_s: float, seconds: float, subject: Any) -> None:
         super()._occupy(who, what, now_s, seconds, subject)
-        ids = (subject.batch,) if what == "commit" else [subject.uid] if what == "generate" else subject.uids
+        ids = {
+            "commit": lambda: [subject.batch],
+            "train": lambda: subject.uids,
+            "generate": lambda: [subject.uid],
+            "assist": lambda: [chunk.uid for chunk in subject.chunks],
+        }[what]()
         self.events.append(Event(who, what, now_s, now_s + seconds, tuple(map(int, ids))))
 
     def _expect(self, end_s: float, what: What, subject: Any) -> None:

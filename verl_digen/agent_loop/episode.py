@@ -135,7 +135,11 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
             f"{first.uid} have {sorted(map(tuple, shapes))}; set digen.sampling.size_from_image=false"
         )
     if paths:
-        record = _joined_paths(paths)
+        starts = accumulate((len(path.latents) for path in paths[:-1]), initial=0)
+        moved = [
+            path.columns() | {"positions": path.positions + start} for path, start in zip(paths, starts, strict=True)
+        ]
+        record = PathRecord(**{name: torch.cat([columns[name] for columns in moved]) for name in PathRecord.COLUMNS})
     else:
         record = CleanRecord(torch.cat([one.clean for one in cleans]), torch.cat([one.sigmas for one in cleans]))
     of_all = replace(
@@ -147,12 +151,6 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
         num_skipped_steps=sum(turn.num_skipped_steps for turn in facts),
     )
     return Trajectory(of_all, record)
-
-
-def _joined_paths(paths: Sequence[PathRecord]) -> PathRecord:
-    starts = accumulate((len(path.latents) for path in paths[:-1]), initial=0)
-    moved = [path.columns() | {"positions": path.positions + start} for path, start in zip(paths, starts, strict=True)]
-    return PathRecord(**{name: torch.cat([columns[name] for columns in moved]) for name in PathRecord.COLUMNS})
 
 
 logger = logging.getLogger(__name__)
@@ -195,7 +193,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             previous = played[-1].generation.pixels.numpy() if played else None
             request = turn_request(
                 self.digen,
-                _asking(row, instruction),
+                replace(row, text=instruction.text),
                 index,
                 len(played),
                 self._images(instruction, row, previous),
@@ -230,10 +228,3 @@ class EnvironmentAgentLoop(AgentLoopBase):
             else:
                 found.append(generated_image(f"a turn's picture of group {row.uid}", previous))
         return tuple(found)
-
-
-def _asking(row: PromptRow, instruction: Instruction) -> PromptRow:
-    """The row with the instruction as its text; its images are given apart."""
-    return PromptRow(
-        instruction.text, row.data_source, row.ground_truth, negative=row.negative, uid=row.uid, index=row.index
-    )

@@ -138,9 +138,8 @@ class DiffusersFSDPEngine(VerlBatches):
             else:
                 loading.enter_context(self.train_mode(zero_grad_on_exit=False))
             gradients.drop(self.module)
-            transaction = self._transaction(loss, max(1, num_rows))
-            reads_advantages = self.objective.reads_advantages(loss.config)
-            self._open = LogicalBatch(ledger, transaction, self.planner, fetch, reads_advantages=reads_advantages)
+            transaction = GradientTransaction(self, loss, self.points, max(1, num_rows))
+            self._open = LogicalBatch(ledger, transaction, self.planner, fetch)
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
     def accumulate(self, fragment: FragmentSpec) -> dict[str, int]:
@@ -323,20 +322,6 @@ class DiffusersFSDPEngine(VerlBatches):
         super().load_checkpoint(*args, **kwargs)
 
     # -- gradients ------------------------------------------------------------------------------------------
-    def _transaction(self, loss: DiffusionLoss, num_rows: int) -> GradientTransaction:
-        return GradientTransaction(
-            *(self.module, self.forward, loss),
-            num_rows=num_rows,
-            num_ranks=self.get_data_parallel_size(),
-            ranks_per_row=self.ulysses_sequence_parallel_size,
-            reduce=self._when_to_reduce(),
-            backward=self.backward,
-            exchange=self._sum_over_ranks,
-            points=self.points,
-            loss_scale=1.0 if self.state.loss_scale is None else self.state.loss_scale.value,
-            recomputation=self.recomputation,
-        )
-
     def _run_dry(self, rows: TrainingRows) -> None:
         """Run one tile (forward, and backward if this engine trains) to measure memory, and discard the gradient.
         Rows are on the CPU."""
@@ -346,7 +331,7 @@ class DiffusersFSDPEngine(VerlBatches):
                 self.forward(rows)
         else:
             with torch.enable_grad():
-                self._transaction(DiffusionLoss(self.digen), num_rows=1).rehearse(rows)
+                GradientTransaction(self, DiffusionLoss(self.digen), self.points, num_rows=1).rehearse(rows)
 
     def _outputs(self, transaction: GradientTransaction, loss: Tensor, metrics: dict[str, Metric]) -> dict[str, Any]:
         """Outputs in verl's shape, with the metrics of all ranks combined."""

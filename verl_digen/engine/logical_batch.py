@@ -33,18 +33,8 @@ logger = logging.getLogger(__name__)
 class LogicalBatch:
     """Ledger, planner and transaction of one logical batch."""
 
-    def __init__(
-        self,
-        ledger: AdvantageLedger,
-        transaction: GradientTransaction,
-        planner: Planner,
-        fetch: Fetch,
-        *,
-        reads_advantages: bool = True,
-    ):
+    def __init__(self, ledger: AdvantageLedger, transaction: GradientTransaction, planner: Planner, fetch: Fetch):
         self.ledger, self.transaction, self.planner, self._fetch = ledger, transaction, planner, fetch
-        self.reads_advantages = reads_advantages
-        """False for a loss without advantages, which no scale of them divides."""
         self.fragment_ids: set[str] = set()
         self.num_late_samples = 0
         """Samples that did not train with their own fragment."""
@@ -102,7 +92,8 @@ class LogicalBatch:
         ready = self.ledger.take(is_last=is_last)
         if ready.divisor is not None:
             self.transaction.settle(ready.divisor)
-        is_final = ready.divisor is not None or not self.reads_advantages
+        loss = self.transaction.loss  # one without advantages is divided by no scale of them
+        is_final = ready.divisor is not None or not loss.objective.reads_advantages(loss.config)
         samples = [self._samples[key] for key in ready.keys]
         if not any(sample.num_rows for sample in samples):
             return 0

@@ -28,7 +28,7 @@ from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, policy_ou
 from verl_digen.algorithms.rows import LossInputs, Metric
 from verl_digen.algorithms.sde import noise_rate
 from verl_digen.config import DigenConfig
-from verl_digen.engine.policies import Evaluated, Outputs
+from verl_digen.engine.policies import Evaluated, Outputs, PolicyForward
 from verl_digen.hardware.transfers import to_device
 from verl_digen.require import require_one_of
 from verl_digen.types import TrainingRows, Transitions
@@ -187,3 +187,37 @@ def rollout_gap(inputs: Mapping[str, Tensor]) -> dict[str, Metric]:
         "rollout_ratio_below_fraction": Metric(rows.mean((gap < 0).float()), "first"),
         "rollout_ratio_deviation_max": Metric(rows.max(gap.expm1().abs()), "first_max"),
     }
+
+
+def tile_loss(
+    forward: PolicyForward,
+    loss: DiffusionLoss,
+    rows: TrainingRows,
+    others: Mapping[str, Outputs],
+    num_rows: float,
+    *,
+    joint: Tensor | None = None,
+    clamps: bool = True,
+) -> tuple[Evaluated, LossTerms]:
+    """(rows under the weights that train, their share of the loss), differentiable; arguments as in `DiffusionLoss`."""
+    old, others = _with_old(forward, loss, rows, others)
+    current = forward(rows)
+    return current, loss(current, others, rows, old, num_rows, joint=joint, clamps=clamps)
+
+
+def _with_old(
+    forward: PolicyForward, loss: DiffusionLoss, rows: TrainingRows, others: Mapping[str, Outputs]
+) -> tuple[Tensor | None, Mapping[str, Outputs]]:
+    """(old log-probs [N], outputs of all policies), see `loss`; without both, the forward's own take their place."""
+    denominator, point = loss.denominator, rows.point
+    if "old" in others or denominator == "unused" or not isinstance(point, Transitions):
+        return None, others
+    if denominator == "rollout":
+        return point.log_probs, others
+    if point.old_log_probs is not None:
+        return point.old_log_probs, others
+    if denominator == "recompute":  # weights do not change until the batch is complete
+        with torch.no_grad():
+            before = forward(rows).outputs(("log_prob", *loss.wanted.get("old", ())))
+        return None, {**others, "old": before}
+    return None, others

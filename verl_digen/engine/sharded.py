@@ -125,20 +125,17 @@ class ShardedTransformer(FSDPEngine):
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         if self.use_ulysses_sp:
             split_networks(self.model, module, sequence_mesh(self.ulysses_sequence_parallel_size))
-        sharded = self._shard(module)
-        self.scaler = None  # verl's, for fp16; see `verl_digen.engine.optimizer`
-        keep_input_dtypes(sharded)
-        offload_safely(sharded, keeps_base=self._is_lora)
-        return sharded
-
-    def _shard(self, module: nn.Module) -> nn.Module:
         with ExitStack() as changes:
             # ours is there already, see `verl_digen.engine.recompute`
             changes.enter_context(_set_to(self.model_config, "enable_activation_offload", False))
             if get_device_name() == "cpu":
                 # verl offloads a forward-only engine through pinned memory, which needs an accelerator
                 changes.enter_context(_set_to(self.engine_config, "forward_only", False))
-            return super()._build_fsdp_module(module)
+            sharded = super()._build_fsdp_module(module)
+        self.scaler = None  # verl's, for fp16; see `verl_digen.engine.optimizer`
+        keep_input_dtypes(sharded)
+        offload_safely(sharded, keeps_base=self._is_lora)
+        return sharded
 
     def _build_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         return build_optimizer(module.parameters(), with_fused(self.optimizer_config, module.parameters()))

@@ -19,62 +19,41 @@ only `drop` is legal.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl_digen.algorithms.rows import Metric, combine_tiles
 from verl_digen.engine import gradients
 from verl_digen.engine.fsdp2 import kept_after_backward, recover
 from verl_digen.engine.gradients import Gradient
-from verl_digen.engine.loss import DiffusionLoss, LossTerms
-from verl_digen.engine.policies import Evaluated, Outputs, PolicyForward, moved
-from verl_digen.engine.recompute import Recomputation
-from verl_digen.engine.rows import Exchange, Points, TileWork, padded_tokens, tile_rows
+from verl_digen.engine.loss import DiffusionLoss, LossTerms, tile_loss
+from verl_digen.engine.policies import Outputs, moved
+from verl_digen.engine.rows import Points, TileWork, padded_tokens, tile_rows
+from verl_digen.engine.verl_batches import VerlBatches
 from verl_digen.schedulers.tiles import Tile
-from verl_digen.types import TrainingRows, Transitions
+from verl_digen.types import TrainingRows
 
 
 class GradientTransaction:
-    """An accumulating gradient.
+    """An accumulating gradient of an engine's module, of the points that its rows are made of. `num_rows`: planned
+    unmasked rows of the logical batch, over all ranks."""
 
-    Args:
-        num_rows: planned unmasked rows of the logical batch, over all ranks.
-        num_ranks: data-parallel ranks.
-        ranks_per_row: ranks that share each row, see `sharded.sequence_mesh`.
-        loss_scale: factor that `backward` multiplies losses by (fp16), and `close` divides the gradient by.
-        reduce: when gradients are reduced over the ranks, "tile": at each, "fragment": at the last tile of a run,
-            "batch": at the last of all. `close` reduces what is still pending.
-        backward: runs a loss's backward; takes (loss, retain_graph).
-        exchange: sums a tensor over the ranks.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        forward: PolicyForward,
-        loss: DiffusionLoss,
-        *,
-        num_rows: int,
-        num_ranks: int,
-        reduce: str,
-        backward: Callable[[Tensor, bool], None],
-        exchange: Exchange,
-        points: Points,
-        recomputation: Recomputation,
-        ranks_per_row: int = 1,
-        loss_scale: float = 1.0,
-    ):
-        self.module, self.forward, self.loss, self.points = module, forward, loss, points
-        self.recomputation = recomputation
-        self.exchange, self.loss_scale = exchange, loss_scale
-        self.num_rows, self.num_ranks, self.reduce, self.backward = num_rows, num_ranks, reduce, backward
-        self.loss_factor = num_ranks * ranks_per_row
-        """Ranks that FSDP2 averages gradients over."""
+    def __init__(self, engine: VerlBatches, loss: DiffusionLoss, points: Points, num_rows: int):
+        self.module, self.forward, self.loss, self.points = engine.module, engine.forward, loss, points
+        self.recomputation, self.backward, self.exchange = engine.recomputation, engine.backward, engine.sum_over_ranks
+        self.num_rows, self.num_ranks = num_rows, engine.get_data_parallel_size()
+        self.reduce = engine.when_to_reduce()
+        """When gradients are reduced over the ranks, "tile": at each, "fragment": at the last tile of a run, "batch":
+        at the last of all. `close` reduces what is still pending."""
+        self.loss_scale = 1.0 if engine.state.loss_scale is None else engine.state.loss_scale.value
+        """Factor that `backward` multiplies losses by (fp16), and `close` divides the gradient by."""
+        self.loss_factor = self.num_ranks * engine.ulysses_sequence_parallel_size
+        """Ranks that FSDP2 averages gradients over; several may share a row, see `sharded.sequence_mesh`."""
         self.num_trained_rows = 0
         """Unmasked rows trained so far, over all ranks."""
         self.num_tiles = 0
@@ -219,40 +198,6 @@ class GradientTransaction:
             recover(self.module)
         gradients.drop(self.module)
         self._fixed_gradient = {}
-
-
-def tile_loss(
-    forward: PolicyForward,
-    loss: DiffusionLoss,
-    rows: TrainingRows,
-    others: Mapping[str, Outputs],
-    num_rows: float,
-    *,
-    joint: Tensor | None = None,
-    clamps: bool = True,
-) -> tuple[Evaluated, LossTerms]:
-    """(rows under the weights that train, their share of the loss), differentiable; arguments as in `DiffusionLoss`."""
-    old, others = _with_old(forward, loss, rows, others)
-    current = forward(rows)
-    return current, loss(current, others, rows, old, num_rows, joint=joint, clamps=clamps)
-
-
-def _with_old(
-    forward: PolicyForward, loss: DiffusionLoss, rows: TrainingRows, others: Mapping[str, Outputs]
-) -> tuple[Tensor | None, Mapping[str, Outputs]]:
-    """(old log-probs [N], outputs of all policies), see `loss`; without both, the forward's own take their place."""
-    denominator, point = loss.denominator, rows.point
-    if "old" in others or denominator == "unused" or not isinstance(point, Transitions):
-        return None, others
-    if denominator == "rollout":
-        return point.log_probs, others
-    if point.old_log_probs is not None:
-        return point.old_log_probs, others
-    if denominator == "recompute":  # weights do not change until the batch is complete
-        with torch.no_grad():
-            before = forward(rows).outputs(("log_prob", *loss.wanted.get("old", ())))
-        return None, {**others, "old": before}
-    return None, others
 
 
 def _moved(policies: Mapping[str, Outputs], device: torch.device | str) -> dict[str, Outputs]:

@@ -58,12 +58,11 @@ from verl_digen.algorithms.rows import Metric, combine_tiles, numbers
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fsdp2 import recover
-from verl_digen.engine.loss import DiffusionLoss
+from verl_digen.engine.loss import DiffusionLoss, tile_loss
 from verl_digen.engine.policies import PolicyForward, moved
 from verl_digen.engine.recompute import ALL
 from verl_digen.engine.rows import text_order
 from verl_digen.engine.sharded import ShardedTransformer
-from verl_digen.engine.transaction import tile_loss
 from verl_digen.schedulers.tiles import Budget, Row, Tile, plan_tiles
 from verl_digen.types import SCHEDULE_COLUMNS, Noised, TrainingRows, Transitions
 
@@ -146,7 +145,7 @@ class VerlBatches(ShardedTransformer):
         """
         unpack_rows(tu.index_select_tensor_dict(data, [0]))  # columns are checked before the first collective
         tiles = self._tiles(data)
-        num_rows = self._sum_over_ranks(data["mask"].sum().to(self.forward.device)).item()
+        num_rows = self.sum_over_ranks(data["mask"].sum().to(self.forward.device)).item()
         if not num_rows:
             raise ValueError("a batch needs a row with mask 1 on some rank, got none; leave it out")
         tu.assign_non_tensor(data, batch_num_tokens=num_rows, dp_size=self.get_data_parallel_size())
@@ -155,7 +154,7 @@ class VerlBatches(ShardedTransformer):
         outputs: list[dict[str, Any]] = []
         try:
             for number, tile in enumerate(tiles):
-                reduces = number == len(tiles) - 1 or self._when_to_reduce() == "tile"
+                reduces = number == len(tiles) - 1 or self.when_to_reduce() == "tile"
                 with gradients.reduced_at_end(self.module, reduces):
                     loss, output = self.forward_step(_rows_of(data, tile), loss_function, forward_only)
                     if not forward_only:
@@ -276,11 +275,12 @@ class VerlBatches(ShardedTransformer):
         dist.all_gather_object(gathered, on_host, group=self.get_data_parallel_group())
         return combine_tiles(gathered)
 
-    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sum of a tensor over the data-parallel ranks, in its place. Collective."""
         dist.all_reduce(values, group=self.get_data_parallel_group())
         return values
 
-    def _when_to_reduce(self) -> str:
+    def when_to_reduce(self) -> str:
         """Value of `digen.tsp.reduce`; auto is decided once, the same on all ranks."""
         if self.digen.tsp.reduce != "auto":
             return self.digen.tsp.reduce

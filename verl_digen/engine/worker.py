@@ -9,7 +9,7 @@
 
     update_actor(rows), compute_log_prob(rows), compute_ref_log_prob(rows)     verl's, see `engine.verl_batches`
 
-Weight updates, checkpoints, rollout handles and dispatch are verl's.
+Weight updates, checkpoints, rollout handles and dispatch are verl's. What does not block gives one reference per rank.
 """
 
 from __future__ import annotations
@@ -174,20 +174,18 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def begin(self, num_samples: int, num_rows: int, partition: str, scale: float | None = None) -> None:
         """Open a logical batch, see `DiffusersFSDPEngine.begin`; TransferQueue's `partition` holds the samples' rows
-        until it is closed. Non-blocking: one reference per rank."""
+        until it is closed."""
         self.engine.begin(num_samples, num_rows, fetch=self._fetch_from(partition), scale=scale)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def keep_old(self) -> None:
-        """Copy the weights as policy `old`, see `DiffusersFSDPEngine.keep_old`. Non-blocking: one reference per
-        rank."""
+        """Copy the weights as policy `old`, see `DiffusersFSDPEngine.keep_old`."""
         self.engine.keep_old()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="blue", role="actor_evaluate")
     def evaluate(self, fragments: Sequence[FragmentSpec], partition: str) -> dict[str, dict[int, float]]:
-        """Log-probs of the rows that this rank would train, see `DiffusersFSDPEngine.evaluate`. Non-blocking: one
-        reference per rank."""
+        """Log-probs of the rows that this rank would train, see `DiffusersFSDPEngine.evaluate`."""
         return self.engine.evaluate(fragments, self._fetch_from(partition))
 
     def _fetch_from(self, partition: str) -> Fetch:
@@ -197,7 +195,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @DistProfiler.annotate(color="red", role="actor_accumulate")
     def accumulate(self, fragment: FragmentSpec) -> dict[str, float]:
         """Add a fragment's gradient, see `DiffusersFSDPEngine.accumulate`. Returns its counts, the same on every rank,
-        and `accumulate_s`. Non-blocking: one reference per rank."""
+        and `accumulate_s`."""
         started_s = time.perf_counter()
         counts = self.engine.accumulate(fragment)
         return {**counts, "accumulate_s": time.perf_counter() - started_s}
@@ -214,8 +212,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     @DistProfiler.annotate(color="red", role="actor_commit")
     def commit(self, more: bool = False) -> Plain:
-        """Take the optimizer step, see `DiffusersFSDPEngine.commit`. Returns metrics, the same on all ranks.
-        Non-blocking: one reference per rank."""
+        """Take the optimizer step, see `DiffusersFSDPEngine.commit`. Returns metrics, the same on all ranks."""
         outputs = self.engine.commit(more=more)
         metrics: dict[str, Metric] = outputs.pop("metrics")
         of_verl = self.trainer._postprocess_output(  # the ranks' loss, and memory
@@ -229,8 +226,8 @@ class DiffusionWorker(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # pyright: ignore[reportAttributeAccessIssue]
     def abort(self) -> None:
-        """Close the logical batch as if it had never been, see `DiffusersFSDPEngine.abort`; one reference per rank at
-        once, because a rank may hang in a collective with one that failed."""
+        """Close the logical batch as if it had never been, see `DiffusersFSDPEngine.abort`. Does not block, because a
+        rank may hang in a collective with one that failed."""
         self.engine.abort()
 
     @property

@@ -17,7 +17,6 @@ short run's start. A server imports them once, while the driver does, and each w
 
 from __future__ import annotations
 
-import array
 import atexit
 import gc
 import importlib
@@ -41,7 +40,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 CLIENT = """#!{python} -IS
-import array, json, os, socket, sys
+import json, os, socket, sys
 
 arguments = sys.argv[1:]
 while arguments[:1] in (["-u"], ["-B"]):
@@ -55,8 +54,7 @@ with socket.socket(socket.AF_UNIX) as server:
     except OSError:
         os.execv({python!r}, [{python!r}, *sys.argv[1:]])
     asked = json.dumps([arguments, dict(os.environ), os.getcwd()]).encode()
-    files = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
-    server.sendmsg([len(asked).to_bytes(4, "big")], files)
+    socket.send_fds(server, [len(asked).to_bytes(4, "big")], [0, 1, 2])
     server.sendall(asked)
     status = server.recv(1)
 os._exit(status[0] if status else 137)
@@ -246,12 +244,12 @@ def _leave_generator_alone() -> None:
 
 def _receive(connection: socket.socket) -> tuple[list, Sequence[int]]:
     """A request: (arguments, environment, folder), and its stdin, stdout and stderr."""
-    size, ancillary, _, _ = connection.recvmsg(4, socket.CMSG_SPACE(12))
+    size, files, _, _ = socket.recv_fds(connection, 4, 3)
     left = int.from_bytes(size, "big")
     received = b""
     while len(received) < left:
         received += connection.recv(left - len(received))
-    return json.loads(received), array.array("i", ancillary[0][2])
+    return json.loads(received), files
 
 
 def _take(environment: Mapping[str, str]) -> None:

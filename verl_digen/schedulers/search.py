@@ -59,8 +59,6 @@ class Verdict:
     """Predicted end if the trainer never assists again."""
     wait_until_s: float
     """wait: when the next fragment will be ready, from now."""
-    depth: int
-    """Number of choices that were branched exactly."""
     num_samples: int = 0
     """assist: samples that the trainer generates."""
 
@@ -127,7 +125,7 @@ class BubbleSearch:
         if best >= waiting_s - EPSILON_S:
             best, plan = waiting_s, []
         size = plan[0] if plan else WAIT
-        verdict = Verdict("assist" if size else "wait", best, waiting_s, play.next_ready_s(root), depth, size)
+        verdict = Verdict("assist" if size else "wait", best, waiting_s, play.next_ready_s(root), size)
         return verdict, tuple(plan[1:])
 
 

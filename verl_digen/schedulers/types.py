@@ -143,11 +143,6 @@ class Assist(NamedTuple):
     """Predicted seconds by which the batch ends earlier than without further assists; None if nothing was predicted."""
 
     @property
-    def uids(self) -> tuple[str, ...]:
-        """Its groups."""
-        return tuple(chunk.uid for chunk in self.chunks)
-
-    @property
     def num_samples(self) -> int:
         return sum(len(chunk.samples) for chunk in self.chunks)
 

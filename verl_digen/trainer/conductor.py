@@ -21,20 +21,10 @@ work. Whichever changes the planner's state calls `_go_on`. Nothing polls.
 | `_way_of_chunk`, one per busy slot | a chunk | its slot, then its rewards | the agent loop worker, or a deadline |
 | `ReplicaSlots._load`, one per loading replica | new weights | the replica | the replica, or a deadline |
 
-Failures and their effect on the step:
-
-| what happens | what follows |
-| --- | --- |
-| a sample is not generated or scored | retried, within `digen.queue.max_sample_refills`; else its group is dropped |
-| a group is dropped | replaced by a new prompt, within `digen.max_refills_per_step`; else the batch is smaller |
-| a replica dies | all of its slots are lost; their whole chunks go to other slots; the run goes on without it |
-| a chunk or a load is overdue | the same, and the replica's processes are killed |
-| scoring a chunk is overdue | its samples count as not scored |
-| the last replica dies | `run_batch` returns None; the batch stays open until one joins |
-| an exception in a call of the trainer, a dead rank or agent loop worker | `abort`, then raised |
-| a call of the trainer, or a notification to an agent loop worker, is overdue | the same |
-
-The last two are not retried: after a call that failed on some ranks only, others may hang in a collective.
+docs/architecture.md and docs/faults.md say what follows a failure. A sample whose scoring is overdue is not scored.
+When the last replica dies, `run_batch` returns None, and the batch stays open until one joins. What fails in a call of
+the trainer, or in a notification to an agent loop worker, is not retried: after a call that failed on some ranks only,
+others may hang in a collective.
 
 Invariants (tests/trainer/test_conductor.py)
 - A free slot gets the next chunk at once; a free trainer a ready fragment, unless it waits for a larger one.

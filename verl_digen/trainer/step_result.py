@@ -21,10 +21,6 @@ from verl_digen.observe.metrics import (
 )
 from verl_digen.types import SampleTag
 
-ROW_FORWARD = "actor/row_forward_flops"
-ROW_TRAINING = "actor/row_training_flops"
-
-
 GAP = "rollout/log_prob_gap_max"
 
 
@@ -87,8 +83,8 @@ def utilisation(
     num_pictures = sum(len(tag.generations) for tag in result.tags)
     num_forwards = max(0, (num_pictures - result.num_assisted) * num_steps - spared)
     work = {
-        "trainer": (metrics["actor/num_rows"] * metrics[ROW_TRAINING], metrics["perf/train_s"]),
-        "generator": (num_forwards * metrics[ROW_FORWARD], metrics["perf/generate_s"]),
+        "trainer": (metrics["actor/num_rows"] * metrics["actor/row_training_flops"], metrics["perf/train_s"]),
+        "generator": (num_forwards * metrics["actor/row_forward_flops"], metrics["perf/generate_s"]),
     }
     return {
         name: value
