@@ -10,8 +10,8 @@ from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.search import Foresight, Verdict
 from verl_digen.schedulers.simulation import PlannerRun
 
-ASSIST = Verdict("assist", makespan_s=9.0, waiting_s=10.0, wait_until_s=2.0)
-WAIT = Verdict("wait", makespan_s=10.0, waiting_s=10.0, wait_until_s=2.0)
+ASSIST = Verdict(1, makespan_s=9.0, waiting_s=10.0, wait_until_s=2.0)
+WAIT = Verdict(0, makespan_s=10.0, waiting_s=10.0, wait_until_s=2.0)
 
 
 def foresight_of(*ends_s: float) -> Foresight:

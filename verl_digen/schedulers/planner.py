@@ -368,7 +368,7 @@ class BatchPlanner:
         verdict = self._search.decide(bubble)
         self._foresight.on_verdict(verdict, now_s)
         counts = self._foresight.counts(verdict)
-        if verdict.choice == "assist" and counts:
+        if verdict.num_samples and counts:
             return self._assist(verdict.num_samples, now_s, "gain", verdict.gain_s)
         if not counts:
             self._search.forget()

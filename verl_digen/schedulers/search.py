@@ -36,7 +36,6 @@ Invariant: while all predictions were exact, or there was none, any gain counts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from verl_digen.schedulers.durations import RunningMean
 from verl_digen.schedulers.play import EPSILON_S, MAX_WORK, WAIT, Bubble, Choice, Play
@@ -52,15 +51,14 @@ MAX_ANSWERS = 4_096
 class Verdict:
     """Choice at a bubble, and its predictions."""
 
-    choice: Literal["wait", "assist"]
+    num_samples: Choice
+    """Samples that the trainer generates; 0: it waits."""
     makespan_s: float
     """Predicted end of the batch's last training call, from now, if the plan is followed."""
     waiting_s: float
     """Predicted end if the trainer never assists again."""
     wait_until_s: float
-    """wait: when the next fragment will be ready, from now."""
-    num_samples: int = 0
-    """assist: samples that the trainer generates."""
+    """When the next fragment will be ready if the trainer waits, from now."""
 
     @property
     def gain_s(self) -> float:
@@ -74,7 +72,7 @@ class BubbleSearch:
 
     Example:
         search = BubbleSearch()
-        search.decide(bubble)   # Verdict("assist", makespan_s=3.1, waiting_s=3.6, ...)
+        search.decide(bubble)   # Verdict(num_samples=4, makespan_s=3.1, waiting_s=3.6, ...)
         search.decide(later)    # at the next bubble; `forget()` first if the batch changed
     """
 
@@ -88,7 +86,7 @@ class BubbleSearch:
         self._plan = []
 
     def decide(self, bubble: Bubble) -> Verdict:
-        """The choice that ends the batch first under the model; "wait" on a tie."""
+        """The choice that ends the batch first under the model; to wait on a tie."""
         question = (bubble, tuple(self._plan))
         answer = self._answers.get(question)
         if answer is None:
@@ -124,9 +122,7 @@ class BubbleSearch:
                 break
         if best >= waiting_s - EPSILON_S:
             best, plan = waiting_s, []
-        size = plan[0] if plan else WAIT
-        verdict = Verdict("assist" if size else "wait", best, waiting_s, play.next_ready_s(root), size)
-        return verdict, tuple(plan[1:])
+        return Verdict(plan[0] if plan else WAIT, best, waiting_s, play.next_ready_s(root)), tuple(plan[1:])
 
 
 DOUBTS = 2.0
@@ -168,13 +164,13 @@ class Foresight:
         """Record a verdict of the search; `counts` says which choice was followed."""
         self.num_searches += 1
         counts = self.counts(verdict)
-        self._assists |= counts and verdict.choice == "assist"
+        self._assists |= counts and verdict.num_samples > 0
         if self._predicted is None:
             self._predicted = now_s, now_s + (verdict.makespan_s if counts else verdict.waiting_s)
 
     def counts(self, verdict: Verdict) -> bool:
         """True if the gain exceeds the error margin, or if the choice is to wait."""
-        return verdict.choice == "wait" or verdict.gain_s > DOUBTS * self.doubt * verdict.waiting_s
+        return verdict.num_samples == WAIT or verdict.gain_s > DOUBTS * self.doubt * verdict.waiting_s
 
     def on_end(self, now_s: float) -> None:
         """The last fragment of the batch is trained."""

@@ -51,17 +51,17 @@ class Bucket:
 
     def header(self) -> bytes:
         """All fields except `data`, as JSON."""
-        rows = [[getattr(part, name) for name in _PLAIN] + [list(part.shape), str(part.dtype)] for part in self.parts]
-        return json.dumps([rows, self.is_last]).encode()
+        plain = [{**vars(part), "shape": list(part.shape), "dtype": str(part.dtype)} for part in self.parts]
+        return json.dumps([plain, self.is_last]).encode()
 
     @classmethod
     def of(cls, header: bytes, data: Tensor) -> Bucket:
         """Inverse of `header`; ValueError if it is malformed, or does not fit `data`."""
         try:
-            rows, is_last = json.loads(header)
+            plain, is_last = json.loads(header)
             parts = tuple(
-                TensorMeta(**dict(zip(_PLAIN, plain, strict=True)), shape=torch.Size(shape), dtype=_DTYPES[dtype])
-                for *plain, shape, dtype in rows
+                TensorMeta(**{**part, "shape": torch.Size(part["shape"]), "dtype": _DTYPES[part["dtype"]]})
+                for part in plain
             )
             is_sound = isinstance(is_last, bool) and all(
                 isinstance(part.name, str)
@@ -76,8 +76,6 @@ class Bucket:
         return cls(parts, data, is_last)
 
 
-_PLAIN = ("name", "chunk_offset", "chunk_size", "offset")
-"""Fields of `TensorMeta` that JSON has types for."""
 ALIGNMENT_BYTES = 16
 """Each piece starts at a multiple of it, so that a piece can be read as numbers where it lies."""
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

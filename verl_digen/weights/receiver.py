@@ -13,7 +13,6 @@ sent and are not in the network after `switch` are an error.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
@@ -63,9 +62,8 @@ class Update:
     def take(self, bucket: Named) -> None:
         """Take a bucket; see `verl_digen.weights.receiving.Take`. RuntimeError if a tensor came twice; of a live update
         also if one is unknown or has another shape."""
-        names = Counter([*self._arrived, *(name for name, _ in bucket)])
-        self._raise_for("came twice", [name for name, count in names.items() if count > 1])
         arrived = {name: tensor.shape for name, tensor in bucket}
+        self._raise_for("came twice", [name for name in arrived if name in self._arrived])
         self._arrived |= arrived
         if isinstance(self._into, Live):
             self._compare(arrived, self._into.shapes)
