@@ -291,9 +291,9 @@ _OBJECTIVES: dict[str, Objective] = {}
 
 
 def register_objective(*names: str, **declared: Any) -> Callable[[LossFn], LossFn]:
-    """Register an objective under `names`, by its loss and the inputs that it needs, at least one. `declared` are fields
-    of `Objective`; the package lists `columns`, to which `joint.column` is added, and `latents`. ValueError if a name is
-    taken, or training has no such input."""
+    """Register an objective under `names`, by its loss and the inputs that it needs, at least one. `declared` are
+    fields of `Objective`; the package lists `columns`, to which `joint.column` is added, and `latents`. ValueError if a
+    name is taken, or training has no such input."""
     inputs = (*declared.get("columns", ()), *declared.get("latents", ()))
     if not names or not inputs:
         raise ValueError(
