@@ -95,8 +95,8 @@ def _answer_tokens(logprobs: Any) -> tuple[Token, ...] | None:
     except (KeyError, TypeError, ValueError) as error:
         raise UnusableAnswer(f"the judge's logprobs are not those of the chat protocol: {shown(listed)}") from error
     end = _end_of_thoughts("".join(token.text for token in tokens)) or 0
-    starts = accumulate((len(token.text) for token in tokens[:-1]), initial=0)
-    return tuple(token for token, start in zip(tokens, starts, strict=True) if start >= end)
+    starts = accumulate((len(token.text) for token in tokens), initial=0)
+    return tuple(token for token, start in zip(tokens, starts, strict=False) if start >= end)
 
 
 def _top(listed: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
