@@ -51,9 +51,6 @@ class DiffusionNftConfig(ClampedConfig):
             "5 is DiffusionNFT's",
         )
 
-    def unclamped(self) -> DiffusionNftConfig:
-        return self  # the clip is part of the loss, which never trains before its advantages are divided
-
     @property
     def more_latents(self) -> tuple[str, ...]:
         return ("reference_velocity",) if self.kl_coef > 0 else ()
