@@ -80,11 +80,11 @@ def test_reads_what_rapidocr_reads_by_its_own_settings():
 
 def test_settings_reach_rapidocr_under_its_names():
     config = OcrConfig(detect=False, detection_side_px=96, line_width_px=200)
-    found = RapidOCR(params=engine_parameters(config, 1)).cfg
+    found = RapidOCR(params=engine_parameters(config)).cfg
     assert (found.Global.use_det, found.Global.use_cls) == (False, False)
     assert (found.Det.limit_side_len, list(found.Rec.rec_img_shape)) == (96, [3, 48, 200])
     assert found.EngineConfig.onnxruntime.intra_op_num_threads == 1
-    by_itself, ours = RapidOCR(params={}).cfg, RapidOCR(params=engine_parameters(OcrConfig(), 1)).cfg
+    by_itself, ours = RapidOCR(params={}).cfg, RapidOCR(params=engine_parameters(OcrConfig())).cfg
     assert (ours.Det, ours.Rec) == (by_itself.Det, by_itself.Rec)
 
 

@@ -51,7 +51,7 @@ def test_a_judge_reads_what_vllm_makes():
     )
     body = ChatCompletionResponse(model="m", choices=[choice], usage=UsageInfo()).model_dump(mode="json")
     found = weighed(read_reply(body), {"Yes": 1.0, "No": 0.0})
-    assert found.score == pytest.approx(0.75) and found.share == pytest.approx(0.8)
+    assert found["score"] == pytest.approx(0.75) and found["share"] == pytest.approx(0.8)
 
 
 def test_the_model_of_a_server_with_an_adapter_is_its_base():

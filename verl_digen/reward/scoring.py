@@ -33,16 +33,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 from verl_digen.platforms.device_memory import allocated_bytes
+from verl_digen.processes.bundles import given
 from verl_digen.processes.calls import tell
 from verl_digen.reward.base import Reward, RewardUnavailable
 from verl_digen.types import PartScore, RewardCall, RewardInput
 
 logger = logging.getLogger(__name__)
-
-Got = TypeVar("Got")
 
 
 class ScoringError(RuntimeError):
@@ -97,7 +96,7 @@ class BatchScorer:
         """Score one sample, or all samples of a group, once the calls before are done -> a score per sample.
         ScoringError if the reward kept failing on it."""
         if self._max_batch_size is None:
-            return _given(await self._attempts(samples, 0, 1 + self._max_retries))
+            return await self._attempts(samples, 0, 1 + self._max_retries)
         if self._loop is None:
             self._loop = asyncio.create_task(self._run())
         answer: asyncio.Future[list[PartScore]] = asyncio.get_running_loop().create_future()
@@ -173,32 +172,32 @@ class BatchScorer:
         if len(batch) == 1:
             return [await self._attempts(batch[0], num_queued, 1 + self._max_retries)]
         samples = [sample for (sample,) in batch]
-        found: dict[int, PartScore | Exception]
+        found: list[PartScore | Exception]
         try:
-            found = dict(enumerate(await self._call(samples, num_queued)))
+            found = await self._call(samples, num_queued)
         except Exception as error:
-            found = dict.fromkeys(range(len(samples)), error)
-        failed = {number: one for number, one in found.items() if isinstance(one, Exception)}
-        together = [number for number, error in failed.items() if isinstance(error, RewardUnavailable)]
-        again = [[number] for number in failed if number not in together] + ([together] if together else [])
-        for numbers in again:
-            error = failed[numbers[0]]
+            found = [error] * len(samples)
+        together = [number for number, one in enumerate(found) if isinstance(one, RewardUnavailable)]
+        alone = [[number] for number, one in enumerate(found) if isinstance(one, Exception) and number not in together]
+        for numbers in filter(None, [*alone, together]):
+            error = found[numbers[0]]
             logger.warning("reward %s failed on %d of a batch, tried again: %r", self._name, len(numbers), error)
-            outcome = await self._attempts(
-                [samples[number] for number in numbers], num_queued, max(1, self._max_retries)
-            )
-            scores = [outcome] * len(numbers) if isinstance(outcome, Exception) else outcome
-            found.update(zip(numbers, scores, strict=True))
-        return [one if isinstance(one, Exception) else [one] for one in found.values()]
+            again = [samples[number] for number in numbers]
+            scores: Sequence[PartScore | Exception]
+            try:
+                scores = await self._attempts(again, num_queued, max(1, self._max_retries))
+            except ScoringError as failure:
+                scores = [failure] * len(numbers)
+            for number, score in zip(numbers, scores, strict=True):
+                found[number] = score
+        return [one if isinstance(one, Exception) else [one] for one in found]
 
-    async def _attempts(
-        self, samples: Sequence[RewardInput], num_queued: int, num_attempts: int
-    ) -> list[PartScore] | Exception:
-        """The scores of one call, or the error after `num_attempts`."""
+    async def _attempts(self, samples: Sequence[RewardInput], num_queued: int, num_attempts: int) -> list[PartScore]:
+        """The scores of one call. ScoringError after `num_attempts`."""
         last: Exception | None = None
         for attempt in range(num_attempts):
             try:
-                return [_given(one) for one in await self._call(samples, num_queued)]
+                return [given(one) for one in await self._call(samples, num_queued)]
             except Exception as error:
                 last = error
                 is_last = attempt == num_attempts - 1
@@ -207,12 +206,10 @@ class BatchScorer:
                     *(self._name, attempt + 1, num_attempts, error),
                     exc_info=error if is_last else None,
                 )
-        failure = ScoringError(
+        raise ScoringError(
             f"reward {self._name!r} failed {num_attempts} times, last with "
             f"{type(last).__name__}: {str(last) or f'no answer within digen.reward.timeout_s={self._timeout_s}'}"
-        )
-        failure.__cause__ = last
-        return failure
+        ) from last
 
     async def _call(self, samples: Sequence[RewardInput], num_queued: int) -> list[PartScore | Exception]:
         """A score, or why there is none, per sample."""
@@ -245,13 +242,6 @@ class BatchScorer:
             return await self._reward.score(samples)
         found = await asyncio.get_running_loop().run_in_executor(self._thread, self._reward.score, samples)
         return await found if inspect.isawaitable(found) else found
-
-
-def _given(outcome: Got | Exception) -> Got:
-    """The outcome; raises it if it is an exception."""
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 def read_result(name: str, result: Any) -> tuple[float, dict[str, float]]:

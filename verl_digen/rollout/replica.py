@@ -29,7 +29,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 from verl_digen.processes.actors import retried
 from verl_digen.rollout.birth import PlacedReplica, birth_variables, cpu_threads, reserved_device
 from verl_digen.rollout.server import DiffusersServer
-from verl_digen.weights.checksum import Checksum, Manifest
+from verl_digen.weights.checksum import Manifest
 from verl_digen.weights.sending import ReceiverDied, Wire, send_update
 
 logger = logging.getLogger(__name__)
@@ -120,31 +120,24 @@ class ReplicaHandle:
     ) -> None:
         """Send an update to one worker of the replica, between the calls that begin it, with `address`, and end it,
         with the manifest and `further`. A server on its own devices stages it until `activate_weights`; one that takes
-        turns with the trainer commits it. Without `leads` a rank only sends: another one calls the server."""
+        turns with the trainer commits it. Without `leads` a rank only sends: another one calls the server. All
+        `weights` are materialised, also if the replica is lost, because making one is a collective. Raises as
+        `send_update`."""
         started_s = time.perf_counter()
         if leads:
             self.find_successor()
             await self.call("begin_update", address, wire.use_shm, wire.is_live)
-        total = await self.send(weights, wire)
-        if leads and total is not None:
+        if self.is_lost:
+            return await drain(weights)
+        try:
+            total = await send_update(weights, wire, receiver=self.name, has_died=self._watch())
+        except (ReceiverDied, RayActorError) as error:
+            self._lose(error)
+            return await drain(weights)
+        if leads:
             manifest = Manifest(version, total.num_tensors, total.value)
             await self.call("commit_update" if takes_turns else "seal_update", manifest, *further)
             logger.debug("sent %d tensors in %.3f s", total.num_tensors, time.perf_counter() - started_s)
-
-    async def send(
-        self, weights: Iterable[tuple[str, Tensor]] | AsyncIterator[tuple[str, Tensor]], wire: Wire
-    ) -> Checksum | None:
-        """Send an update to one worker of the replica, after its `begin_update` -> checksum of what was sent; None if
-        the replica is lost. All `weights` are materialised in both cases, because making one is a collective. Raises as
-        `send_update`."""
-        if not self.is_lost:
-            try:
-                has_died = self._watch()
-                return await send_update(weights, wire, receiver=self.name, has_died=has_died)
-            except (ReceiverDied, RayActorError) as error:
-                self._lose(error)
-        await drain(weights)
-        return None
 
     def _watch(self) -> Callable[[], bool]:
         """Predicate that is True once the server has died. It does not wait, and may be called while the event loop is

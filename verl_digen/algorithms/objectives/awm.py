@@ -73,9 +73,6 @@ class AwmConfig(ClampedConfig):
             "5 is AWM's",
         )
 
-    def unclamped(self) -> AwmConfig:
-        return self  # the clip is part of the loss, which never trains before its advantages are divided
-
     @property
     def clip_widths(self) -> Mapping[str, float]:
         return {"clip_range": self.clip_range}

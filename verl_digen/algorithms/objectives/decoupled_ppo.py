@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, ClipConfig, register_objective
-from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.objectives.ratio import clipped, ratio_of
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.require import In
 
@@ -33,10 +33,6 @@ def decoupled_clip(rows: LossInputs, config: DecoupledPpoConfig) -> LossOutput:
     exp(log_prob - old_log_prob)."""
     behaviour_ratio = ratio_of(rows[OLD] - rows[BEHAVIOUR]).detach()
     weight = behaviour_ratio.clamp(max=config.cap)
-    log_ratio = rows["log_prob"] - rows[OLD]
-    clipped = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *config.ratio_range)
-    metrics = ratio_metrics(rows, log_ratio, *config.ratio_range) | {
-        "behaviour_weight": rows.mean_metric(weight),
-        "behaviour_ratio_max": rows.max_metric(behaviour_ratio),
-    }
-    return LossOutput(rows.mean(weight * clipped), metrics)
+    per_row, metrics = clipped(rows, config, rows["log_prob"] - rows[OLD])
+    metrics |= {"behaviour_weight": rows.mean_metric(weight), "behaviour_ratio_max": rows.max_metric(behaviour_ratio)}
+    return LossOutput(rows.mean(weight * per_row), metrics)

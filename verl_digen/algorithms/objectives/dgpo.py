@@ -41,9 +41,6 @@ class DgpoConfig(ClampedConfig):
     """Up to this optimizer step `old` is a copy of the current policy, afterwards an EMA with decay min(0.001 k, 0.3).
     200 in DGPO's code, 500 for GenEval; 0: always the EMA."""
 
-    def unclamped(self) -> DgpoConfig:
-        return self  # the clip is part of the group's logit
-
     @property
     def clip_widths(self) -> Mapping[str, float]:
         return {"clip": self.clip} if self.clip < math.inf else {}

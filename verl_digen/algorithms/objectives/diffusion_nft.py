@@ -51,9 +51,6 @@ class DiffusionNftConfig(ClampedConfig):
             "5 is DiffusionNFT's",
         )
 
-    def unclamped(self) -> DiffusionNftConfig:
-        return self  # the clip is part of the loss, which never trains before its advantages are divided
-
     @property
     def more_latents(self) -> tuple[str, ...]:
         return ("reference_velocity",) if self.kl_coef > 0 else ()
@@ -90,12 +87,11 @@ def implicit_policies(rows: LossInputs, config: DiffusionNftConfig) -> LossOutpu
         "negative_error": rows.mean_metric(negative),
         "old_distance": rows.mean_metric(latent_mean((velocity - old).square())),
     }
-    if config.kl_coef == 0:
-        return LossOutput(rows.mean(per_row), metrics)
-    divergence = latent_mean((velocity - rows["reference_velocity"]).square())
-    return LossOutput(
-        rows.mean(per_row + config.kl_coef * divergence), metrics | {"reference_distance": rows.mean_metric(divergence)}
-    )
+    if config.kl_coef > 0:
+        divergence = latent_mean((velocity - rows["reference_velocity"]).square())
+        per_row = per_row + config.kl_coef * divergence
+        metrics["reference_distance"] = rows.mean_metric(divergence)
+    return LossOutput(rows.mean(per_row), metrics)
 
 
 def optimality(advantage: Tensor, config: DiffusionNftConfig) -> Tensor:

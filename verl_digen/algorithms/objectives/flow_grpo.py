@@ -7,7 +7,7 @@ Sources: Flow-GRPO, arXiv 2505.05470; DanceGRPO, arXiv 2505.07818.
 from __future__ import annotations
 
 from verl_digen.algorithms.objectives.objective import OLD, ClipConfig, register_objective
-from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.objectives.ratio import clipped
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 
@@ -16,6 +16,5 @@ from verl_digen.algorithms.rows import LossInputs, LossOutput
 )
 def clipped_ratio(rows: LossInputs, config: ClipConfig) -> LossOutput:
     """mean[max(-A r, -A clamp(r, 1 - c, 1 + c'))], r = exp(log_prob - old_log_prob)."""
-    log_ratio = rows["log_prob"] - rows[OLD]
-    per_row = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *config.ratio_range)
-    return LossOutput(rows.mean(per_row), ratio_metrics(rows, log_ratio, *config.ratio_range))
+    per_row, metrics = clipped(rows, config, rows["log_prob"] - rows[OLD])
+    return LossOutput(rows.mean(per_row), metrics)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from verl_digen.algorithms.objectives.objective import OLD, ClipConfig, register_objective
-from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.objectives.ratio import clipped
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import gaussian_kl
 
@@ -38,8 +38,6 @@ def guarded_ratio(rows: LossInputs, config: GrpoGuardConfig) -> LossOutput:
     """mean[max(-A r, -A clamp(r, 1 - c, 1 + c')) / (sigma - sigma')], r = exp((log_prob - old_log_prob + b) std), b =
     mean[(mu - mu_old)^2] / (2 std^2)."""
     drift = gaussian_kl(rows["mean"], rows["old_mean"], rows["std"])
-    log_ratio = (rows["log_prob"] - rows[OLD] + drift) * rows["std"]
-    per_row = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *config.ratio_range)
-    metrics = ratio_metrics(rows, log_ratio, *config.ratio_range) | {"ratio_drift": rows.mean_metric(drift)}
+    per_row, metrics = clipped(rows, config, (rows["log_prob"] - rows[OLD] + drift) * rows["std"])
     step = torch.where(rows.is_row, rows["sigma"] - rows["sigma_next"], 1.0)
-    return LossOutput(rows.mean(per_row / step), metrics)
+    return LossOutput(rows.mean(per_row / step), metrics | {"ratio_drift": rows.mean_metric(drift)})

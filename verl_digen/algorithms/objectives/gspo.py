@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClipConfig, Joint, JointRows, register_objective
-from verl_digen.algorithms.objectives.ratio import (
-    behaviour_log_ratio,
-    clamped_advantage,
-    ppo_clip,
-    ratio_metrics,
-    ratio_of,
-)
+from verl_digen.algorithms.objectives.ratio import behaviour_log_ratio, clipped
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 
 TRAJECTORY = "trajectory_log_ratio"
@@ -51,7 +45,6 @@ def trajectory_clip(rows: LossInputs, config: ClipConfig) -> LossOutput:
     of a trajectory, with weight 1 / K each, and K rows have the loss of s. So the gradient is that of K rows with s
     exp(log_prob - sg[log_prob]) in place of s (GSPO-token, with one advantage for all rows of a trajectory).
     """
-    log_prob, log_ratio = rows["log_prob"], rows[TRAJECTORY]
-    ratio = ratio_of(log_ratio.detach() + (log_prob - log_prob.detach()))
-    per_row = ppo_clip(ratio, clamped_advantage(rows, config), *config.ratio_range)
-    return LossOutput(rows.mean(per_row), ratio_metrics(rows, log_ratio, *config.ratio_range))
+    log_prob = rows["log_prob"]
+    per_row, metrics = clipped(rows, config, rows[TRAJECTORY].detach() + (log_prob - log_prob.detach()))
+    return LossOutput(rows.mean(per_row), metrics)

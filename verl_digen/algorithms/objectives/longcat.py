@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from verl_digen.algorithms.objectives.objective import OLD, ClipConfig, register_objective
-from verl_digen.algorithms.objectives.ratio import clamped_advantage, ppo_clip, ratio_metrics, ratio_of
+from verl_digen.algorithms.objectives.ratio import clipped
 from verl_digen.algorithms.rows import LossInputs, LossOutput
 from verl_digen.algorithms.sde import STEP_WEIGHT_LAWS, step_weight
 
@@ -38,8 +38,6 @@ class LongcatConfig(ClipConfig):
 )
 def reweighted_ratio(rows: LossInputs, config: LongcatConfig) -> LossOutput:
     """mean[k max(-A r, -A clamp(r, 1 - c, 1 + c'))], r = exp(log_prob - old_log_prob)."""
-    log_ratio = rows["log_prob"] - rows[OLD]
-    per_row = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *config.ratio_range)
+    per_row, metrics = clipped(rows, config, rows["log_prob"] - rows[OLD])
     weight = torch.where(rows.is_row, step_weight(rows["sigma"], rows["sigma_next"], rows["sigma_max"]), 0.0)
-    metrics = ratio_metrics(rows, log_ratio, *config.ratio_range) | {"step_weight": rows.mean_metric(weight)}
-    return LossOutput(rows.mean(weight * per_row), metrics)
+    return LossOutput(rows.mean(weight * per_row), metrics | {"step_weight": rows.mean_metric(weight)})

@@ -33,7 +33,8 @@ class LossConfig:
         return math.inf
 
     def unclamped(self) -> LossConfig:
-        """Copy for advantages that are divided by their scale later, and must not be clamped before."""
+        """Copy for advantages that are divided by their scale later, and must not be clamped before. A loss that is not
+        homogeneous never trains on such."""
         return self
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClampedConfig
+from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClampedConfig, ClipConfig
 from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
 
 MAX_LOG_RATIO = 20.0
@@ -27,6 +27,13 @@ def clamped_advantage(rows: LossInputs, config: ClampedConfig) -> Tensor:
 def ppo_clip(ratio: Tensor, advantage: Tensor, low: float, high: float) -> Tensor:
     """PPO's clip per row: max(-A r, -A clamp(r, low, high))."""
     return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(low, high))
+
+
+def clipped(rows: LossInputs, config: ClipConfig, log_ratio: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+    """(`ppo_clip` of the ratio per row, at the bounds of the settings [N]; `ratio_metrics`), from log-ratios [N]."""
+    bounds = config.ratio_range
+    per_row = ppo_clip(ratio_of(log_ratio), clamped_advantage(rows, config), *bounds)
+    return per_row, ratio_metrics(rows, log_ratio, *bounds)
 
 
 def behaviour_log_ratio(rows: LossInputs) -> Tensor:

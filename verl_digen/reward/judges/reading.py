@@ -111,15 +111,6 @@ MARKED_SPACES = str.maketrans("▁Ġ", "  ")
 """Signs for a space at the start of a token, as tokenizers write it and some servers pass on."""
 
 
-@dataclass(frozen=True)
-class Weighed:
-    """Expected value over answers."""
-
-    score: float
-    share: float
-    """Probability of all the answers together, 0 to 1: near 1 where the judge keeps to the answers."""
-
-
 def number_in(reply: Reply, pattern: re.Pattern[str], low: float, high: float, *, takes_last: bool) -> float:
     """The number that the pattern's first group finds in the text; of several, the last one with `takes_last`: a judge
     that reasons states its result at the end. UnusableAnswer if the text was cut off, has no such number, or one
@@ -143,12 +134,12 @@ def number_in(reply: Reply, pattern: re.Pattern[str], low: float, high: float, *
     return value
 
 
-def weighed(reply: Reply, values: Mapping[str, float]) -> Weighed:
-    """The expected value of answers a with values v_a, each one token of the judge, at the first token that is not
-    blank.
+def weighed(reply: Reply, values: Mapping[str, float]) -> dict[str, float]:
+    """The expected value, `score`, of answers a with values v_a, each one token of the judge, at the first token that
+    is not blank; `share` is their probability, near 1 where the judge keeps to the answers.
 
         p_a = sum of exp(logprob) over the likeliest tokens that are a, whatever their case and the space before them
-        score = sum_a p_a v_a / sum_a p_a
+        share = sum_a p_a, score = sum_a p_a v_a / share
 
     So {Yes: 1, No: 0} gives P(Yes) / (P(Yes) + P(No)). UnusableAnswer if the server sent no log-probabilities, the
     answer is blank, or none of the answers is among the likeliest tokens.
@@ -156,7 +147,7 @@ def weighed(reply: Reply, values: Mapping[str, float]) -> Weighed:
     Example:
         ln = math.log
         top = {"Yes": (ln(0.5),), " yes": (ln(0.1),), "No": (ln(0.2),), "Maybe": (ln(0.1),)}
-        weighed(Reply("Yes", False, (Token("Yes", top),)), {"Yes": 1, "No": 0})  # score 0.6 / 0.8, share 0.8
+        weighed(Reply("Yes", False, (Token("Yes", top),)), {"Yes": 1, "No": 0})  # {"score": 0.75, "share": 0.8}
     """
     if reply.tokens is None:
         raise UnusableAnswer(
@@ -173,7 +164,8 @@ def weighed(reply: Reply, values: Mapping[str, float]) -> Weighed:
             f"none of {', '.join(values)} is among the likeliest tokens {_listed(first)} of the judge's answer "
             f"{shown(reply.text)}; ask for one of them, as one token"
         )
-    return Weighed(sum(probabilities[answer] * value for answer, value in values.items()) / share, share)
+    total = sum(probabilities[answer] * value for answer, value in values.items())
+    return {"score": total / share, "share": share}
 
 
 def preferred(reply: Reply, first: str, second: str) -> float:

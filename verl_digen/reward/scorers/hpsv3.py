@@ -85,20 +85,16 @@ class HPSv3(Reward):
 
     def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
         """Preference of each sample, and its `sigma_logit`."""
-        questions, owners = [], []
-        for number, sample in enumerate(batch):
+        questions, ends = [], []
+        for sample in batch:
             text = INSTRUCTION.format(prompt=sample.row.text) + ENDING
             for frame in frames_of(sample.pixels, self.config.num_frames):
                 picture = scaled_picture(frame, PIXELS)
                 questions.append(Question(patches_of(picture[None]), is_video=False, text=text))
-                owners.append(number)
-        values = np.concatenate(
-            [
-                self._model.scores(questions[start : start + len(batch)])[:, 0].numpy()
-                for start in range(0, len(questions), len(batch))
-            ]
-        )
-        means = [values[[owner == number for owner in owners]].mean(axis=0) for number in range(len(batch))]
+            ends.append(len(questions))
+        chunks = [questions[start : start + len(batch)] for start in range(0, len(questions), len(batch))]
+        values = np.concatenate([self._model.scores(chunk)[:, 0].numpy() for chunk in chunks])
+        means = [own.mean(axis=0) for own in np.split(values, ends[:-1])]
         return [{"score": float(mean), "sigma_logit": float(sigma)} for mean, sigma in means]
 
 

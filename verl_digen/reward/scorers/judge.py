@@ -72,10 +72,9 @@ class Question(SampleJudge):
         config, question = self.config, self.question(sample.row)
         pictures = [*(await self.sources(sample) if config.with_images else ()), *await self.frames(sample)]
         if config.answers:
-            found = await self.chat.ask(
+            return await self.chat.ask(
                 pictures, question, lambda reply: weighed(reply, config.answers), top_logprobs=config.top_logprobs
             )
-            return {"score": found.score, "share": found.share}
         pattern = re.compile(config.pattern)
         number = await self.chat.ask(
             pictures, question, lambda reply: number_in(reply, pattern, config.low, config.high, takes_last=True)

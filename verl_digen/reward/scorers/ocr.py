@@ -17,7 +17,6 @@ Sources: flow_grpo/ocr.py of https://github.com/yifan123/flow_grpo, https://gith
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -48,9 +47,6 @@ class OcrConfig:
     line_width_px: Annotated[int, In(f"[{LINE_HEIGHT_PX}, inf]")] = 320
     """Width to which a shorter line is padded, at a height of 48 px. rapidocr's `Rec.rec_img_shape`, and its default;
     short words are read in less time with less."""
-    num_threads: Annotated[int, In("[1, inf]")] = 1
-    """Threads of an engine, at most the machine's cores. A core does more with an engine of its own: raise
-    `num_workers` first."""
     num_frames: Annotated[int, In("[1, inf]")] = 8
     """Frames that are read of a video."""
     frames: Annotated[str, OneOf(FRAMES)] = "mean_read"
@@ -67,9 +63,8 @@ class Ocr(Reward):
 
     def __init__(self, config: OcrConfig, device: torch.device):
         super().__init__(config, device)
-        num_threads = min(config.num_threads, os.cpu_count() or 1)  # more are ignored by rapidocr, which then takes all
         rapidocr = imported("rapidocr", "ocr")
-        self._engine = rapidocr.RapidOCR(params=engine_parameters(config, num_threads))
+        self._engine = rapidocr.RapidOCR(params=engine_parameters(config))
         page = Image.new("RGB", (96, 32), "white")
         ImageDraw.Draw(page).text((16, 4), "OCR", fill="black", font_size=24)
         self.read(page)  # loads all weights, or fails before the first sample
@@ -91,7 +86,7 @@ class Ocr(Reward):
         return {"score": combined(rewards, self.config.frames), "read_length": float(np.mean(lengths))}
 
 
-def engine_parameters(config: OcrConfig, num_threads: int) -> dict[str, Any]:
+def engine_parameters(config: OcrConfig) -> dict[str, Any]:
     """rapidocr's own names of the settings."""
     return {
         "Global.log_level": "error",  # it warns about every page without text
@@ -99,7 +94,7 @@ def engine_parameters(config: OcrConfig, num_threads: int) -> dict[str, Any]:
         "Global.use_det": config.detect,
         "Det.limit_side_len": config.detection_side_px,
         "Rec.rec_img_shape": [3, LINE_HEIGHT_PX, config.line_width_px],
-        "EngineConfig.onnxruntime.intra_op_num_threads": num_threads,
+        "EngineConfig.onnxruntime.intra_op_num_threads": 1,  # a core does more with an engine of its own
         "EngineConfig.onnxruntime.inter_op_num_threads": 1,
     }
 

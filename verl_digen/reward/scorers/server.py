@@ -62,16 +62,11 @@ class ServerReward(Reward):
             kinds[self._protocol.kind(part)].append(number)
         size = self.config.samples_per_request
         chunks = [of[start : start + size] for of in kinds.values() for start in range(0, len(of), size)]
-        found: dict[int, Result | Exception] = {}
-
-        async def ask(chunk: list[int]) -> None:
-            try:
-                outcomes: Sequence[Result | Exception] = await self._exchange([parts[number] for number in chunk])
-            except Exception as error:  # raised for each of its samples
-                outcomes = [error] * len(chunk)
-            found.update(zip(chunk, outcomes, strict=True))
-
-        await asyncio.gather(*map(ask, chunks))
+        calls = [self._exchange([parts[number] for number in chunk]) for chunk in chunks]
+        found: dict[int, Any] = {}
+        for chunk, outcome in zip(chunks, await asyncio.gather(*calls, return_exceptions=True), strict=True):
+            answers = [outcome] * len(chunk) if isinstance(outcome, BaseException) else outcome
+            found.update(zip(chunk, answers, strict=True))
         return [found[number] for number in range(len(parts))]
 
     async def _exchange(self, batch: Sequence[RewardInput]) -> list[Result]:

@@ -84,7 +84,7 @@ class WinRate(Judge):
             return await self.chat.ask(pictures, question, lambda reply: preferred(reply, config.first, config.second))
         values = {config.first: 1.0, config.second: 0.0}
         return await self.chat.ask(
-            pictures, question, lambda reply: weighed(reply, values).score, top_logprobs=MAX_TOP_LOGPROBS
+            pictures, question, lambda reply: weighed(reply, values)["score"], top_logprobs=MAX_TOP_LOGPROBS
         )
 
 

@@ -72,13 +72,6 @@ def _scalar(dtype: Any, data: Any) -> Any:
     return _values(data, dtype, (), "C")
 
 
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
-    """Stand-in of numpy's `_frombuffer`, which protocol 5 uses."""
-    array = _Array()
-    array.values = _values(data, dtype, shape, order)
-    return array
-
-
 def _encode(text: Any, encoding: Any) -> bytes:
     """Stand-in of `_codecs.encode`, by which protocols below 3 write bytes."""
     if encoding != "latin1" or not isinstance(text, str):
@@ -102,7 +95,7 @@ KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
         for module, name, stand_in in (
             ("multiarray", "scalar", _scalar),
             ("multiarray", "_reconstruct", _Array),
-            ("numeric", "_frombuffer", _from_buffer),
+            ("numeric", "_frombuffer", _values),  # which protocol 5 uses
         )
     },
 }
