@@ -9,7 +9,6 @@ import pytest
 
 from tests.report.runs import HOSTILE, PROMPTS, add_groups, add_validation, make_run, metrics_of
 from verl_digen import cli
-from verl_digen.observe import run_files
 from verl_digen.observe.run_files import METRICS, REPORT, START, image_path
 from verl_digen.observe.timeline.file import NAME
 from verl_digen.report import page, pictures, timelines
@@ -224,7 +223,7 @@ def test_the_file_is_replaced_at_once_and_a_failure_leaves_the_old_one(tmp_path,
     def fail(*arguments):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(run_files.os, "replace", fail)
+    monkeypatch.setattr(page.os, "replace", fail)
     with pytest.raises(OSError, match="the disk is full"):
         write_report(tmp_path, path)
     assert path.read_text() == before and not list(tmp_path.glob(f".{REPORT}*"))

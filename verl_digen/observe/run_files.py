@@ -29,7 +29,6 @@ import time
 from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 START, END, LOCK = "start.json", "end.json", "run.lock"
@@ -83,18 +82,13 @@ def pictured_steps(run_dir: Path, prefix: str) -> list[int]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees the old or the new content, also after a crash, on a full disk, or where
-    several write it at once."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}-{get_ident()}")
-    try:
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    """Write a file atomically: a reader sees the old or the new content, also after a crash or on a full disk."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

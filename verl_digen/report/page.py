@@ -10,8 +10,10 @@ HTML.
 from __future__ import annotations
 
 import json
+import os
 import pkgutil
 import re
+import tempfile
 import time
 from datetime import datetime, timezone
 from html import escape
@@ -19,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from verl_digen.observe.run_files import METRICS, REPORT, replace_text
+from verl_digen.observe.run_files import METRICS, REPORT
 from verl_digen.report.curves import columns, distributions, read_rows
 from verl_digen.report.pictures import groups, validations
 from verl_digen.report.runs import is_run, state_of
@@ -96,7 +98,20 @@ PLOTLY = "package_data/plotly.min.js"
 
 def write_report(run_dir: Path, path: Path) -> None:
     """Write the report of a run's folder. ValueError if it is none, or broken; OSError if `path` cannot be written."""
-    replace_text(path, render(collect(run_dir)))
+    write_page(render(collect(run_dir)), path)
+
+
+def write_page(page: str, path: Path) -> None:
+    """Write a page in place of the one that is there, atomically. Raises OSError if `path` cannot be written."""
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(page)
+        os.chmod(aside, 0o644)  # mkstemp gives it to its owner alone
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
 
 
 def refresh_report(run_dir: Path) -> float:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from verl_digen.observe.run_files import REPORT, replace_text
+from verl_digen.observe.run_files import REPORT
 from verl_digen.require import require
 
 NAME = "report"
@@ -32,7 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Write and say where."""
     from verl_digen.report.comparison import compare, named  # these import numpy and Pillow
-    from verl_digen.report.page import render, write_report
+    from verl_digen.report.page import render, write_page, write_report
 
     default = args.runs[0] / REPORT if len(args.runs) == 1 else Path(COMPARISON)
     path = default if args.out is None else args.out
@@ -42,6 +42,6 @@ def run(args: Namespace) -> int:
     if len(args.runs) == 1:
         write_report(args.runs[0], path)
     else:
-        replace_text(path, render(compare(named(args.runs)), "comparison"))
+        write_page(render(compare(named(args.runs)), "comparison"), path)
     print(path)
     return 0
