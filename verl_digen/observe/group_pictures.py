@@ -103,10 +103,9 @@ def best_and_worst(run_dir: Path, step: int, groups: Mapping[str, GroupTags]) ->
     for uid, tags in sorted(groups.items()):
         for word, extreme in (("best", max), ("worst", min)):
             reward = extreme(tag.reward for tag in tags.values())
-            alike = [index for index, tag in sorted(tags.items()) if tag.reward == reward]
-            paths = [sample_path(run_dir, step, uid, index) for index in alike]
-            found = [(path, tags[index]) for path, index in zip(paths, alike, strict=True) if path.is_file()]
-            if found:
-                path, tag = found[0]
-                shown.append(Shown(path, f"{word} of {len(tags)}: {tag.prompt}", tag.reward))
+            for index, tag in sorted(tags.items()):
+                path = sample_path(run_dir, step, uid, index)
+                if tag.reward == reward and path.is_file():
+                    shown.append(Shown(path, f"{word} of {len(tags)}: {tag.prompt}", reward))
+                    break
     return shown

@@ -67,20 +67,15 @@ def log_to_wandb(
 ) -> None:
     """Log lists of pictures, each also as a table NAME_table, and histograms of `values`, by name, for optimizer step
     `step`, with the module `wandb` of a run; nothing if both are empty."""
-    data: dict[str, Any] = {
-        name: [_media(wandb, entry) for entry in shown] for name, shown in pictures.items() if shown
-    }
-    data |= {f"{name}_table": table(wandb, shown, step) for name, shown in pictures.items() if shown}
-    data |= {name: wandb.Histogram(list(numbers)) for name, numbers in values.items()}
+    data: dict[str, Any] = {name: wandb.Histogram(list(numbers)) for name, numbers in values.items()}
+    for name, shown in pictures.items():
+        if shown:
+            # of a video the filmstrip: a column of W&B's has one kind of media
+            rows = [[step, entry.prompt, entry.reward, wandb.Image(str(entry.path))] for entry in shown]
+            data[name] = [_media(wandb, entry) for entry in shown]
+            data[f"{name}_table"] = wandb.Table(columns=["step", "prompt", "reward", "picture"], data=rows)
     if data:
         wandb.log(data=data, step=step)
-
-
-def table(wandb: Any, shown: Sequence[Shown], step: int) -> Any:
-    """A table with a row per picture: step, prompt, reward and the picture, of a video its filmstrip: a column of W&B's
-    has one kind of media."""
-    rows = [[step, entry.prompt, entry.reward, wandb.Image(str(entry.path))] for entry in shown]
-    return wandb.Table(columns=["step", "prompt", "reward", "picture"], data=rows)
 
 
 def _media(wandb: Any, shown: Shown) -> Any:

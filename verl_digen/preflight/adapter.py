@@ -127,13 +127,9 @@ def _shapes_in(folder: Path) -> Mapping[str, tuple[int, ...]]:
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 
     file = next((file for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME) if (file := folder / name).is_file()), None)
-    require(
-        file is not None,
-        f"{FOLDER} must hold an adapter's weights, {SAFETENSORS_WEIGHTS_NAME}",
-        str(folder),
-        "complete the download",
-    )
-    assert file is not None
+    if file is None:
+        rule = f"{FOLDER} must hold an adapter's weights, {SAFETENSORS_WEIGHTS_NAME}"
+        raise ValueError(f"{rule}, got {str(folder)!r}; complete the download")
     if file.suffix == ".safetensors":
         shapes = shapes_of(file)
     else:

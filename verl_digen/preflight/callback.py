@@ -69,9 +69,25 @@ class Preflight(Callback):
             raise SystemExit(1)
 
     def _begin(self, config: DictConfig) -> None:
+        """Check, hold the run's folder, and print the notes."""
         if self._lock is not None:  # of the job before
             self._lock.close()
-        self._notes, self._lock = _check_or_exit(config)
+        # Hydra turns an Exception of a callback into a warning and goes on; SystemExit passes.
+        try:
+            self._notes, self._lock = checked(config)
+        except ValueError as error:
+            print(f"verl-digen: this config cannot run.\n{error}", file=sys.stderr)
+            raise SystemExit(2) from None
+        except Exception:
+            traceback.print_exc()
+            raise SystemExit(1) from None
+        except KeyboardInterrupt:
+            print("verl-digen: interrupted before the run began", file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from None
+        run_dir = config.trainer.default_local_dir
+        shown = [f"its report is {run_dir}/{REPORT}"] if config.digen.report else []
+        shown = [f"verl-digen: {note}" for note in (*shown, *self._notes)]
+        print(f"{FOLDER_LINE}{run_dir}", *shown, sep="\n", file=sys.stderr)
         ray_init = OmegaConf.select(config, "ray_kwargs.ray_init")
         fork_workers({} if ray_init is None else OmegaConf.to_container(ray_init, resolve=True))  # type: ignore[arg-type]
 
@@ -115,23 +131,3 @@ def _way_on(run_dir: Path) -> str:
     if checkpoint is None:
         return f"no checkpoint is saved yet; this begins again: {command}"
     return f"{checkpoint} is saved; this continues after it: {command}"
-
-
-def _check_or_exit(config: DictConfig) -> tuple[list[str], IO[str]]:
-    """Check, and print the notes -> notes, and the lock of the run's folder."""
-    # Hydra turns an Exception of a callback into a warning and goes on; SystemExit passes.
-    try:
-        found, lock = checked(config)
-    except ValueError as error:
-        print(f"verl-digen: this config cannot run.\n{error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except Exception:
-        traceback.print_exc()
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("verl-digen: interrupted before the run began", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
-    run_dir = config.trainer.default_local_dir
-    report = [f"its report is {run_dir}/{REPORT}"] if config.digen.report else []
-    print(f"{FOLDER_LINE}{run_dir}", *(f"verl-digen: {note}" for note in (*report, *found)), sep="\n", file=sys.stderr)
-    return found, lock

@@ -85,11 +85,8 @@ def check_rollout(run: StartConfig) -> None:
         rollout.nnodes,
         "give the nodes that generate",
     )
-    pool, num_devices = (
-        ("trainer", num_trainer_devices(run.config))
-        if is_colocated
-        else ("actor_rollout_ref.rollout", num_generator_devices(run.config))
-    )
+    pool = "trainer" if is_colocated else "actor_rollout_ref.rollout"
+    num_devices = num_trainer_devices(run.config) if is_colocated else num_generator_devices(run.config)
     require(
         num_devices % size == 0,
         f"{pool}.nnodes x {pool}.n_gpus_per_node must be a multiple of a replica's devices ({size})",

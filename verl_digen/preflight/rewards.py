@@ -163,18 +163,17 @@ def check_combination(run: StartConfig) -> None:
 def check_group_rewards(run: StartConfig) -> None:
     """Require groups of at least two samples for rewards that compare them, in training and where the run validates."""
     compare = [entry for entry in run.digen.reward.entries if find(entry).scope == "group"]
-    rollout, trainer = run.config.actor_rollout_ref.rollout, run.config.trainer
-    validates = trainer.val_before_train or trainer.test_freq > 0 or trainer.val_only
-    for key, count in (("n", rollout.n), ("val_kwargs.n", rollout.val_kwargs.n if validates else 2)):
-        named = [entry.name for entry in compare if entry.when == ALWAYS or "val" in key]
+    rollout = run.config.actor_rollout_ref.rollout
+    counts = [("n", rollout.n, [entry.name for entry in compare if entry.when == ALWAYS], "raise it")]
+    if validates(run.config):
+        remedy = "raise it, or turn validation off (trainer.test_freq=-1 trainer.val_before_train=false)"
+        counts.append(("val_kwargs.n", rollout.val_kwargs.n, [entry.name for entry in compare], remedy))
+    for key, count, named, remedy in counts:
         require(
             not named or count >= 2,
             f"actor_rollout_ref.rollout.{key} must be >= 2 with {', '.join(named)}, which compares samples of a prompt",
             count,
-            "raise it"
-            + (
-                ", or turn validation off (trainer.test_freq=-1 trainer.val_before_train=false)" if "val" in key else ""
-            ),
+            remedy,
         )
 
 

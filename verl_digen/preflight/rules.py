@@ -119,11 +119,10 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> StartConfig:
         for rule in rules:
             try:
                 problems += rule(run) or []
-            except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
-                if not any(key in str(error) or error.full_key == key for key in wrong):
-                    problems.append(_told(error))
             except OmegaConfBaseException as error:  # a value that is missing, or an interpolation that leads nowhere
-                problems.append(_told(error))
+                is_missing = isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError)
+                if not (is_missing and any(key in str(error) or error.full_key == key for key in wrong)):
+                    problems.append(_told(error))
             except ValueError as error:
                 problems.append(str(error))
     if problems:

@@ -122,12 +122,8 @@ def check_recipes(config: DictConfig) -> None:
         f"add one in front, e.g. recipe={AND.join(['digen_flowgrpo', *names])}",
     )
     bases = [name for name in names if name.startswith(PREFIX) and name not in MACHINE]
-    require(
-        len(set(names)) == len(names),
-        "recipe must name a recipe once",
-        said,
-        f"name recipe={AND.join(dict.fromkeys(names))}",
-    )
+    once = f"recipe={AND.join(dict.fromkeys(names))}"
+    require(said == once, "recipe must name a recipe once", said, f"name {once}")
     require(
         len(bases) <= 1,
         "recipe must name one recipe of an algorithm or a model, because the last one would overwrite parts of the "
@@ -135,10 +131,6 @@ def check_recipes(config: DictConfig) -> None:
         said,
         f"choose one of {', '.join(bases)}",
     )
-    ordered = sorted(names, key=_changes)
-    require(
-        names == ordered,
-        "recipe must name what changes a run after the recipe that it changes",
-        said,
-        f"name recipe={AND.join(ordered)}",
-    )
+    ordered = f"recipe={AND.join(sorted(names, key=_changes))}"
+    rule = "recipe must name what changes a run after the recipe that it changes"
+    require(said == ordered, rule, said, f"name {ordered}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -361,8 +362,8 @@ def value_problems(config: DictConfig) -> dict[str, str | None]:
     """Keys of `VALUES` with a value they may not have -> a paragraph; None where another entry of the result says it:
     the key's value is an interpolation of that one. A section that is no mapping is an entry in place of its keys."""
     problems: dict[str, str | None] = {}
-    parents = dict.fromkeys(name for key in VALUES for name in _parents(key))
-    sections = {name: OmegaConf.select(config, name) for name in parents}
+    parents = (accumulate(key.split(".")[:-1], "{}.{}".format) for key in VALUES)  # of a.b.c: a and a.b
+    sections = {name: OmegaConf.select(config, name) for name in dict.fromkeys(chain.from_iterable(parents))}
     broken = [name for name, section in sections.items() if not OmegaConf.is_dict(section)]
     for key, value in VALUES.items():
         section = next((name for name in broken if key.startswith(f"{name}.")), None)
@@ -418,9 +419,3 @@ def _holds(config: DictConfig, condition: str) -> bool:
 def _select(config: DictConfig, key: str) -> Any:
     value = OmegaConf.select(config, key)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _parents(key: str) -> Iterator[str]:
-    """`a.b.c` -> `a`, `a.b`."""
-    parts = key.split(".")
-    yield from (".".join(parts[:count]) for count in range(1, len(parts)))

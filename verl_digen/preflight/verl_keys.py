@@ -5,7 +5,6 @@ recipes name ours, and another one must be a subclass of it."""
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -115,37 +114,31 @@ def check_classes(run: StartConfig) -> None:
         path, name = (
             OmegaConf.select(run.config, f"{section}.{key}", throw_on_missing=True) for key in ("path", "name")
         )
-        if (path, name) != (f"pkg://{module}", ours):
-            _check_class(section, module, ours, path, name)
-    given = OmegaConf.select(run.config, MANAGER_KEY)
+        if (path, name) == (f"pkg://{module}", ours):
+            continue
+        importlib.import_module("verl.trainer.ppo.v1")  # which imports the modules of ours, and not the other way round
+        hint = suggestion(str(name), (ours,)) if path == f"pkg://{module}" else ""
+        remedy = f"{hint}leave both keys to the recipes"
+        with refusing(f"{section}.name must be a class of {section}.path={path}", name, remedy):
+            given = load_extern_object(path, name)
+        require(
+            _is_subclass(given, f"{module}.{ours}"), f"{section}.name must be {ours} or a subclass of it", name, remedy
+        )
+    manager = OmegaConf.select(run.config, MANAGER_KEY)
     require(
-        isinstance(given, str) and (given == MANAGER or _is_subclass(given)),
+        isinstance(manager, str) and (manager == MANAGER or _is_manager(manager)),
         f"{MANAGER_KEY} must be {MANAGER}, or a subclass of it that can be imported",
-        given,
+        manager,
         "leave it to the recipes",
     )
 
 
-def _check_class(section: str, module: str, ours: str, path: Any, name: Any) -> None:
-    importlib.import_module("verl.trainer.ppo.v1")  # which imports the modules of ours, and not the other way round
-    remedy = "leave both keys to the recipes"
-    if path == f"pkg://{module}":
-        remedy = f"{suggestion(str(name), (ours,))}{remedy}"
-    with refusing(f"{section}.name must be a class of {section}.path={path}", name, remedy):
-        given = load_extern_object(path, name)
-    require(
-        isinstance(given, type) and issubclass(given, getattr(importlib.import_module(module), ours)),
-        f"{section}.name must be {ours} or a subclass of it",
-        name,
-        remedy,
-    )
+def _is_subclass(given: Any, ours: str) -> bool:
+    return isinstance(given, type) and issubclass(given, load_class_from_fqn(ours))
 
 
-def _is_subclass(given: str) -> bool:
-    module, _, name = given.rpartition(".")
-    ours = getattr(importlib.import_module(MANAGER.rpartition(".")[0]), MANAGER.rpartition(".")[2])
+def _is_manager(name: str) -> bool:
     try:
-        found = getattr(importlib.import_module(module), name)
+        return _is_subclass(load_class_from_fqn(name), MANAGER)
     except (ImportError, AttributeError, ValueError):
         return False
-    return isinstance(found, type) and issubclass(found, ours)

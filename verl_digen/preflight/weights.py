@@ -135,20 +135,15 @@ def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]], *, train
     if not trains and any(".query." in name for name in shapes):
         return  # names of an older diffusers, which it renames
     expected = dict(_expected(config.parent, text))
-    for problem, names in (
-        (
-            "has no weights for",
-            sorted(name for name in expected.keys() - shapes.keys() if trains or "num_batches" not in name),
-        ),
-        ("has weights that the network lacks:", sorted(shapes.keys() - expected.keys() if trains else ())),
-        (
-            "has other shapes for",
-            sorted(name for name in expected.keys() & shapes.keys() if expected[name] != shapes[name]),
-        ),
-    ):
+    problems = {
+        "has no weights for": {one for one in expected.keys() - shapes.keys() if trains or "num_batches" not in one},
+        "has weights that the network lacks:": shapes.keys() - expected.keys() if trains else (),
+        "has other shapes for": {one for one in expected.keys() & shapes.keys() if expected[one] != shapes[one]},
+    }
+    for problem, names in problems.items():
         if names:
             what = f"the weights of the network in its {config.parent.name}/config.json"
-            raise _lacks(what, config.parent, f"{problem} {first_of(names, 3)}", ONE_CHECKPOINT)
+            raise _lacks(what, config.parent, f"{problem} {first_of(sorted(names), 3)}", ONE_CHECKPOINT)
 
 
 @lru_cache(maxsize=4)

@@ -14,7 +14,7 @@ from verl_digen.observe.run_files import METRICS, VALIDATION, image_path, pictur
 from verl_digen.report.curves import MAX_ROWS, columns, read_rows, rounded
 from verl_digen.report.page import written_now
 from verl_digen.report.pictures import MAX_PROMPT_CHARS, entries, thumbnail
-from verl_digen.report.runs import is_run, line_from, totals
+from verl_digen.report.runs import is_run, line_of, totals
 from verl_digen.report.summary import read_start
 from verl_digen.require import require
 
@@ -38,19 +38,15 @@ def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
     for path in runs.values():
         require(is_run(path), f"RUN must be the folder of a run, with a {METRICS}", str(path), "name another folder")
     rows = {name: read_rows(path / METRICS) for name, path in runs.items()}
-    starts = {name: read_start(path) for name, path in runs.items()}
     return {
         **written_now(),
         "heading": {"name": " · ".join(runs)},
         "missing": {"empty": {}, "left_out": []},
         "runs": [
-            {
-                **line_from(name, path, rows[name], starts[name]),
-                "columns": _curves(rows[name], MAX_ROWS * 2 // len(runs)),
-            }
+            {**line_of(name, path), "columns": _curves(rows[name], MAX_ROWS * 2 // len(runs))}
             for name, path in runs.items()
         ],
-        "differences": _differences([*starts.values()]),
+        "differences": _differences([read_start(path) for path in runs.values()]),
         "pictures": _pictures([(path, rows[name]) for name, path in runs.items()]),
     }
 

@@ -60,11 +60,7 @@ def line_of(name: str, run_dir: Path) -> dict[str, Any]:
     rules that are measured, worst first; `changed_s`: Unix seconds of the newest change; `spark`: rewards, evenly
     spread.
     """
-    return line_from(name, run_dir, read_rows(run_dir / METRICS), read_start(run_dir))
-
-
-def line_from(name: str, run_dir: Path, rows: Sequence[Mapping[str, float]], start: dict[str, Any]) -> dict[str, Any]:
-    """`line_of` a run whose metrics and start have been read."""
+    rows, start = read_rows(run_dir / METRICS), read_start(run_dir)
     trained = [row for row in rows if "reward/mean" in row]
     validated = [row for row in rows if VALIDATION in row]
     best = max(validated, key=lambda row: row[VALIDATION]) if validated else None

@@ -135,11 +135,10 @@ def _validation(rows: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
         return []
     (first_step, first), (last_step, last) = validated[0], validated[-1]
     best_step, best = max(validated, key=lambda entry: entry[1])
-    if first_step == last_step:
-        return [_tile("Validation reward", _number(last), f"after step {last_step}")]
-    detail = (
-        f"{last - first:+.3g} since step {first_step} ({_number(first)}) · best {_number(best)} after step {best_step}"
-    )
+    detail = f"after step {last_step}"
+    if first_step != last_step:
+        change = f"{last - first:+.3g} since step {first_step} ({_number(first)})"
+        detail = f"{change} · best {_number(best)} after step {best_step}"
     return [_tile("Validation reward", _number(last), detail)]
 
 

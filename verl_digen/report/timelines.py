@@ -15,12 +15,53 @@ from verl_digen.observe.timeline import read_timeline
 from verl_digen.observe.timeline.analysis import around_step, by_lane, pool_usage, step_metrics, step_window
 from verl_digen.observe.timeline.file import NAME, Timeline
 from verl_digen.observe.timeline.interval import UNATTRIBUTED, Interval
-from verl_digen.observe.timeline.trace import COLOURS, group_label, group_names, rows, words_of
+from verl_digen.observe.timeline.trace import group_label, group_names, rows
 from verl_digen.report.curves import rounded, thinned
 
 MAX_STEPS, MAX_LANES, MAX_BARS = 6, 12, 1200
 MAX_BYTES = 32_000_000
 """Read of the end of the file; a longer one shows its newest steps."""
+
+COLOURS: dict[str, str] = {
+    "generate": "#0072B2",
+    "score": "#CC79A7",
+    "train": "#E69F00",
+    "assist": "#009E73",
+    "commit": "#D55E00",
+    "wake": "#8C6BB1",
+    "sleep": "#4D4D4D",
+    "publish": "#56B4E9",
+    "validate": "#F0E442",
+    "save": "#7F7F7F",
+    "wait": "#EDEEF0",
+}
+WORDS: dict[str, str] = {
+    "train": "training",
+    "assist": "trainer generates",
+    "generate": "generating",
+    "commit": "optimizer step",
+    "score": "scoring",
+    "wake": "reward wakes",
+    "sleep": "reward goes to sleep",
+    "publish": "sending weights",
+    "validate": "validation",
+    "save": "checkpoint",
+    "wait": "waiting",
+    "step": "step",
+    "no_fragment_ready": "groups are still being generated",
+    "waiting_pays": "assisting would lengthen the batch",
+    "gain_in_doubt": "the gain of assisting is in doubt",
+    "costs_unknown": "the cost of assisting is not measured yet",
+    "no_slots": "no replica is there",
+    "scoring": "rewards are outstanding",
+    "prompts": "prompts are awaited",
+    "batch_done": "no batch is left",
+    "staleness_bound": "new weights are awaited",
+    "no_chunk_left": "no chunk of the batch is left",
+    "slot_lost": "a lost replica is being replaced",
+    UNATTRIBUTED: "not recorded",
+}
+"""Of kinds, and of reasons to wait."""
 
 
 def timelines(run_dir: Path) -> dict[str, Any]:
@@ -30,7 +71,7 @@ def timelines(run_dir: Path) -> dict[str, Any]:
         return {"steps": [], "kinds": {}, "is_there": False, "is_whole": True}
     timeline = read_timeline(path, most_bytes=MAX_BYTES)
     is_whole = path.stat().st_size <= MAX_BYTES
-    kinds = {kind: {"words": words_of(kind), "colour": colour} for kind, colour in COLOURS.items()}
+    kinds = {kind: {"words": WORDS[kind], "colour": colour} for kind, colour in COLOURS.items()}
     return {
         "steps": [_shown(timeline, step, word) for step, word in _chosen(timeline, is_whole=is_whole)],
         "kinds": kinds,
@@ -88,7 +129,7 @@ def _bar(
 ) -> dict[str, Any]:
     """One bar, cut at the step's begin and end."""
     start_s, end_s = max(interval.start_s, window[0]), min(interval.end_s, window[1])
-    facts = [words_of(interval.kind if interval.reason is None else interval.reason)]
+    facts = [WORDS[interval.kind if interval.reason is None else interval.reason]]
     if interval.step != step:
         facts.append(f"for step {interval.step}")
     if groups:
@@ -127,7 +168,7 @@ def _pools(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, i
             "devices": usage.num_devices,
             "busy": rounded(usage.busy_fraction),
             "idle": rounded(usage.bubble_fraction),
-            "causes": [[words_of(reason), rounded(share), reason == UNATTRIBUTED] for reason, share in usage.causes],
+            "causes": [[WORDS[reason], rounded(share), reason == UNATTRIBUTED] for reason, share in usage.causes],
         }
         for pool, usage in pool_usage(intervals, step, num_devices).items()
     ]

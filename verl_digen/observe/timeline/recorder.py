@@ -6,7 +6,7 @@
   accounts are complete at its end, though work for the next step is in flight.
 - Threads and coroutines may share one.
 
-*Invariants:* every moment of an interval is handed over exactly once, however often it is drained; at most `capacity`
+*Invariants:* every moment of an interval is handed over exactly once, however often it is drained; at most `CAPACITY`
 intervals are held, and lost ones are counted; an exception passes, and its interval is noted with `failed`.
 """
 
@@ -72,12 +72,9 @@ class Recorder:
     1
     """
 
-    def __init__(self, *, capacity: int = CAPACITY, now_s: Callable[[], float] | None = None):
-        if capacity < 1:
-            raise ValueError(f"the capacity of a recorder must be >= 1 interval, got {capacity}")
+    def __init__(self, *, now_s: Callable[[], float] | None = None):
         self.now_s: Callable[[], float] = UnixClock() if now_s is None else now_s
         """The clock of this recorder's intervals; the driver compares it with its own."""
-        self._capacity = capacity
         self._lock = threading.Lock()
         self._noted: list[Interval] = []
         self._open: dict[int, OpenInterval] = {}
@@ -125,14 +122,14 @@ class Recorder:
         if num_lost:
             logger.warning(
                 "the timeline lost %d intervals, which show as unattributed time: a recorder holds %d; drain it "
-                "more often, or give it a larger capacity",
+                "more often",
                 num_lost,
-                self._capacity,
+                CAPACITY,
             )
         return drained
 
     def _note(self, interval: Interval) -> None:
-        if len(self._noted) < self._capacity:
+        if len(self._noted) < CAPACITY:
             self._noted.append(interval)
         else:
             self._num_lost += 1

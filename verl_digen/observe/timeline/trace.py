@@ -16,55 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from verl_digen.observe.timeline.analysis import Span, by_lane
-from verl_digen.observe.timeline.interval import POOLS, UNATTRIBUTED, Interval, Kind, Pool, to_line
-from verl_digen.schedulers.types import WaitReason
-
-COLOURS: dict[str, str] = {
-    "generate": "#0072B2",
-    "score": "#CC79A7",
-    "train": "#E69F00",
-    "assist": "#009E73",
-    "commit": "#D55E00",
-    "wake": "#8C6BB1",
-    "sleep": "#4D4D4D",
-    "publish": "#56B4E9",
-    "validate": "#F0E442",
-    "save": "#7F7F7F",
-    "wait": "#EDEEF0",
-}
-KIND_WORDS: dict[Kind, str] = {
-    "train": "training",
-    "assist": "trainer generates",
-    "generate": "generating",
-    "commit": "optimizer step",
-    "score": "scoring",
-    "wake": "reward wakes",
-    "sleep": "reward goes to sleep",
-    "publish": "sending weights",
-    "validate": "validation",
-    "save": "checkpoint",
-    "wait": "waiting",
-    "step": "step",
-}
-REASON_WORDS: dict[WaitReason, str] = {
-    "no_fragment_ready": "groups are still being generated",
-    "waiting_pays": "assisting would lengthen the batch",
-    "gain_in_doubt": "the gain of assisting is in doubt",
-    "costs_unknown": "the cost of assisting is not measured yet",
-    "no_slots": "no replica is there",
-    "scoring": "rewards are outstanding",
-    "prompts": "prompts are awaited",
-    "batch_done": "no batch is left",
-    "staleness_bound": "new weights are awaited",
-    "no_chunk_left": "no chunk of the batch is left",
-    "slot_lost": "a lost replica is being replaced",
-}
-UNATTRIBUTED_WORDS = "not recorded"
-
-
-def words_of(label: str) -> str:
-    """Words for a kind, a reason to wait, or `UNATTRIBUTED`."""
-    return {**KIND_WORDS, **REASON_WORDS, UNATTRIBUTED: UNATTRIBUTED_WORDS}[label]
+from verl_digen.observe.timeline.interval import POOLS, Interval, Pool, to_line
 
 
 def rows(intervals: Sequence[Interval]) -> list[int]:
