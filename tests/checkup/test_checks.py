@@ -28,7 +28,7 @@ from verl_digen.tools.checkup import device, gradient, selftest, training, weigh
 from verl_digen.tools.checkup.checks import CheckFailed, Setting
 from verl_digen.tools.checkup.command import read_figures
 from verl_digen.trainer.run_output import append_metrics
-from verl_digen.weights.receiver import Live
+from verl_digen.weights.receiver import Update
 from verl_digen.weights.sending import own_device
 
 CPU = torch.device("cpu")
@@ -123,13 +123,13 @@ def test_a_gradient_that_is_never_reduced_fails(one_rank: None, tiny_qwen_image:
 
 
 def test_a_number_that_changes_on_the_way_fails(monkeypatch: pytest.MonkeyPatch):
-    take = Live.take
+    take = Update.take
 
     def corrupt(self, bucket):
         bucket[-1][1].view(-1)[7] += 1
         take(self, bucket)
 
-    monkeypatch.setattr(Live, "take", corrupt)
+    monkeypatch.setattr(Update, "take", corrupt)
     with pytest.raises(
         CheckFailed, match=r"a live update of 64 MiB: a weight update with checksum .* did not reach the network"
     ):

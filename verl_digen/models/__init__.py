@@ -50,6 +50,13 @@ OLDEST_TRANSFORMERS = {"LTX2Pipeline": "5.10"}
 the oldest of `verl_digen.hardware.versions`. Remove it when that is 5.10."""
 
 
+def pipelines_of(model: type) -> list[str]:
+    """Pipelines whose files have `model`, or a class that it extends; the nearest first."""
+    of_file = {file: pipeline for pipeline, file in MODELS.items()}
+    files = (f"{each.__module__}:{each.__name__}" for each in model.__mro__)
+    return [of_file[file] for file in files if file in of_file]
+
+
 def read_pipeline(path: str | Path) -> str:
     """Class name of the diffusers pipeline of the checkpoint in `path`, supported or not. Raises as `read_index`."""
     return read_index(path)["_class_name"]

@@ -26,7 +26,7 @@ import transformers
 from torch import Tensor, nn
 
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models import checkpoint
+from verl_digen.models import checkpoint, pipelines_of
 from verl_digen.models.checkpoint import Experts
 from verl_digen.models.pixels import SILENT, AudioDecoder, Decoder
 from verl_digen.models.spec import ModelSpec
@@ -77,7 +77,7 @@ class DiffusionModel(ABC):
     spec: ModelSpec
     """Set by the class; a constructor replaces it where checkpoints of one pipeline differ."""
     encoding_pipeline: str | None = None
-    """Class of the pipeline that encodes prompts; None: the checkpoint's."""
+    """Class of the pipeline that encodes prompts; None: the checkpoint's, or that of the file this one extends."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -135,11 +135,9 @@ class DiffusionModel(ABC):
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
-        """Load the transformer in eval mode on the CPU. Several experts are returned as one `Experts` module.
-
-        With `meta=True` parameters are on the meta device, to be filled from a state dict; buffers and tables that are
-        not parameters are real, on the CPU, because no checkpoint holds them.
-        """
+        """Load the transformer in eval mode on the CPU. Several experts are returned as one `Experts` module. With
+        `meta=True` parameters are on the meta device, to be filled from a state dict; buffers and tables that are not
+        parameters are real, on the CPU, because no checkpoint holds them."""
         load = checkpoint.make_meta_network if meta else checkpoint.load_network
         networks = {name: load(self.path / name, self.spec.transformer, dtype) for name in self.experts}
         return Experts(networks).eval() if len(networks) > 1 else networks[self.experts[0]]
@@ -158,7 +156,8 @@ class DiffusionModel(ABC):
         part in its `part_dtype`, and without what `ModelSpec.freed` and `encodes_images` leave out."""
         dtypes = {folder: self.part_dtype(folder, dtype) for folder in ("vae", *self.spec.encodes_in_fp32)}
         absent = dict.fromkeys((*self.experts, "scheduler", *without))
-        pipeline = checkpoint.diffusers_class(self.encoding_pipeline or self.pipeline).from_pretrained(
+        names = (self.encoding_pipeline or self.pipeline, *pipelines_of(type(self)))
+        pipeline = checkpoint.diffusers_class(*names).from_pretrained(
             self.path, **absent, **self.pipeline_parts(), dtype={"default": dtype, **dtypes}
         )
         for folder, prefixes in self.spec.freed.items():
@@ -374,10 +373,10 @@ class DiffusionModel(ABC):
     ) -> Tensor:
         """Guided velocity dx/dsigma [N, ...] fp32 of N rows.
 
-        Both guidance branches run in one forward, or with `splits` in two, which take half the memory. `latents`: [N,
-        ...]. `sigmas`: [N] fp32. `negative_conditions` are not read if `true_cfg_scale` is 1, which runs only the
-        positive branch. `guidance_scale`: `asked` of `embedded_guidance`. RuntimeError for guidance without negative
-        conditions, rows of different experts, or texts of different lengths where `keeps_lengths_apart`.
+        Both guidance branches run in one forward, or with `splits` in two, which take half the memory; only the
+        positive one if `true_cfg_scale` is 1. `sigmas`: [N] fp32. `guidance_scale`: `asked` of `embedded_guidance`.
+        RuntimeError for guidance without negative conditions, rows of different experts, or texts of different lengths
+        where `keeps_lengths_apart`.
         """
 
         def branch(latents: Tensor, sigmas: Tensor, conditions: Sequence[Condition]) -> Tensor:

@@ -130,12 +130,12 @@ def check_components(path: Path, index: dict[str, Any], needed: tuple[str, ...])
         )
 
 
-def diffusers_class(name: str) -> Any:
-    """diffusers' class of that name. What a trainer imports has its imports of diffusers inside functions: each process
-    would spend half a second on them."""
+def diffusers_class(*names: str) -> Any:
+    """diffusers' class of the first of these names that it has. What a trainer imports has its imports of diffusers
+    inside functions: each process would spend half a second on them."""
     import diffusers
 
-    return getattr(diffusers, name)
+    return getattr(diffusers, next((name for name in names if hasattr(diffusers, name)), names[0]))
 
 
 def load_network(folder: Path, architecture: str, dtype: torch.dtype) -> nn.Module:
