@@ -8,8 +8,6 @@
 Heavy imports go inside `run`, so that other subcommands start fast.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import gc

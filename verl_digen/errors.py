@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that end a run and are meant for the person who started it."""
 
-from __future__ import annotations
-
 from ray.exceptions import RayTaskError
 
 

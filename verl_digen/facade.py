@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`RayFlowGRPOTrainer`: for pipelines that construct verl's `RayPPOTrainer` themselves and swap in a subclass."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from functools import cached_property

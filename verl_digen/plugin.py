@@ -11,8 +11,6 @@ continues, and `verl_digen.preflight` refuses to start a run of ours.
 the module and extends the `exec_module` of that one module's loader (PEP 451). No object of the module is touched.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial

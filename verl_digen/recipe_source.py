@@ -20,8 +20,6 @@ Four kinds of recipes are computed when they are loaded:
 Invariant: without a recipe the composed config equals verl's, byte for byte.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -12,8 +12,6 @@
 So a new kind of process gets verl's config or a `DiffusionModelConfig`, never a section of them.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from functools import cache

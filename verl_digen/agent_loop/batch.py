@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation of a DataProto: a sample per row, returned to the caller instead of published in TransferQueue."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence

@@ -8,8 +8,6 @@ Who waits: the driver for `generate`, after which the slot is free, and `collect
 generation. Bound: the driver has at most one chunk per slot in generation, and collects every generated chunk.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field

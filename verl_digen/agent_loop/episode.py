@@ -13,8 +13,6 @@ Invariants (tests/agent_loop/test_episodes.py): noise differs in every turn; an 
 answers is the same; at most `digen.environment.max_turns` pictures; the points of the record bitwise equal the turns'.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

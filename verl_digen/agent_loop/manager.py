@@ -2,8 +2,6 @@
 """Agent loop workers: run a group's samples concurrently, have each scored, publish all of the group or none of it. One
 failed sample fails its group, whose status (`store.samples`) has the reason."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@ A loop's `run` returns one `Generation` of the row's sample. The samples of a gr
 all of them must use the same prompt.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import hydra.utils

@@ -6,8 +6,6 @@ levels. A level of kind `logit_normal` lies at share sigmoid(z) of the schedule,
 Flow-DPO).
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

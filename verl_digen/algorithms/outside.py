@@ -15,8 +15,6 @@ take every stochastic step to the step after it.
 Source: MixGRPO-Flash (arXiv 2507.21802) takes 0.4 of the steps that follow the window, and all of those before it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

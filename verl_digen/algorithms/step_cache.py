@@ -18,8 +18,6 @@ flow matching, where |change of input| is |v| (sigma2 - sigma). EasyCache takes 
 TeaCache (arXiv 2411.19108) fits a polynomial to each network; here nothing depends on the network.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -12,8 +12,6 @@ tree is a function of (run seed, uid) and the config: parts of it that are gener
 step of one node, trains once, with the advantage of the node that it leads to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`DigenConfig`: everything under `digen:`, and the rules that span its sections."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import Annotated, Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the composed config to `DigenConfig`: names and types by OmegaConf, values by the dataclasses."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from functools import cache

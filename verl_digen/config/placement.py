@@ -10,8 +10,6 @@ Invariant (tests/platforms/test_placement.py): a config that passes `check_place
 where nodes of a type and their devices are concerned.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices of each pool, and of one replica, as verl's config gives them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards: `digen.reward`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

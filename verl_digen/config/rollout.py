@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replicas: `digen.rollout`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -8,8 +8,6 @@ A recipe may hold settings of the loss that it names while another one is chosen
 known to some other loss are left out then, and a note says so at the start. Unknown ones are refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any

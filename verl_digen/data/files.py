@@ -5,8 +5,6 @@ A text file is UTF-8, with or without a byte order mark. Lines end with a line f
 separators of Unicode are part of a prompt.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import io

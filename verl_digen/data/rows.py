@@ -2,8 +2,6 @@
 """Prompts in the forms that verl's interfaces take: a batch, keyword arguments of custom agent loops, one per column of
 verl's data sets, and a DataProto with either, for the classes of verl's RFC."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count

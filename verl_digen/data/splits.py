@@ -6,8 +6,6 @@ The split of `data.val_files` is the one of its names in `SPLITS` that is there;
 says another one.
 """
 
-from __future__ import annotations
-
 import json
 import os.path
 import re

@@ -9,8 +9,6 @@ Invariants (tests/engine/test_arrival.py): each sample is fetched once; an error
 keys; after `close` no thread runs.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor

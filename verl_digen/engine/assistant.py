@@ -13,8 +13,6 @@ Invariant (tests/engine/test_assistant.py): a sample equals what a replica with 
 error; an open gradient is bitwise as before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise

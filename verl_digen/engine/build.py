@@ -4,8 +4,6 @@
 verl's own builders make a language model, and accept settings that this engine does not support.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -14,8 +14,6 @@ Invariants (tests/engine/test_checkpoint.py): n updates, save, load, n updates e
 fails on any rank raises on every rank and leaves no folder behind; so does a load, which then ends the run.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -17,8 +17,6 @@ Invariants (tests/engine/test_copies.py): a copy follows only steps that changed
 weights are bitwise what they were, also if the body raised.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager

@@ -12,8 +12,6 @@ Invariant (tests/trainer/test_checkpoint.py): whatever fails before the pointer 
 complete checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

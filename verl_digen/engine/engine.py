@@ -17,8 +17,6 @@ Invariants (tests/engine)
 - After `abort` weights, optimizer, copies, schedule and counters are bitwise as at `begin`.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence

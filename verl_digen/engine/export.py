@@ -9,8 +9,6 @@ is merged into it in fp32, rounded once.
 Invariants (tests/engine/test_export.py): names and shapes are the checkpoint's; before training, so are the values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fragment as the driver describes it, in names and numbers: every rank computes the same partition from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate

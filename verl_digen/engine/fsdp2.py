@@ -16,8 +16,6 @@ afterwards a module's parameters are its shards; with `keeps` each unit gathers 
 (tests/engine/test_copies.py, test_gradients.py, test_assistant.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

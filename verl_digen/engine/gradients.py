@@ -8,8 +8,6 @@ Invariants (tests/engine/test_gradients.py): a gradient that was moved out and b
 one that was not; `drop` clears it in every place; the projection is the same on any number of ranks.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Sequence

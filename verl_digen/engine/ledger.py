@@ -25,8 +25,6 @@ Invariants (tests/engine/test_ledger.py): every sample is released exactly once;
 before the scale is known gives, divided by the scale, an advantage that is not clamped; a group is added once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

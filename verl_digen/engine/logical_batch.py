@@ -8,8 +8,6 @@
 Invariants (tests/engine/test_transaction.py): nothing trains twice; the fragments' order does not matter.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from contextlib import closing

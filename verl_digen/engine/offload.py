@@ -15,8 +15,6 @@ Invariants (tests/engine/test_offload.py): host copies of offloaded weights, and
 bitwise the weights; replica and rank hold one copy of equal frozen weights, whichever comes first.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from functools import partial

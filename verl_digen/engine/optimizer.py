@@ -10,8 +10,6 @@ Invariant (tests/engine/test_optimizer.py): weights equal PyTorch's loop over te
 checkpoint of the other kind.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

@@ -12,8 +12,6 @@
 Invariant: all ranks make the same plan, so that all run the same number of tiles.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

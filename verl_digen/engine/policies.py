@@ -11,8 +11,6 @@ A copy is swapped in once for all tiles of a call, and results are kept on the h
 tile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

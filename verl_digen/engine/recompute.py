@@ -14,8 +14,6 @@ Invariants (tests/engine/test_recompute.py): the gradient is that without recomp
 without offload; no input of an offloading block stays on the device between forward and backward.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ process of the start opens in between may get that port, and the run ends with `
 Without room outside that range verl's port stays.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

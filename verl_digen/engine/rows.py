@@ -10,8 +10,6 @@ Invariants (tests/engine/test_rows.py): the rows of all tiles of a plan are the 
 depends on its sample and its point alone; a filler (padding) tile repeats an existing row, with mask 0.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

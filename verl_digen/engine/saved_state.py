@@ -14,8 +14,6 @@ Invariants (tests/engine/test_resharding.py, tests/export/test_export.py): tenso
 any number of ranks and without any; a file that is missing or cut is an error on all ranks.
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping

@@ -7,8 +7,6 @@ sharding, mixed precision, optimizer, schedule, offload, clipping, file names of
 Invariant (tests/engine): a step with a gradient that is not finite changes neither weights nor copies, and is counted.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator

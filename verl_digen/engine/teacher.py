@@ -7,8 +7,6 @@ a layer's weight, so B is multiplied by the ratio of both scales. Checkpoints do
 Invariant (tests/engine/test_teacher.py): the policy is the base with the teacher's adapter merged into it.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

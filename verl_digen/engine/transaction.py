@@ -16,8 +16,6 @@ serial loop's over rows, whatever the tiles, runs, their order, `reduce`, and th
 only `drop` is legal.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

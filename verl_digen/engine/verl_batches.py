@@ -39,8 +39,6 @@ gradient and weights after `train_batch` equal those after `begin`, `accumulate`
 of `infer_batch` equal `evaluate`'s.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext

@@ -21,8 +21,6 @@ the sharded base's; a tile gathers the trained parameters alone; after `merge_fr
 all of its parameters.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -12,8 +12,6 @@
 Weight updates, checkpoints, rollout handles and dispatch are verl's. What does not block gives one reference per rank.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -10,8 +10,6 @@ example is in docs/environments.md.
   returns a 0 for a failure.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field

@@ -16,8 +16,6 @@ Invariants (tests/environments/test_open_episode.py): a picture is given to the 
 turn; an episode whose worker dies goes on at the same turn with the rewards that it has.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import itertools

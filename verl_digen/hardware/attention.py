@@ -9,8 +9,6 @@
 - `trains` is false where diffusers calls a kernel without a backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@
 Peaks and memory are from the vendors' data sheets: dense bf16 with sums in fp32, no sparsity.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 ACCELERATORS = {

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Abilities of this PyTorch: an accelerator, FSDP2. Light: reads PyTorch and the installed packages, no device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec

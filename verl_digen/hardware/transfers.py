@@ -8,8 +8,6 @@ Invariants (tests/models/test_device.py): neither a denoise step nor a training 
 nothing that a replica does between the first step of a batch and the next batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

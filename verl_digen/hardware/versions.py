@@ -5,8 +5,6 @@ Private names of these packages are used (`tests/contracts`), so another version
 error. `digen doctor` prints the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

@@ -4,8 +4,6 @@
 Invariant (tests/observe): a file has the waveform's channels, samples and rate, and its values to 16 bits.
 """
 
-from __future__ import annotations
-
 import wave
 from dataclasses import dataclass
 from pathlib import Path

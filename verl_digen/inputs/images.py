@@ -8,8 +8,6 @@ Invariants (tests/rollout/test_inputs.py): equal content has an equal key, where
 during a run is an error.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

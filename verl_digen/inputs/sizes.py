@@ -6,8 +6,6 @@ requests are made without the model.
 Invariant (tests/models/test_image_sizes.py): with the areas of a pipeline, sizes are the pipeline's.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

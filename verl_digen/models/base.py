@@ -12,8 +12,6 @@ Invariants (tests/models): rows at different sigmas in one forward give the same
 text changes nothing; our sampler with eta = 0 equals the model's own diffusers pipeline.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

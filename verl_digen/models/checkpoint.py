@@ -10,8 +10,6 @@ Random weights of a published size serve measurements of speed and memory where 
 network of 41 GB then takes no room on a disk. Norms are 1, biases 0, all else is normal numbers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from functools import cache

@@ -12,8 +12,6 @@ Invariants (tests/plan/test_flops.py): forwards of every model are within 1 % of
 `torch.utils.flop_counter.FlopCounterMode`, with and without guidance; training within 2 %.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -8,8 +8,6 @@
   addition; dev was not made for it.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@
 - The pipeline's classifier-free guidance has an empty negative prompt; a step-distilled checkpoint was made for none.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

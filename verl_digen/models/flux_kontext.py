@@ -6,8 +6,6 @@ then of the image (`sources.py`), which have the places of a picture and 1 in fr
 The text encoders do not read the image. Without one it is text to image.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -6,8 +6,6 @@ vector. CLIP reads a long prompt's first 77 tokens, as in the pipeline. The netw
 true classifier-free guidance works in addition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from types import MethodType

@@ -10,8 +10,6 @@
   the guider's own.
 """
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from types import SimpleNamespace

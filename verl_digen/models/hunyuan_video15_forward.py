@@ -11,8 +11,6 @@
 Invariant (tests/models): velocities and gradients equal diffusers' own forward, to 1e-5.
 """
 
-from __future__ import annotations
-
 from types import MethodType
 from typing import Any
 

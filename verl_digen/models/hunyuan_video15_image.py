@@ -8,8 +8,6 @@ read. The pipeline itself chooses the size, one of a list, from the image's shap
 `digen.sampling.size_from_image`, with height_px and width_px of `target_size`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -14,8 +14,6 @@ frozen weights in int8 under an adapter.
   or none, adapter or none. A dimension that has changed once (batch, text length) is compiled as variable.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -6,8 +6,6 @@ repository of the Hugging Face hub, downloaded into the hub's cache once per nod
 names are downloaded: repositories often hold the same weights again, in one file or in fp16.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

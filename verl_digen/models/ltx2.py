@@ -12,8 +12,6 @@
   guidance scale. The frame rate decides the sound's length.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from functools import partial

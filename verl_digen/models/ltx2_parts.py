@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two parts of LTX-2 in packed latents [N, S_v + S_a, C], the video's tokens, then the sound's; and their texts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ these few pictures, or one video, and the pixels of the batch. Pixels equal the 
 size, up to values at the edge of rounding.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ The pipeline's own methods are used where they work alone: prompt template and e
 lines repeated here from its `__call__` name their source.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

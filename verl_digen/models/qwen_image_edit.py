@@ -6,8 +6,6 @@ The network reads the tokens of the picture, then of every image of the prompt (
 the images too, at about 384 x 384 px, in front of the text.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 from typing import Any

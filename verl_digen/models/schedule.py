@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sigmas of flow-matching schedules, as diffusers' pipelines make them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

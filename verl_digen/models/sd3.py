@@ -6,8 +6,6 @@ pooled vector, T5 gives 256 tokens; all are read with padding and without a mask
 model. The CLIPs read a long prompt's first 77 tokens, as in the pipeline, and T5 all of it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ the order of `Geometry.sources`; none without images. They are encoded with the 
 forward have one geometry, so that they have images of the same sizes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -5,8 +5,6 @@ Invariants (tests/models/test_spec.py): names of layers, config keys, folders an
 own pipeline and network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

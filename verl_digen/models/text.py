@@ -7,8 +7,6 @@ that the network does not see whole teaches the wrong thing, so it is an error h
 one truncates, as in the pipeline.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

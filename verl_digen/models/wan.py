@@ -9,8 +9,6 @@
   same, so a row passes one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ image at the size of the video, stretched to it. With `digen.sampling.size_from_
 up to a step of 32 px.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -9,8 +9,6 @@ the image's shape, up to a step of 16 px. Images are encoded with the prompt, on
 likely encoding, in fp32 like CLIP's.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

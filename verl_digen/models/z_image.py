@@ -6,8 +6,6 @@ by itself. Its time is reversed: the network's input is 1 - sigma, its output mi
 classifier-free guidance is ours, v_neg + w (v_pos - v_neg). The pipeline's `guidance_scale` is w - 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

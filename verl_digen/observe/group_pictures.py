@@ -6,8 +6,6 @@ Invariants (tests/observe/test_group_pictures.py): after the last sample of a gr
 of what was offered, at most two, whatever the order; no pixels are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock

@@ -10,8 +10,6 @@ red; each rule turns red on a run with its fault; a verdict depends on the value
 for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

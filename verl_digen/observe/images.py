@@ -8,8 +8,6 @@ measurements use the frames.
 Invariants (tests/observe): a grid's cells have the pictures' shape; nothing is stretched.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Sequence

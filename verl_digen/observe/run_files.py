@@ -20,8 +20,6 @@
 | `report.html` | all of it on one page (`verl_digen.report`) |
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -7,8 +7,6 @@ because W&B drops what is logged for an earlier step.
 Invariant (tests/observe/test_images.py): what TensorBoard reads is the file, byte for byte.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

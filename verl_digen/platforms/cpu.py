@@ -7,8 +7,6 @@
 - Ray sees it as logical GPUs (`ray_kwargs.ray_init.num_gpus`), because verl's placement counts only GPUs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType

@@ -4,8 +4,6 @@
 Memory figures are this process's and the machine's, in bytes; "peak" is since the process started.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurement of this process's device memory: free, allocated, and the peak of a call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from verl.plugin.platform import get_platform

@@ -11,8 +11,6 @@ Invariants (tests/platforms/test_module_memory.py): a release frees every byte; 
 update replaces; the second release copies nothing; of processes that share, one copies.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby, repeat

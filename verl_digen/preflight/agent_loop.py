@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules for agent loops (ours, or the user's, named in a file as verl reads it), environments and trees."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

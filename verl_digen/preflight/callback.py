@@ -2,8 +2,6 @@
 """Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke, 130 for
 Ctrl-C. A run leaves in its folder what it was given (`save_start`), and how it ended."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

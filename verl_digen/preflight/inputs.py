@@ -2,8 +2,6 @@
 """Rules for prompt files, for rewards of some prompts alone (`digen.reward.functions.NAME.data_sources`), and for
 objectives whose samples are pairs of pictures of the data set (`offline_dpo`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

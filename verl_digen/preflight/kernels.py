@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules and notes about attention kernels, compiled blocks and dtypes, of the trainer and of the replicas."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

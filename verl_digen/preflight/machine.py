@@ -4,8 +4,6 @@
 The accelerators of a running Ray cluster are compared once the run has joined it (`verl_digen.config.placement`).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -2,8 +2,6 @@
 """Rules for rewards: the functions that are named, verl's keys around them, their devices, rewards that watch, the stop
 on hacking, and verl's reward model: that a reward asks it, and that its servers can start."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path

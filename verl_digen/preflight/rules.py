@@ -6,8 +6,6 @@ and rewards only where they are named, and neither the weights, nor the run's fo
 of a weight update.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import re

@@ -7,8 +7,6 @@ Invariants (tests/plugin/test_run_folder.py): no file of a run is removed, and n
 live process holds a folder, and its lock ends with it, however it ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

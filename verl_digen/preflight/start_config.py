@@ -6,8 +6,6 @@ that it was composed of.
 it. So the wrong order, or two models, silently composes into a mixture that was not asked for.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -12,8 +12,6 @@ verl makes of it in the workers, and keys of verl's own yaml. Not checked, becau
 - a user's own section, `+mine.key=value`, unless its name is nearly one of verl's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from difflib import get_close_matches

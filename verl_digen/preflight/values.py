@@ -10,8 +10,6 @@ Invariants (tests/plugin/test_malformed_starts.py): every key is one of verl's, 
 unused one must have.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial

@@ -2,8 +2,6 @@
 """Rules for the installation, the `digen:` section, batches that divide, and classes that verl loads by name: the
 recipes name ours, and another one must be a subclass of it."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -2,8 +2,6 @@
 """Files of a checkpoint on this machine: every part's have names that are read, all exist, and none is a
 pointer or truncated; files of diffusers' networks hold the tensors that the configuration beside them describes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -11,8 +11,6 @@
 A call may have been executed although its answer was lost. So only calls that may be made twice are retried.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator

@@ -8,8 +8,6 @@ Invariants (tests/processes/test_bundles.py): every caller gets the answer to it
 alone; if the call fails, each of its callers gets the error, and may call again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import pickle
 import traceback

@@ -8,8 +8,6 @@ Invariants (tests/processes/test_calls.py): `call` returns or raises within its 
 fails. An event takes as long with 1,000 calls in flight as with one: nothing goes through them but for a message.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence

@@ -4,8 +4,6 @@ when a run has a fork server (`verl_digen.processes.forks`), which needs as long
 verl's main starts it from the middle of its own imports, when the config is not known yet, with the variables of recipe
 `digen_cpu`; a run that has others starts a new one."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

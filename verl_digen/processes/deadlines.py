@@ -12,8 +12,6 @@ Invariant (tests/processes/test_deadlines.py): a call that takes at most `factor
 overdue.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

@@ -15,8 +15,6 @@ short run's start. A server imports them once, while the driver does, and each w
 - The server ends when the driver does, however it ends, and kills the forks that are left.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

@@ -15,8 +15,6 @@ The processes of `watch_processes`, which no deadline covers, have heartbeats: t
 `digen.deadlines.answer_s` ends the run, wherever the driver waits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

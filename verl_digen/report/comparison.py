@@ -4,8 +4,6 @@
 *Invariant:* however many runs and steps there are, their curves have at most 2 x `curves.MAX_ROWS` rows together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

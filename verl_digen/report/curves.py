@@ -5,8 +5,6 @@
 among them; no value is changed but by rounding to `DIGITS` digits; what is not finite is None.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite

@@ -7,8 +7,6 @@ HTML.
 *Invariants (tests/report):* the file is below `MAX_BYTES` however long the run is; no text of a run becomes markup.
 """
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import re

@@ -6,8 +6,6 @@ Steps are thinned out evenly until the pictures fit; a video is shown as its fil
 *Invariants:* the pictures take at most `VALIDATION_CHARS` and `TRAINING_CHARS`; the first and the last step are shown.
 """
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from collections.abc import Callable, Sequence

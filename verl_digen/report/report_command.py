@@ -12,8 +12,6 @@ lists the differences of the configs, and shows the same prompts; it is comparis
 Exit code 0, or 2 if nothing could be written.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 *Invariants (tests/report/test_runs.py):* nothing is written, links to folders are not followed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -2,8 +2,6 @@
 """A run for the page: its start (words, recipes, config against the recipes, notes, versions), its warnings, its few
 most important numbers, and its health."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone

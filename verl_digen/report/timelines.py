@@ -4,8 +4,6 @@
 *Invariants:* at most `MAX_STEPS` steps, each with at most `MAX_LANES` lanes of a pool and `MAX_BARS` bars.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,7 +59,7 @@ WORDS: dict[str, str] = {
     "slot_lost": "a lost replica is being replaced",
     UNATTRIBUTED: "not recorded",
 }
-"""Of kinds, and of reasons to wait."""
+"""Words for kinds, and for reasons to wait."""
 
 
 def timelines(run_dir: Path) -> dict[str, Any]:

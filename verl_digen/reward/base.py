@@ -9,8 +9,6 @@ The functions below the class give a sample's pictures as scorers want them, and
 before a run starts and imported when the reward is made, and weights.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import io

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of several rewards -> the reward of a sample (`digen.reward.combine`), and its formula for people."""
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -10,8 +10,6 @@ A reward function takes verl's keyword arguments and returns a number, or a dict
 then the sample fails; there is no silent zero.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -15,8 +15,6 @@ Example:
     judge(points, rules)      # verdict hacking, of pick
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

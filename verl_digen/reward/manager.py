@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's reward loop with pictures: manager, workers, the reward manager, and the worker of a reward's own pool."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards by name: an entry of `digen.reward.functions` -> its function or class, with its arguments checked."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -8,8 +8,6 @@ counted through, also over the picture: both were trained so, and not with Qwen2
 Pixels are scaled and cut into patches here: transformers does so for videos only where torchvision is installed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ reward_model (judges by default) asks each server itself, because the router dro
 parameter `reward_router_address`, as verl's reward functions have it, gets verl's router, "host:port".
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace

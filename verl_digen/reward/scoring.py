@@ -21,8 +21,6 @@ batch; every sample gets its own score or an error, and never a zero for a failu
 those before. Asleep, the weights take no byte of the device.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

@@ -17,8 +17,6 @@
 Bound: at most one pending request per caller, because each caller waits for its own answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager

@@ -10,8 +10,6 @@ On a CPU, where both places are one, nothing moves. There are none where every p
 (`verl_digen.rollout.stored`). Conditions are bitwise the same either way.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import OrderedDict

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network of a `diffusers` replica, from its checkpoint to its device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

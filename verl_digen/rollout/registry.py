@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replica names and import paths of their classes. Imports none of them: they are heavy and may not be installed."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

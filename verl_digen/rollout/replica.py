@@ -4,8 +4,6 @@ trainer-side sender. The rank that has the server's device sends it all new weig
 (`verl_digen.weights.sending`); Ray carries calls alone. A replica may die in an update: a rank then joins the
 collectives and sends nothing."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import time

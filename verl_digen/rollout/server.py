@@ -10,8 +10,6 @@ While the server sleeps, transformer, text encoders and VAE have no device memor
 not kept: the trainer wakes a server only to send all of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -9,8 +9,6 @@ where it ended. The folder is bounded (`conditions_gb`): the least recently used
 run never. A condition is bitwise the encoder's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

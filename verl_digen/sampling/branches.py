@@ -10,8 +10,6 @@
 Invariant (tests/sampling/test_branches.py): no forward of both runs where its bound exceeds the memory.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable
 

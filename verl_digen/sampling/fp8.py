@@ -10,8 +10,6 @@ Invariants (tests/sampling/test_fp8.py): after `active` the network computes bit
 exception. A layer's product equals its dequantised factors', to bf16's rounding.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

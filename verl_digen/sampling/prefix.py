@@ -15,8 +15,6 @@ alone bit for bit; without a tree, a batch in which samples share these steps is
 them; leaves of one subtree are bitwise equal up to their split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sample requests, made from the config and a prompt, and the planner's rules, from the config."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

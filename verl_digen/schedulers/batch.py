@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of the planner: groups, their chunks in flight, their batches, and queues of groups."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,6 @@
   cent (tests/schedulers/test_search.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 

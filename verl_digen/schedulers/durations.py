@@ -7,8 +7,6 @@ rank; the last round may leave ranks idle). The two parts can be separated as so
 Invariant: constant durations are learnt exactly (to rounding), from the first measurement on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol

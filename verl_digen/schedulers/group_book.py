@@ -23,8 +23,6 @@ Complexity per call: O(log groups + samples of the chunk); dropping is O(chunks 
 group of a batch O(its groups).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from math import inf, isfinite

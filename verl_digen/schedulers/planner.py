@@ -42,8 +42,6 @@ Complexity per event or decision: O(log groups + log slots) per chunk + O(sample
 task of the trainer O(slots log slots). Memory O(samples of the open batches).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 
 from verl_digen.schedulers.batch import Batch, Request

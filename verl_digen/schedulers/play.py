@@ -12,8 +12,6 @@ Invariant (tests/schedulers/test_search.py): a slot's chunk is of one group, an 
 Complexity, with M groups and S slots or bundles: O(log S) per chunk, O(log M + its groups) per assist, O(S) per choice.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass

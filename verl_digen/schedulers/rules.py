@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning rules: `digen.gap`, `queue`, `tag` and `staleness`, and what else of a run the planner needs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 

@@ -33,8 +33,6 @@ small gains doubtful, and counts at most `INEXACT`:
 Invariant: while all predictions were exact, or there was none, any gain counts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from verl_digen.schedulers.durations import RunningMean

@@ -8,8 +8,6 @@ given. Busy and idle seconds of a pool add up to its slots times the makespan. O
 planner's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from heapq import heappop, heappush

@@ -5,8 +5,6 @@ id.
 Complexity: O(slots of the replica * log slots) when a slot becomes busy or free, else O(log slots).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from heapq import heappop, heappush

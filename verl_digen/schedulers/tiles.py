@@ -31,8 +31,6 @@ the shape, unless lengths are kept apart; all ranks have the same number; a rank
 one strip, or one row; padding rows are as few as equal numbers of tiles allow. O(rows log rows).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Versions and batches share one numbering: batch `b` is the one that trains on we
 so a group generated under version `v` and trained in batch `b` is `b - v` versions stale.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple

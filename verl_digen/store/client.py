@@ -9,8 +9,6 @@
 Invariant (tests/store/test_client.py): no call begins before the first one has ended; later ones run side by side.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence

@@ -5,8 +5,6 @@ The key is a hash of what was encoded (`SampleRequest.condition_key`), so that g
 conditions that a group has for itself begin with its uid (`store.keys.own_condition_key`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import transfer_queue as tq

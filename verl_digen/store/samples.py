@@ -6,8 +6,6 @@ A prompt is pending -> finished | failure, and with rewards that take turns with
 failed prompt has no samples, and its status has the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

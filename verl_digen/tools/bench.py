@@ -24,8 +24,6 @@ All but the last are strict: every sample is generated under the weights that it
 best baseline, the fastest that overlaps nothing.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -6,8 +6,6 @@
 Invariant: weight version = committed optimizer steps of verl's count, `global_steps`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

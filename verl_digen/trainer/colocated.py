@@ -20,8 +20,6 @@
 Invariant: in one step every sample has version `global_steps - 1`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

@@ -32,8 +32,6 @@ Invariants (tests/trainer/test_conductor.py)
 - An exception anywhere aborts the open gradient: the model is its last committed state.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dataset verl's data loader draws prompts from (`data.custom_cls`)."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from typing import Any

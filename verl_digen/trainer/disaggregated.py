@@ -13,8 +13,6 @@ on how far the next batch has come.
 Invariant (tests/e2e): after any number of steps the weights equal the colocated trainer's, to float tolerance.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import socket

@@ -7,8 +7,6 @@ has encoded is not encoded again.
 Invariant (tests/trainer/test_encoding.py): a run that is killed loses the chunks under way, and no other.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any

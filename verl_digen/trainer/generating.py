@@ -9,8 +9,6 @@ No weights are sent. To verl it is one replica of all ranks; its server is a pro
 Invariant (tests/engine/test_generating.py): samples equal a `diffusers` replica's bitwise, in fp32.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of other nodes and processes at a run's start. They import this module, so it imports no trainer."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device pools as the conductor sees them: Ray handles, and no decisions; and the slots of the replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -4,8 +4,6 @@
 Invariant (tests/trainer/test_conductor.py): every published sample is trained or among the unwanted ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

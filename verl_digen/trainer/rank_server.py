@@ -2,8 +2,6 @@
 """The server of ranks that generate, see `verl_digen.trainer.generating`. It starts before them, because the handles of
 ranks need verl, whose import takes seconds."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's synchronous replay buffer for whole groups (`trainer.v1.sampler.custom_sampler`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -18,8 +18,6 @@ Invariants (tests/trainer/test_replicas.py, test_restarts.py): after an update e
 living, starting and ready replicas never exceed the initial number.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import logging

@@ -4,8 +4,6 @@
 Who waits: the end of the run, for pictures and report. Bound: `digen.deadlines.setup_s` each.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

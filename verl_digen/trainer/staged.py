@@ -6,8 +6,6 @@ sends or receives, and finalizes. verl's manager calls each of them itself, whic
 called through relays (`verl_digen.processes.relays`).
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -2,8 +2,6 @@
 """The timeline lanes of separate pools, what idle lanes wait for, names of the nodes that lanes are on; and
 `ColocatedTimeline`."""
 
-from __future__ import annotations
-
 import logging
 import math
 import socket

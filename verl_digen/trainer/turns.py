@@ -13,8 +13,6 @@ Invariants (tests/trainer/test_turns.py): replicas and rewards are never awake a
 no open group can go on in it, and at no other time.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

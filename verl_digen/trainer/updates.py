@@ -12,8 +12,6 @@ of one fragment.
 Invariant (tests/engine/test_updates.py): with one mini-batch and one epoch this is a logical batch of separate pools.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -2,8 +2,6 @@
 """Validation: every validation prompt, deterministically, under the same noise each time, so that runs are
 comparable."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

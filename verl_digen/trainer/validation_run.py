@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One validation: all validation prompts to the agent loops, wait, metrics and pictures."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

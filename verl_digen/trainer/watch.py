@@ -14,8 +14,6 @@ gold reward's best validation is kept, beside the newest `trainer.max_actor_ckpt
 Invariant (tests/trainer/test_watch.py): a run that is resumed in its folder judges as one that was never interrupted.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that a picture was generated with, and facts about the turns of an episode; part of a sample's tag."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl_digen.algorithms.outside import EXACT, Outside

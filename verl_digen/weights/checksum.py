@@ -10,8 +10,6 @@ kernels, and exists for recorded paths alone. Tests, not runs, compare samples a
 network.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

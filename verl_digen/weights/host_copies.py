@@ -14,8 +14,6 @@ Invariants (tests/weights/test_shared_copy.py): processes with equal weights hol
 up; a copy outlives the process that made it, and not the last one that maps it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import mmap

@@ -11,8 +11,6 @@ after such a live one, or an interrupted one, the network is not whole until a w
 sent and are not in the network after `switch` are an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ The thread ends when the last bucket has arrived, no part arrived for `timeout_s
 Invariants (tests/weights/test_transfer.py): an update arrives whole or is an error; an abandoned one leaves no thread.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

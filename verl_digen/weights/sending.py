@@ -15,8 +15,6 @@ Invariants (tests/weights/test_transfer.py): the receiver gets every tensor in t
 never waits for a dead receiver, nor for a silent one longer than its timeout.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path

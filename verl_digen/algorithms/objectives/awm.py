@@ -6,8 +6,6 @@ Source: AWM, arXiv 2509.25050, and its code, whose recipes take one optimizer st
 the gradient is -A times the surrogate's. With `awm_off_policy` the average samples, and the ratio is the one to it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`cispo`: clipped importance weights. Source: MiniMax-M1, arXiv 2506.13585."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated

@@ -4,8 +4,6 @@
 Source: Hilton et al., arXiv 2110.00641, as in AReaL, arXiv 2505.24298.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -14,8 +14,6 @@ the update (`awm`) is one with these weights, whatever made the picture.
 | rollout | rollout | rollout | error | unused |
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, LossConfig, find_objective, objective_names

@@ -9,8 +9,6 @@ ratio exp(e_old - e) has moved too far from the policy that generates keeps its 
 Source: DGPO, arXiv 2510.08425, and its code. Its KL, mean[(v - v_ref)^2], is `digen.kl` with kind velocity.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

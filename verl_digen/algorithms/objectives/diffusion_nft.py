@@ -7,8 +7,6 @@ reward trains v+ to predict it, a sample of low reward v-. Samples come from pol
 Source: DiffusionNFT, arXiv 2509.16117; schedules and modes as in its code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

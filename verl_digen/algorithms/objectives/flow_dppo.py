@@ -7,8 +7,6 @@ farther; the ratio itself, one noisy number, decides the direction alone.
 Source: Flow-DPPO, as in verl-omni's FlowDPPOLoss.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated

@@ -4,8 +4,6 @@
 Sources: Flow-GRPO, arXiv 2505.05470; DanceGRPO, arXiv 2505.07818.
 """
 
-from __future__ import annotations
-
 from verl_digen.algorithms.objectives.objective import OLD, ClipConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import clipped
 from verl_digen.algorithms.rows import LossInputs, LossOutput

@@ -8,8 +8,6 @@ of the steps alike. b, std and dt are the row's own. Published code takes the me
 so its numbers depend on how a batch is cut; on one row at a time they are these.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`gspo`: PPO's clip of the whole trajectory's ratio. Source: arXiv 2507.18071."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

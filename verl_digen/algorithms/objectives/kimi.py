@@ -2,8 +2,6 @@
 """`kimi`: REINFORCE with a squared log-ratio. Source: Kimi k1.5, arXiv 2501.12599; the group's mean reward is its
 baseline, which is in A."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

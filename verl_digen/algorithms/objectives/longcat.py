@@ -11,8 +11,6 @@ The KL term of the same recipe is `digen.kl.kind=longcat`, a term of its own, so
 the advantage, and groups train as they complete.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared parts of losses at forward points: flow-matching errors, and rows of a group at one noise level."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

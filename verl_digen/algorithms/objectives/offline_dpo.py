@@ -8,8 +8,6 @@ picture, of reward 1, number 1 the rejected one, of reward 0.
 Source: Diffusion-DPO, arXiv 2311.12908; beta is 5000 in both of its launch scripts (SD1.5 and SDXL).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from verl_digen.algorithms.objectives.objective import register_objective

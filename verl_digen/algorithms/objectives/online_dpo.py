@@ -5,8 +5,6 @@ The loss is `verl_digen.algorithms.objectives.preference`. A group whose rewards
 nothing.
 """
 
-from __future__ import annotations
-
 from verl_digen.algorithms.objectives.objective import register_objective
 from verl_digen.algorithms.objectives.preference import DECLARED, DpoConfig, preference
 

@@ -10,8 +10,6 @@ Sources: `distill_kl`, `distill_fm_mse` of verl-omni; DiffusionOPD, arXiv 2605.1
 -distance as the advantage and does not detach it: its gradient is nearly this one, and vanishes beyond its clip.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -7,8 +7,6 @@ noise and a noise level that both share.
 Source: Diffusion-DPO, arXiv 2311.12908, for flow matching as in flow_grpo's code.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared parts of losses with an importance ratio: the ratio, PPO's clip, weighted REINFORCE, metrics."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`reinforce`: the plain policy gradient."""
 
-from __future__ import annotations
-
 from verl_digen.algorithms.objectives.objective import ClampedConfig, register_objective
 from verl_digen.algorithms.objectives.ratio import clamped_advantage
 from verl_digen.algorithms.rows import LossInputs, LossOutput

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tis`: truncated importance sampling. Source: Ionides 2008, as in ROLL."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`topr` and `weighted_topr`: tapered off-policy REINFORCE. Source: arXiv 2503.14286."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -13,8 +13,6 @@ Invariants (tests/algorithms/test_solvers.py): `euler` is bitwise `sde_step`; st
 the step, `unipc`'s with its cube.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -8,8 +8,6 @@ It is 0 where a lambda is infinite: in the step that ends at sigma 0, and in the
 Source: DPM-Solver++ (arXiv 2211.01095), for flow matching as in DiffusionNFT and MixGRPO.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -17,8 +17,6 @@ returns x_0. Where lambda_prev is infinite, after sigma 1, the term of h_prev is
 Source: SA-Solver (arXiv 2309.05019) with its rescaling for few steps, as in the code of AWM (arXiv 2509.25050).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@ with h = lambda - lambda_prev here; r_0, r_1 solve UniPC's two order conditions.
 Source: UniPC (arXiv 2302.04867); order, corrector and last step as in diffusers' UniPCMultistepScheduler.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

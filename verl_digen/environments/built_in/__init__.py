@@ -2,8 +2,6 @@
 """Built-in environments, one per file of its name, and the class that `digen.environment` names: one of them, or your
 own."""
 
-from __future__ import annotations
-
 import pkgutil
 from typing import Any
 

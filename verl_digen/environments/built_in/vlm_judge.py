@@ -6,8 +6,6 @@ An unusable answer never earns a 0; the detail `asked_again` counts those of the
 of a process, so `max_concurrency` bounds them together.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ its size was compared with (`check`). Each repository is a checkpoint that our m
 number of parameters (tests/plan/test_published.py).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

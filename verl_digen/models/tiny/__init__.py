@@ -6,8 +6,6 @@ Weights are drawn wide enough that a velocity measurably depends on the prompt, 
 otherwise a comparison could not fail.
 """
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny FLUX.1 [dev], [schnell] and Kontext: 64x64 px are latents [16, 16]."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny FLUX.2 [klein], not distilled: 64x64 px are latents [4 x 4, 16]."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny HunyuanVideo 1.5, and one for image to video: 5 frames of 64x64 px are latents [4, 2, 4, 4]."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusers.guiders.classifier_free_guidance import ClassifierFreeGuidance

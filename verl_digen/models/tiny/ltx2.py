@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny LTX-2: 9 frames of 64x64 px are 8 tokens of video and 9 of sound, with 8 channels each."""
 
-from __future__ import annotations
-
 import string
 from typing import Any
 

@@ -6,8 +6,6 @@ none keeps a constructor's zeros, which would hide the effect of earlier layers.
 `Any` stands where diffusers annotates another class than its pipelines accept.
 """
 
-from __future__ import annotations
-
 import json
 import string
 from collections.abc import Mapping, Sequence

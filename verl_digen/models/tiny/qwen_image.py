@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny Qwen-Image: 8x8 px per latent position and 2x2 positions per token, so 64x64 px are latents [16, 16]."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage

@@ -2,8 +2,6 @@
 """Tiny Qwen-Image-Edit and Qwen-Image-Edit-Plus: the tiny Qwen-Image, whose text encoder has a vision tower, and its
 processor."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import QwenImageEditPipeline

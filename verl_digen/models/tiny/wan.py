@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny Wan2.1, Wan2.2 A14B and TI2V-5B: 5 frames of 64x64 px are latents [4, 2, 8, 8], or [4, 2, 4, 4] for 5B."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan

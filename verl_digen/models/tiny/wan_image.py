@@ -2,8 +2,6 @@
 """Tiny Wan2.1, Wan2.2 A14B and TI2V-5B for image to video: those for text with channels for an image and Wan2.1's CLIP,
 and that for text as `WanImageToVideoPipeline` saves it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from diffusers.pipelines.wan.pipeline_wan_i2v import WanImageToVideoPipeline

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny Z-Image: 64x64 px are latents [4, 8, 8]."""
 
-from __future__ import annotations
-
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from diffusers.pipelines.z_image.pipeline_z_image import ZImagePipeline
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler

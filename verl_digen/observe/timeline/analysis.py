@@ -12,8 +12,6 @@ docs/metrics.md lists the metrics.
 does not matter; cutting an interval in two changes nothing.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ Writes timeline_step_N.trace.json, for chrome://tracing or https://ui.perfetto.d
 given by --out, and prints, per pool, how busy it was and what its idle time waited for.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence

@@ -12,8 +12,6 @@
 started after the end of the kept step survives `keep_until`, and nothing before it is lost.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterable, Mapping

@@ -30,8 +30,6 @@ One JSON object per line of `timeline.jsonl`; keys with the default value are le
 two runs of the same chunk never do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import inf, isfinite

@@ -8,8 +8,6 @@ works on several chunks at once. Pure.
 arrow starts inside a generate or assist event and ends at the train event of its group.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,6 @@ through `Judge`, environments directly.
 A sample without a usable answer fails; it never gets a 0.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from abc import abstractmethod

@@ -5,8 +5,6 @@ The thoughts of a reasoning model are what stands before the last `</think>`; th
 template, and so be missing. A server that separates them itself (`--reasoning-parser`) leaves them out of `content`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

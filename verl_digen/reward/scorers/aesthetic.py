@@ -10,8 +10,6 @@ trl-lib/ddpo-aesthetic-predictor, 3.7 MB, which is sac+logos+ava1-l14-linearMSE.
 is Apache-2.0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated

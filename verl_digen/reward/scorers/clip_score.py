@@ -9,8 +9,6 @@ weights, so about 0.5 to 1.15 with `flow_grpo`.
 Weights: openai/clip-vit-large-patch14, 1.7 GB in fp32; MIT (https://github.com/openai/CLIP).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

@@ -6,8 +6,6 @@ square of the differences of their pixels, from 0 (equal) to 1 (black and white)
 noise counts little. Videos are compared frame by frame. No model: a check against collapse, not a judge of taste.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated

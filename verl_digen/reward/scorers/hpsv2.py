@@ -14,8 +14,6 @@ Weights: HPS_v2.1_compressed.pt of xswu/HPSv2, 2.0 GB in fp16, Apache-2.0; `path
 Config and tokenizer: laion/CLIP-ViT-H-14-laion2B-s32B-b79K, MIT. Paper: https://arxiv.org/abs/2306.09341
 """
 
-from __future__ import annotations
-
 import html
 import re
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ Weights: MizzenAI/HPSv3 (HPSv3.safetensors, MIT), config and tokenizer of Qwen/Q
 and question: https://github.com/MizzenAI/HPSv3 (`hpsv3/inference.py`, `dataset/data_collator_qwen.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated

@@ -13,8 +13,6 @@ Weights: ImageReward.pt and med_config.json of THUDM/ImageReward, 1.8 GB, Apache
 google-bert/bert-base-uncased, Apache-2.0. Paper: https://arxiv.org/abs/2304.05977
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -14,8 +14,6 @@ squared. It also punishes the edit that was asked for, so a small w, 0.1 to 0.3,
 Weights: openai/clip-vit-large-patch14, MIT; facebook/dinov2-base, Apache-2.0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated

@@ -5,8 +5,6 @@ A video gets the mean over its frames, each scored as a separate picture: its re
 compressibility over time (a still picture) is not rewarded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

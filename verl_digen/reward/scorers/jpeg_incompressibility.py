@@ -4,8 +4,6 @@
 The negative of `jpeg_compressibility`: rewards detail, and noise. A video gets the mean over its frames.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -11,8 +11,6 @@ The judge sees the pictures that the prompt is about, then the sample, then the 
 choose: it is whatever the server at `url` serves.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Annotated

@@ -15,8 +15,6 @@ Weights: PP-OCRv6 small (detection 10 MB, recognition 21 MB) of PaddleOCR as ONN
 Sources: flow_grpo/ocr.py of https://github.com/yifan123/flow_grpo, https://github.com/RapidAI/RapidOCR.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any

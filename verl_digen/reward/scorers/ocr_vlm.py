@@ -6,8 +6,6 @@ that says nothing means that there is no text, and has score 0; one that was cut
 there. Model: any that reads, e.g. Qwen/Qwen2.5-VL-7B-Instruct (Apache 2.0), served by vLLM or SGLang.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean

@@ -10,8 +10,6 @@ laion/CLIP-ViT-H-14-laion2B-s32B-b79K that the model card names. The model card 
 https://arxiv.org/abs/2305.01569
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

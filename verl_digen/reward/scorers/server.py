@@ -6,8 +6,6 @@
 Samples of a request that failed fail, with what came; there is no zero.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence

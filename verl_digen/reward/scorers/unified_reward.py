@@ -9,8 +9,6 @@ an answer without a score counts 0, here it is a failure. A video gets the mean 
 Model: CodeGoat24/UnifiedReward-7b-v1.5 (LLaVA-OneVision; MIT, arXiv:2503.05236), served by SGLang or vLLM.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from statistics import fmean

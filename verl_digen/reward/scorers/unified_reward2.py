@@ -10,8 +10,6 @@ Models: CodeGoat24/UnifiedReward-2.0-qwen-3b, -7b, -32b, -72b (Qwen2.5-VL), -qwe
 arXiv:2503.05236; the weights they were made from have licences of their own), served by vLLM.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from statistics import fmean

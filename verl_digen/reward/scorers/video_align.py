@@ -10,8 +10,6 @@ Qwen/Qwen2-VL-2B-Instruct (Apache-2.0). Rule and question: https://github.com/Kw
 `prompt_template.py`, `vision_process.py`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -11,8 +11,6 @@ With all pairs a group of G costs G (G - 1) requests (552 for 24); `rounds` R co
 that the prompt is about, the first sample, the second sample, then the question. Model and licence are yours to choose.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

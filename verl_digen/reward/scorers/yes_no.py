@@ -7,8 +7,6 @@ answers are weighed against each other, so that a judge which also likes "The" i
 likeliest tokens hold neither is a failure.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from verl_digen.reward.scorers.judge import Question, QuestionConfig

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One exchange with a server: the request, its answer, and the errors of a call."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -13,8 +13,6 @@ that doubles (full jitter), and as long as the server's Retry-After asks for. A 
 and nowhere else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

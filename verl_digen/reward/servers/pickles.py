@@ -8,8 +8,6 @@ file, so that a forged dtype or shape reaches no C code. `MAX_VALUES` and `MAX_D
 to the same list.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

@@ -7,8 +7,6 @@ and `digen.reward.functions={mine: {weight: 1.0, reward: server, protocol: NAME,
 keys of the entry beside every server's.
 """
 
-from __future__ import annotations
-
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight sender of a `vllm_omni` replica: verl's vLLM adapter, with a manifest of the tensors sent."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Iterable
 from typing import Any

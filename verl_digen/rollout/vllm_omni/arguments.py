@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engine arguments for vLLM-Omni, from verl's rollout config and `digen.rollout`."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

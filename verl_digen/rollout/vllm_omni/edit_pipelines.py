@@ -20,8 +20,6 @@ text encoder's layers that the encoder's config names; Kontext ignores `output_t
 about 1024 x 1024 px. A further one, klein's guidance of distilled checkpoints, is refused before Ray starts.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import astuple

@@ -9,8 +9,6 @@ other call and the requests behind it, because vLLM-Omni reads its messages in o
 the worker is in this process: they run concurrently with the batch, in the caller's thread.
 """
 
-from __future__ import annotations
-
 import queue
 import time
 from dataclasses import replace

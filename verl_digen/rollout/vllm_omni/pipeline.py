@@ -6,8 +6,6 @@ Requests of a pipeline that runs step by step (Qwen-Image, `step_mode.StepRecord
 every step; those of the others, which run a batch in one call (a class of `request_pipelines`), begin and end together.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

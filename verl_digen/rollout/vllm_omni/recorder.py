@@ -20,8 +20,6 @@ Invariant (tests/vllm_omni/test_prefix.py, test_request_mode.py): a sample that 
 that runs every step.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -16,8 +16,6 @@
 Invariant (tests/vllm_omni): the same request, weights and run seed give `Sampler`'s result, in any batch.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

@@ -2,8 +2,6 @@
 """Subclasses, one per model, of `RequestRecordingMixin`, for pipelines without step execution: prompt encoding and
 guidance parameters. `ModelSpec.vllm_omni` of the model file names its class."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

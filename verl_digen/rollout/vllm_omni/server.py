@@ -8,8 +8,6 @@
 - A replica whose engine is dead or hung exits, so that the run sees it as lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import multiprocessing

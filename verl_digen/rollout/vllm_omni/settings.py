@@ -8,8 +8,6 @@ the recorded log-probs would belong to another policy than the trainer's. A sett
 `digen.rollout` controls is refused, and so is an unknown one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.metadata import version

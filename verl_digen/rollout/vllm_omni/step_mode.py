@@ -14,8 +14,6 @@ path.
 Invariant (tests/vllm_omni): the same request, weights and run seed give `Sampler`'s result, in any batch.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import time

@@ -21,8 +21,6 @@ parallelism a worker holds shards, whose checksum differs from the update's. The
 workers changes with it.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Iterator, Mapping

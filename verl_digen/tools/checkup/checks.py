@@ -4,8 +4,6 @@
 A check returns a figure and raises `CheckFailed`, or whatever its parts raise.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ as well, on published sizes with random weights.
 Exit code 0 if a run could start (or all checks hold), 1 if not, 2 for an unknown name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

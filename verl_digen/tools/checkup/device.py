@@ -5,8 +5,6 @@ A wrong gradient is mostly finite, and a run trains something else without a wor
 PyTorch 2.11 (docs/gpu_results.md), and one with masks where tokens are 64 more than a multiple of 128.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -4,8 +4,6 @@
 Samples are generated from the checkpoint, and two groups train as two fragments of one optimizer step.
 """
 
-from __future__ import annotations
-
 import math
 import multiprocessing
 from collections.abc import Sequence

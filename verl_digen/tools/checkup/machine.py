@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Findings of `digen doctor` about this machine and installation: versions, plugin, platform."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import platform

@@ -4,8 +4,6 @@
 A short version of the tests in `tests/models`, for installations with untested versions.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import multiprocessing

@@ -6,8 +6,6 @@ says of the same words: the transformer's weights are drawn where it is loaded (
 encoders and the VAE are written. `python -m verl_digen.tools.checkup.training` prints the devices of `make quickstart`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

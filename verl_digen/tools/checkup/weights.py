@@ -8,8 +8,6 @@ A tiny network's memory does not show what the allocator keeps, so larger weight
 resident memory of a process also changes by itself: there only the numbers of the larger weights are compared.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -12,8 +12,6 @@ Layers outside these maps, and pipelines outside this table, are refused: ComfyU
 Invariant (tests/export/test_comfyui.py): diffusers' converters of Qwen-Image's and Wan's files give the adapter back.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

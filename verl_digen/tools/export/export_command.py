@@ -12,8 +12,6 @@ See docs/checkpoints.md.
 Exit code 0, or 2 if nothing could be exported; then nothing is left behind.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path

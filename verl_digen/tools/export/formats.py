@@ -4,8 +4,6 @@
 An adapter of two networks (Wan2.2) is written as two adapters, in folders with the networks' names.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping

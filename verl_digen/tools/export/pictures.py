@@ -5,8 +5,6 @@ number i takes the noise of validation prompt number i.
 Invariant (tests/export/test_sample.py): pictures equal a replica's for a validation's requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

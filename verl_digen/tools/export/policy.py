@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of one policy of a checkpoint, under the names that other tools use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path

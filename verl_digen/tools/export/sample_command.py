@@ -11,8 +11,6 @@ validation file the pictures are its validation's. On the accelerator of this ma
 Exit code 0, or 2 if nothing could be drawn; then nothing is left behind.
 """
 
-from __future__ import annotations
-
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path

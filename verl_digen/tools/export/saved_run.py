@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One checkpoint in a run's folder, and the config that the run had when it saved it, `run.json`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

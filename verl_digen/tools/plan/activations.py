@@ -17,8 +17,6 @@ per query and head.
 Invariant (tests/plan/test_activations.py): on a tiny network, real tensors save the same bytes as fake ones.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -25,8 +25,6 @@ not be there yet, nor the packages of a replica.
 Exit code 0 if it fits or the memory is not known, 1 if it does not fit, 2 if it cannot be planned.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import ArgumentParser, Namespace
 

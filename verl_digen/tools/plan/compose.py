@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The config of a run from its command line, composed as by verl's main, and the plan's own words."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ verl offloads with `non_blocking=True`, which allocates there. Left out: the pro
 TransferQueue's copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@
 Invariant (tests/plan/test_reality.py): bytes equal a real engine's, for a full fine-tune and with an adapter.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan: made of the words of a command line, as a table with a verdict, and as JSON."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace

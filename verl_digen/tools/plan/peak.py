@@ -6,8 +6,6 @@ The decoder is the model file's own, `load_decoder`, with its tiling and batchin
 Invariant (tests/plan/test_decoding.py): real tensors of a tiny VAE take the same bytes.
 """
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ Invariant (tests/plan/test_command.py, test_parts.py, test_episodes.py): rows, r
 bytes equal the real run's.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import partial

@@ -15,8 +15,6 @@ slower; a proposed split fits and passes the checks of a start; its seconds are 
 profile.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -3,8 +3,6 @@
 `file_name` is the end of its path, or without this column the row at its place, where rows repeat n times with n files
 per row; else the text file beside it, NAME.txt, or its row in a prompt file `metadata.*` in its folder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

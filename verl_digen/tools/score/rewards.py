@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards by name, made in this process, and their scores of files, as a table and as JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -13,8 +13,6 @@ prompt), or the run whose validation it is of. Progress goes to stderr, results 
 Exit code 0 if every file has a score, 1 if one has none (the reason is printed), 2 if nothing can be scored.
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 
 NAME = "score"

@@ -19,8 +19,6 @@ Invariants: idle shares lie between 0 and 1; with a shipped profile, no techniqu
 (the search for assists looks at one batch).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations

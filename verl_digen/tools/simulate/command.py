@@ -12,8 +12,6 @@ two pools with a barrier.
     digen simulate --profile my.json --trainer 16xH800 --generator 24xH20 --techniques gap,tsp
 """
 
-from __future__ import annotations
-
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from math import inf

@@ -10,8 +10,6 @@ Invariants (tests/simulate/test_splits.py): what is placed on a node is never mo
 the splits given; up to `GRID_POINTS` of a family it is the best of them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ second one, the first one while it starts, SIGTERM and SIGHUP end it at once; it
 one more. The process has a session of its own, so a terminal's Ctrl-C reaches only this one.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import select

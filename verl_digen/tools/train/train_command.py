@@ -15,8 +15,6 @@ Ctrl-C ends the run after its step, with a checkpoint where trainer.save_freq > 
 Exit code: 0, 1 if the run failed, 2 if it was refused before it began, 130 after Ctrl-C, 143 after SIGTERM.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 from argparse import ArgumentParser, Namespace

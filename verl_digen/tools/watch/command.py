@@ -12,8 +12,6 @@ open the printed address, which has a token. Ctrl-C ends it.
 Exit code 2 if it cannot start.
 """
 
-from __future__ import annotations
-
 import secrets
 import socket
 from argparse import ArgumentParser, Namespace

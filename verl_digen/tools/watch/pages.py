@@ -7,8 +7,6 @@ A page asks with HEAD whether its ETag is still the same, which makes no page, a
 made of them; nothing is written; no answer without the token, where there is one.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Protocols of reward servers, one file each: `protocol: NAME` is the file NAME.py, which defines `PROTOCOL`."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from typing import Any

@@ -6,8 +6,6 @@
 - Answer: JSON `{"rewards": [number]}` or the list alone; `{"error": str}` fails the samples.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 POST of a pickle `{"images": [JPEG]}`; answer: a pickle `{"outputs": [score]}`. Prompts do not matter.
 """
 
-from __future__ import annotations
-
 from verl_digen.reward.servers.protocol import PickledJpegs
 
 

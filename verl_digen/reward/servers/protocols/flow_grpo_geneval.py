@@ -12,8 +12,6 @@ Details: `strict_accuracy`, `strict_accuracy/TAG` of the prompt's own tag; witho
 `accuracy/TAG`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

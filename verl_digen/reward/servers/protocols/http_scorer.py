@@ -7,8 +7,6 @@
 Details: further lists of numbers in the answer with an entry per picture, e.g. GenEval's `rewards`, `strict_rewards`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ POST of a pickle `{"images": [JPEG], "prompts": [str]}`; answer: a pickle `{"out
 vLLM or SGLang is asked as a judge instead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

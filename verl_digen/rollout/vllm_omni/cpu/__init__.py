@@ -6,8 +6,6 @@ Active under the same condition as verl's platform `cpu`: with a CPU build of Py
 process that imports vLLM calls these functions, so they import nothing heavy.
 """
 
-from __future__ import annotations
-
 import os
 
 from verl_digen.hardware.torch_support import torch_facts, torch_has_accelerator_support

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU as a platform of vLLM-Omni: the methods that vLLM-Omni requires of a platform."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import psutil
