@@ -67,6 +67,9 @@ def test_a_lost_bucket_and_one_that_comes_twice_are_errors():
     take(list(new.items()))
     with pytest.raises(RuntimeError, match=r"4 tensors came twice: 0\.weight"):
         take(list(new.items()))
+    for take in (receiver.begin_staged(torch.device("cpu")), receiver.begin_live()):
+        with pytest.raises(RuntimeError, match=r"1 tensors came twice: 0\.weight"):
+            take([*new.items(), ("0.weight", new["0.weight"])])
 
 
 def test_a_live_update_is_loaded_as_it_arrives_and_the_network_is_whole_at_the_switch():

@@ -109,7 +109,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     ) -> None:
         """Generate, score and publish a whole group; on any failure publish the reason instead."""
         row: PromptRow = prompt[ROW]
-        uid, validate, step = row.uid, trajectory["validate"], prompt["global_steps"]
+        uid, validate, step = row.uid, trajectory["validate"], prompt[STEP]
         partition = VAL if validate else TRAIN
         num_samples = self.rollout_config.val_kwargs.n if validate else self.rollout_config.n
         generating = [

@@ -23,14 +23,13 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.kl import kl_inputs, kl_loss
-from verl_digen.algorithms.objectives import find_objective, objective_names, policy_loss
+from verl_digen.algorithms.objectives import find_objective, policy_loss
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, OLD, policy_output
 from verl_digen.algorithms.rows import LossInputs, Metric
 from verl_digen.algorithms.sde import noise_rate
 from verl_digen.config import DigenConfig
 from verl_digen.engine.policies import Evaluated, Outputs, PolicyForward
 from verl_digen.hardware.transfers import to_device
-from verl_digen.require import require_one_of
 from verl_digen.types import TrainingRows, Transitions
 
 
@@ -59,11 +58,9 @@ class LossTerms:
 
 
 class DiffusionLoss:
-    """The loss of the engine. ValueError if `digen.loss.name` is unknown, its settings are wrong, or it does not fit
-    `digen.loss.old_log_probs`."""
+    """The loss of the engine. ValueError if it does not fit `digen.loss.old_log_probs`."""
 
     def __init__(self, digen: DigenConfig):
-        require_one_of("digen.loss.name", digen.loss_name, objective_names())
         self.objective, self.config = find_objective(digen.loss_name), digen.loss_settings
         self.denominator = digen.denominator
         self.joint = self.objective.joint

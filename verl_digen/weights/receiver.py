@@ -11,6 +11,7 @@ after such a live one, or an interrupted one, the network is not whole until a w
 sent and are not in the network after `switch` are an error.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
@@ -60,8 +61,10 @@ class Update:
     def take(self, bucket: Named) -> None:
         """Take a bucket; see `verl_digen.weights.receiving.Take`. RuntimeError if a tensor came twice; of a live update
         also if one is unknown or has another shape."""
+        counts = Counter(name for name, _ in bucket)
+        twice = [name for name, count in counts.items() if count > 1 or name in self._arrived]
+        self._raise_for("came twice", twice)
         arrived = {name: tensor.shape for name, tensor in bucket}
-        self._raise_for("came twice", [name for name in arrived if name in self._arrived])
         self._arrived |= arrived
         if isinstance(self._into, Live):
             self._compare(arrived, self._into.shapes)

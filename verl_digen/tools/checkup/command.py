@@ -81,9 +81,10 @@ def run(args: Namespace) -> int:
         remedy = f"--only numerics --architecture {args.selftest} checks the same"
         require(args.selftest is None, "--selftest must be left out with --gpu", args.selftest, remedy)
         return check_devices(args)
-    defaults = {"full": False, "budget": inf, "only": [], "skip": [], "out": None, "device": None}
-    defaults["architecture"] = ARCHITECTURE
-    alone = [f"--{name}" for name, default in defaults.items() if getattr(args, name) != default]
+    parser = ArgumentParser()
+    add_arguments(parser)
+    others = {name: value for name, value in vars(parser.parse_args([])).items() if name not in ("json", "selftest")}
+    alone = [f"--{name}" for name, default in others.items() if getattr(args, name) != default]
     require(not alone, "--gpu must be given with the options of its checks", " ".join(alone), "add it")
     if args.selftest is not None:
         return selftest(args.selftest, args.json)
