@@ -26,7 +26,7 @@ from verl_digen.types import Burst, PromptRow
 
 pytestmark = pytest.mark.virtual_time
 
-DIGEN = DigenConfig(deadlines=DeadlinesConfig(first_s=100.0, generate_s=50.0, answer_s=5.0, no_progress_s=1000.0))
+DIGEN = DigenConfig(deadlines=DeadlinesConfig(first_s=100.0, answer_s=5.0, no_progress_s=1000.0))
 ROW = PromptRow("a cat", "test", None, uid="val-00000")
 
 

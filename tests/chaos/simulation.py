@@ -183,6 +183,7 @@ class Trainer(DisaggregatedTrainer, Files):
         self._supervision = Supervision(
             self.digen.deadlines,
             loop=loop,  # type: ignore[arg-type] - has the methods of a LoopThread
+            score_s=self.digen.reward.score_s,
             scores_groups=world.compares,
             step=lambda: self.global_steps,
             end_silent_replicas=self._end_silent_replicas,

@@ -11,7 +11,7 @@ from tests.e2e.conftest import SEPARATE, assert_succeeded, run_main, steps_of
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 WORLDS = Path(__file__).resolve().parents[1] / "environments" / "worlds.py"
-SEPARATELY = ("digen.gap.chunk_size=1", "digen.gap.slots_per_replica=4", "digen.deadlines.generate_s=300")
+SEPARATELY = ("digen.gap.chunk_size=1", "digen.gap.slots_per_replica=4", "digen.deadlines.answer_s=300")
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,7 @@ def test_replicas_that_are_stopped_in_a_chunk_a_load_and_a_validation_are_replac
         "digen.reward.custom_weight=0.0",
         # also the time after which a replica that is stopped in its first validation is replaced
         "digen.deadlines.first_s=120",
-        "digen.deadlines.generate_s=20",
-        "digen.deadlines.answer_s=15",
+        "digen.deadlines.answer_s=20",
         recipe=SEPARATE,
         timeout_s=1800,
     )

@@ -82,7 +82,7 @@ def test_more_turns_than_an_episode_may_have_are_refused(start, runnable, tmp_pa
 
 
 def test_what_an_environment_needs_on_separate_pools(start, runnable):
-    with pytest.raises(ValueError, match=r"digen.deadlines.generate_s must be >= \(1 \+ digen.environment\."):
+    with pytest.raises(ValueError, match=r"digen.deadlines.answer_s must be >= \(1 \+ digen.environment\."):
         check_environment(StartConfig(start(*separate(runnable), WORLD, "digen.environment.step_timeout_s=100")))
 
 

@@ -13,7 +13,7 @@ from verl_digen.errors import DeadlineMissed
 from verl_digen.processes.calls import CallsUnderWay
 from verl_digen.processes.deadlines import Bound, Deadlines, DeadlinesConfig
 
-DEADLINES = Deadlines(DeadlinesConfig(no_progress_s=3000.0, answer_s=5.0))
+DEADLINES = Deadlines(DeadlinesConfig(no_progress_s=3000.0, answer_s=5.0), score_s=20.0)
 
 
 def call(calls, takes_s, bound_s, what="a"):

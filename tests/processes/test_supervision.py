@@ -24,6 +24,7 @@ def supervision(end_silent_replicas=None, end_all=None, cancel_queue_calls=list)
     return Supervision(
         CONFIG,
         loop=SimpleNamespace(begin=asyncio.ensure_future, time=asyncio.get_running_loop().time),
+        score_s=20.0,
         scores_groups=False,
         step=lambda: 3,
         end_silent_replicas=end_silent_replicas,

@@ -15,6 +15,7 @@ from verl_digen.trainer.conductor import Conductor
 from verl_digen.trainer.timelines import Joining, Lanes
 
 GROUP_SIZE = 4
+SCORE_S = 70.0
 
 DEADLINES = DeadlinesConfig()
 
@@ -150,7 +151,7 @@ def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, replica
             Joining(slots[0], None, Lane("generator", number, "here", 1), slots)
             for number, slots in enumerate(replicas)
         ],
-        deadlines=Deadlines(deadlines),
+        deadlines=Deadlines(deadlines, SCORE_S),
         recorder=recorder,
         lanes=Lanes(Lane("trainer", 0, "here", 1), Lane("reward", 0, "here", 0)),
     )

@@ -58,7 +58,7 @@ def test_episodes_of_edits_have_one_adapter_each_on_separate_pools(tmp_path):
         "actor_rollout_ref.model.lora_rank=4",
         "digen.gap.chunk_size=1",
         "digen.gap.slots_per_replica=4",
-        "digen.deadlines.generate_s=300",
+        "digen.deadlines.answer_s=300",
         recipe="[digen_edit_episodes,disaggregated,vllm_omni]",
         timeout_s=600,
     )

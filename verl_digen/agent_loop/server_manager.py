@@ -53,7 +53,7 @@ class DiffusionServerClient(LLMServerClient):
 
     @cached_property
     def _deadlines(self) -> Deadlines:
-        return Deadlines(self.digen.deadlines)
+        return Deadlines(self.digen.deadlines, self.digen.reward.score_s)
 
     @cached_property
     def _clients(self) -> dict[Any, ServerClient]:

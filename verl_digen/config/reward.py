@@ -98,8 +98,8 @@ class RewardConfig:
     package.module.function or FILE.py:function of (values, weights), two mappings by name, which returns the reward."""
     max_retries: Annotated[int, In(f"[0, {MAX_RETRIES}]")] = 2
     """Retries before a sample fails, if its reward raises or its reward worker dies."""
-    timeout_s: Annotated[float, In("(0, inf]")] = 300.0
-    """Timeout of a call."""
+    timeout_s: Annotated[float, In("(0, inf)")] = 300.0
+    """Timeout of a call. A chunk's scores may take `timeout_s` x (2 + `max_retries`), and more if earlier ones did."""
     stop_on_hacking: bool = False
     """End the run when the trained reward rises and a gold reward falls, and keep the checkpoint of each gold reward's
     best validation."""
@@ -121,6 +121,11 @@ class RewardConfig:
         if given is None:
             section, given = RECIPE_FUNCTIONS, self.recipe_functions
         return tuple(reward_entry(name, value, section) for name, value in given.items())
+
+    @property
+    def score_s(self) -> float:
+        """Minimum timeout of scoring a chunk: all tries of a sample, and the time of one more in a queue."""
+        return self.timeout_s * (2 + self.max_retries)
 
     @property
     def limits(self) -> tuple[int, float]:

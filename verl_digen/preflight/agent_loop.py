@@ -124,10 +124,10 @@ def check_environment(run: StartConfig) -> None:
     _check_training(digen)
     longest_s = digen.environment.longest_s
     require(
-        run.config.trainer.v1.trainer_mode == COLOCATED or digen.deadlines.generate_s >= longest_s,
-        "digen.deadlines.generate_s must be >= (1 + digen.environment.max_turns) x digen.environment.step_timeout_s, "
+        run.config.trainer.v1.trainer_mode == COLOCATED or digen.deadlines.answer_s >= longest_s,
+        "digen.deadlines.answer_s must be >= (1 + digen.environment.max_turns) x digen.environment.step_timeout_s, "
         f"which is {longest_s:g} s: a chunk's time on a replica includes its environments",
-        digen.deadlines.generate_s,
+        digen.deadlines.answer_s,
         "raise it, or lower digen.environment.step_timeout_s",
     )
     _check_model(run, edits=found.edits)

@@ -39,19 +39,16 @@ class DeadlinesConfig:
     first_s: Seconds = 3600.0
     """Minimum timeout of the first call of each kind to a replica or the trainer, which compiles and fills caches.
     Timeout of restarting a lost replica and of waking timeshared rewards."""
-    generate_s: Seconds = 120.0
-    """Minimum timeout of a replica's call: a chunk, a validation sample, the switch to received weights."""
+    answer_s: Seconds = 120.0
+    """Minimum timeout of a replica's call: a chunk, a validation sample, the switch to received weights. Timeout of a
+    call without work, such as a health check, of encoding a prompt for the trainer, and of discarding a failed step's
+    gradient. An unreachable replica is retried for a quarter of it."""
     train_s: Seconds = 1200.0
     """Minimum timeout of a trainer's call: the gradient of a fragment or a colocated batch, a chunk that it generates,
     the optimizer step, sending weights to all replicas."""
-    score_s: Seconds = 1200.0
-    """Minimum timeout of scoring a chunk; at least `digen.reward.timeout_s` per try of a sample."""
     setup_s: Seconds = 14400.0
     """Timeout of everything before the first step (processes, downloads, loading), and of writing or reading a
     checkpoint."""
-    answer_s: Seconds = 120.0
-    """Timeout of a call without work, such as a health check, of encoding a prompt for the trainer, and of discarding
-    a failed step's gradient. An unreachable replica is retried for a quarter of it."""
     no_progress_s: Seconds = 10800.0
     """Time without any event after which the run ends. After a thirtieth of it the log says who waits for whom, and
     again each time it doubles."""
@@ -88,14 +85,16 @@ class Deadlines:
     """Timeouts of calls, learnt from the calls that ended.
 
     Example:
-        deadlines = Deadlines(DeadlinesConfig())
+        deadlines = Deadlines(DeadlinesConfig(), score_s=1200.0)
         deadlines.bound("generate", "0000/0", size=4)           # Bound(3600.0, "digen.deadlines.first_s")
         deadlines.observe("generate", "0000/0", size=4, seconds=80.0)
         deadlines.bound("generate", "0000/0", size=8)           # Bound(800.0, "digen.deadlines.factor")
-        deadlines.bound("generate", "0000/0", size=1)           # Bound(120.0, "digen.deadlines.generate_s")
+        deadlines.bound("generate", "0000/0", size=1)           # Bound(120.0, "digen.deadlines.answer_s")
     """
 
     config: DeadlinesConfig
+    score_s: float
+    """Minimum timeout of scoring a chunk."""
     scores_groups: bool = False
     """True if a reward compares the samples of a group."""
     _lines: dict[CallKind, RunningLine] = field(default_factory=dict)
@@ -109,7 +108,7 @@ class Deadlines:
 
     def bound(self, kind: CallKind, who: str, *, size: int = 1) -> Bound:
         """Timeout of a call of `size` items that `who` is given now."""
-        config, bounds = self.config, [_floor(self.config, kind)]
+        config, bounds = self.config, [self._floor(kind)]
         if kind in ("answer", "files"):
             return bounds[0]
         if (kind, who) in self._known:
@@ -128,14 +127,11 @@ class Deadlines:
         parts = self._lines[kind].parts_s if kind in self._lines else None
         return None if parts is None else parts[0] + size * parts[1]
 
-
-def _floor(config: DeadlinesConfig, kind: CallKind) -> Bound:
-    if kind in ("generate", "load"):
-        return Bound(config.generate_s, "digen.deadlines.generate_s")
-    if kind == "score":
-        return Bound(config.score_s, "digen.deadlines.score_s")
-    if kind == "answer":
-        return Bound(config.answer_s, "digen.deadlines.answer_s")
-    if kind == "files":
-        return Bound(config.setup_s, "digen.deadlines.setup_s")
-    return Bound(config.train_s, "digen.deadlines.train_s")
+    def _floor(self, kind: CallKind) -> Bound:
+        if kind in ("generate", "load", "answer"):
+            return Bound(self.config.answer_s, "digen.deadlines.answer_s")
+        if kind == "score":
+            return Bound(self.score_s, "digen.reward.timeout_s")
+        if kind == "files":
+            return Bound(self.config.setup_s, "digen.deadlines.setup_s")
+        return Bound(self.config.train_s, "digen.deadlines.train_s")

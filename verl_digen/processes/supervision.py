@@ -92,6 +92,7 @@ class Supervision:
 
     Args:
         loop: runs the driver's coroutines.
+        score_s: minimum timeout of scoring a chunk.
         scores_groups: a reward compares the samples of a group.
         step: the current step, for messages.
         end_silent_replicas: kills replicas that do not answer -> their addresses.
@@ -104,6 +105,7 @@ class Supervision:
         config: DeadlinesConfig,
         *,
         loop: LoopThread,
+        score_s: float,
         scores_groups: bool,
         step: Callable[[], int],
         end_silent_replicas: Callable[[], Awaitable[Sequence[str]]],
@@ -111,7 +113,7 @@ class Supervision:
         cancel_queue_calls: Callable[[], None],
     ):
         self.loop, self.step = loop, step
-        self.deadlines = Deadlines(config, scores_groups)
+        self.deadlines = Deadlines(config, score_s, scores_groups)
         self.patience = Patience(config, loop.time)
         self._end_silent_replicas, self._end_all = end_silent_replicas, end_all
         self._cancel_queue_calls = cancel_queue_calls

@@ -17,7 +17,7 @@ A sample is brought there once every reward of single samples has its score, so 
 of different weight versions never meet.
 
 A reward that does not score a sample (`RewardEntry.scores`) is not called, and the sample has no part of that name. The
-driver bounds the wait for a chunk's scores (`digen.deadlines.score_s`).
+driver bounds the wait for a chunk's scores (`RewardConfig.score_s`).
 """
 
 from __future__ import annotations

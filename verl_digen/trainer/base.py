@@ -136,6 +136,7 @@ class DiffusionTrainer(PPOTrainerSync):
         self._supervision = Supervision(
             self.digen.deadlines,
             loop=LoopThread("driver"),
+            score_s=self.digen.reward.score_s,
             scores_groups=any(find_reward(entry).scope == "group" for entry in self.digen.reward.entries),
             step=lambda: self.global_steps,
             end_silent_replicas=self._end_silent_replicas,

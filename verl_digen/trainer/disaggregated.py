@@ -71,7 +71,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             replicas=self.llm_server_manager.get_replicas(),
             ranks=self._rank_processes,
             route=self._route_to_workers,
-            load_s=self.digen.deadlines.generate_s,
+            load_s=self.digen.deadlines.answer_s,
         )
         self._validation.replace_all_lost = self._replace_all_lost
         self._recorder = Recorder()
@@ -293,7 +293,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             if replica.server_address in planned:
                 continue
             try:
-                ray.get(replica.server_handle.activate_weights.remote(), timeout=self.digen.deadlines.generate_s)
+                ray.get(replica.server_handle.activate_weights.remote(), timeout=self.digen.deadlines.answer_s)
             except (RayActorError, GetTimeoutError) as error:
                 logger.warning("replica %s does not join: %s", replica.server_address, describe(error))
                 continue

@@ -90,9 +90,9 @@ class RewardProcesses:
 
     def sleep(self) -> None:
         """Free the devices' memory. RunStopped if a reward raised, DeadlineMissed if it took more than
-        `digen.deadlines.generate_s`."""
+        `digen.deadlines.answer_s`."""
         self._asked = {}
-        self._change("sleep", self._deadlines.generate_s, "digen.deadlines.generate_s")
+        self._change("sleep", self._deadlines.answer_s, "digen.deadlines.answer_s")
 
     def keep_awake(self) -> None:
         """Wake processes that were restarted meanwhile, without a wait; called at every poll. RunStopped if a reward
