@@ -81,11 +81,12 @@ class Planner:
         run, or failed."""
         rows = fragment_rows(samples)
         dealt = deal_rows(rows, self.num_ranks, whole_samples=not self.tsp.enable)
-        needed = sorted({row.sample for row in (*dealt[self.rank], *stand_ins(dealt, self.rank).values())})
+        mine = [*dealt[self.rank], *stand_ins(dealt, self.rank).values()]
+        needed = sorted({row.sample for row in mine})
         own = replace(fetch([samples[number] for number in needed]), advantages=advantages[needed])
         places = {number: place for place, number in enumerate(needed)}
         try:
-            tiles, recomputed = self._tiles(dealt, own, places)
+            tiles, recomputed = self._tiles(dealt, mine, own, places)
         except BaseException:
             own.close()
             raise
@@ -94,14 +95,13 @@ class Planner:
         return TileWork(own, places, tiles, recomputed, rows, groups, advantages)
 
     def _tiles(
-        self, dealt: Sequence[Sequence[Row]], own: Samples, places: Mapping[int, int]
+        self, dealt: Sequence[Sequence[Row]], mine: Sequence[Row], own: Samples, places: Mapping[int, int]
     ) -> tuple[Sequence[Tile], dict[int, int]]:
         """(this rank's tiles, bucket -> recomputed blocks). Each bucket has one choice of tiles, the same on all ranks,
-        each of which has a row of every bucket."""
-        rows = [*dealt[self.rank], *stand_ins(dealt, self.rank).values()]
+        each of which has a row of every bucket in `mine`."""
         choices: dict[int, TileChoice] = {}
-        for bucket in sorted({row.bucket for row in rows}):
-            picks = [(places[row.sample], [row.point]) for row in rows if row.bucket == bucket]
+        for bucket in sorted({row.bucket for row in mine}):
+            picks = [(places[row.sample], [row.point]) for row in mine if row.bucket == bucket]
             most = max(sum(row.bucket == bucket for row in hand) for hand in dealt)
             choices[bucket] = self._choice(own, picks, most)
         tiles = plan_tiles(
