@@ -244,11 +244,11 @@ def test_a_group_whose_sample_is_held_is_held_where_its_rows_are_needed_together
         ledger = AdvantageLedger(
             AdvantageConfig(), num_samples=9, clip=1.0, is_homogeneous=True, whole_groups=whole_groups
         )
-        ledger.add(["a0", "a1", "a2"], ["a"] * 3, [1.0, 0.0, 2.0])
-        ledger.add(["b0", "b1"], ["b"] * 2, [1.0, 1.0])
-        assert ledger.take().keys == released
+        ledger.add([described(f"a{number}", "a", reward, 1) for number, reward in enumerate((1.0, 0.0, 2.0))])
+        ledger.add([described(key, "b", 1.0, 1) for key in ("b0", "b1")])
+        assert tuple(sample.key for sample in ledger.take().samples) == released
         rest = {"a0", "a1", "a2"} - {*released}
-        assert {*ledger.take(is_last=True).keys} == rest
+        assert {sample.key for sample in ledger.take(is_last=True).samples} == rest
 
 
 def mean_of_group(rows: JointRows, config: LossConfig) -> torch.Tensor:

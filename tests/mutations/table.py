@@ -132,7 +132,7 @@ ALGORITHMS: tuple[Line, ...] = (
 
 ENGINE: tuple[Line, ...] = (
     ("ledger.__init__", given(clip="2 * clip"), "samples train before the batch that are clamped in it"),
-    ("ledger._largest_unclamped", swap("self.num_samples", "len(self.rewards)"), "samples to come are forgotten"),
+    ("ledger._largest_unclamped", swap("self.num_samples", "len(self.samples)"), "samples to come are forgotten"),
     ("ledger.add", accept(), "a group trains twice"),
     ("ledger.take", given(is_last="False"), "groups that were dropped leave the batch open for ever"),
     ("ledger.take", swap("index not in given", "False"), "samples held back are forgotten"),
