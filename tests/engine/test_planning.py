@@ -51,12 +51,21 @@ def planner(
     rehearse: Any = None,
     takes_masks: bool = True,
 ) -> Planner:
-    patch.setattr(dist, "get_rank", lambda group: rank)
     patch.setattr(dist, "get_world_size", lambda group: num_ranks)
+    patch.setattr(Planner, "rehearse", lambda self, rows: rehearse(rows))
     model = object.__new__(QwenImage)
     model.takes_masks = takes_masks
-    options = {"rehearse": rehearse, "later_bytes": int, "recomputation": ALL, "base": WholeBase(nn.Module(), "auto")}
-    return Planner(tsp, None, ForwardPoints(0), model, **options)  # type: ignore[arg-type]
+    engine = SimpleNamespace(
+        digen=SimpleNamespace(tsp=tsp),
+        points=ForwardPoints(0),
+        model=model,
+        optimizer=None,
+        recomputation=ALL,
+        base=WholeBase(nn.Module(), "auto"),
+        get_data_parallel_rank=lambda: rank,
+        get_data_parallel_size=lambda: num_ranks,
+    )
+    return Planner(engine)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("takes_masks", [True, False])

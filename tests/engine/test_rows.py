@@ -13,7 +13,7 @@ from verl_digen.algorithms.objectives import ClampedConfig, Joint, JointRows, Lo
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
-from verl_digen.engine.rows import ForwardPoints, PathPoints, Samples, TileWork, make_rows, tile_rows
+from verl_digen.engine.rows import ForwardPoints, PathPoints, Samples, TileWork, make_rows
 from verl_digen.schedulers.tiles import Grid, Row, deal_rows, plan_tiles
 from verl_digen.types import Geometry, Noised, TrainingRows, Transitions
 from verl_digen.types.settings import Turn
@@ -159,8 +159,9 @@ def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
 def assert_invariants(samples, places, tiles):
     """Every row of the samples is in one tile, with its own old log-prob; fillers have mask 0."""
     found = []
+    work = TileWork(PATH, samples, places, tiles, {}, (), (), samples.advantages)
     for tile in tiles:
-        rows = tile_rows(PATH, samples, tile, places)
+        rows = work.rows_of(tile)
         old = transitions(rows).old_log_probs
         assert old is not None
         assert len(rows) == len(tile.rows) == len(old)
@@ -208,7 +209,8 @@ def on_ranks(num_ranks: int, shape: Grid, advantages: torch.Tensor) -> list[tupl
     nothing = Samples([], {}, [], torch.zeros(0))
     groups = [sample.facts.uid for sample in SAMPLES]
     works = [
-        TileWork(nothing, {}, plan_tiles(dealt, rank, shape), {}, ROWS, groups, advantages) for rank in range(num_ranks)
+        TileWork(PATH, nothing, {}, plan_tiles(dealt, rank, shape), {}, ROWS, groups, advantages)
+        for rank in range(num_ranks)
     ]
     scalars = [[torch.tensor([value_of(row) for row in tile.rows]) for tile in work.tiles] for work in works]
     parts: list[torch.Tensor] = []

@@ -202,7 +202,7 @@ ENGINE: tuple[Line, ...] = (
     ),
     ("rows.ForwardPoints.make", swap("sample.facts.sample_index", "index"), "noise depends on the rank"),
     ("rows.PathPoints.make", passes(old_log_probs="None"), "old log-probs are not used", "updates: several_updates"),
-    ("rows.tile_rows", swap("tile.is_filler", "False"), "a padding tile trains"),
+    ("rows.rows_of", swap("tile.is_filler", "False"), "a padding tile trains"),
     ("rows.make_rows", passes(conditions="[pairs[0][0] for _ in pairs]"), "all rows of a tile have one prompt"),
     ("rows.row_advantages", given(samples="samples[::-1]"), "rows have others' advantages", "transaction: serial_loop"),
     ("rows.joint_columns", swap("values", "values.flip(0)"), "numbers of a tile's rows end in the wrong places"),

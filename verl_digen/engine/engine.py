@@ -41,12 +41,11 @@ from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.policies import PolicyForward
-from verl_digen.engine.rows import Fetch, points_of, tile_rows
+from verl_digen.engine.rows import Fetch, points_of
 from verl_digen.engine.teacher import load_teacher
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.engine.verl_batches import VerlBatches
 from verl_digen.model_config import MODEL_TYPE
-from verl_digen.types import TrainingRows
 
 logger = logging.getLogger(__name__)
 
@@ -79,18 +78,7 @@ class DiffusersFSDPEngine(VerlBatches):
         self.row_flops = cache(
             partial(row_flops, self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
         )
-        group = self.get_data_parallel_group()
-        assert group is not None
-        self.planner = Planner(
-            self.digen.tsp,
-            group,
-            self.points,
-            self.model,
-            rehearse=self._run_dry,
-            later_bytes=lambda: memory.state_to_come(self.optimizer),
-            recomputation=self.recomputation,
-            base=self.base,
-        )
+        self.planner = Planner(self)
 
     # -- a logical batch, fragment by fragment ------------------------------------------------------------
     def begin(self, num_samples: int, num_rows: int, fetch: Fetch, *, scale: float | None = None) -> None:
@@ -136,7 +124,7 @@ class DiffusersFSDPEngine(VerlBatches):
             else:
                 loading.enter_context(self.train_mode(zero_grad_on_exit=False))
             gradients.drop(self.module)
-            transaction = GradientTransaction(self, loss, self.points, max(1, num_rows))
+            transaction = GradientTransaction(self, loss, max(1, num_rows))
             self._open = LogicalBatch(ledger, transaction, self.planner, fetch)
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
@@ -254,7 +242,7 @@ class DiffusersFSDPEngine(VerlBatches):
                     continue
                 work = self.planner.deal(samples, torch.zeros(len(samples)), fetch)
                 with closing(work.samples):
-                    tiles = (tile_rows(self.points, work.samples, tile, work.places) for tile in work.tiles)
+                    tiles = map(work.rows_of, work.tiles)
                     evaluated = [self.forward(rows.to(self.forward.device)).log_prob for rows in tiles]
                 for tile, log_probs in zip(work.tiles, evaluated, strict=True):
                     if tile.is_filler:  # its row is in another tile, too
@@ -319,18 +307,7 @@ class DiffusersFSDPEngine(VerlBatches):
         self.base.release()
         super().load_checkpoint(*args, **kwargs)
 
-    # -- gradients ------------------------------------------------------------------------------------------
-    def _run_dry(self, rows: TrainingRows) -> None:
-        """Run one tile (forward, and backward if this engine trains) to measure memory, and discard the gradient.
-        Rows are on the CPU."""
-        rows = rows.to(self.forward.device)
-        if self.engine_config.forward_only:
-            with torch.no_grad():
-                self.forward(rows)
-        else:
-            with torch.enable_grad():
-                GradientTransaction(self, DiffusionLoss(self.digen), self.points, num_rows=1).rehearse(rows)
-
+    # -- metrics --------------------------------------------------------------------------------------------
     def _outputs(self, transaction: GradientTransaction, loss: Tensor, metrics: dict[str, Metric]) -> dict[str, Any]:
         """Outputs in verl's shape, with the metrics of all ranks combined."""
         combined = self._of_all_ranks(metrics)

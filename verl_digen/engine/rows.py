@@ -222,15 +222,6 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
     )
 
 
-def tile_rows(points: Points, samples: Samples, tile: Tile, places: Mapping[int, int]) -> TrainingRows:
-    """The rows of a tile. `places`: `Row.sample`, a sample's number in the plan -> its index in `samples`."""
-    picks = [
-        (places[sample], [row.point for row in rows]) for sample, rows in groupby(tile.rows, lambda row: row.sample)
-    ]
-    rows = make_rows(points, samples, picks)
-    return replace(rows, mask=torch.zeros(len(rows))) if tile.is_filler else rows
-
-
 def text_order(model: DiffusionModel, pair: ConditionPair) -> tuple[int, ...]:
     """Lengths of a sample's texts, the longest first, then each; () where all are of one length for the network.
 
@@ -268,6 +259,7 @@ Exchange = Callable[[Tensor], Tensor]
 class TileWork:
     """Tiles of this rank and the samples of their rows; every rank has the same number of tiles."""
 
+    points: Points
     samples: Samples
     places: Mapping[int, int]
     """`Row.sample`, a sample's number in the plan -> its index in `samples`."""
@@ -285,6 +277,13 @@ class TileWork:
     def num_rows(self) -> int:
         """Unmasked rows, over all ranks."""
         return len(self.rows)
+
+    def rows_of(self, tile: Tile) -> TrainingRows:
+        """The rows of one of the tiles, on the CPU."""
+        by_sample = groupby(tile.rows, lambda row: row.sample)
+        picks = [(self.places[sample], [row.point for row in rows]) for sample, rows in by_sample]
+        rows = make_rows(self.points, self.samples, picks)
+        return replace(rows, mask=torch.zeros(len(rows))) if tile.is_filler else rows
 
     def joint_columns(
         self, scalars: Sequence[Tensor], combine: Callable[[JointRows], Tensor], exchange: Exchange

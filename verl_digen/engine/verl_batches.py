@@ -59,7 +59,7 @@ from verl_digen.engine.fsdp2 import recover
 from verl_digen.engine.loss import DiffusionLoss, tile_loss
 from verl_digen.engine.policies import PolicyForward, moved
 from verl_digen.engine.recompute import ALL
-from verl_digen.engine.rows import text_order
+from verl_digen.engine.rows import Points, text_order
 from verl_digen.engine.sharded import ShardedTransformer
 from verl_digen.schedulers.tiles import Budget, Row, Tile, plan_tiles
 from verl_digen.types import SCHEDULE_COLUMNS, Noised, TrainingRows, Transitions
@@ -125,6 +125,8 @@ class VerlBatches(ShardedTransformer):
     """The engine's methods with verl's names for a batch, on rows that the caller has split."""
 
     forward: PolicyForward
+    points: Points
+    """Kind of points that the run's objective trains."""
     _reduce: str | None = None
     """Choice made for `digen.tsp.reduce=auto`."""
 
