@@ -271,13 +271,13 @@ def fetch_from(batch: TensorDict) -> Fetch:
 def read_samples(batch: TensorDict, samples: Sequence[FragmentSample] | None = None) -> Samples:
     """These samples of `batch`, or all of them, as a rank fetches them."""
     chosen = samples_in_order(batch) if samples is None else samples
-    uids, conditions, columns = tu.get(batch, "uid"), tu.get(batch, "conditions"), unbound(batch)
+    columns = unbound(batch)
     names = CleanRecord.COLUMNS if "clean" in batch else PathRecord.COLUMNS
     indices = [int(sample.key) for sample in chosen]
     return Samples(
         described=chosen,
         columns={name: [columns[name][index] for index in indices] for name in names},
-        conditions=[conditions[uids[index]] for index in indices],
+        conditions=tu.get(batch, "conditions"),
         advantages=torch.zeros(len(chosen)),
     )
 

@@ -23,11 +23,12 @@ PATH = PathPoints()
 
 def example(steps=((0, 1), (1,)), guided=False) -> Samples:
     """Samples whose latents count up from 10 times their index, so a row tells where it comes from."""
-    conditions = [
-        ({"embeds": torch.zeros(2, 3)}, {"embeds": torch.ones(1, 3)} if guided else None) for _ in range(len(steps))
-    ]
+    prompts = [f"c{index // 2}" for index in range(len(steps))]  # groups of two
     return Samples(
-        described=[described(str(index), "g", 10.0 + index, len(own), index) for index, own in enumerate(steps)],
+        described=[
+            described(str(index), "g", 10.0 + index, len(own), index, condition_key=prompts[index])
+            for index, own in enumerate(steps)
+        ],
         columns={
             "latents": [torch.arange(4.0)[:, None] + 10 * index for index in range(len(steps))],
             "positions": [torch.tensor(own) for own in steps],
@@ -36,7 +37,9 @@ def example(steps=((0, 1), (1,)), guided=False) -> Samples:
             "sigma_max": [torch.tensor([0.95]) for _ in steps],
             "log_probs": [torch.tensor([float(-step) for step in own]) for own in steps],
         },
-        conditions=[conditions[index // 2] for index in range(len(steps))],  # groups of two
+        conditions={
+            key: ({"embeds": torch.zeros(2, 3)}, {"embeds": torch.ones(1, 3)} if guided else None) for key in prompts
+        },
         advantages=torch.arange(len(steps)).float(),
     )
 
@@ -65,13 +68,13 @@ def test_rows_lie_sample_after_sample():
 def test_conditions_are_those_of_each_rows_prompt():
     samples = example(steps=((0,), (0,), (0, 1)))
     rows = make_rows(PATH, samples, [(2, [1]), (0, [0]), (1, [0])])
-    (first, _), _, (second, _) = samples.conditions
+    (first, _), (second, _) = samples.conditions.values()
     assert all(found is wanted for found, wanted in zip(rows.conditions, (second, first, first), strict=True))
 
 
 def test_rows_that_may_not_share_a_forward_are_refused():
     samples = example(steps=((0,), (1,), (2,)), guided=True)
-    conditions = [*samples.conditions[:2], ({"embeds": torch.zeros(2, 3)}, None)]
+    conditions = {**samples.conditions, "c1": ({"embeds": torch.zeros(2, 3)}, None)}
     with pytest.raises(RuntimeError, match="2 negative conditions of 3 rows"):
         make_rows(PATH, replace(samples, conditions=conditions), all_picks(samples))
     large = changed(samples.described[0], sampling=replace(SAMPLING, geometry=Geometry(64, 32)))
@@ -122,7 +125,7 @@ def clean_samples() -> Samples:
             "clean": [torch.full((3, 2), 1.0 + index, dtype=torch.bfloat16) for index in range(2)],
             "sigmas": [torch.tensor([1.0, 0.25]) for _ in range(2)],
         },
-        conditions=[({"embeds": torch.zeros(2, 3)}, None)] * 2,
+        conditions={"g": ({"embeds": torch.zeros(2, 3)}, None)},
         advantages=torch.zeros(2),
     )
 
@@ -146,7 +149,6 @@ def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
         samples,
         described=samples.described[1:],
         columns={name: column[1:] for name, column in samples.columns.items()},
-        conditions=samples.conditions[1:],
         advantages=samples.advantages[1:],
     )
     on_another_rank = make_rows(ForwardPoints(run_seed=7), second, [(0, [1])])
@@ -206,7 +208,7 @@ def by_group(rows: JointRows) -> torch.Tensor:
 def on_ranks(num_ranks: int, shape: Grid, advantages: torch.Tensor) -> list[tuple[Row, float]]:
     """(row, its column) of every tile of every rank, with the sum over the ranks made here."""
     dealt = deal_rows(ROWS, num_ranks)
-    nothing = Samples([], {}, [], torch.zeros(0))
+    nothing = Samples([], {}, {}, torch.zeros(0))
     groups = [sample.facts.uid for sample in SAMPLES]
     works = [
         TileWork(PATH, nothing, {}, plan_tiles(dealt, rank, shape), {}, ROWS, groups, advantages)

@@ -12,7 +12,7 @@ depends on its sample and its point alone; a filler (padding) tile repeats an ex
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Protocol
@@ -118,12 +118,10 @@ class Samples:
     described: Sequence[FragmentSample]
     columns: Mapping[str, Sequence[Tensor]]
     """`Points.columns`, each sample's tensor without a batch dimension."""
-    conditions: Sequence[ConditionPair]
-    """Samples of one prompt share the object. Of an episode, the first turn's."""
+    conditions: Mapping[str, ConditionPair]
+    """By condition key, of each prompt and turn; samples of one prompt share the object."""
     advantages: Tensor
     """[B] fp32, or [B, K] with a tree, where each point has its own; 0 if the caller only wants log-probs."""
-    turn_conditions: Mapping[str, ConditionPair] = field(default_factory=dict)
-    """Key -> conditions of the turns of episodes."""
     arrival: Arrival | None = None
     """Fetch of the columns in the background; None: they are all there."""
 
@@ -144,9 +142,7 @@ class Samples:
 
     def condition(self, index: int, point: int) -> ConditionPair:
         """Conditions of a sample at one of its points."""
-        sample = self.described[index]
-        key = sample.generated_with(point).condition_key
-        return self.turn_conditions[key] if sample.turns else self.conditions[index]
+        return self.conditions[self.described[index].generated_with(point).condition_key]
 
 
 AT_ONCE = 8
@@ -166,22 +162,16 @@ def fetch_samples(points: Points, partition: str, samples: Sequence[FragmentSamp
     arrival = Arrival(keys, points.columns, partial(fetch_columns, partition, names=points.columns))
     if len(samples) <= AT_ONCE:
         arrival.request([range(len(samples))])
-    turns = [turn.condition_key for sample in samples for turn in sample.turns]
     started_s = time.perf_counter()
     try:
-        conditions = fetch_conditions([*(sample.facts.condition_key for sample in samples), *turns])
+        conditions = fetch_conditions(
+            [part.condition_key for sample in samples for part in sample.turns or (sample.facts,)]
+        )
     except BaseException:
         arrival.close()
         raise
     arrival.waited_s += time.perf_counter() - started_s
-    return Samples(
-        described=samples,
-        columns=arrival.columns,
-        arrival=arrival,
-        conditions=[conditions[sample.facts.condition_key] for sample in samples],
-        advantages=torch.zeros(len(samples)),
-        turn_conditions={key: conditions[key] for key in turns},
-    )
+    return Samples(samples, arrival.columns, conditions, advantages=torch.zeros(len(samples)), arrival=arrival)
 
 
 def row_advantages(advantages: Tensor, samples: Sequence[int], points: Sequence[int]) -> Tensor:
