@@ -352,9 +352,13 @@ def with_numbers(outputs: dict[str, Any]) -> dict[str, Any]:
     return outputs | {"metrics": numbers(outputs["metrics"])}
 
 
-def weights(engine: DiffusersFSDPEngine, **options: Any) -> dict[str, Tensor]:
-    """All tensors that the engine exports."""
-    return dict(engine.get_per_tensor_param(**options)[0])
+def weights(engine: DiffusersFSDPEngine, *, policy: str | None = None, **options: Any) -> dict[str, Tensor]:
+    """All tensors that the engine exports, of its policy `exports` or another one."""
+    own, engine.exports = engine.exports, policy or engine.exports
+    try:
+        return dict(engine.get_per_tensor_param(**options)[0])
+    finally:
+        engine.exports = own
 
 
 def local_weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:

@@ -221,8 +221,13 @@ ENGINE: tuple[Line, ...] = (
         "a gradient that is not finite counts as a step",
         "invariants: not_finite",
     ),
-    ("sharded.get_per_tensor_param", given(policy="CURRENT"), "replicas get the current policy", "invariants: assists"),
-    ("engine._exported", result("nullcontext()"), "an assist has the weights that train", "invariants: assists"),
+    (
+        "sharded.get_per_tensor_param",
+        swap("self._of_exported(tensors)", "tensors"),
+        "replicas get the current policy",
+        "invariants: assists",
+    ),
+    ("sharded._exported", result("nullcontext()"), "an assist has the weights that train", "invariants: assists"),
     ("engine.commit", given(more="True"), "the learning rate does not move at a commit", "worker: one_update"),
     ("engine._require_closed", skip(), "a batch is begun beside an open one", "transaction: illegal_calls"),
     (

@@ -20,7 +20,7 @@ Invariants (tests/engine)
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -33,7 +33,6 @@ from verl_digen.algorithms.advantages import effective_samples
 from verl_digen.algorithms.rows import Metric, Reduce
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import row_flops
-from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.fsdp2 import forwards, gathered_bytes
 from verl_digen.engine.ledger import AdvantageLedger
@@ -215,10 +214,6 @@ class DiffusersFSDPEngine(VerlBatches):
             keeps = memory.weights_may_stay(gathered_bytes(self.module))
             with forwards(self.module, keeps=keeps):
                 yield self.module
-
-    def _exported(self) -> AbstractContextManager[None]:
-        """Context in which the module has the weights of the policy that generates, `exports`."""
-        return nullcontext() if self.exports == CURRENT else self.copies[self.exports].swapped_in(self.module)
 
     def keep_old(self) -> None:
         """Copy the weights, as policy `old` of the optimizer steps up to the next `commit` without `more`. RuntimeError
