@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
 from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_fp32, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
-from verl_digen.engine.copies import CURRENT, PolicyCopies, ShadowWeights
+from verl_digen.engine.copies import CURRENT, PolicyCopies
 from verl_digen.engine.export import NamedTensors, export
 from verl_digen.engine.gradients import exempt_unused
 from verl_digen.engine.offload import offload_safely
@@ -94,9 +93,9 @@ class ShardedTransformer(FSDPEngine):
             self.state.loss_scale = LossScale()
         self.copies = PolicyCopies(
             self.module,
-            partial(ShadowWeights, self.module, "cpu" if self.engine_config.param_offload else None),
             self.digen.ema if trains else EmaConfig(),
             self.digen.loss_settings.copies if trains else {},
+            device="cpu" if self.engine_config.param_offload else None,
         )
         self.base = WholeBase(self.module, self.model_config.whole_base if trains and self._is_lora else False)
         self.checkpoint_manager = DiffusersCheckpointManager(
