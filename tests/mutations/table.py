@@ -239,7 +239,11 @@ ENGINE: tuple[Line, ...] = (
     ("optimizer.update", given(is_finite="True"), "the loss scale only grows", "loss_scale: scale_halves"),
     ("export.merge", swap("+", "-"), "an adapter is merged with the wrong sign"),
     ("gradients.project", given(offset="None"), "every shard is projected as if it were the first"),
-    ("optimizer.settle", skip(), "a run keeps the optimizer implementation of its checkpoint"),
+    (
+        "optimizer.with_own_choices",
+        result("list(groups)"),
+        "a run keeps the optimizer implementation of its checkpoint",
+    ),
     ("arrival.close", drop("_thread.shutdown"), "a fetch outlives its batch"),
     ("arrival.request", swap("number & (number + 1) == 0", "False"), "the first tile waits for all samples"),
     (
