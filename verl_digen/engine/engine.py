@@ -162,12 +162,11 @@ class DiffusersFSDPEngine(VerlBatches):
             finished = batch.finish()
             advantages, trained = batch.ledger.advantages().abs(), batch.trained_advantages()
             if finished is None:
-                nothing = torch.zeros((), device=self.forward.device)
-                outputs = {"model_output": {}, "loss": [nothing], "metrics": empty_metrics(self.digen.loss_name)}
+                loss, metrics = torch.zeros((), device=self.forward.device), empty_metrics(self.digen.loss_name)
             else:
-                outputs = self._outputs(batch.transaction, *finished)
-                outputs["metrics"] |= self._step_metrics()
-            outputs["metrics"] |= {
+                loss, own = finished
+                metrics = self._batch_metrics(batch.transaction, own) | self._step_metrics()
+            metrics |= {
                 "lr": _number(self.learning_rate() if more else self.lr_scheduler_step()),
                 "num_skipped_updates": _number(self.state.num_skipped - skipped, "count"),
                 "num_empty_updates": _number(finished is None, "count"),
@@ -179,7 +178,7 @@ class DiffusersFSDPEngine(VerlBatches):
                 "advantage_effective_samples": _number(effective_samples(trained)),
             }
         self._close(stays_loaded=more)
-        return outputs
+        return {"model_output": {}, "loss": [loss], "metrics": metrics}
 
     def _step_metrics(self) -> dict[str, Metric]:
         """Take the optimizer step; returns numbers of its gradient."""
@@ -303,12 +302,12 @@ class DiffusersFSDPEngine(VerlBatches):
         super().load_checkpoint(*args, **kwargs)
 
     # -- metrics --------------------------------------------------------------------------------------------
-    def _outputs(self, transaction: GradientTransaction, loss: Tensor, metrics: dict[str, Metric]) -> dict[str, Any]:
-        """Outputs in verl's shape, with the metrics of all ranks combined."""
-        combined = self._of_all_ranks(metrics)
+    def _batch_metrics(self, transaction: GradientTransaction, own: dict[str, Metric]) -> dict[str, Metric]:
+        """Metrics of all ranks, of which this one has its `own`, and of the gradient before the step."""
+        combined = self._of_all_ranks(own)
         prompt_tokens = combined.pop("num_prompt_tokens").value.item() / transaction.num_trained_rows
         text, padding = (combined.pop(name).value.item() for name in ("num_text_tokens", "num_padding_tokens"))
-        combined |= {
+        return combined | {
             "num_rows": _number(transaction.num_trained_rows, "count"),
             "num_tiles": _number(transaction.num_tiles, "count"),
             "prompt_tokens": _number(prompt_tokens),
@@ -318,7 +317,6 @@ class DiffusersFSDPEngine(VerlBatches):
             **({} if self.state.loss_scale is None else {"loss_scale": _number(self.state.loss_scale.value, "min")}),
             **{name: _number(value) for name, value in self.row_flops(round(prompt_tokens)).items()},
         }
-        return {"model_output": {}, "loss": [loss], "metrics": combined}
 
 
 def _number(value: float | Tensor, reduce: Reduce = "mean") -> Metric:
