@@ -313,7 +313,7 @@ class DiffusersFSDPEngine(VerlBatches):
             "prompt_tokens": _number(prompt_tokens),
             "text_padding_share": _number(padding / text if text else 0.0),
             "recomputed_share": _number(transaction.recomputed_shares / transaction.num_tiles),
-            "grad_projection": _number(gradients.projection(self.module).item()),
+            "grad_projection": _number(gradients.projection(self.module)),
             **({} if self.state.loss_scale is None else {"loss_scale": _number(self.state.loss_scale.value, "min")}),
             **{name: _number(value) for name, value in self.row_flops(round(prompt_tokens)).items()},
         }
