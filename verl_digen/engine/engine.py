@@ -323,8 +323,5 @@ def _number(value: float | Tensor, reduce: Reduce = "mean") -> Metric:
     return Metric(torch.tensor(float(value), dtype=torch.float64), reduce)
 
 
-# Not a decorator: verl's erases the class's type. "fsdp" is registered too: `check_engine_config` then names the key,
-# and verl does not say "Unknown backend: fsdp".
-EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"])(
-    DiffusersFSDPEngine
-)
+# Not a decorator: verl's erases the class's type.
+EngineRegistry.register(model_type=MODEL_TYPE, backend="fsdp2", device=["cuda", "npu", "cpu"])(DiffusersFSDPEngine)

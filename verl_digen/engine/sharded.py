@@ -27,7 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
-from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_fp32, keep_input_dtypes
+from verl_digen.engine.build import add_adapter, build_transformer, keep_fp32, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
 from verl_digen.engine.copies import CURRENT, PolicyCopies
 from verl_digen.engine.export import NamedTensors, export
@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class ShardedTransformer(FSDPEngine):
-    """verl's constructor and methods. ValueError for settings that this engine does not support, named by their
-    keys."""
+    """verl's constructor and methods."""
 
     module: nn.Module
     model_config: DiffusionModelConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -59,7 +58,6 @@ class ShardedTransformer(FSDPEngine):
         optimizer_config: FSDPOptimizerConfig,
         checkpoint_config: CheckpointConfig,
     ):
-        check_engine_config(engine_config)
         # verl splits packed text only; a diffusion row has no padding to remove, see `sequence_mesh`
         is_split = engine_config.ulysses_sequence_parallel_size > 1
         with _set_to(model_config, "use_remove_padding", is_split):
