@@ -96,7 +96,7 @@ def test_a_sample_stays_on_one_rank_without_time_step_parallelism(monkeypatch: p
         for tile in work.tiles:
             for row in () if tile.is_filler else tile.rows:
                 ranks_of.setdefault(row.sample, set()).add(rank)
-        assert work.num_rows == 9
+        assert len(work.rows) == 9
     assert (max(map(len, ranks_of.values())) == 1) == (not is_parallel)
 
 

@@ -90,7 +90,7 @@ class LogicalBatch:
         with closing(work.samples), shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
             self.transaction.run(work, is_final=is_final, is_last=is_last)
         self.fetch_wait_s += work.samples.waited_s
-        return work.num_rows
+        return len(work.rows)
 
     def _remedy(self, rows: Sequence[Row]) -> str:
         """Settings under which a tile of these rows takes less memory."""

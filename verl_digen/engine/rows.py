@@ -257,16 +257,11 @@ class TileWork:
     recomputed: Mapping[int, int]
     """`Row.bucket` -> blocks recomputed in backward."""
     rows: Sequence[Row]
-    """All M rows of the fragment, the same on every rank."""
+    """All M rows of the samples, over all ranks and the same on each; none is masked."""
     groups: Sequence[str]
     """uid of each sample, by `Row.sample`."""
     advantages: Tensor
     """[samples] fp32, or [samples, K] with a tree."""
-
-    @property
-    def num_rows(self) -> int:
-        """Unmasked rows, over all ranks."""
-        return len(self.rows)
 
     def rows_of(self, tile: Tile) -> TrainingRows:
         """The rows of one of the tiles, on the CPU."""
@@ -285,7 +280,7 @@ class TileWork:
         """
         index = {(row.sample, row.point): number for number, row in enumerate(self.rows)}
         places = [torch.tensor([index[row.sample, row.point] for row in tile.rows]) for tile in self.tiles]
-        found = torch.zeros(self.num_rows, device=scalars[0].device)
+        found = torch.zeros(len(self.rows), device=scalars[0].device)
         for tile, place, values in zip(self.tiles, places, scalars, strict=True):
             if not tile.is_filler:  # its row is in another tile, too
                 found[place.to(found.device)] = values

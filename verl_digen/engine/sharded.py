@@ -27,7 +27,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
-from verl_digen.engine.build import add_adapter, build_transformer, keep_fp32, keep_input_dtypes
+from verl_digen.engine.build import add_adapter, build_transformer, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
 from verl_digen.engine.copies import CURRENT, PolicyCopies
 from verl_digen.engine.export import NamedTensors, export
@@ -104,11 +104,6 @@ class ShardedTransformer(FSDPEngine):
             update_state=self.state,
             copies=self.copies,
         )
-
-    def keep_fp32(self) -> None:
-        """Compute in fp32 with the frozen parameters that diffusers keeps in fp32, as replicas of the `diffusers` back
-        end do; before the first forward."""
-        keep_fp32(self.module, self.model.spec.transformer)
 
     def _build_module(self) -> nn.Module:
         return build_transformer(self.model, self.model_config, self.engine_config, self.rank)

@@ -98,7 +98,7 @@ class GradientTransaction:
                 terms = self._backward(rows, outputs, column, is_final=is_final, reduces=reduces)
             self.recomputed_shares += self.recomputation.share
             (self._settled if is_final else self._unsettled).append(terms.detach())
-        self.num_trained_rows += work.num_rows
+        self.num_trained_rows += len(work.rows)
 
     def _tiles_of(self, work: TileWork) -> Iterator[tuple[TrainingRows, Mapping[str, Outputs], Tensor | None]]:
         """(rows on the device, outputs of other policies, joint column under the current weights) of each tile."""
