@@ -133,16 +133,6 @@ def require_one_of(key: str, value: object, known: Iterable[str]) -> None:
     require(value in names, f"{key} must be one of {', '.join(names)}", value, f"{hint}choose one of these")
 
 
-def require_fsdp2(strategy: str) -> None:
-    """Raise ValueError unless verl is to shard the weights with FSDP2, the one way that the engine has."""
-    require(
-        strategy == "fsdp2",
-        "actor_rollout_ref.actor.strategy must be fsdp2 for diffusion models",
-        strategy,
-        "set it to fsdp2",
-    )
-
-
 def suggestion(given: str, known: Iterable[str]) -> str:
     """`did you mean NAME? ` for the known name closest to `given`, or nothing where none is close."""
     close = get_close_matches(given, tuple(known), n=1)

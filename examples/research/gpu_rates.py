@@ -177,7 +177,7 @@ class Trainer:
         """Records of these samples, as from the store."""
         records = [self.groups[one.facts.uid][one.facts.sample_index].record.columns() for one in samples]
         columns = {name: [record[name] for record in records] for name in PathRecord.COLUMNS}
-        conditions = [(self.conditions[one.facts.uid], self.conditions["g0"]) for one in samples]
+        conditions = {uid: (own, self.conditions["g0"]) for uid, own in self.conditions.items()}
         return Samples(samples, columns, conditions, torch.zeros(len(samples)))
 
     def update(self, per_group: int) -> dict[str, float]:

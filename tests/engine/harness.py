@@ -271,13 +271,13 @@ def fetch_from(batch: TensorDict) -> Fetch:
 def read_samples(batch: TensorDict, samples: Sequence[FragmentSample] | None = None) -> Samples:
     """These samples of `batch`, or all of them, as a rank fetches them."""
     chosen = samples_in_order(batch) if samples is None else samples
-    uids, conditions, columns = tu.get(batch, "uid"), tu.get(batch, "conditions"), unbound(batch)
+    columns = unbound(batch)
     names = CleanRecord.COLUMNS if "clean" in batch else PathRecord.COLUMNS
     indices = [int(sample.key) for sample in chosen]
     return Samples(
         described=chosen,
         columns={name: [columns[name][index] for index in indices] for name in names},
-        conditions=[conditions[uids[index]] for index in indices],
+        conditions=tu.get(batch, "conditions"),
         advantages=torch.zeros(len(chosen)),
     )
 
@@ -352,9 +352,13 @@ def with_numbers(outputs: dict[str, Any]) -> dict[str, Any]:
     return outputs | {"metrics": numbers(outputs["metrics"])}
 
 
-def weights(engine: DiffusersFSDPEngine, **options: Any) -> dict[str, Tensor]:
-    """All tensors that the engine exports."""
-    return dict(engine.get_per_tensor_param(**options)[0])
+def weights(engine: DiffusersFSDPEngine, *, policy: str | None = None, **options: Any) -> dict[str, Tensor]:
+    """All tensors that the engine exports, of its policy `exports` or another one."""
+    own, engine.exports = engine.exports, policy or engine.exports
+    try:
+        return dict(engine.get_per_tensor_param(**options)[0])
+    finally:
+        engine.exports = own
 
 
 def local_weights(engine: DiffusersFSDPEngine) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.engine.harness import LORA, SIZE_PX, full, make_batch, make_engine, on_two_ranks, train
+from verl_digen.engine.build import keep_fp32
 from verl_digen.models.flops import forward_flops
 from verl_digen.types import Geometry
 
@@ -49,7 +50,7 @@ def gap_to_replica(path: Path, *, keeps_fp32: bool) -> float:
     """Mean distance of log-probs from those of a `diffusers` replica in bf16."""
     engine = make_engine(path, model=dict(WAN_LORA), fsdp=BF16)
     if keeps_fp32:
-        engine.keep_fp32()
+        keep_fp32(engine.module, engine.model.spec.transformer)
     (output,) = train(engine, make_batch(path, dtype=torch.bfloat16))
     assert output["metrics"]["grad_norm"] > 0
     return output["metrics"]["rollout_log_prob_gap_mean"]
@@ -61,7 +62,7 @@ def test_what_a_replica_computes_in_fp32_the_trainer_does_too(tiny_wan):
 
 def test_parameters_kept_in_fp32_are_gathered_exactly(tiny_wan):
     engine = make_engine(tiny_wan, model=dict(WAN_LORA), fsdp=BF16 | {"reshard_after_forward": False})
-    engine.keep_fp32()
+    keep_fp32(engine.module, engine.model.spec.transformer)
     kept = "scale_shift_table"
     expected = {name: full(value).clone() for name, value in engine.module.named_parameters() if kept in name}
     train(engine, make_batch(tiny_wan))

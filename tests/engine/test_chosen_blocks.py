@@ -37,6 +37,7 @@ def _under_a_limit(path: str, folder: str) -> dict[str, Any]:
 
     from tests.engine import harness
     from tests.pretend.memory import memory
+    from verl_digen.engine.memory import state_to_come
     from verl_digen.engine.recompute import ALL
     from verl_digen.platforms.device_memory import MARGIN
     from verl_digen.types import Geometry
@@ -61,7 +62,7 @@ def _under_a_limit(path: str, folder: str) -> dict[str, Any]:
     none, expected, _ = trained(0)
     every, _, _ = trained(ALL)
     room = (none + every) // 2  # of a tile, beside the moments that the first step makes
-    limit = int((room + engine.planner.later_bytes()) / (1 - MARGIN)) + 1
+    limit = int((room + state_to_come(engine.optimizer)) / (1 - MARGIN)) + 1
     with memory.limited(limit):
         peak, found, metrics = trained(None)
         harness.assert_close(found, expected, 1e-6)

@@ -17,7 +17,7 @@ from verl_digen.engine.fsdp2 import recover
 def make_copies(
     module: nn.Module, ema: EmaConfig | None = None, decays: dict[str, Decay] | None = None
 ) -> PolicyCopies:
-    return PolicyCopies(module, lambda: ShadowWeights(module), ema or EmaConfig(), decays or {})
+    return PolicyCopies(module, ema or EmaConfig(), decays or {})
 
 
 def number(copies: PolicyCopies, policy: str) -> float:

@@ -88,11 +88,6 @@ def test_ema_follows_its_schedule(tiny_qwen_image: Path, batch: TensorDict):
 
 
 # -- settings ---------------------------------------------------------------------------------------------
-def test_fsdp1_is_refused_by_its_key(tiny_qwen_image: Path):
-    with pytest.raises(ValueError, match=r"actor_rollout_ref\.actor\.strategy must be fsdp2"):
-        make_engine(tiny_qwen_image, fsdp={"strategy": "fsdp"})
-
-
 def test_forward_only_engine_scores_on_a_cpu(tiny_qwen_image: Path, batch: TensorDict):
     engine = make_engine(tiny_qwen_image, fsdp={"forward_only": True})
     assert engine.engine_config.forward_only and engine.optimizer is None

@@ -101,11 +101,6 @@ def test_exported_tensors_outlive_the_weights(tiny_qwen_image: Path, batch: Tens
     assert_equal(exported, kept)
 
 
-def test_average_that_is_not_kept_cannot_be_exported(tiny_qwen_image: Path):
-    with pytest.raises(ValueError, match=r"digen\.ema\.enable must be true"):
-        weights(make_engine(tiny_qwen_image), policy="average")
-
-
 def test_adapter_that_cannot_be_merged_is_refused(tiny_qwen_image: Path):
     engine = make_engine(tiny_qwen_image, model=MERGED)
     config = engine.model_config.lora_config()

@@ -94,14 +94,19 @@ def test_the_gradient_of_several_geometries_is_that_of_the_serial_loop(case: Cas
         return Samples(
             described=asked,
             columns={name: [part.columns[name][0] for part in parts] for name in parts[0].columns},
-            conditions=[part.conditions[0] for part in parts],
+            conditions={
+                f"{number}/{uid}": pair
+                for number, batch in enumerate(batches)
+                for uid, pair in tu.get(batch, "conditions").items()
+            },
             advantages=torch.zeros(len(asked)),
         )
 
     described = [
-        changed(replace(sample, key=f"{number}/{sample.key}"), uid=f"{number}/{sample.facts.uid}")
+        changed(replace(sample, key=f"{number}/{sample.key}"), uid=uid, condition_key=uid)
         for number, batch in enumerate(batches)
         for sample in with_own_advantages(batch).samples
+        for uid in [f"{number}/{sample.facts.uid}"]
     ]
     engine = make_engine(path)
     with own_advantages(engine), stepped_gradients(engine) as found:
@@ -161,9 +166,8 @@ def fetch_from(batch: TensorDict):
         return Samples(
             described=asked,
             columns={name: [one[name] for one in columns] for name in PathRecord.COLUMNS},
-            conditions=[conditions[sample.facts.condition_key] for sample in asked],
+            conditions=conditions,
             advantages=torch.zeros(len(asked)),
-            turn_conditions=conditions,
         )
 
     return fetch

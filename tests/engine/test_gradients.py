@@ -133,17 +133,17 @@ def test_size_of_an_unreduced_gradient_counts_what_trains(one_rank: None, policy
 def test_the_projection_of_a_reversed_gradient_is_the_opposite_and_a_permuted_one_has_another(one_rank: None):
     module = make_module()
     backward(module, 0, last=True)
-    found = gradients.projection(module).item()
+    found = gradients.projection(module)
     norm = torch.cat([value.reshape(-1) for value in full_gradient(module).values()]).norm().item()
     assert found == pytest.approx(sum(project(*named).item() for named in full_gradient(module).items()), rel=1e-5)
     assert abs(found) > 1e-2 * norm
     whole = gradients.take(module)
     gradients.scale_(whole, -1.0)
     gradients.put(module, whole)
-    assert gradients.projection(module).item() == pytest.approx(-found, rel=1e-6)
+    assert gradients.projection(module) == pytest.approx(-found, rel=1e-6)
     local = module[0].weight.grad.to_local()
     local.copy_(local.flip(0))
-    assert abs(gradients.projection(module).item() + found) > 1e-2 * norm
+    assert abs(gradients.projection(module) + found) > 1e-2 * norm
 
 
 def test_parameters_that_never_ran_do_not_stop_a_backward_that_waits(one_rank: None, policy: dict):

@@ -37,7 +37,10 @@ def fetch(samples: Sequence[FragmentSample]) -> Samples:
             "clean": [torch.zeros(size, 2) for size in sizes],
             "sigmas": [torch.linspace(0.9, 0.1, sample.facts.num_steps) for sample in samples],
         },
-        conditions=[({"embeds": torch.zeros(40 * len(sample.key), 3)}, None) for sample in samples],
+        conditions={
+            key: ({"embeds": torch.zeros(40 * len(key), 3)}, None)
+            for key in {sample.facts.condition_key for sample in samples}
+        },
         advantages=torch.zeros(len(samples)),
     )
 
@@ -51,12 +54,21 @@ def planner(
     rehearse: Any = None,
     takes_masks: bool = True,
 ) -> Planner:
-    patch.setattr(dist, "get_rank", lambda group: rank)
     patch.setattr(dist, "get_world_size", lambda group: num_ranks)
+    patch.setattr(Planner, "rehearse", lambda self, rows: rehearse(rows))
     model = object.__new__(QwenImage)
     model.takes_masks = takes_masks
-    options = {"rehearse": rehearse, "later_bytes": int, "recomputation": ALL, "base": WholeBase(nn.Module(), "auto")}
-    return Planner(tsp, None, ForwardPoints(0), model, **options)  # type: ignore[arg-type]
+    engine = SimpleNamespace(
+        digen=SimpleNamespace(tsp=tsp),
+        points=ForwardPoints(0),
+        model=model,
+        optimizer=None,
+        recomputation=ALL,
+        base=WholeBase(nn.Module(), "auto"),
+        get_data_parallel_rank=lambda: rank,
+        get_data_parallel_size=lambda: num_ranks,
+    )
+    return Planner(engine)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("takes_masks", [True, False])
@@ -64,7 +76,7 @@ def test_texts_of_like_length_share_tiles_and_of_equal_length_where_padding_cann
     monkeypatch: pytest.MonkeyPatch, takes_masks: bool
 ):
     monkeypatch.setattr(memory, "agreed_most", lambda values: [max(*values, 5)])  # another rank has five tiles
-    samples = [described(key, "g", 0.0, 1) for key in ("a", "bbb", "c", "ddd")]
+    samples = [described(key, "g", 0.0, 1, condition_key=key) for key in ("a", "bbb", "c", "ddd")]
     work = planner(monkeypatch, TspConfig(samples_per_tile=2, steps_per_tile=1), takes_masks=takes_masks).deal(
         samples, torch.zeros(4), fetch
     )
@@ -84,7 +96,7 @@ def test_a_sample_stays_on_one_rank_without_time_step_parallelism(monkeypatch: p
         for tile in work.tiles:
             for row in () if tile.is_filler else tile.rows:
                 ranks_of.setdefault(row.sample, set()).add(rank)
-        assert work.num_rows == 9
+        assert len(work.rows) == 9
     assert (max(map(len, ranks_of.values())) == 1) == (not is_parallel)
 
 
@@ -118,7 +130,11 @@ def test_rows_per_tile_are_measured_for_each_sampling_with_its_longest_prompt(
 ):
     """90 / 32 and 90 / 64 rows fit."""
     plan = planner(monkeypatch, TspConfig(), rehearse=hundred_bytes.append)
-    samples = [described("1", "g", 0.0, 3), described("22", "g", 0.0, 3), described("333", "h", 0.0, 3, sampling=LARGE)]
+    samples = [
+        described("1", "g", 0.0, 3, condition_key="a"),
+        described("2", "g", 0.0, 3, condition_key="bb"),
+        described("3", "h", 0.0, 3, condition_key="ccc", sampling=LARGE),
+    ]
     work = plan.deal(samples, torch.zeros(3), fetch)
     assert [len(tile.rows) for tile in work.tiles] == [2, 2, 2, 1, 1, 1]
     assert work.recomputed == {0: 3, 1: 3}

@@ -251,7 +251,6 @@ def fetch_from(batch: RandomBatch) -> Fetch:
         recorded = [batch.samples[sample.key] for sample in samples]
         steps = [torch.tensor(sample.steps, dtype=torch.int64) for sample in recorded]
         is_guided = batch.digen.sampling.true_cfg_scale > 1
-        conditions = [batch.conditions[sample.facts.uid] for sample in samples]
         return Samples(
             described=samples,
             columns={
@@ -262,9 +261,10 @@ def fetch_from(batch: RandomBatch) -> Fetch:
                 "sigma_max": [SIGMAS[1:2] for _ in steps],
                 "log_probs": [sample.log_probs for sample in recorded],
             },
-            conditions=[
-                ({"embeds": positive}, {"embeds": negative} if is_guided else None) for positive, negative in conditions
-            ],
+            conditions={
+                uid: ({"embeds": positive}, {"embeds": negative} if is_guided else None)
+                for uid, (positive, negative) in batch.conditions.items()
+            },
             advantages=torch.zeros(len(samples)),
         )
 

@@ -13,7 +13,7 @@ from verl_digen.algorithms.objectives import ClampedConfig, Joint, JointRows, Lo
 from verl_digen.config import AdvantageConfig
 from verl_digen.engine.fragment import fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
-from verl_digen.engine.rows import ForwardPoints, PathPoints, Samples, TileWork, make_rows, tile_rows
+from verl_digen.engine.rows import ForwardPoints, PathPoints, Samples, TileWork, make_rows
 from verl_digen.schedulers.tiles import Grid, Row, deal_rows, plan_tiles
 from verl_digen.types import Geometry, Noised, TrainingRows, Transitions
 from verl_digen.types.settings import Turn
@@ -23,11 +23,12 @@ PATH = PathPoints()
 
 def example(steps=((0, 1), (1,)), guided=False) -> Samples:
     """Samples whose latents count up from 10 times their index, so a row tells where it comes from."""
-    conditions = [
-        ({"embeds": torch.zeros(2, 3)}, {"embeds": torch.ones(1, 3)} if guided else None) for _ in range(len(steps))
-    ]
+    prompts = [f"c{index // 2}" for index in range(len(steps))]  # groups of two
     return Samples(
-        described=[described(str(index), "g", 10.0 + index, len(own), index) for index, own in enumerate(steps)],
+        described=[
+            described(str(index), "g", 10.0 + index, len(own), index, condition_key=prompts[index])
+            for index, own in enumerate(steps)
+        ],
         columns={
             "latents": [torch.arange(4.0)[:, None] + 10 * index for index in range(len(steps))],
             "positions": [torch.tensor(own) for own in steps],
@@ -36,7 +37,9 @@ def example(steps=((0, 1), (1,)), guided=False) -> Samples:
             "sigma_max": [torch.tensor([0.95]) for _ in steps],
             "log_probs": [torch.tensor([float(-step) for step in own]) for own in steps],
         },
-        conditions=[conditions[index // 2] for index in range(len(steps))],  # groups of two
+        conditions={
+            key: ({"embeds": torch.zeros(2, 3)}, {"embeds": torch.ones(1, 3)} if guided else None) for key in prompts
+        },
         advantages=torch.arange(len(steps)).float(),
     )
 
@@ -65,13 +68,13 @@ def test_rows_lie_sample_after_sample():
 def test_conditions_are_those_of_each_rows_prompt():
     samples = example(steps=((0,), (0,), (0, 1)))
     rows = make_rows(PATH, samples, [(2, [1]), (0, [0]), (1, [0])])
-    (first, _), _, (second, _) = samples.conditions
+    (first, _), (second, _) = samples.conditions.values()
     assert all(found is wanted for found, wanted in zip(rows.conditions, (second, first, first), strict=True))
 
 
 def test_rows_that_may_not_share_a_forward_are_refused():
     samples = example(steps=((0,), (1,), (2,)), guided=True)
-    conditions = [*samples.conditions[:2], ({"embeds": torch.zeros(2, 3)}, None)]
+    conditions = {**samples.conditions, "c1": ({"embeds": torch.zeros(2, 3)}, None)}
     with pytest.raises(RuntimeError, match="2 negative conditions of 3 rows"):
         make_rows(PATH, replace(samples, conditions=conditions), all_picks(samples))
     large = changed(samples.described[0], sampling=replace(SAMPLING, geometry=Geometry(64, 32)))
@@ -122,7 +125,7 @@ def clean_samples() -> Samples:
             "clean": [torch.full((3, 2), 1.0 + index, dtype=torch.bfloat16) for index in range(2)],
             "sigmas": [torch.tensor([1.0, 0.25]) for _ in range(2)],
         },
-        conditions=[({"embeds": torch.zeros(2, 3)}, None)] * 2,
+        conditions={"g": ({"embeds": torch.zeros(2, 3)}, None)},
         advantages=torch.zeros(2),
     )
 
@@ -146,7 +149,6 @@ def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
         samples,
         described=samples.described[1:],
         columns={name: column[1:] for name, column in samples.columns.items()},
-        conditions=samples.conditions[1:],
         advantages=samples.advantages[1:],
     )
     on_another_rank = make_rows(ForwardPoints(run_seed=7), second, [(0, [1])])
@@ -159,8 +161,9 @@ def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
 def assert_invariants(samples, places, tiles):
     """Every row of the samples is in one tile, with its own old log-prob; fillers have mask 0."""
     found = []
+    work = TileWork(PATH, samples, places, tiles, {}, (), (), samples.advantages)
     for tile in tiles:
-        rows = tile_rows(PATH, samples, tile, places)
+        rows = work.rows_of(tile)
         old = transitions(rows).old_log_probs
         assert old is not None
         assert len(rows) == len(tile.rows) == len(old)
@@ -205,10 +208,11 @@ def by_group(rows: JointRows) -> torch.Tensor:
 def on_ranks(num_ranks: int, shape: Grid, advantages: torch.Tensor) -> list[tuple[Row, float]]:
     """(row, its column) of every tile of every rank, with the sum over the ranks made here."""
     dealt = deal_rows(ROWS, num_ranks)
-    nothing = Samples([], {}, [], torch.zeros(0))
+    nothing = Samples([], {}, {}, torch.zeros(0))
     groups = [sample.facts.uid for sample in SAMPLES]
     works = [
-        TileWork(nothing, {}, plan_tiles(dealt, rank, shape), {}, ROWS, groups, advantages) for rank in range(num_ranks)
+        TileWork(PATH, nothing, {}, plan_tiles(dealt, rank, shape), {}, ROWS, groups, advantages)
+        for rank in range(num_ranks)
     ]
     scalars = [[torch.tensor([value_of(row) for row in tile.rows]) for tile in work.tiles] for work in works]
     parts: list[torch.Tensor] = []
@@ -244,11 +248,11 @@ def test_a_group_whose_sample_is_held_is_held_where_its_rows_are_needed_together
         ledger = AdvantageLedger(
             AdvantageConfig(), num_samples=9, clip=1.0, is_homogeneous=True, whole_groups=whole_groups
         )
-        ledger.add(["a0", "a1", "a2"], ["a"] * 3, [1.0, 0.0, 2.0])
-        ledger.add(["b0", "b1"], ["b"] * 2, [1.0, 1.0])
-        assert ledger.take().keys == released
+        ledger.add([described(f"a{number}", "a", reward, 1) for number, reward in enumerate((1.0, 0.0, 2.0))])
+        ledger.add([described(key, "b", 1.0, 1) for key in ("b0", "b1")])
+        assert tuple(sample.key for sample in ledger.take().samples) == released
         rest = {"a0", "a1", "a2"} - {*released}
-        assert {*ledger.take(is_last=True).keys} == rest
+        assert {sample.key for sample in ledger.take(is_last=True).samples} == rest
 
 
 def mean_of_group(rows: JointRows, config: LossConfig) -> torch.Tensor:

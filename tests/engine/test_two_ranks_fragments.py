@@ -50,7 +50,7 @@ def fetched_keys(path: Path, folder: Path) -> Any:
 
     engine.begin(7, 10, recording)
     engine.accumulate(fragment(groups, "g2", "g1"))
-    engine.accumulate(FragmentSpec("one row", (described("0", "x", 1.0, 1),)))
+    engine.accumulate(FragmentSpec("one row", (described("0", "x", 1.0, 1, condition_key="g0"),)))
     metrics = numbers(engine.commit()["metrics"])
     return gathered(fetched), metrics
 

@@ -214,7 +214,7 @@ def test_several_steps_on_a_tree_evaluate_and_train_each_edge_once(one_rank: Non
     nodes = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (2, 2, 3)]
     tags = [make_tag(float(number), num_steps=3, nodes=nodes[number % 4]) for number in range(8)]
     samples = [
-        changed(replace(sample, key=str(number)), condition_key=sample.facts.uid, sampling=FITTING)
+        changed(replace(sample, key=str(number)), condition_key=f"g{number // 4}", sampling=FITTING)
         for number, sample in enumerate(
             fragment_samples({f"g{number}": dict(enumerate(tags[4 * number :][:4])) for number in (0, 1)}, all_samples)
         )

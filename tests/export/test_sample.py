@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import verl_digen
-from tests.engine.harness import LORA, make_engine, perturb, process_group
+from tests.engine.harness import LORA, make_engine, perturb, process_group, weights
 from tests.export.runs import STEP, digen, save_run, trained_engine
 from tests.models.cases import draw_image
 from tests.tiny_models import build_tiny
@@ -45,10 +45,7 @@ def saved(
     with process_group(0, 1, str(tmp_path_factory.mktemp("rendezvous") / "store")):
         engine = trained_engine(tiny_qwen_image, request.param)
         save_run(engine, folder, tiny_qwen_image, request.param)
-        sent = {
-            typed: dict(engine.get_per_tensor_param(base_sync_done=True, policy=own)[0])
-            for typed, own in (("current", "current"), ("ema", "average"))
-        }
+        sent = {typed: weights(engine, policy=own) for typed, own in (("current", "current"), ("ema", "average"))}
     append_metrics(folder / METRICS, STEP, {"val/reward": 0.5})
     yield folder, sent
 
@@ -164,7 +161,7 @@ def test_edits_and_videos_are_those_of_validation(
         engine = make_engine(path, digen={"sampling": sampling})
         perturb(engine)
         save_run(engine, tmp_path / "run", path, {}, sampling=sampling)
-        sent = dict(engine.get_per_tensor_param(base_sync_done=True, policy="current")[0])
+        sent = weights(engine, policy="current")
     prompts = prompts_file(tmp_path, has_image=has_image)
     validated(open_run(tmp_path / "run", None, None), sent, prompts, tmp_path / "expected")
     out = tmp_path / "out"

@@ -132,7 +132,7 @@ ALGORITHMS: tuple[Line, ...] = (
 
 ENGINE: tuple[Line, ...] = (
     ("ledger.__init__", given(clip="2 * clip"), "samples train before the batch that are clamped in it"),
-    ("ledger._largest_unclamped", swap("self.num_samples", "len(self.rewards)"), "samples to come are forgotten"),
+    ("ledger._largest_unclamped", swap("self.num_samples", "len(self.samples)"), "samples to come are forgotten"),
     ("ledger.add", accept(), "a group trains twice"),
     ("ledger.take", given(is_last="False"), "groups that were dropped leave the batch open for ever"),
     ("ledger.take", swap("index not in given", "False"), "samples held back are forgotten"),
@@ -202,7 +202,7 @@ ENGINE: tuple[Line, ...] = (
     ),
     ("rows.ForwardPoints.make", swap("sample.facts.sample_index", "index"), "noise depends on the rank"),
     ("rows.PathPoints.make", passes(old_log_probs="None"), "old log-probs are not used", "updates: several_updates"),
-    ("rows.tile_rows", swap("tile.is_filler", "False"), "a padding tile trains"),
+    ("rows.rows_of", swap("tile.is_filler", "False"), "a padding tile trains"),
     ("rows.make_rows", passes(conditions="[pairs[0][0] for _ in pairs]"), "all rows of a tile have one prompt"),
     ("rows.row_advantages", given(samples="samples[::-1]"), "rows have others' advantages", "transaction: serial_loop"),
     ("rows.joint_columns", swap("values", "values.flip(0)"), "numbers of a tile's rows end in the wrong places"),
@@ -221,8 +221,13 @@ ENGINE: tuple[Line, ...] = (
         "a gradient that is not finite counts as a step",
         "invariants: not_finite",
     ),
-    ("sharded.get_per_tensor_param", given(policy="CURRENT"), "replicas get the current policy", "invariants: assists"),
-    ("engine._exported", result("nullcontext()"), "an assist has the weights that train", "invariants: assists"),
+    (
+        "sharded.get_per_tensor_param",
+        swap("self._of_exported(tensors)", "tensors"),
+        "replicas get the current policy",
+        "invariants: assists",
+    ),
+    ("sharded._exported", result("nullcontext()"), "an assist has the weights that train", "invariants: assists"),
     ("engine.commit", given(more="True"), "the learning rate does not move at a commit", "worker: one_update"),
     ("engine._require_closed", skip(), "a batch is begun beside an open one", "transaction: illegal_calls"),
     (
@@ -234,7 +239,11 @@ ENGINE: tuple[Line, ...] = (
     ("optimizer.update", given(is_finite="True"), "the loss scale only grows", "loss_scale: scale_halves"),
     ("export.merge", swap("+", "-"), "an adapter is merged with the wrong sign"),
     ("gradients.project", given(offset="None"), "every shard is projected as if it were the first"),
-    ("optimizer.settle", skip(), "a run keeps the optimizer implementation of its checkpoint"),
+    (
+        "optimizer.with_own_choices",
+        result("list(groups)"),
+        "a run keeps the optimizer implementation of its checkpoint",
+    ),
     ("arrival.close", drop("_thread.shutdown"), "a fetch outlives its batch"),
     ("arrival.request", swap("number & (number + 1) == 0", "False"), "the first tile waits for all samples"),
     (

@@ -11,6 +11,7 @@ from verl_digen.hardware.torch_support import TorchFacts, torch_facts, torch_has
 from verl_digen.platforms import cpu_device
 from verl_digen.platforms.cpu import CpuPlatform
 from verl_digen.platforms.module_memory import DeviceMemory
+from verl_digen.weights import host_copies
 from verl_digen.weights.host_copies import HostPool
 
 CPU = torch.device("cpu")
@@ -86,8 +87,9 @@ def test_of_processes_with_equal_weights_one_copies_each_module_and_all_give_the
         assert all(map(torch.equal, module.state_dict().values(), expected.values()))
 
 
-def test_host_copies_share_chunks_and_do_not_overlap():
-    pool = HostPool(torch.device("cpu"), chunk_bytes=1024)
+def test_host_copies_share_chunks_and_do_not_overlap(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(host_copies, "CHUNK_BYTES", 1024)
+    pool = HostPool(torch.device("cpu"))
     tensors = [torch.full((size,), value, dtype=dtype) for size, value, dtype in CASES]
     copies = [pool.empty_like(tensor).copy_(tensor) for tensor in tensors]
     assert all(map(torch.equal, copies, tensors)) and pool.num_bytes == 1024 + 2048

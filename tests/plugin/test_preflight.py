@@ -76,6 +76,7 @@ def problem(start, *overrides):
         ),
         (("actor_rollout_ref.actor.ppo_epochs=2",), "ppo_epochs 1 on separate pools, where a batch is one optimizer"),
         (("actor_rollout_ref.actor.ppo_mini_batch_size=2",), "ppo_mini_batch_size must be data.train_batch_size=4"),
+        (("digen.ema.validate=true",), "digen.ema.validate=true needs digen.ema.enable=true"),
         (
             ("digen.staleness.max_versions=1", "digen.ema.enable=true", "digen.ema.validate=true"),
             "digen.ema.validate must be false with digen.staleness.max_versions > 0",

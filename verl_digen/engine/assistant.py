@@ -161,8 +161,8 @@ class RankGenerator:
         self.assistant = Assistant(engine, decoder_dtype=dtype)
         decoders = [*self.assistant.decoder.modules, *self.assistant.audio_decoder.modules]
         self._decoders = DeviceMemory(decoders, device, name and f"{name}-decoders")
-        self._encoders.alternate_with(_RankMemory(engine, self._decoders))
-        self._frees_memory = device.type != "cpu"
+        self._engine, self._frees_memory = engine, device.type != "cpu"
+        self._encoders.alternate_with(self)
 
     def draw(
         self, requests: Sequence[SampleRequest], coming: Sequence[PromptInputs], version: int
@@ -192,17 +192,12 @@ class RankGenerator:
             self._decoders.restore()
             self._encoders.wake()
 
-
-class _RankMemory:
-    """Device memory of a rank that generates, but for its encoders."""
-
-    def __init__(self, engine: DiffusersFSDPEngine, decoders: DeviceMemory):
-        self._engine, self._decoders = engine, decoders
-
     def release(self, *, changed: Callable[[], Iterable[Tensor]]) -> None:
+        """Free the rank's device memory but for its encoders'; see `Encoders.alternate_with`."""
         self._decoders.release()
         self._engine.to("cpu", model=True, optimizer=True, grad=False)
 
     def restore(self) -> None:
+        """Allocate and fill it again."""
         self._engine.to(get_device_name(), model=True, optimizer=True, grad=False)
         self._decoders.restore()

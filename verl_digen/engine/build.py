@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The module to train, before sharding: the transformer and its adapter, and the FLOPs of its rows.
 
-verl's own builders make a language model, and accept settings that this engine does not support.
+verl's own builders make a language model.
 """
 
 from collections.abc import Callable
@@ -24,19 +24,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype, kept_in_fp32, networks_of
 from verl_digen.models.flops import forward_flops
 from verl_digen.models.kernels import set_kernels, store_int8
-from verl_digen.require import require, require_fsdp2
 from verl_digen.sampling.requests import planned_geometry
-
-
-def check_engine_config(config: FSDPEngineConfig) -> None:
-    """Raise ValueError for settings of `actor_rollout_ref.actor` that this engine does not support."""
-    require_fsdp2(config.strategy)
-    require(
-        not config.qat.enable,
-        "actor_rollout_ref.actor.fsdp_config.qat.enable must be false for diffusion models",
-        config.qat.enable,
-        "set it to false",
-    )
 
 
 def build_transformer(

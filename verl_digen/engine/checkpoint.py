@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
 
 from verl_digen.engine.copies import CURRENT, PolicyCopies, local_shard
-from verl_digen.engine.optimizer import LossScale, implementations, settle
+from verl_digen.engine.optimizer import LossScale, with_own_choices
 from verl_digen.engine.saved_state import SavedState, cause_of
 from verl_digen.require import require
 
@@ -234,9 +234,8 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
             kind, name, key = entry.split("/")
             if kind == "moments":
                 state[numbers[name]][key] = value
-        own = implementations(self.optimizer)
-        self.optimizer.load_state_dict({"state": state, "param_groups": rest["param_groups"]})
-        settle(self.optimizer, own)
+        groups = with_own_choices(self.optimizer, rest["param_groups"])
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _load_extra(self, extra: dict[str, Any]) -> None:
         if "rng" in extra:

@@ -18,7 +18,7 @@ weights are bitwise what they were, also if the body raised.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -50,7 +50,7 @@ def local_shards(module: nn.Module) -> dict[str, Tensor]:
 class ShadowWeights:
     """A copy of the trained shards of `module` as they are now, on `device`; None: on each shard's own."""
 
-    def __init__(self, module: nn.Module, device: torch.device | str | None = None):
+    def __init__(self, module: nn.Module, device: str | None = None):
         live = local_shards(module)  # waits for them
         self.tensors = {
             name: value.detach().to(device=device or value.device, copy=True)
@@ -87,21 +87,19 @@ AVERAGE = "average"
 
 
 class PolicyCopies(dict[str, ShadowWeights]):
-    """Policy -> its weights. `copy` copies the trainable shards of `module` as they are now; `decays` are of the
-    policies that follow once per batch, see `LossConfig.copies`."""
+    """Policy -> its weights, copies of the trainable shards of `module` (`device` as for `ShadowWeights`). `decays` are
+    of the policies that follow once per batch, see `LossConfig.copies`."""
 
-    def __init__(
-        self, module: nn.Module, copy: Callable[[], ShadowWeights], ema: EmaConfig, decays: Mapping[str, Decay]
-    ):
-        self._module, self._copy, self._ema, self._decays = module, copy, ema, decays
+    def __init__(self, module: nn.Module, ema: EmaConfig, decays: Mapping[str, Decay], device: str | None = None):
+        self._module, self._device, self._ema, self._decays = module, device, ema, decays
         self._followed = 0
         """Optimizer steps at the last `follow_batch`."""
         self._saved = (*decays, *((AVERAGE,) if ema.enable else ()))
-        super().__init__({name: copy() for name in self._saved})
+        super().__init__({name: ShadowWeights(module, device) for name in self._saved})
 
     def keep(self, policy: str) -> None:
         """Copy the weights as they are now."""
-        self[policy] = self._copy()
+        self[policy] = ShadowWeights(self._module, self._device)
 
     def drop(self, policy: str) -> None:
         """Delete a copy that was kept; copies that follow stay."""

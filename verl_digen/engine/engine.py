@@ -20,7 +20,7 @@ Invariants (tests/engine)
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -33,7 +33,6 @@ from verl_digen.algorithms.advantages import effective_samples
 from verl_digen.algorithms.rows import Metric, Reduce
 from verl_digen.engine import gradients, memory
 from verl_digen.engine.build import row_flops
-from verl_digen.engine.copies import CURRENT
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.fsdp2 import forwards, gathered_bytes
 from verl_digen.engine.ledger import AdvantageLedger
@@ -41,12 +40,11 @@ from verl_digen.engine.logical_batch import LogicalBatch, empty_metrics
 from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.planning import Planner
 from verl_digen.engine.policies import PolicyForward
-from verl_digen.engine.rows import Fetch, points_of, tile_rows
+from verl_digen.engine.rows import Fetch, points_of
 from verl_digen.engine.teacher import load_teacher
 from verl_digen.engine.transaction import GradientTransaction
 from verl_digen.engine.verl_batches import VerlBatches
 from verl_digen.model_config import MODEL_TYPE
-from verl_digen.types import TrainingRows
 
 logger = logging.getLogger(__name__)
 
@@ -79,18 +77,7 @@ class DiffusersFSDPEngine(VerlBatches):
         self.row_flops = cache(
             partial(row_flops, self.model, self.module, self.digen.sampling, is_frozen=self._is_lora)
         )
-        group = self.get_data_parallel_group()
-        assert group is not None
-        self.planner = Planner(
-            self.digen.tsp,
-            group,
-            self.points,
-            self.model,
-            rehearse=self._run_dry,
-            later_bytes=lambda: memory.state_to_come(self.optimizer),
-            recomputation=self.recomputation,
-            base=self.base,
-        )
+        self.planner = Planner(self)
 
     # -- a logical batch, fragment by fragment ------------------------------------------------------------
     def begin(self, num_samples: int, num_rows: int, fetch: Fetch, *, scale: float | None = None) -> None:
@@ -136,7 +123,7 @@ class DiffusersFSDPEngine(VerlBatches):
             else:
                 loading.enter_context(self.train_mode(zero_grad_on_exit=False))
             gradients.drop(self.module)
-            transaction = GradientTransaction(self, loss, self.points, max(1, num_rows))
+            transaction = GradientTransaction(self, loss, max(1, num_rows))
             self._open = LogicalBatch(ledger, transaction, self.planner, fetch)
             self._loaded, self._stays_loaded = loading.pop_all(), False
 
@@ -175,12 +162,11 @@ class DiffusersFSDPEngine(VerlBatches):
             finished = batch.finish()
             advantages, trained = batch.ledger.advantages().abs(), batch.trained_advantages()
             if finished is None:
-                nothing = torch.zeros((), device=self.forward.device)
-                outputs = {"model_output": {}, "loss": [nothing], "metrics": empty_metrics(self.digen.loss_name)}
+                loss, metrics = torch.zeros((), device=self.forward.device), empty_metrics(self.digen.loss_name)
             else:
-                outputs = self._outputs(batch.transaction, *finished)
-                outputs["metrics"] |= self._step_metrics()
-            outputs["metrics"] |= {
+                loss, own = finished
+                metrics = self._batch_metrics(batch.transaction, own) | self._step_metrics()
+            metrics |= {
                 "lr": _number(self.learning_rate() if more else self.lr_scheduler_step()),
                 "num_skipped_updates": _number(self.state.num_skipped - skipped, "count"),
                 "num_empty_updates": _number(finished is None, "count"),
@@ -192,7 +178,7 @@ class DiffusersFSDPEngine(VerlBatches):
                 "advantage_effective_samples": _number(effective_samples(trained)),
             }
         self._close(stays_loaded=more)
-        return outputs
+        return {"model_output": {}, "loss": [loss], "metrics": metrics}
 
     def _step_metrics(self) -> dict[str, Metric]:
         """Take the optimizer step; returns numbers of its gradient."""
@@ -228,10 +214,6 @@ class DiffusersFSDPEngine(VerlBatches):
             with forwards(self.module, keeps=keeps):
                 yield self.module
 
-    def _exported(self) -> AbstractContextManager[None]:
-        """Context in which the module has the weights of the policy that generates, `exports`."""
-        return nullcontext() if self.exports == CURRENT else self.copies[self.exports].swapped_in(self.module)
-
     def keep_old(self) -> None:
         """Copy the weights, as policy `old` of the optimizer steps up to the next `commit` without `more`. RuntimeError
         if a logical batch is open."""
@@ -254,7 +236,7 @@ class DiffusersFSDPEngine(VerlBatches):
                     continue
                 work = self.planner.deal(samples, torch.zeros(len(samples)), fetch)
                 with closing(work.samples):
-                    tiles = (tile_rows(self.points, work.samples, tile, work.places) for tile in work.tiles)
+                    tiles = map(work.rows_of, work.tiles)
                     evaluated = [self.forward(rows.to(self.forward.device)).log_prob for rows in tiles]
                 for tile, log_probs in zip(work.tiles, evaluated, strict=True):
                     if tile.is_filler:  # its row is in another tile, too
@@ -319,42 +301,27 @@ class DiffusersFSDPEngine(VerlBatches):
         self.base.release()
         super().load_checkpoint(*args, **kwargs)
 
-    # -- gradients ------------------------------------------------------------------------------------------
-    def _run_dry(self, rows: TrainingRows) -> None:
-        """Run one tile (forward, and backward if this engine trains) to measure memory, and discard the gradient.
-        Rows are on the CPU."""
-        rows = rows.to(self.forward.device)
-        if self.engine_config.forward_only:
-            with torch.no_grad():
-                self.forward(rows)
-        else:
-            with torch.enable_grad():
-                GradientTransaction(self, DiffusionLoss(self.digen), self.points, num_rows=1).rehearse(rows)
-
-    def _outputs(self, transaction: GradientTransaction, loss: Tensor, metrics: dict[str, Metric]) -> dict[str, Any]:
-        """Outputs in verl's shape, with the metrics of all ranks combined."""
-        combined = self._of_all_ranks(metrics)
+    # -- metrics --------------------------------------------------------------------------------------------
+    def _batch_metrics(self, transaction: GradientTransaction, own: dict[str, Metric]) -> dict[str, Metric]:
+        """Metrics of all ranks, of which this one has its `own`, and of the gradient before the step."""
+        combined = self._of_all_ranks(own)
         prompt_tokens = combined.pop("num_prompt_tokens").value.item() / transaction.num_trained_rows
         text, padding = (combined.pop(name).value.item() for name in ("num_text_tokens", "num_padding_tokens"))
-        combined |= {
+        return combined | {
             "num_rows": _number(transaction.num_trained_rows, "count"),
             "num_tiles": _number(transaction.num_tiles, "count"),
             "prompt_tokens": _number(prompt_tokens),
             "text_padding_share": _number(padding / text if text else 0.0),
             "recomputed_share": _number(transaction.recomputed_shares / transaction.num_tiles),
-            "grad_projection": _number(gradients.projection(self.module).item()),
+            "grad_projection": _number(gradients.projection(self.module)),
             **({} if self.state.loss_scale is None else {"loss_scale": _number(self.state.loss_scale.value, "min")}),
             **{name: _number(value) for name, value in self.row_flops(round(prompt_tokens)).items()},
         }
-        return {"model_output": {}, "loss": [loss], "metrics": combined}
 
 
 def _number(value: float | Tensor, reduce: Reduce = "mean") -> Metric:
     return Metric(torch.tensor(float(value), dtype=torch.float64), reduce)
 
 
-# Not a decorator: verl's erases the class's type. "fsdp" is registered too: `check_engine_config` then names the key,
-# and verl does not say "Unknown backend: fsdp".
-EngineRegistry.register(model_type=MODEL_TYPE, backend=["fsdp", "fsdp2"], device=["cuda", "npu", "cpu"])(
-    DiffusersFSDPEngine
-)
+# Not a decorator: verl's erases the class's type.
+EngineRegistry.register(model_type=MODEL_TYPE, backend="fsdp2", device=["cuda", "npu", "cpu"])(DiffusersFSDPEngine)

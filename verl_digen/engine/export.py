@@ -48,9 +48,10 @@ def export(
     """
     if merge_lora or not isinstance(module, PeftModel):
         return full_weights(module, merge_lora=merge_lora, dtype=dtype), None
+    config = module.peft_config[ADAPTER].to_dict()
     if base_sync_done:
-        return adapter_weights(module, dtype), adapter_config(module)
-    return full_weights(module, merge_lora=False, dtype=dtype), adapter_config(module)
+        return adapter_weights(module, dtype), config
+    return full_weights(module, merge_lora=False, dtype=dtype), config
 
 
 @torch.no_grad()
@@ -145,11 +146,6 @@ def _meet() -> None:
     """Wait for all ranks on the CPU: of the backends that verl gives the process group, a barrier takes gloo."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
-
-
-def adapter_config(module: nn.Module) -> dict[str, Any] | None:
-    """The adapter's peft config as verl hands it to a rollout, or None without one."""
-    return module.peft_config[ADAPTER].to_dict() if isinstance(module, PeftModel) else None
 
 
 def plain_name(name: str) -> str:

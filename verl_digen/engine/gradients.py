@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from verl.utils.device import get_device_id
 
 from verl_digen.engine.copies import local_shard
 from verl_digen.engine.export import plain_name
@@ -140,49 +141,45 @@ def unreduced_bytes(module: nn.Module) -> int:
     return total
 
 
-@torch.no_grad()
-def projection(module: nn.Module) -> Tensor:
-    """[] fp32: the fixed ±1 projection (`project`) of the whole reduced gradient, the same on all ranks; it tells
-    directions apart, where the norm does not. Nothing is gathered: one all-reduce of one number per mesh."""
+def _shards(module: nn.Module) -> Iterator[tuple[str, DTensor, Tensor | None, int]]:
+    """(name, parameter, this rank's shard of its reduced gradient, number of ranks with the same shard) of all that
+    trains."""
     reshard(module)
-    mine: dict[tuple[Any, Any], Tensor] = {}
     for name, parameter in module.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        assert isinstance(parameter, DTensor)
-        layout = parameter.device_mesh, parameter.placements
-        share = torch.zeros((), device=parameter.device)
-        if parameter.grad is not None:
-            assert isinstance(parameter.grad, DTensor)
+        if parameter.requires_grad:
+            assert isinstance(parameter, DTensor)
+            layout = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            num_copies = math.prod(size for placement, size in layout if not placement.is_shard())
+            yield name, parameter, None if parameter.grad is None else local_shard(parameter.grad), num_copies
+
+
+@torch.no_grad()
+def projection(module: nn.Module) -> float:
+    """The fixed ±1 projection (`project`) of the whole reduced gradient, the same on all ranks; it tells directions
+    apart, where the norm does not. Collective: one all-reduce of one number."""
+    total = torch.zeros((), device=get_device_id())
+    for name, parameter, shard, num_copies in _shards(module):
+        if shard is not None:
+            layout = parameter.device_mesh, parameter.placements
             _, offset = compute_local_shape_and_global_offset(parameter.shape, *layout)
-            share = project(plain_name(name), parameter.grad.to_local(), offset)
-        mine[layout] = mine.get(layout, 0.0) + share
-    total = torch.zeros(())
-    for (mesh, placements), share in mine.items():
-        # replicas of a shard count once
-        parts = [Partial() if placement.is_shard() else Replicate() for placement in placements]
-        total = total + DTensor.from_local(share, mesh, parts).full_tensor().cpu()
-    return total
+            total = total + project(plain_name(name), shard, offset) / num_copies
+    dist.all_reduce(total)
+    return total.item()
 
 
 @torch.no_grad()
 def sizes(module: nn.Module) -> list[tuple[float, int]]:
     """(sum of squares of the reduced gradient, elements) of each parameter that has one, the same on all ranks however
     shards are replicated. Collective: one all-reduce, and one read of the device."""
-    reshard(module)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    shares = []
-    for parameter in trained:
-        assert isinstance(parameter, DTensor)
+    shares, counts = [], []
+    for _, parameter, shard, num_copies in _shards(module):
         share = torch.zeros((), device=parameter.device)
-        if parameter.grad is not None:
-            layout = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-            num_copies = math.prod(size for placement, size in layout if not placement.is_shard())
-            share = torch.linalg.vector_norm(local_shard(parameter.grad), dtype=torch.float32).square() / num_copies
+        if shard is not None:
+            share = torch.linalg.vector_norm(shard, dtype=torch.float32).square() / num_copies
         shares.append(share)
+        counts.append(parameter.numel())
     squares = torch.stack(shares)
     dist.all_reduce(squares)
-    counts = (parameter.numel() for parameter in trained)
     return [(square, count) for square, count in zip(squares.tolist(), counts, strict=True) if square > 0]
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from verl_digen.algorithms.advantages import advantage_scale, group_advantages
 from verl_digen.algorithms.tree import tree_advantages
 from verl_digen.config import AdvantageConfig
+from verl_digen.engine.fragment import FragmentSample
 
 BATCH_SCALES = ("batch", "max_group")
 """Values of `digen.advantage.scale` that need the rewards of the whole batch."""
@@ -47,7 +48,7 @@ ROUNDING = 1e-6
 class Ready:
     """Samples that train now."""
 
-    keys: tuple[str, ...]
+    samples: tuple[FragmentSample, ...]
     advantages: Tensor
     """[n] fp32, or [n, K] with a tree: advantages, or centred rewards while `divisor` is unknown."""
     divisor: float | None
@@ -66,10 +67,10 @@ class AdvantageLedger:
 
     Example, scale "batch", clip 5:
         ledger = AdvantageLedger(AdvantageConfig(), num_samples=4, clip=5.0, is_homogeneous=True)
-        ledger.add(["a0", "a1"], ["a", "a"], [1.0, 0.0])
-        ledger.take()    # Ready(("a0", "a1"), [0.5, -0.5], divisor=None): to be divided by the scale
-        ledger.add(["b0", "b1"], ["b", "b"], [0.0, 0.0])
-        ledger.take()    # Ready(("b0", "b1"), [0, 0], divisor=0.4331): advantages; earlier gradients are divided by it
+        ledger.add([a0, a1])   # of one group, with rewards 1 and 0
+        ledger.take()          # Ready((a0, a1), [0.5, -0.5], divisor=None): to be divided by the scale
+        ledger.add([b0, b1])   # with rewards 0 and 0
+        ledger.take()          # Ready((b0, b1), [0, 0], divisor=0.4331): advantages; divide earlier gradients by it
     """
 
     def __init__(
@@ -84,11 +85,7 @@ class AdvantageLedger:
         self.config, self.num_samples, self.clip, self.is_homogeneous = config, num_samples, clip, is_homogeneous
         self.whole_groups = whole_groups
         self.scale = scale if config.scale in BATCH_SCALES else None
-        self.keys: list[str] = []
-        self.groups: list[str] = []
-        self.rewards: list[float] = []
-        self.nodes: list[tuple[int, ...]] = []
-        """Per sample its K nodes, see `SampleFacts.nodes`; () without a tree."""
+        self.samples: list[FragmentSample] = []
         self._early: list[list[float]] = []
         """Per sample the values it can train with once its group is known, one or K: advantages, or centred rewards."""
         self._largest_scale = 0.0
@@ -98,12 +95,12 @@ class AdvantageLedger:
     @property
     def held(self) -> tuple[str, ...]:
         """Keys of samples that are held back or not taken yet."""
-        return tuple(self.keys[index] for index in self._waiting)
+        return tuple(self.samples[index].key for index in self._waiting)
 
     @property
     def is_complete(self) -> bool:
         """True if every planned sample has arrived."""
-        return len(self.keys) == self.num_samples
+        return len(self.samples) == self.num_samples
 
     @property
     def is_scale_late(self) -> bool:
@@ -115,88 +112,80 @@ class AdvantageLedger:
         """True if nothing can train before the batch is complete."""
         return self.is_scale_late and not self.is_homogeneous
 
-    def add(
-        self,
-        keys: Sequence[str],
-        groups: Sequence[str],
-        rewards: Sequence[float],
-        nodes: Sequence[tuple[int, ...]] | None = None,
-    ) -> None:
-        """Add complete groups: key, group and reward of each sample, and its nodes in the group's tree. RuntimeError if
-        a group or a sample came before, or there are more samples than planned; nothing is added."""
-        twice = sorted({*keys} & {*self.keys}) or sorted({*groups} & {*self.groups})
-        if twice or len({*keys}) < len(keys):
+    def add(self, samples: Sequence[FragmentSample]) -> None:
+        """Add complete groups. RuntimeError if a group or a sample came before, or there are more samples than planned;
+        nothing is added."""
+        keys, before = {sample.key for sample in samples}, {sample.key for sample in self.samples}
+        twice = sorted(keys & before) or sorted({*_groups(samples)} & {*_groups(self.samples)})
+        if twice or len(keys) < len(samples):
             raise RuntimeError(
                 f"a group trains once, whole, in one fragment, but {', '.join(twice) or 'a sample'} came twice; "
                 "hand over every complete group once"
             )
-        if len(self.keys) + len(keys) > self.num_samples:
+        num_before, num_now = len(self.samples), len(self.samples) + len(samples)
+        if num_now > self.num_samples:
             raise RuntimeError(
-                f"a logical batch begun for {self.num_samples} samples got {len(self.keys) + len(keys)}; "
+                f"a logical batch begun for {self.num_samples} samples got {num_now}; "
                 "begin with the most samples it may have"
             )
-        nodes = [()] * len(keys) if nodes is None else nodes
-        if len({len(own) for own in (*self.nodes, *nodes)}) > 1:
+        num_nodes = {len(sample.facts.nodes) for sample in (*self.samples, *samples)}
+        if len(num_nodes) > 1:
             raise RuntimeError(
                 "samples of a logical batch must have equally many nodes of a tree, or none, got "
-                f"{sorted({len(own) for own in (*self.nodes, *nodes)})}; generate all of them under one digen.branches"
+                f"{sorted(num_nodes)}; generate all of them under one digen.branches"
             )
         # centred rewards while the scale is unknown
         own_scale = "none" if self.config.scale in BATCH_SCALES else self.config.scale
-        early = self._advantages(rewards, groups, nodes, own_scale)
+        early = self._advantages(samples, own_scale)
         early = early if self.scale is None else early / self.scale
         self._early += (early if early.dim() == 2 else early[:, None]).tolist()
         if self.config.scale == "max_group":
-            self._largest_scale = max(self._largest_scale, self._scale(rewards, groups))
-        self._waiting += range(len(self.keys), len(self.keys) + len(keys))
-        self.keys += keys
-        self.groups += groups
-        self.rewards += rewards
-        self.nodes += nodes
+            self._largest_scale = max(self._largest_scale, self._scale(samples))
+        self._waiting += range(num_before, num_now)
+        self.samples += samples
 
     def take(self, *, is_last: bool = False) -> Ready:
         """Release the samples that can train now. With `is_last` no more groups will come (e.g. some were dropped), so
         the scale is known."""
-        if not self.keys:
+        if not self.samples:
             return Ready((), torch.zeros(0), None)
         advantages, chosen, divisor = self._early_advantages(), self._waiting, 1.0
         if self.is_scale_late and (is_last or self.is_complete):
-            advantages = self._advantages(self.rewards, self.groups, self.nodes, self.config.scale)
-            divisor = self._scale(self.rewards, self.groups)
+            advantages, divisor = self._advantages(self.samples, self.config.scale), self._scale(self.samples)
         elif self.is_scale_late:
             largest = self._largest_unclamped()
-            late = [index for index in self._waiting if max(map(abs, self._early[index])) > largest]
-            kept = {self.groups[index] for index in late} if self.whole_groups else set()
-            chosen = [index for index in self._waiting if index not in {*late} and self.groups[index] not in kept]
+            late = {index for index in self._waiting if max(map(abs, self._early[index])) > largest}
+            groups = _groups(self.samples)
+            kept = {groups[index] for index in late} if self.whole_groups else set()
+            chosen = [index for index in self._waiting if index not in late and groups[index] not in kept]
             divisor = None
         given = {*chosen}
         self._waiting = [index for index in self._waiting if index not in given]
-        return Ready(tuple(self.keys[index] for index in chosen), advantages[chosen], divisor)
+        return Ready(tuple(self.samples[index] for index in chosen), advantages[chosen], divisor)
 
     def advantages(self) -> Tensor:
         """Advantages of all samples that came, [samples] fp32, or [samples, K] with a tree, not clamped; the scale is
         theirs or the given one."""
         if self.is_scale_late:
-            return self._advantages(self.rewards, self.groups, self.nodes, self.config.scale)
+            return self._advantages(self.samples, self.config.scale)
         return self._early_advantages()
 
     def _early_advantages(self) -> Tensor:
         early = torch.tensor(self._early)
-        return early if any(self.nodes) else early.reshape(-1)
+        return early if any(sample.facts.nodes for sample in self.samples) else early.reshape(-1)
 
-    def _advantages(
-        self, rewards: Sequence[float], groups: Sequence[str], nodes: Sequence[tuple[int, ...]], scale: str
-    ) -> Tensor:
+    def _advantages(self, samples: Sequence[FragmentSample], scale: str) -> Tensor:
         """Advantages [samples] fp32, or [samples, K] with a tree."""
-        config, values = self.config, torch.tensor(rewards, dtype=torch.float64)
+        scaling = {"scale": scale, "ddof": self.config.ddof, "eps": self.config.eps}
+        rewards, groups, nodes = _rewards(samples), _groups(samples), [sample.facts.nodes for sample in samples]
         if any(nodes):
-            return tree_advantages(values, groups, nodes, scale=scale, ddof=config.ddof, eps=config.eps)
-        return group_advantages(values, groups, scale=scale, ddof=config.ddof, eps=config.eps)
+            return tree_advantages(rewards, groups, nodes, **scaling)
+        return group_advantages(rewards, groups, **scaling)
 
-    def _scale(self, rewards: Sequence[float], groups: Sequence[str]) -> float:
-        """Scale of these rewards as if they were the whole batch."""
-        config, values = self.config, torch.tensor(rewards, dtype=torch.float64)
-        return advantage_scale(values, groups, scale=config.scale, ddof=config.ddof, eps=config.eps)[0].item()
+    def _scale(self, samples: Sequence[FragmentSample]) -> float:
+        """Scale of these samples' rewards as if they were the whole batch."""
+        scaling = {"scale": self.config.scale, "ddof": self.config.ddof, "eps": self.config.eps}
+        return advantage_scale(_rewards(samples), _groups(samples), **scaling)[0].item()
 
     def _largest_unclamped(self) -> float:
         """Largest centred reward that cannot be clamped, whatever rewards follow; -1 if the loss is not homogeneous.
@@ -205,7 +194,17 @@ class AdvantageLedger:
             return -1.0
         least_scale = self._largest_scale
         if self.config.scale == "batch":
-            rewards = torch.tensor(self.rewards, dtype=torch.float64)
+            rewards = _rewards(self.samples)
             squares = (rewards - rewards.mean()).square().sum().item()
             least_scale = math.sqrt(squares / max(self.num_samples - self.config.ddof, 1)) + self.config.eps
         return self.clip * least_scale * (1 - ROUNDING)
+
+
+def _rewards(samples: Sequence[FragmentSample]) -> Tensor:
+    """[samples] fp64."""
+    return torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+
+
+def _groups(samples: Sequence[FragmentSample]) -> list[str]:
+    """uid of each sample's group."""
+    return [sample.facts.uid for sample in samples]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verl_digen.algorithms.rows import Metric
-from verl_digen.engine.fragment import FragmentSample, FragmentSpec, fragment_rows
+from verl_digen.engine.fragment import FragmentSpec, fragment_rows
 from verl_digen.engine.ledger import AdvantageLedger
 from verl_digen.engine.memory import shortage_explained, smaller_row, smaller_tile
 from verl_digen.engine.planning import Planner
@@ -38,7 +38,6 @@ class LogicalBatch:
         """Samples that did not train with their own fragment."""
         self.fetch_wait_s = 0.0
         """Seconds that this rank's tiles waited for their samples."""
-        self._samples: dict[str, FragmentSample] = {}
 
     def add(self, fragment: FragmentSpec) -> None:
         """Add a fragment. RuntimeError, and nothing is added, if the fragment or one of its groups was added before, it
@@ -48,16 +47,9 @@ class LogicalBatch:
                 f"a fragment trains once in a logical batch, but fragment {fragment.fragment_id} came twice; "
                 "give every fragment its own id"
             )
-        samples = fragment.samples
-        fragment_rows(samples)
-        self.ledger.add(
-            [sample.key for sample in samples],
-            [sample.facts.uid for sample in samples],
-            [sample.reward for sample in samples],
-            [sample.facts.nodes for sample in samples],
-        )
+        fragment_rows(fragment.samples)
+        self.ledger.add(fragment.samples)
         self.fragment_ids.add(fragment.fragment_id)
-        self._samples |= {sample.key: sample for sample in samples}
 
     def train(self, fragment: FragmentSpec) -> int:
         """Train the samples that can train now that this fragment is added; returns their rows, over all ranks."""
@@ -69,7 +61,7 @@ class LogicalBatch:
     def finish(self) -> tuple[Tensor, dict[str, Metric]] | None:
         """Train the samples held back, and close the gradient transaction; see its `close`. None if no sample has rows,
         RuntimeError if none came."""
-        if not self.ledger.keys:
+        if not self.ledger.samples:
             raise RuntimeError("a logical batch needs at least one group to commit, got none; call abort instead")
         self._train(is_last=True)
         if not self.transaction.num_trained_rows:
@@ -80,8 +72,7 @@ class LogicalBatch:
     def trained_advantages(self) -> Tensor:
         """Advantages of the samples that have rows, [samples] fp32, clamped as in the loss. In a tree: of the nodes at
         the last point, one sample each."""
-        samples = [self._samples[key] for key in self.ledger.keys]
-        trains = torch.tensor([sample.facts.num_steps - 1 in sample.points for sample in samples])
+        trains = torch.tensor([sample.facts.num_steps - 1 in sample.points for sample in self.ledger.samples])
         advantages = self.ledger.advantages()
         last = advantages if advantages.dim() == 1 else advantages[:, -1]
         return last[trains].clamp(-self.ledger.clip, self.ledger.clip)
@@ -92,15 +83,14 @@ class LogicalBatch:
             self.transaction.settle(ready.divisor)
         loss = self.transaction.loss  # one without advantages is divided by no scale of them
         is_final = ready.divisor is not None or not loss.objective.reads_advantages(loss.config)
-        samples = [self._samples[key] for key in ready.keys]
-        if not any(sample.num_rows for sample in samples):
+        if not any(sample.num_rows for sample in ready.samples):
             return 0
-        work = self.planner.deal(samples, ready.advantages, self._fetch)
+        work = self.planner.deal(ready.samples, ready.advantages, self._fetch)
         rows = max((tile.rows for tile in work.tiles), key=len)
         with closing(work.samples), shortage_explained("a tile", len(rows), lambda: self._remedy(rows)):
             self.transaction.run(work, is_final=is_final, is_last=is_last)
         self.fetch_wait_s += work.samples.waited_s
-        return work.num_rows
+        return len(work.rows)
 
     def _remedy(self, rows: Sequence[Row]) -> str:
         """Settings under which a tile of these rows takes less memory."""

@@ -85,10 +85,6 @@ class TileMemory:
         row = self.row + sum(self.kept[: self.num_blocks - num_recomputed])
         return max(0, (self.room - self.base) // max(row, 1))
 
-    def beside(self, num_bytes: int) -> TileMemory:
-        """Memory of these tiles where `num_bytes` more are taken."""
-        return replace(self, room=self.room - num_bytes)
-
 
 def measure_tiles(
     peak_bytes: Callable[[int], int],

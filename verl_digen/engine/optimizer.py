@@ -3,15 +3,15 @@
 open, and the loss scale of fp16.
 
 `fused` or `foreach` in `actor_rollout_ref.actor.optim.override_optimizer_config` is the user's choice: `fused: false`
-turns this off. A checkpoint holds these options, too, and the place of the step counters follows from them; `settle`
-gives a loaded optimizer its own options back, so that a run continues one of either kind.
+turns this off. A checkpoint holds these options, too; a run continues one of either kind with its own.
 
 Invariant (tests/engine/test_optimizer.py): weights equal PyTorch's loop over tensors, to rounding, also after a
 checkpoint of the other kind.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,22 +35,13 @@ def with_fused(config: FSDPOptimizerConfig, parameters: Iterable[Tensor]) -> FSD
     return replace(config, override_optimizer_config=given | {"fused": True})
 
 
-def implementations(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """The choice of implementation of each group of parameters, for `settle`."""
-    return [{name: group[name] for name in CHOICES & group.keys()} for group in optimizer.param_groups]
-
-
-def settle(optimizer: torch.optim.Optimizer, own: list[dict[str, object]]) -> None:
-    """Give an optimizer that was loaded its own implementation back, and its step counters the place for that."""
-    for group, choice in zip(optimizer.param_groups, own, strict=True):
-        group.update(choice)
-        if "fused" not in choice:
-            continue
-        for parameter in group["params"]:
-            step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
-            if isinstance(step, Tensor):
-                place = parameter.device if choice["fused"] else torch.device("cpu")
-                optimizer.state[parameter]["step"] = step.to(device=place, dtype=torch.float32)
+def with_own_choices(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups of a state dict with the implementation that `optimizer` has; `load_state_dict` then puts the
+    step counters where that one wants them."""
+    return [
+        saved | {name: own[name] for name in CHOICES & own.keys()}
+        for saved, own in zip(groups, optimizer.param_groups, strict=True)
+    ]
 
 
 FIRST_SCALE = 2.0**16

@@ -13,7 +13,7 @@ Invariant: all ranks make the same plan, so that all run the same number of tile
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from verl.utils.device import get_device_name
 
-from verl_digen.config import TspConfig
 from verl_digen.engine import memory
 from verl_digen.engine.fragment import FragmentSample, fragment_rows
+from verl_digen.engine.loss import DiffusionLoss
 from verl_digen.engine.memory import TileMemory
-from verl_digen.engine.recompute import ALL, Recomputation
+from verl_digen.engine.recompute import ALL
 from verl_digen.engine.rows import Fetch, Picks, Points, Samples, TileWork, make_rows, text_order
-from verl_digen.engine.whole_base import WholeBase
-from verl_digen.models.base import DiffusionModel
+from verl_digen.engine.transaction import GradientTransaction
+from verl_digen.engine.verl_batches import VerlBatches
 from verl_digen.platforms import device_memory
 from verl_digen.schedulers.tiles import Row, Tile, TileChoice, choose_tile, deal_rows, plan_tiles, stand_ins
 from verl_digen.types import Sampling, TrainingRows
@@ -48,30 +48,12 @@ SMALLEST_TILE = "set digen.tsp.samples_per_tile=1 digen.tsp.steps_per_tile=1, or
 
 
 class Planner:
-    """Plans of one engine, and the measurements that they need.
+    """Plans of one engine, and the measurements that they need."""
 
-    Args:
-        group: the data-parallel ranks.
-        model: says how long the texts of a sample are, and whether the network can mask padding.
-        rehearse: dry run of rows as in training, to measure memory.
-        later_bytes: device memory for what comes with the first optimizer step and stays.
-    """
-
-    def __init__(
-        self,
-        tsp: TspConfig,
-        group: dist.ProcessGroup,
-        points: Points,
-        model: DiffusionModel,
-        rehearse: Callable[[TrainingRows], None],
-        later_bytes: Callable[[], int],
-        recomputation: Recomputation,
-        base: WholeBase,
-    ):
-        self.tsp, self.points, self.model = tsp, points, model
-        self.rehearse, self.later_bytes, self.recomputation = rehearse, later_bytes, recomputation
-        self.base = base
-        self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, engine: VerlBatches):
+        self._engine, self.tsp, self.points, self.model = engine, engine.digen.tsp, engine.points, engine.model
+        self.recomputation, self.base = engine.recomputation, engine.base
+        self.rank, self.num_ranks = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
         self._measured: dict[Key, TileMemory] = {}
         self._logged: set[tuple[Key, TileChoice]] = set()
 
@@ -92,7 +74,7 @@ class Planner:
             raise
         own.request([places[row.sample] for row in tile.rows] for tile in tiles)
         groups = [sample.facts.uid for sample in samples]
-        return TileWork(own, places, tiles, recomputed, rows, groups, advantages)
+        return TileWork(self.points, own, places, tiles, recomputed, rows, groups, advantages)
 
     def _tiles(
         self, dealt: Sequence[Sequence[Row]], mine: Sequence[Row], own: Samples, places: Mapping[int, int]
@@ -150,7 +132,7 @@ class Planner:
             lambda num_rows: self._peak_bytes(_rehearsal(self.points, samples, longest, num_rows, key[1])),
             device_memory.limit_bytes(),
             kept_bytes=device_memory.allocated_bytes,
-            later_bytes=self.later_bytes(),
+            later_bytes=memory.state_to_come(self._engine.optimizer),
             blocks=self.recomputation if self.recomputation.fixed is None else None,
             most=memory.agreed_most,
         )
@@ -168,6 +150,17 @@ class Planner:
                 with memory.shortage_explained("a rehearsed tile", len(rows), lambda: remedy):
                     raise
             return device_memory.limit_bytes()
+
+    def rehearse(self, rows: TrainingRows) -> None:
+        """Run one tile (forward, and backward if the engine trains) as in training, to measure memory, and discard the
+        gradient. Rows are on the CPU."""
+        engine, rows = self._engine, rows.to(self._engine.forward.device)
+        if engine.engine_config.forward_only:
+            with torch.no_grad():
+                engine.forward(rows)
+        else:
+            with torch.enable_grad():
+                GradientTransaction(engine, DiffusionLoss(engine.digen), num_rows=1).rehearse(rows)
 
 
 def _text_tokens(samples: Samples, pick: tuple[int, Sequence[int]]) -> int:

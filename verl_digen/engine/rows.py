@@ -12,7 +12,7 @@ depends on its sample and its point alone; a filler (padding) tile repeats an ex
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import Protocol
@@ -118,12 +118,10 @@ class Samples:
     described: Sequence[FragmentSample]
     columns: Mapping[str, Sequence[Tensor]]
     """`Points.columns`, each sample's tensor without a batch dimension."""
-    conditions: Sequence[ConditionPair]
-    """Samples of one prompt share the object. Of an episode, the first turn's."""
+    conditions: Mapping[str, ConditionPair]
+    """By condition key, of each prompt and turn; samples of one prompt share the object."""
     advantages: Tensor
     """[B] fp32, or [B, K] with a tree, where each point has its own; 0 if the caller only wants log-probs."""
-    turn_conditions: Mapping[str, ConditionPair] = field(default_factory=dict)
-    """Key -> conditions of the turns of episodes."""
     arrival: Arrival | None = None
     """Fetch of the columns in the background; None: they are all there."""
 
@@ -144,9 +142,7 @@ class Samples:
 
     def condition(self, index: int, point: int) -> ConditionPair:
         """Conditions of a sample at one of its points."""
-        sample = self.described[index]
-        key = sample.generated_with(point).condition_key
-        return self.turn_conditions[key] if sample.turns else self.conditions[index]
+        return self.conditions[self.described[index].generated_with(point).condition_key]
 
 
 AT_ONCE = 8
@@ -166,22 +162,16 @@ def fetch_samples(points: Points, partition: str, samples: Sequence[FragmentSamp
     arrival = Arrival(keys, points.columns, partial(fetch_columns, partition, names=points.columns))
     if len(samples) <= AT_ONCE:
         arrival.request([range(len(samples))])
-    turns = [turn.condition_key for sample in samples for turn in sample.turns]
     started_s = time.perf_counter()
     try:
-        conditions = fetch_conditions([*(sample.facts.condition_key for sample in samples), *turns])
+        conditions = fetch_conditions(
+            [part.condition_key for sample in samples for part in sample.turns or (sample.facts,)]
+        )
     except BaseException:
         arrival.close()
         raise
     arrival.waited_s += time.perf_counter() - started_s
-    return Samples(
-        described=samples,
-        columns=arrival.columns,
-        arrival=arrival,
-        conditions=[conditions[sample.facts.condition_key] for sample in samples],
-        advantages=torch.zeros(len(samples)),
-        turn_conditions={key: conditions[key] for key in turns},
-    )
+    return Samples(samples, arrival.columns, conditions, advantages=torch.zeros(len(samples)), arrival=arrival)
 
 
 def row_advantages(advantages: Tensor, samples: Sequence[int], points: Sequence[int]) -> Tensor:
@@ -222,15 +212,6 @@ def make_rows(points: Points, samples: Samples, picks: Picks) -> TrainingRows:
     )
 
 
-def tile_rows(points: Points, samples: Samples, tile: Tile, places: Mapping[int, int]) -> TrainingRows:
-    """The rows of a tile. `places`: `Row.sample`, a sample's number in the plan -> its index in `samples`."""
-    picks = [
-        (places[sample], [row.point for row in rows]) for sample, rows in groupby(tile.rows, lambda row: row.sample)
-    ]
-    rows = make_rows(points, samples, picks)
-    return replace(rows, mask=torch.zeros(len(rows))) if tile.is_filler else rows
-
-
 def text_order(model: DiffusionModel, pair: ConditionPair) -> tuple[int, ...]:
     """Lengths of a sample's texts, the longest first, then each; () where all are of one length for the network.
 
@@ -268,6 +249,7 @@ Exchange = Callable[[Tensor], Tensor]
 class TileWork:
     """Tiles of this rank and the samples of their rows; every rank has the same number of tiles."""
 
+    points: Points
     samples: Samples
     places: Mapping[int, int]
     """`Row.sample`, a sample's number in the plan -> its index in `samples`."""
@@ -275,16 +257,18 @@ class TileWork:
     recomputed: Mapping[int, int]
     """`Row.bucket` -> blocks recomputed in backward."""
     rows: Sequence[Row]
-    """All M rows of the fragment, the same on every rank."""
+    """All M rows of the samples, over all ranks and the same on each; none is masked."""
     groups: Sequence[str]
     """uid of each sample, by `Row.sample`."""
     advantages: Tensor
     """[samples] fp32, or [samples, K] with a tree."""
 
-    @property
-    def num_rows(self) -> int:
-        """Unmasked rows, over all ranks."""
-        return len(self.rows)
+    def rows_of(self, tile: Tile) -> TrainingRows:
+        """The rows of one of the tiles, on the CPU."""
+        by_sample = groupby(tile.rows, lambda row: row.sample)
+        picks = [(self.places[sample], [row.point for row in rows]) for sample, rows in by_sample]
+        rows = make_rows(self.points, self.samples, picks)
+        return replace(rows, mask=torch.zeros(len(rows))) if tile.is_filler else rows
 
     def joint_columns(
         self, scalars: Sequence[Tensor], combine: Callable[[JointRows], Tensor], exchange: Exchange
@@ -296,7 +280,7 @@ class TileWork:
         """
         index = {(row.sample, row.point): number for number, row in enumerate(self.rows)}
         places = [torch.tensor([index[row.sample, row.point] for row in tile.rows]) for tile in self.tiles]
-        found = torch.zeros(self.num_rows, device=scalars[0].device)
+        found = torch.zeros(len(self.rows), device=scalars[0].device)
         for tile, place, values in zip(self.tiles, places, scalars, strict=True):
             if not tile.is_filler:  # its row is in another tile, too
                 found[place.to(found.device)] = values

@@ -10,8 +10,7 @@ Invariant (tests/engine): a step with a gradient that is not finite changes neit
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,9 +27,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 from verl_digen.algorithms.objectives import Objective, find_objective
 from verl_digen.config import EmaConfig
-from verl_digen.engine.build import add_adapter, build_transformer, check_engine_config, keep_fp32, keep_input_dtypes
+from verl_digen.engine.build import add_adapter, build_transformer, keep_input_dtypes
 from verl_digen.engine.checkpoint import DiffusersCheckpointManager, UpdateState
-from verl_digen.engine.copies import AVERAGE, CURRENT, PolicyCopies, ShadowWeights
+from verl_digen.engine.copies import CURRENT, PolicyCopies
 from verl_digen.engine.export import NamedTensors, export
 from verl_digen.engine.gradients import exempt_unused
 from verl_digen.engine.offload import offload_safely
@@ -42,14 +41,12 @@ from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.kernels import compute_exactly
 from verl_digen.models.sequence import MESH_DIMS, split_networks
-from verl_digen.require import require
 
 logger = logging.getLogger(__name__)
 
 
 class ShardedTransformer(FSDPEngine):
-    """verl's constructor and methods. ValueError for settings that this engine does not support, named by their
-    keys."""
+    """verl's constructor and methods."""
 
     module: nn.Module
     model_config: DiffusionModelConfig  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -61,7 +58,6 @@ class ShardedTransformer(FSDPEngine):
         optimizer_config: FSDPOptimizerConfig,
         checkpoint_config: CheckpointConfig,
     ):
-        check_engine_config(engine_config)
         # verl splits packed text only; a diffusion row has no padding to remove, see `sequence_mesh`
         is_split = engine_config.ulysses_sequence_parallel_size > 1
         with _set_to(model_config, "use_remove_padding", is_split):
@@ -95,9 +91,9 @@ class ShardedTransformer(FSDPEngine):
             self.state.loss_scale = LossScale()
         self.copies = PolicyCopies(
             self.module,
-            partial(ShadowWeights, self.module, "cpu" if self.engine_config.param_offload else None),
             self.digen.ema if trains else EmaConfig(),
             self.digen.loss_settings.copies if trains else {},
+            device="cpu" if self.engine_config.param_offload else None,
         )
         self.base = WholeBase(self.module, self.model_config.whole_base if trains and self._is_lora else False)
         self.checkpoint_manager = DiffusersCheckpointManager(
@@ -108,11 +104,6 @@ class ShardedTransformer(FSDPEngine):
             update_state=self.state,
             copies=self.copies,
         )
-
-    def keep_fp32(self) -> None:
-        """Compute in fp32 with the frozen parameters that diffusers keeps in fp32, as replicas of the `diffusers` back
-        end do; before the first forward."""
-        keep_fp32(self.module, self.model.spec.transformer)
 
     def _build_module(self) -> nn.Module:
         return build_transformer(self.model, self.model_config, self.engine_config, self.rank)
@@ -192,39 +183,36 @@ class ShardedTransformer(FSDPEngine):
 
     # -- export -------------------------------------------------------------------------------------------
     def get_per_tensor_param(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, layered_summon: bool = False, base_sync_done: bool = True, *, policy: str | None = None, **kwargs: Any
+        self, layered_summon: bool = False, base_sync_done: bool = True, **kwargs: Any
     ) -> tuple[NamedTensors, dict[str, Any] | None]:
-        """Tensors for a replica: (name, full tensor) in `wire_dtype`, to be consumed by all ranks in step.
+        """Tensors of policy `exports` for a replica: (name, full tensor) in `wire_dtype`. All ranks consume all of
+        them, in step, before they train.
 
         Full weights, or with LoRA the merged ones (`model.lora.merge=true`), come under the checkpoint's names and
         without a peft config; an adapter alone under peft's names and with its config. `base_sync_done=False` yields
-        the base weights if updates carry the adapter alone. A `policy` replaces `exports`; do not train until all is
-        consumed. ValueError if the run keeps no such copy.
+        the base weights if updates carry the adapter alone.
         """
-        policy = policy or self.exports
         self._hand_over()
-        require(
-            policy != AVERAGE or policy in self.copies,
-            "digen.ema.enable must be true to export averaged weights",
-            False,
-            "set it to true",
-        )
-        exported, config = export(
+        tensors, config = export(
             self.module,
             self.wire_dtype,
             merge_lora=self._is_lora and self.model_config.merges_lora,
             base_sync_done=base_sync_done,
         )
-        return (exported if policy == CURRENT else self._of_copy(policy, exported)), config
+        return self._of_exported(tensors), config
 
     def _hand_over(self) -> None:
         """Free device memory that replicas on this device may take, and that the next forward makes again."""
         if self.shares_device:
             self.base.release()
 
-    def _of_copy(self, policy: str, exported: NamedTensors) -> NamedTensors:
-        with self.copies[policy].swapped_in(self.module):
-            yield from exported
+    def _of_exported(self, tensors: NamedTensors) -> NamedTensors:
+        with self._exported():
+            yield from tensors
+
+    def _exported(self) -> AbstractContextManager[None]:
+        """Context in which the module has the weights of the policy that generates, `exports`."""
+        return nullcontext() if self.exports == CURRENT else self.copies[self.exports].swapped_in(self.module)
 
 
 @contextmanager

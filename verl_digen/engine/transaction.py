@@ -31,18 +31,18 @@ from verl_digen.engine.fsdp2 import kept_after_backward, recover
 from verl_digen.engine.gradients import Gradient
 from verl_digen.engine.loss import DiffusionLoss, LossTerms, tile_loss
 from verl_digen.engine.policies import Outputs, moved
-from verl_digen.engine.rows import Points, TileWork, padded_tokens, tile_rows
+from verl_digen.engine.rows import TileWork, padded_tokens
 from verl_digen.engine.verl_batches import VerlBatches
 from verl_digen.schedulers.tiles import Tile
 from verl_digen.types import TrainingRows
 
 
 class GradientTransaction:
-    """An accumulating gradient of an engine's module, of the points that its rows are made of. `num_rows`: planned
-    unmasked rows of the logical batch, over all ranks."""
+    """An accumulating gradient of an engine's module. `num_rows`: planned unmasked rows of the logical batch, over all
+    ranks."""
 
-    def __init__(self, engine: VerlBatches, loss: DiffusionLoss, points: Points, num_rows: int):
-        self.module, self.forward, self.loss, self.points = engine.module, engine.forward, loss, points
+    def __init__(self, engine: VerlBatches, loss: DiffusionLoss, num_rows: int):
+        self.module, self.forward, self.loss = engine.module, engine.forward, loss
         self.recomputation, self.backward, self.exchange = engine.recomputation, engine.backward, engine.sum_over_ranks
         self.num_rows, self.num_ranks = num_rows, engine.get_data_parallel_size()
         self.reduce = engine.when_to_reduce()
@@ -98,16 +98,13 @@ class GradientTransaction:
                 terms = self._backward(rows, outputs, column, is_final=is_final, reduces=reduces)
             self.recomputed_shares += self.recomputation.share
             (self._settled if is_final else self._unsettled).append(terms.detach())
-        self.num_trained_rows += work.num_rows
+        self.num_trained_rows += len(work.rows)
 
     def _tiles_of(self, work: TileWork) -> Iterator[tuple[TrainingRows, Mapping[str, Outputs], Tensor | None]]:
         """(rows on the device, outputs of other policies, joint column under the current weights) of each tile."""
 
-        def rows_of(tile: Tile) -> TrainingRows:
-            return tile_rows(self.points, work.samples, tile, work.places)
-
         def on_device(tile: Tile) -> TrainingRows:
-            return rows_of(tile).to(self.forward.device)
+            return work.rows_of(tile).to(self.forward.device)
 
         makers = [partial(on_device, tile) for tile in work.tiles]
         others = self.forward.others(self.loss.wanted, makers)
@@ -122,7 +119,7 @@ class GradientTransaction:
                 columns = work.joint_columns(scalars, lambda rows: joint.combine(rows, self.loss.config), self.exchange)
             others = (_moved(policies, self.forward.device) for policies in kept)
         for tile, outputs, column in zip(work.tiles, others, columns, strict=True):
-            rows = rows_of(tile)
+            rows = work.rows_of(tile)
             self.recomputation.num_blocks = work.recomputed[tile.rows[0].bucket]
             self._count(rows)
             self.num_tiles += 1

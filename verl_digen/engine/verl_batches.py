@@ -59,13 +59,10 @@ from verl_digen.engine.fsdp2 import recover
 from verl_digen.engine.loss import DiffusionLoss, tile_loss
 from verl_digen.engine.policies import PolicyForward, moved
 from verl_digen.engine.recompute import ALL
-from verl_digen.engine.rows import text_order
+from verl_digen.engine.rows import Points, text_order
 from verl_digen.engine.sharded import ShardedTransformer
 from verl_digen.schedulers.tiles import Budget, Row, Tile, plan_tiles
 from verl_digen.types import SCHEDULE_COLUMNS, Noised, TrainingRows, Transitions
-
-OPTIONAL = ("negative_conditions",)
-"""Columns that may be absent, besides fields with a default."""
 
 
 def pack_rows(rows: TrainingRows) -> TensorDict:
@@ -85,18 +82,13 @@ def unpack_rows(batch: TensorDict) -> TrainingRows:
     if len(samplings) != 1:
         raise ValueError(f"rows of one micro-batch must have one sampling, got {samplings}; split the batch by them")
     columns["sampling"] = samplings.pop()
-    columns.setdefault("negative_conditions", None)
     return TrainingRows(**columns, point=kind(**_columns(batch, kind)))
 
 
 def _columns(batch: TensorDict, kind: type, besides: tuple[str, ...] = ()) -> dict[str, Any]:
     """Columns of the fields of `kind` that the batch has."""
     wanted = [field for field in fields(kind) if field.name not in besides]
-    missing = [
-        field.name
-        for field in wanted
-        if field.name not in batch and field.default is MISSING and field.name not in OPTIONAL
-    ]
+    missing = [field.name for field in wanted if field.name not in batch and field.default is MISSING]
     if missing:
         raise ValueError(
             f"a batch of rows needs the columns {', '.join(missing)} for {kind.__name__}, got "
@@ -125,6 +117,8 @@ class VerlBatches(ShardedTransformer):
     """The engine's methods with verl's names for a batch, on rows that the caller has split."""
 
     forward: PolicyForward
+    points: Points
+    """Kind of points that the run's objective trains."""
     _reduce: str | None = None
     """Choice made for `digen.tsp.reduce=auto`."""
 

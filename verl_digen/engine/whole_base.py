@@ -23,6 +23,7 @@ all of its parameters.
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -177,7 +178,7 @@ class WholeBase:
         sharded = partial(choose, found.rows, num_blocks=found.num_blocks)
         if self.is_kept is False:
             return sharded()
-        beside = found.beside(self.num_bytes)
+        beside = replace(found, room=found.room - self.num_bytes)
         whole = choose(beside.rows, num_blocks=beside.num_blocks, is_whole=True)
         if self._is_forced:
             return whole

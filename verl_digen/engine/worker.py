@@ -35,6 +35,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl_digen.algorithms.rows import Metric, Plain, plain
 from verl_digen.engine import rendezvous
 from verl_digen.engine.assistant import Assistant, RankGenerator
+from verl_digen.engine.build import keep_fp32
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.engine.rows import Fetch, fetch_samples
@@ -101,7 +102,7 @@ class DiffusionWorker(ActorRolloutRefWorker):
             self.engine.shares_device = self._is_rollout and name != TRAINER
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
             if name != "vllm_omni":  # which computes in one dtype
-                self.engine.keep_fp32()
+                keep_fp32(self.engine.module, self.engine.model.spec.transformer)
             if name == TRAINER:
                 self._generator = RankGenerator(self.engine, self.engine.wire_dtype)
             if self.engine.digen.tag.policy != "off":

@@ -20,7 +20,7 @@ from verl_digen.store.keys import TRAIN
 from verl_digen.types import SampleTag, Trajectory
 
 TAG = "digen"
-"""Name of the sample's own facts, beside verl's."""
+"""Name of the sample's own facts, beside verl's; a prompt's status has none."""
 _TAGS = TypeAdapter(SampleTag)
 
 
@@ -39,11 +39,6 @@ def to_entry(tag: SampleTag, step: int) -> dict[str, Any]:
 def from_entry(entry: Mapping[str, Any]) -> SampleTag:
     """Inverse of `to_entry`, without the step; transport makes lists of tuples."""
     return _TAGS.validate_python(entry[TAG])
-
-
-def is_sample(entry: Mapping[str, Any]) -> bool:
-    """Tell a sample's entry from a prompt's status."""
-    return TAG in entry
 
 
 async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step: int) -> None:
@@ -129,7 +124,7 @@ def to_listing(entries: Mapping[str, Mapping[str, Any]]) -> Listing:
     """Sort entries by kind. One that is being stored has a key before it has a tag: it is left out."""
     listing = Listing({}, {})
     for key, entry in entries.items():
-        if is_sample(entry):
+        if TAG in entry:
             listing.samples[key] = from_entry(entry)
         elif entry:
             listing.prompts[key] = PromptStatus(

@@ -379,14 +379,14 @@ class TrainingRows:
     point: Transitions | Noised
     conditions: Sequence[Condition]
     """N entries; rows of one prompt share the object."""
-    negative_conditions: Sequence[Condition] | None
-    """N entries, or None without guidance."""
     advantages: Tensor
     """[N] fp32."""
     mask: Tensor
     """[N] fp32: 1 for a row that trains, 0 for padding."""
     sampling: Sampling
     """Settings that all of them were generated with."""
+    negative_conditions: Sequence[Condition] | None = None
+    """N entries, or None without guidance."""
     rewards: Tensor | None = None
     """[N] fp32: the weighted sum over the reward functions, not centred; None if not given."""
 

@@ -45,9 +45,8 @@ class HostPool:
         pool.empty_like(torch.zeros(3, device=device))   # on the CPU; pool.num_bytes == CHUNK_BYTES
     """
 
-    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES):
+    def __init__(self, device: torch.device):
         self._is_pinned = device.type != "cpu"
-        self._chunk_bytes = chunk_bytes
         self._free = torch.empty(0, dtype=torch.uint8)
         self.num_bytes = 0
         """Bytes allocated, in whole chunks."""
@@ -56,7 +55,7 @@ class HostPool:
         """An uninitialised contiguous tensor on the CPU of the same shape and dtype."""
         size = math.ceil(tensor.nbytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if size > len(self._free):
-            chunk_bytes = max(size, self._chunk_bytes)
+            chunk_bytes = max(size, CHUNK_BYTES)
             self._free = torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
             self.num_bytes += chunk_bytes
         taken, self._free = self._free[:size], self._free[size:]

@@ -126,11 +126,6 @@ class WeightReceiver:
         tensors = tensors_of_update(self.module)
         self._shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        if not tensors:
-            raise RuntimeError(
-                "a weight update must set at least one tensor of the network, but the adapter wraps no layer; "
-                "actor_rollout_ref.model.target_modules must name layers of the transformer"
-            )
         self.is_whole = True
         """False from the start of a live update until `switch`, and after `lose`."""
         self._update: Update | None = None

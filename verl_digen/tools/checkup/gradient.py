@@ -138,7 +138,7 @@ def _samples(checkpoint: Path) -> Samples:
     return Samples(
         described=described,
         columns={name: [sample[name] for sample in columns] for name in PathRecord.COLUMNS},
-        conditions=[(condition, None) for condition in conditions],
+        conditions={request.condition_key: (found[request.uid], None) for request in requests},
         advantages=torch.zeros(len(described)),
     )
 
@@ -151,7 +151,7 @@ def _gradient(engine: DiffusersFSDPEngine, batch: Samples) -> tuple[float, float
         return Samples(
             described=samples,
             columns={name: [values[index] for index in chosen] for name, values in batch.columns.items()},
-            conditions=[batch.conditions[index] for index in chosen],
+            conditions=batch.conditions,
             advantages=torch.zeros(len(chosen)),
         )
 
