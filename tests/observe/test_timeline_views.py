@@ -11,7 +11,7 @@ import pytest
 
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
 from verl_digen import cli
-from verl_digen.observe.timeline import TimelineFile, read_timeline
+from verl_digen.observe.timeline.file import TimelineFile, read_timeline
 from verl_digen.observe.timeline.interval import KINDS, UNATTRIBUTED, WAIT_REASONS
 from verl_digen.observe.timeline.trace import group_label, group_names, rows, to_trace
 from verl_digen.report.timelines import COLOURS, WORDS

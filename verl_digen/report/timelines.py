@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_digen.observe.timeline import read_timeline
 from verl_digen.observe.timeline.analysis import around_step, by_lane, pool_usage, step_metrics, step_window
-from verl_digen.observe.timeline.file import NAME, Timeline
+from verl_digen.observe.timeline.file import NAME, Timeline, read_timeline
 from verl_digen.observe.timeline.interval import UNATTRIBUTED, Interval
 from verl_digen.observe.timeline.trace import group_label, group_names, rows
 from verl_digen.report.curves import rounded, thinned

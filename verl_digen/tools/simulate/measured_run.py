@@ -27,9 +27,9 @@ from omegaconf import OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.observe.run_files import START
-from verl_digen.observe.timeline import Interval, read_timeline
 from verl_digen.observe.timeline.file import NAME as TIMELINE
-from verl_digen.observe.timeline.interval import join_parts
+from verl_digen.observe.timeline.file import read_timeline
+from verl_digen.observe.timeline.interval import Interval, join_parts
 from verl_digen.require import require
 from verl_digen.sampling.requests import rows_per_group
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
