@@ -92,11 +92,6 @@ class Activations:
         """Bytes of the block that keeps most."""
         return max(block.kept for block in self.blocks)
 
-    @property
-    def saved(self) -> int:
-        """Bytes that autograd saves of the whole network."""
-        return self.head + sum(block.kept for block in self.blocks) + self.tail
-
     def moments(self, num_recomputed: int, *, offloads: bool = False) -> list[Moment]:
         """The moments of backward that may be the fullest, see the module. `offloads`: a recomputed block's inputs are
         on the device during its own turn only."""
