@@ -23,7 +23,7 @@ from functools import cache, partial
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tiles import choose_tile, prefers_whole_base
-from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, checkpoint_bytes, host_memory, step_traffic
+from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
 from verl_digen.tools.plan.run import Run
 
 WAITING = "trainer that waits"
@@ -76,11 +76,8 @@ class Memory:
     """Memory of a device, less the margin; None if unknown."""
     host: Items
     """Host memory of the fullest node: one of the trainer with its replicas, or of either pool."""
-    step: Items
-    """Traffic of a step."""
     is_base_whole: bool
     """True if the frozen base stays whole on every training device."""
-    checkpoint_bytes: int
 
     @property
     def recomputed_share(self) -> float:
@@ -140,9 +137,7 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
         encoding=Phase(encoders | beside_encoding, 0, 1, "prompt at a time") if in_turns else None,
         limit_bytes=limit,
         host=host_memory(run, resident, networks, in_turns=in_turns, input_bytes=_offloaded_inputs(run, tile)),
-        step=step_traffic(run),
         is_base_whole=tile.is_base_whole,
-        checkpoint_bytes=checkpoint_bytes(run),
     )
 
 
