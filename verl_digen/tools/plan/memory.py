@@ -218,7 +218,7 @@ class Tile:
 def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> Tile:
     """The engine's choice, from planned bytes in place of measured ones. `beside`: what else the device holds."""
     settings, activations = run.settings, run.measured.training
-    num_blocks, fixed = len(activations.blocks), _fixed_blocks(run, device_bytes)
+    fixed, num_blocks = _recomputed_blocks(run, device_bytes)
     when = _when_to_reduce(run, resident, device_bytes)
 
     @cache
@@ -227,8 +227,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
         return (items := resident | weights | beside), sum(items.values())
 
     def moments(num_recomputed: int, *, is_whole: bool = False) -> Iterator[tuple[Items, int, int]]:
-        number = num_recomputed if fixed is None else fixed
-        for moment in activations.moments(number, offloads=settings.offloads_activations):
+        for moment in activations.moments(fixed + num_recomputed, offloads=settings.offloads_activations):
             items, size = beside_rows(moment.block, moment.gradient_bytes, is_whole)
             yield items, size, -(-moment.row_bytes // settings.sequence_parallel)
 
@@ -241,7 +240,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     num_groups = settings.num_trainer_devices // settings.sequence_parallel
     num_rows = math.ceil(run.num_trained_rows / num_groups)
     samples, steps = settings.digen.tsp.extents
-    wanted = {"num_blocks": num_blocks if fixed is None else 0, "num_rows": num_rows}
+    wanted = {"num_blocks": num_blocks, "num_rows": num_rows}
     choose = partial(choose_tile, samples=samples, steps=steps, **wanted)
     choice, is_whole = choose(rows_that_fit), False
     if may_be_whole(run):
@@ -254,8 +253,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     num_rows = min(choice.shape.size, num_rows)
     found = moments(choice.num_recomputed, is_whole=is_whole)
     items, _, row_bytes = max(found, key=lambda moment: moment[1] + num_rows * moment[2])
-    num_recomputed = choice.num_recomputed if fixed is None else fixed
-    return Tile(Phase(items, row_bytes, num_rows, "rows of a tile"), num_recomputed, is_whole)
+    return Tile(Phase(items, row_bytes, num_rows, "rows of a tile"), fixed + choice.num_recomputed, is_whole)
 
 
 def may_be_whole(run: Run) -> bool:
@@ -298,16 +296,15 @@ def _offloaded_inputs(run: Run, tile: Tile) -> int:
     return tile.phase.num_rows * -(-inputs // run.settings.sequence_parallel)
 
 
-def _fixed_blocks(run: Run, device_bytes: int | None) -> int | None:
-    """Recomputed blocks if memory does not decide."""
+def _recomputed_blocks(run: Run, device_bytes: int | None) -> tuple[int, int]:
+    """(blocks that are recomputed in any case, number of further ones that memory decides)."""
     wanted, all_blocks = run.settings.recompute, len(run.measured.training.blocks)
-    if wanted == "auto" and not run.settings.is_accelerated:
-        return 0
-    if wanted == "auto" and device_bytes is None:
-        return all_blocks
     if isinstance(wanted, int):
-        return min(wanted, all_blocks)
-    return {"auto": None, "all": all_blocks, "none": 0}[wanted]
+        return min(wanted, all_blocks), 0
+    if wanted == "auto" and run.settings.is_accelerated and device_bytes is not None:
+        return 0, all_blocks
+    recomputes = wanted == "all" or (wanted == "auto" and run.settings.is_accelerated)
+    return all_blocks if recomputes else 0, 0
 
 
 def _when_to_reduce(run: Run, resident: Items, device_bytes: int | None) -> str:
