@@ -13,8 +13,6 @@ Invariants
 - tests/plan/test_tracker.py: a training tile within 5 % of what PyTorch's memory tracker counts of the engine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -127,17 +125,19 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
     beside_encoding = _without(beside_generating, {WAITING} if run.settings.draws else ())
     of_replica = _without(networks, resting) | beside_generating
     runtime = _runtime(run, trains=True, generates=not (run.settings.is_split or run.settings.draws))
-    tile = _choose_tile(run, resident, beside_training | _assistant(run) | runtime, device_bytes)
+    beside_training |= _assistant(run) | runtime
+    training, num_recomputed, is_whole = _choose_tile(run, resident, beside_training, device_bytes)
+    input_bytes = _offloaded_inputs(run, training.num_rows, num_recomputed)
     return Memory(
-        training=tile.phase,
-        num_recomputed=tile.num_recomputed,
+        training=training,
+        num_recomputed=num_recomputed,
         num_blocks=len(run.measured.training.blocks),
-        generating=_generating(run, of_replica | _gathered_to_generate(run, tile), limit),
+        generating=_generating(run, of_replica | _gathered_to_generate(run, is_whole=is_whole), limit),
         decoding=_decoding(run, of_replica, limit),
         encoding=Phase(encoders | beside_encoding, 0, 1, "prompt at a time") if in_turns else None,
         limit_bytes=limit,
-        host=host_memory(run, resident, networks, in_turns=in_turns, input_bytes=_offloaded_inputs(run, tile)),
-        is_base_whole=tile.is_base_whole,
+        host=host_memory(run, resident, networks, in_turns=in_turns, input_bytes=input_bytes),
+        is_base_whole=is_whole,
     )
 
 
@@ -152,11 +152,11 @@ def _generating(run: Run, items: Items, limit: int | None) -> Phase:
     return Phase(items, sample, most, "samples of a batch")
 
 
-def _gathered_to_generate(run: Run, tile: Tile) -> Items:
+def _gathered_to_generate(run: Run, *, is_whole: bool) -> Items:
     """Parameters that a rank gathers for a forward; all of them only where there is room."""
     if not run.settings.draws:
         return {}
-    found = [gathered(run, block, is_whole=tile.is_base_whole) for block in range(len(run.measured.training.blocks))]
+    found = [gathered(run, block, is_whole=is_whole) for block in range(len(run.measured.training.blocks))]
     return max(found, key=lambda items: sum(items.values()))
 
 
@@ -206,17 +206,9 @@ def trainer_state(run: Run) -> Items:
     return items
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Training with the tiles that the engine would choose."""
-
-    phase: Phase
-    num_recomputed: int
-    is_base_whole: bool
-
-
-def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> Tile:
-    """The engine's choice, from planned bytes in place of measured ones. `beside`: what else the device holds."""
+def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> tuple[Phase, int, bool]:
+    """(training, number of recomputed blocks, True if the base is whole) with the engine's choice of a tile, from
+    planned bytes in place of measured ones. `beside`: what else the device holds."""
     settings, activations = run.settings, run.measured.training
     fixed, num_blocks = _recomputed_blocks(run, device_bytes)
     when = _when_to_reduce(run, resident, device_bytes)
@@ -253,7 +245,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     num_rows = min(choice.shape.size, num_rows)
     found = moments(choice.num_recomputed, is_whole=is_whole)
     items, _, row_bytes = max(found, key=lambda moment: moment[1] + num_rows * moment[2])
-    return Tile(Phase(items, row_bytes, num_rows, "rows of a tile"), fixed + choice.num_recomputed, is_whole)
+    return Phase(items, row_bytes, num_rows, "rows of a tile"), fixed + choice.num_recomputed, is_whole
 
 
 def may_be_whole(run: Run) -> bool:
@@ -288,12 +280,12 @@ def gathered(run: Run, block: int, *, is_whole: bool) -> Items:
     return base | {GATHERED: number * run.settings.dtypes.compute.itemsize}
 
 
-def _offloaded_inputs(run: Run, tile: Tile) -> int:
+def _offloaded_inputs(run: Run, num_rows: int, num_recomputed: int) -> int:
     """Host memory of one rank for the inputs of recomputed blocks."""
     if not run.settings.offloads_activations:
         return 0
-    inputs = sum(block.inputs for block in run.measured.training.blocks[: tile.num_recomputed])
-    return tile.phase.num_rows * -(-inputs // run.settings.sequence_parallel)
+    inputs = sum(block.inputs for block in run.measured.training.blocks[:num_recomputed])
+    return num_rows * -(-inputs // run.settings.sequence_parallel)
 
 
 def _recomputed_blocks(run: Run, device_bytes: int | None) -> tuple[int, int]:
