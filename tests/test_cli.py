@@ -102,8 +102,8 @@ def test_a_remedy_that_cannot_help_is_not_given(weights, said):
         return Phase(items={"weights": size}, row_bytes=0, num_rows=1, rows_name="row")
 
     phases = {"training": phase(1), "generating": phase(weights), "decoding": phase(1)}
-    counts = dict(num_recomputed=0, num_blocks=1, checkpoint_bytes=0, limit_bytes=20)
-    memory = Memory(**phases, **counts, host={}, step={}, is_base_whole=False, encoding=None)
+    counts = dict(num_recomputed=0, num_blocks=1, limit_bytes=20)
+    memory = Memory(**phases, **counts, host={}, is_base_whole=False, encoding=None)
     assert said in _way_out(memory)
 
 

@@ -32,7 +32,7 @@ from verl_digen.inputs.images import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.observe.run_files import METRICS, read_lines
 from verl_digen.rollout.server import DiffusersServer
-from verl_digen.tools.bench import BenchWork, Mode, run_dir_of, run_mode
+from verl_digen.tools.bench import Mode, run_dir_of, run_mode
 from verl_digen.tools.checkup.training import read_steps
 from verl_digen.types import Geometry, SampleRequest, Sampling
 
@@ -60,12 +60,11 @@ def mode_of(name: str) -> Mode:
 
 def train(names: list[str], num_steps: int, seed: int, out: Path) -> None:
     """Make the runs that are missing, one after the other."""
-    work = BenchWork(
-        ("digen_quickstart",), (f"digen.seed={seed}", "trainer.test_freq=5", "trainer.val_before_train=true"), num_steps
-    )
+    overrides = (f"digen.seed={seed}", "trainer.test_freq=5", "trainer.val_before_train=true")
+    work = {"recipe": "digen_quickstart", "overrides": overrides, "num_steps": num_steps}
     for name in names:
         if not read_steps(run_dir_of(out, mode_of(name), seed)):
-            result = run_mode(work, mode_of(name), seed, out)
+            result = run_mode(mode_of(name), seed, out, **work)
             print(f"{name}: {result.wall_s:.0f} s in all", flush=True)
 
 

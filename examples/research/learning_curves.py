@@ -29,10 +29,10 @@ from statistics import median
 from learning_report import Curve, Run, cut, write_report
 
 from verl_digen.observe.run_files import METRICS, read_lines
-from verl_digen.tools.bench import BenchWork, Mode, run_dir_of, run_mode
+from verl_digen.tools.bench import Mode, run_dir_of, run_mode
 from verl_digen.tools.checkup.training import RunFailed
 
-QUICKSTART = ("digen_quickstart",)
+QUICKSTART = "digen_quickstart"
 LONG_STEPS = 60
 """Steps of the quick start; curves of runs of that many have a table and a picture of their own."""
 VALIDATE_EVERY = 5
@@ -147,12 +147,12 @@ def ensure_run(mode: Mode, seed: int, num_steps: int, out: Path, *, validates: b
         overrides = [f"digen.seed={seed}"]
         if validates:
             overrides += [f"trainer.test_freq={VALIDATE_EVERY}", "trainer.val_before_train=true"]
-        work = BenchWork(QUICKSTART, tuple(overrides), num_steps)
+        work = {"recipe": QUICKSTART, "overrides": overrides, "num_steps": num_steps}
         unfinished = run_dir_of(out / UNFINISHED, mode, seed)
         if unfinished.exists():
             print(f"{unfinished} did not end and starts afresh", flush=True)
             shutil.rmtree(unfinished)
-        wall_s = run_mode(work, mode, seed, out / UNFINISHED).wall_s
+        wall_s = run_mode(mode, seed, out / UNFINISHED, **work).wall_s
         if run_dir.exists():  # a shorter run
             shutil.rmtree(run_dir)
         unfinished.replace(run_dir)

@@ -52,8 +52,8 @@ def test_medians_leave_the_warm_up_out_and_ratios_are_made_repeat_by_repeat():
 
 @pytest.mark.parametrize("fails_at", [3, 4])
 def test_a_run_that_fails_leaves_the_whole_repeats(monkeypatch, tmp_path, capsys, fails_at):
-    def run_mode(work, mode, repeat, out):
-        asked.append((mode.name, repeat, work.overrides))
+    def run_mode(mode, repeat, out, *, overrides, **work):
+        asked.append((mode.name, repeat, overrides))
         if len(asked) == fails_at:
             raise training.RunFailed("no replica is alive")
         (out / f"{len(asked)}").mkdir(parents=True)

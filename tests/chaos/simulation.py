@@ -41,7 +41,8 @@ from tests.trainer.direct import as_it_is
 from verl_digen.agent_loop.server_manager import DiffusionServerClient
 from verl_digen.data.rows import prompt_rows
 from verl_digen.errors import RunStopped
-from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.observe.timeline.interval import Lane
+from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.processes.relays import Process, Together
 from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import VAL, SampleName

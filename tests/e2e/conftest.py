@@ -25,7 +25,7 @@ from tests.reward.judges.chat_server import ChatServer, likely, pictures_in
 from tests.weight_change import SGD, assert_same_change
 from verl_digen.engine.saved_state import SavedState
 from verl_digen.models import load_model
-from verl_digen.observe.timeline import read_timeline
+from verl_digen.observe.timeline.file import read_timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "examples" / "tiny_qwen_image" / "checkpoint"

@@ -29,7 +29,7 @@ from tests.e2e.moments import interfere_with_runs
 from tests.reward.judges.chat_server import ChatServer
 from tests.weight_change import SGD
 from verl_digen.engine.driver_checkpoint import load_driver_state, load_open_prompts
-from verl_digen.observe.timeline import read_timeline
+from verl_digen.observe.timeline.file import read_timeline
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

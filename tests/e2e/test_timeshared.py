@@ -4,7 +4,7 @@
 import pytest
 
 from tests.e2e.conftest import assert_succeeded, run_main
-from verl_digen.observe.timeline import read_timeline
+from verl_digen.observe.timeline.file import read_timeline
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.conftest import assert_same_gradients, assert_same_weights, assert_succeeded, steps_of
 from verl_digen.cli import main
-from verl_digen.observe.timeline import read_timeline
+from verl_digen.observe.timeline.file import read_timeline
 from verl_digen.report.page import collect
 
 pytestmark = pytest.mark.e2e

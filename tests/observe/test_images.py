@@ -27,7 +27,7 @@ from verl_digen.observe.images import (
     save_pixels,
     video_path,
 )
-from verl_digen.observe.trackers import log_pictures, log_table
+from verl_digen.observe.trackers import log_to_tensorboard
 
 RED, GREEN = (255, 0, 0), (0, 255, 0)
 
@@ -144,7 +144,8 @@ def test_nothing_is_stretched(tmp_path, height, width):
 
 
 def test_tensorboard_reads_a_table_whose_cells_are_plain_text(tmp_path):
-    log_table(tmp_path / "board", 3, "val/rewards", ["prompt", "reward"], [["a | <b>cat</b>\n  *on* a_mat", "0.5"]])
+    rows = [["prompt", "reward"], ["a | <b>cat</b>\n  *on* a_mat", "0.5"]]
+    log_to_tensorboard(tmp_path / "board", 3, {}, {}, {"val/rewards": rows})
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     [event] = board.Tensors("val/rewards/text_summary")
@@ -159,9 +160,8 @@ def test_tensorboard_reads_a_table_whose_cells_are_plain_text(tmp_path):
 def test_tensorboard_reads_the_very_files(tmp_path):
     shown = show(tmp_path / "val-00000.png", video(5))
     for step in (0, 3):
-        log_pictures(
-            tmp_path / "board", step, {"val/pictures": shown.path, "val/videos/val-00000": video_path(shown.path)}
-        )
+        pictures = {"val/pictures": shown.path, "val/videos/val-00000": video_path(shown.path)}
+        log_to_tensorboard(tmp_path / "board", step, pictures, {}, {})
     board = EventAccumulator(str(tmp_path / "board"))
     board.Reload()
     assert board.Tags()["images"] == ["val/pictures", "val/videos/val-00000"]

@@ -10,8 +10,15 @@ from itertools import pairwise
 import pytest
 
 from tests.observe.timeline_runs import GROUP_SAMPLES, START_S, interval, lane, random_intervals, simulated_run
-from verl_digen.observe.timeline import step_metrics
-from verl_digen.observe.timeline.analysis import LABELS, around_step, lane_seconds, overlap_s, pool_usage, step_window
+from verl_digen.observe.timeline.analysis import (
+    LABELS,
+    around_step,
+    lane_seconds,
+    overlap_s,
+    pool_usage,
+    step_metrics,
+    step_window,
+)
 
 WINDOW = (START_S, START_S + 10)
 

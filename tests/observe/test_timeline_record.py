@@ -13,9 +13,12 @@ from dataclasses import replace
 import pytest
 
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
-from verl_digen.observe.timeline import Recorder, TimelineFile, UnixClock, read_timeline, recorder, step_metrics
 from verl_digen.observe.timeline import interval as interval_module
+from verl_digen.observe.timeline import recorder
+from verl_digen.observe.timeline.analysis import step_metrics
+from verl_digen.observe.timeline.file import TimelineFile, read_timeline
 from verl_digen.observe.timeline.interval import from_line, join_parts, to_line
+from verl_digen.observe.timeline.recorder import Recorder, UnixClock
 
 
 class SettableClock:

@@ -11,10 +11,10 @@ import pytest
 
 from tests.observe.timeline_runs import START_S, interval, lane, random_intervals, simulated_run
 from verl_digen import cli
-from verl_digen.observe.timeline import TimelineFile, read_timeline
+from verl_digen.observe.timeline.file import TimelineFile, read_timeline
 from verl_digen.observe.timeline.interval import KINDS, UNATTRIBUTED, WAIT_REASONS
 from verl_digen.observe.timeline.trace import group_label, group_names, rows, to_trace
-from verl_digen.report.timelines import COLOURS, WORDS
+from verl_digen.report import timelines
 
 EVER = (float("-inf"), float("inf"))
 
@@ -114,9 +114,9 @@ def test_a_trace_of_anything_is_valid_and_holds_the_facts():
 
 
 def test_every_kind_has_a_colour_and_words():
-    assert set(COLOURS) == set(KINDS) - {"step"}
-    assert len(set(COLOURS.values())) == len(COLOURS)
-    assert set(WORDS) == {*KINDS, *WAIT_REASONS, UNATTRIBUTED}
+    assert set(timelines.KINDS) == set(KINDS) - {"step"}
+    assert len({shown["colour"] for shown in timelines.KINDS.values()}) == len(timelines.KINDS)
+    assert set(timelines.CAUSES) == {*WAIT_REASONS, UNATTRIBUTED}
 
 
 # -- command ----------------------------------------------------------------------------------------------

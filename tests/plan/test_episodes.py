@@ -23,7 +23,7 @@ from verl_digen.data.rows import loop_columns
 from verl_digen.models import load_model
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.store.conditions import to_columns
-from verl_digen.tools.plan.memory import plan_memory
+from verl_digen.tools.plan.host import step_traffic
 from verl_digen.tools.plan.output import make_plan
 from verl_digen.tools.plan.run import turn_geometry
 from verl_digen.tools.plan.split import plan_time
@@ -100,20 +100,20 @@ def test_a_step_moves_and_computes_what_real_episodes_do(tmp_path):
     assert plan.run.num_trained_rows == sum(len(record.sigmas) for record in records) > NUM_PROMPTS * NUM_TURNS
     assert plan.time.generating_flops == len(client.requests) * NUM_STEPS * plan.run.measured.flops.forward
     stored = sum(column.nbytes for record in records for column in record.columns().values())
-    assert plan.memory.step["trajectories"] == stored
+    assert step_traffic(plan.run)["trajectories"] == stored
     assert settings.num_conditions == len(conditions) == NUM_PROMPTS * (1 + GROUP_SIZE * (NUM_TURNS - 1))
     stored = sum(part.nbytes for pair in conditions.values() for part in to_columns(*pair).values())
     shorter = sum((longest - len(one)) * one[0].nbytes for one in embeds)
-    assert plan.memory.step["conditions"] == stored + shorter > stored, "of the longest text"
+    assert step_traffic(plan.run)["conditions"] == stored + shorter > stored, "of the longest text"
 
 
 def test_by_hand():
     """Four groups of eight; a sample of one turn has 9 rows, and 10 MB."""
     plain, episodes = make_run(), make_run(digen=EXAMPLE)
     assert episodes.num_trained_rows == 3 * plain.num_trained_rows == 4 * 8 * 27
-    assert plan_memory(episodes, None).step["trajectories"] == 3 * 4 * 8 * 10**7
-    assert plan_memory(episodes, None).step["conditions"] == (4 + 4 * 8 * 2) * 10**6
-    assert plan_memory(plain, None).step["conditions"] == 4 * 10**6
+    assert step_traffic(episodes)["trajectories"] == 3 * 4 * 8 * 10**7
+    assert step_traffic(episodes)["conditions"] == (4 + 4 * 8 * 2) * 10**6
+    assert step_traffic(plain)["conditions"] == 4 * 10**6
     long, short = plan_time(episodes, "H100", 0.4, 1.0), plan_time(plain, "H100", 0.4, 1.0)
     assert (long.generating_flops, long.training_flops) == (3 * short.generating_flops, 3 * short.training_flops)
 

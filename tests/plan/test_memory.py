@@ -5,7 +5,7 @@ import pytest
 
 from tests.plan.runs import GB, MEASURED, SETTINGS, make_run
 from verl_digen.config import EmaConfig, GapConfig, KlConfig, RewardConfig, RolloutConfig, TagConfig, TspConfig
-from verl_digen.tools.plan.host import PROMPT_CACHE, page_locked_bytes, update_bytes
+from verl_digen.tools.plan.host import PROMPT_CACHE, checkpoint_bytes, page_locked_bytes, step_traffic, update_bytes
 from verl_digen.tools.plan.memory import CONTEXT_BYTES, NCCL_BYTES, RUNTIME, plan_memory
 from verl_digen.tools.plan.networks import Tensors
 
@@ -21,7 +21,8 @@ def assert_invariants(memory):
 
 
 def test_a_full_fine_tune_by_hand():
-    memory = plan_memory(make_run(), DEVICE)
+    run = make_run()
+    memory = plan_memory(run, DEVICE)
     items = memory.training.items
     assert items["parameters"] == items["gradients"] == 4 * GB  # 32 GB over 8 ranks
     assert items["optimizer"] == 8 * GB
@@ -31,8 +32,8 @@ def test_a_full_fine_tune_by_hand():
     assert memory.training.row_bytes == 6 * GB - GB // 16  # the last block but one, beside the gradients of the last
     assert memory.generating.items["transformer"] == 16 * GB
     assert memory.generating.items["trainer that waits"] == 12 * GB
-    assert memory.step["weights to all replicas"] == 8 * 16 * GB
-    assert memory.checkpoint_bytes == (32 + 64) * GB
+    assert step_traffic(run)["weights to all replicas"] == 8 * 16 * GB
+    assert checkpoint_bytes(run) == (32 + 64) * GB
     assert_invariants(memory)
 
 
@@ -90,7 +91,8 @@ def test_policies_that_an_objective_reads_are_counted():
     assert [here.training.items[name] for name in names] == [4 * GB] * 3
     waiting = [plan.generating.items["trainer that waits"] for plan in (here, plain)]
     assert waiting[0] - waiting[1] == 2 * 4 * GB
-    assert here.checkpoint_bytes - plain.checkpoint_bytes == 8 * 4 * GB  # `old`; the reference is not saved
+    saved, less = checkpoint_bytes(make_run(digen=digen)), checkpoint_bytes(make_run())
+    assert saved - less == 8 * 4 * GB  # `old`; the reference is not saved
     adapter = plan_memory(make_run(digen=digen, lora=True), DEVICE).training.items
     assert "reference" not in adapter and adapter["policy old"] == adapter["weights that a policy replaces"]
     away = plan_memory(make_run(digen=digen, param_offload=True), DEVICE)
@@ -332,12 +334,14 @@ def test_of_separate_pools_the_fuller_node_counts():
 def test_ranks_that_generate_hold_one_network():
     settings = {"rollout_name": "trainer", "is_accelerated": True}
     digen = {"rollout": RolloutConfig(encoders="host")}
-    memory, other = (plan_memory(make_run(lora=True, **how), DEVICE) for how in (settings, {"is_accelerated": True}))
+    runs = [make_run(lora=True, **how) for how in (settings, {"is_accelerated": True})]
+    memory, other = (plan_memory(run, DEVICE) for run in runs)
     assert "transformer" not in memory.generating.items and "replica that waits" not in memory.training.items
     assert memory.generating.items["trainer that waits"] == other.generating.items["trainer that waits"]
     assert memory.generating.items["gathered parameters"] == memory.training.items["gathered parameters"]
     assert memory.generating.items[RUNTIME] == other.generating.items[RUNTIME] - CONTEXT_BYTES
-    assert memory.step["weights to all replicas"] == 0 < other.step["weights to all replicas"]
+    own, others = (step_traffic(run)["weights to all replicas"] for run in runs)
+    assert own == 0 < others
     turns = plan_memory(make_run(lora=True, digen=digen, **settings), DEVICE)
     assert turns.encoding is not None and {*turns.encoding.items} == {"text encoder", RUNTIME}
     assert turns.host["offloaded parameters"] > 0, "they leave the device for an encoding"

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from tests.engine.harness import NUM_STEPS, SIZE_PX, gradients, make_batch, make_engine, process_group, train
 from tests.tiny_models import build_tiny
 from verl_digen.tools.plan.compose import Words, compose_run
+from verl_digen.tools.plan.host import step_traffic
 from verl_digen.tools.plan.memory import plan_memory
 from verl_digen.tools.plan.run import Run, read_run
 
@@ -100,7 +101,7 @@ def test_a_weight_update_is_what_the_engine_exports(reality, tiny_wan, tmp_path)
     with process_group(0, 1, str(tmp_path / "store")):
         engine = make_engine(tiny_wan, model=dict(LORA) if is_lora else {})
         exported = sum(value.nbytes for _, value in engine.get_per_tensor_param()[0])
-    step = plan_memory(planned, 10**9).step
+    step = step_traffic(planned)
     assert step["weights to all replicas"] == pytest.approx(exported * planned.settings.num_replicas, rel=WITHIN)
 
 

@@ -9,7 +9,8 @@ from omegaconf import OmegaConf
 from tests.observe.timeline_runs import simulated_run
 from verl_digen import cli
 from verl_digen.config import digen_schema
-from verl_digen.observe.timeline import Interval, Lane, TimelineFile
+from verl_digen.observe.timeline.file import TimelineFile
+from verl_digen.observe.timeline.interval import Interval, Lane
 from verl_digen.tools.simulate.cluster import assist_s, sample_s, train_s
 from verl_digen.tools.simulate.measured_run import WARM_UP_STEPS, run_profile, step_parts
 

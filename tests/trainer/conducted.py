@@ -7,7 +7,8 @@ import itertools
 from tests.schedulers.flat import make_rules
 from tests.tags import make_tag
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
-from verl_digen.observe.timeline import Lane, Recorder
+from verl_digen.observe.timeline.interval import Lane
+from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.processes.deadlines import Deadlines, DeadlinesConfig
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner

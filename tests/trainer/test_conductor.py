@@ -11,7 +11,7 @@ from tests.tags import make_tag
 from tests.trainer.conducted import GROUP_SIZE, SCORE_S, Pools, make_conductor, run
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk
 from verl_digen.errors import DeadlineMissed, RunStopped
-from verl_digen.observe.timeline import Lane
+from verl_digen.observe.timeline.interval import Lane
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.schedulers.types import Assist, BatchReport, Fragment, Wait
 from verl_digen.store.keys import SampleName

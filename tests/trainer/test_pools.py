@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.trainer.direct import Direct, as_it_is
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk
-from verl_digen.observe.timeline import Lane
+from verl_digen.observe.timeline.interval import Lane
 from verl_digen.schedulers.types import Chunk
 from verl_digen.trainer.pools import GeneratorPool
 from verl_digen.trainer.timelines import Joining

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from tests.tags import make_tag
-from verl_digen.observe.timeline import Lane, Recorder, TimelineFile, read_timeline
+from verl_digen.observe.timeline.file import TimelineFile, read_timeline
+from verl_digen.observe.timeline.interval import Lane
+from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.timelines import IdleLanes

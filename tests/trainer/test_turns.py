@@ -15,7 +15,8 @@ import pytest
 from tests.tags import make_tag
 from verl_digen.config.placement import timeshared_options
 from verl_digen.errors import RunStopped
-from verl_digen.observe.timeline import read_timeline, step_metrics
+from verl_digen.observe.timeline.analysis import step_metrics
+from verl_digen.observe.timeline.file import read_timeline
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.reward.scoring import Turn
 from verl_digen.store.samples import PromptStatus, to_listing

@@ -150,12 +150,7 @@ def _beside(sources: Sequence[Image.Image], picture: Image.Image) -> Image.Image
     """The sources and the picture in a row, all of the picture's height."""
     height = picture.height
     scaled = [source.resize((max(1, round(source.width * height / source.height)), height)) for source in sources]
-    row = Image.new("RGB", (sum(one.width for one in (*scaled, picture)), height))
-    left = 0
-    for one in (*scaled, picture):
-        row.paste(one, (left, 0))
-        left += one.width
-    return row
+    return Image.fromarray(np.hstack([np.asarray(one) for one in (*scaled, picture)]))
 
 
 def _aspect(path: Path) -> float:

@@ -22,28 +22,31 @@ from verl_digen.observe.run_files import video_path
 RGB_CHANNELS = 3
 
 
-def log_pictures(folder: Path, step: int, pictures: Mapping[str, Path]) -> None:
-    """Write the files `pictures`, by tag, for optimizer step `step`: PNG is shown, GIF is played. No other process may
-    write event files to `folder`, because TensorBoard follows only the newest file of one."""
+def log_to_tensorboard(
+    folder: Path,
+    step: int,
+    pictures: Mapping[str, Path],
+    values: Mapping[str, Sequence[float]],
+    tables: Mapping[str, Sequence[Sequence[str]]],
+) -> None:
+    """Write, by tag, the files `pictures` (PNG is shown, GIF is played), the distributions of `values`, and `tables`,
+    the head first, as text, for optimizer step `step`. No other process may write event files to `folder`, because
+    TensorBoard follows only the newest file of one."""
     summary_types: Any = summary_pb2  # created at import
     Summary = summary_types.Summary
-    values = []
-    for tag, path in pictures.items():
-        with Image.open(path) as image:
-            width, height = image.size
-        picture = Summary.Image(
-            width=width, height=height, colorspace=RGB_CHANNELS, encoded_image_string=path.read_bytes()
-        )
-        values.append(Summary.Value(tag=tag, image=picture))
     with SummaryWriter(str(folder)) as writer:
-        writer._get_file_writer().add_summary(Summary(value=values), step)
-
-
-def log_table(folder: Path, step: int, tag: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a table as text, which TensorBoard shows as one. `folder` as in `log_pictures`."""
-    lines = [head, ["---"] * len(head), *rows]
-    with SummaryWriter(str(folder)) as writer:
-        writer.add_text(tag, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
+        for tag, path in pictures.items():
+            with Image.open(path) as image:
+                width, height = image.size
+            picture = Summary.Image(
+                width=width, height=height, colorspace=RGB_CHANNELS, encoded_image_string=path.read_bytes()
+            )
+            writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
+        for tag, numbers in values.items():
+            writer.add_histogram(tag, np.array(numbers), step)
+        for tag, (head, *rows) in tables.items():
+            lines = [head, ["---"] * len(head), *rows]
+            writer.add_text(tag, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step)
 
 
 def _cell(text: str) -> str:
@@ -51,13 +54,6 @@ def _cell(text: str) -> str:
     for sign in ("\\", "|", "<", "*", "_", "`", "[", "#"):
         text = text.replace(sign, f"\\{sign}")
     return " ".join(text.split())
-
-
-def log_histograms(folder: Path, step: int, values: Mapping[str, Sequence[float]]) -> None:
-    """Write the distributions of `values`, by tag, for optimizer step `step`. `folder` as in `log_pictures`."""
-    with SummaryWriter(str(folder)) as writer:
-        for tag, numbers in values.items():
-            writer.add_histogram(tag, np.array(numbers), step)
 
 
 def log_to_wandb(

@@ -78,8 +78,7 @@ def _binned(of_steps: Sequence[Sequence[float]]) -> dict[str, Any]:
     import numpy as np  # here alone: every `digen` command imports this module
 
     everything = np.array([value for values in of_steps for value in values if isfinite(value)], dtype=float)
-    low, high = (everything.min(), everything.max()) if len(everything) else (0.0, 1.0)
-    edges = np.linspace(low, high, NUM_BINS + 1) if high > low else np.linspace(low - 0.5, low + 0.5, NUM_BINS + 1)
+    edges = np.histogram_bin_edges(everything, NUM_BINS)
     shares = []
     for values in of_steps:
         counts, _ = np.histogram([value for value in values if isfinite(value)], edges)

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_digen.observe.timeline import read_timeline
 from verl_digen.observe.timeline.analysis import around_step, by_lane, pool_usage, step_metrics, step_window
-from verl_digen.observe.timeline.file import NAME, Timeline
+from verl_digen.observe.timeline.file import NAME, Timeline, read_timeline
 from verl_digen.observe.timeline.interval import UNATTRIBUTED, Interval
 from verl_digen.observe.timeline.trace import group_label, group_names, rows
 from verl_digen.report.curves import rounded, thinned
@@ -20,32 +19,21 @@ MAX_STEPS, MAX_LANES, MAX_BARS = 6, 12, 1200
 MAX_BYTES = 32_000_000
 """Read of the end of the file; a longer one shows its newest steps."""
 
-COLOURS: dict[str, str] = {
-    "generate": "#0072B2",
-    "score": "#CC79A7",
-    "train": "#E69F00",
-    "assist": "#009E73",
-    "commit": "#D55E00",
-    "wake": "#8C6BB1",
-    "sleep": "#4D4D4D",
-    "publish": "#56B4E9",
-    "validate": "#F0E442",
-    "save": "#7F7F7F",
-    "wait": "#EDEEF0",
+KINDS: dict[str, dict[str, str]] = {
+    "generate": {"words": "generating", "colour": "#0072B2"},
+    "score": {"words": "scoring", "colour": "#CC79A7"},
+    "train": {"words": "training", "colour": "#E69F00"},
+    "assist": {"words": "trainer generates", "colour": "#009E73"},
+    "commit": {"words": "optimizer step", "colour": "#D55E00"},
+    "wake": {"words": "reward wakes", "colour": "#8C6BB1"},
+    "sleep": {"words": "reward goes to sleep", "colour": "#4D4D4D"},
+    "publish": {"words": "sending weights", "colour": "#56B4E9"},
+    "validate": {"words": "validation", "colour": "#F0E442"},
+    "save": {"words": "checkpoint", "colour": "#7F7F7F"},
+    "wait": {"words": "waiting", "colour": "#EDEEF0"},
 }
-WORDS: dict[str, str] = {
-    "train": "training",
-    "assist": "trainer generates",
-    "generate": "generating",
-    "commit": "optimizer step",
-    "score": "scoring",
-    "wake": "reward wakes",
-    "sleep": "reward goes to sleep",
-    "publish": "sending weights",
-    "validate": "validation",
-    "save": "checkpoint",
-    "wait": "waiting",
-    "step": "step",
+"""Kind of a bar -> how it is shown, in the order of the page's key."""
+CAUSES: dict[str, str] = {
     "no_fragment_ready": "groups are still being generated",
     "waiting_pays": "assisting would lengthen the batch",
     "gain_in_doubt": "the gain of assisting is in doubt",
@@ -59,7 +47,7 @@ WORDS: dict[str, str] = {
     "slot_lost": "a lost replica is being replaced",
     UNATTRIBUTED: "not recorded",
 }
-"""Words for kinds, and for reasons to wait."""
+"""Words for reasons to wait."""
 
 
 def timelines(run_dir: Path) -> dict[str, Any]:
@@ -69,10 +57,9 @@ def timelines(run_dir: Path) -> dict[str, Any]:
         return {"steps": [], "kinds": {}, "is_there": False, "is_whole": True}
     timeline = read_timeline(path, most_bytes=MAX_BYTES)
     is_whole = path.stat().st_size <= MAX_BYTES
-    kinds = {kind: {"words": WORDS[kind], "colour": colour} for kind, colour in COLOURS.items()}
     return {
         "steps": [_shown(timeline, step, word) for step, word in _chosen(timeline, is_whole=is_whole)],
-        "kinds": kinds,
+        "kinds": KINDS,
         "is_there": True,
         "is_whole": is_whole,
     }
@@ -127,7 +114,7 @@ def _bar(
 ) -> dict[str, Any]:
     """One bar, cut at the step's begin and end."""
     start_s, end_s = max(interval.start_s, window[0]), min(interval.end_s, window[1])
-    facts = [WORDS[interval.kind if interval.reason is None else interval.reason]]
+    facts = [KINDS[interval.kind]["words"] if interval.reason is None else CAUSES[interval.reason]]
     if interval.step != step:
         facts.append(f"for step {interval.step}")
     if groups:
@@ -166,7 +153,7 @@ def _pools(intervals: Sequence[Interval], step: int, num_devices: Mapping[str, i
             "devices": usage.num_devices,
             "busy": rounded(usage.busy_fraction),
             "idle": rounded(usage.bubble_fraction),
-            "causes": [[WORDS[reason], rounded(share), reason == UNATTRIBUTED] for reason, share in usage.causes],
+            "causes": [[CAUSES[reason], rounded(share), reason == UNATTRIBUTED] for reason, share in usage.causes],
         }
         for pool, usage in pool_usage(intervals, step, num_devices).items()
     ]

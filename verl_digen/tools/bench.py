@@ -63,17 +63,6 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class BenchWork:
-    """The work of every mode."""
-
-    recipes: tuple[str, ...]
-    """Recipes before a mode's, the algorithm's first."""
-    overrides: tuple[str, ...]
-    """Overrides that are given last, so they win over the mode's."""
-    num_steps: int
-
-
-@dataclass(frozen=True)
 class RunResult:
     """A finished run."""
 
@@ -119,14 +108,15 @@ def run_dir_of(out: Path, mode: Mode, repeat: int) -> Path:
     return out / f"{mode.name}-{repeat + 1}"
 
 
-def run_mode(work: BenchWork, mode: Mode, repeat: int, out: Path) -> RunResult:
-    """Run one mode to its end. Raises RunFailed: see `train`."""
+def run_mode(mode: Mode, repeat: int, out: Path, *, recipe: str, overrides: Sequence[str], num_steps: int) -> RunResult:
+    """Run one mode to its end. `recipe`: the algorithm's; `overrides`: given last, so they win over the mode's. Raises
+    RunFailed: see `train`."""
     from verl_digen.tools.checkup.training import RunFailed, train  # imports verl
 
     run_dir, began_s = run_dir_of(out, mode, repeat).absolute(), time.monotonic()
-    recipe = "+".join((*work.recipes, *mode.recipes))
+    words = (*mode.overrides, "digen.report=false", *overrides)
     try:
-        steps = train(recipe, (*mode.overrides, "digen.report=false", *work.overrides), work.num_steps, run_dir)
+        steps = train("+".join((recipe, *mode.recipes)), words, num_steps, run_dir)
     except RunFailed as failed:
         raise RunFailed(f"{mode.name}, repeat {repeat + 1}: {failed}") from None
     return RunResult(mode.name, repeat, str(run_dir), steps, time.monotonic() - began_s)
@@ -201,8 +191,8 @@ def run(args: Namespace) -> int:
                 if "disaggregated" in mode.recipes:
                     devices = [f"trainer.n_gpus_per_node={args.trainer}"]
                     devices.append(f"actor_rollout_ref.rollout.n_gpus_per_node={args.generator}")
-                work = BenchWork((args.recipe,), (*devices, *args.overrides), args.steps)
-                runs.append(run_mode(work, mode, repeat, out))
+                work = {"recipe": args.recipe, "overrides": (*devices, *args.overrides), "num_steps": args.steps}
+                runs.append(run_mode(mode, repeat, out, **work))
                 step_s = median(row["perf/step_s"] for row in runs[-1].steps[args.warm_up :])
                 print(f"{mode.name} #{repeat + 1}: {step_s:.3f} s/step, {runs[-1].wall_s:.0f} s in all", flush=True)
             found = summarise(runs, args.warm_up)

@@ -38,7 +38,7 @@ from typing import Any
 
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk, described
 from verl_digen.errors import DeadlineMissed, RunStopped
-from verl_digen.observe.timeline import Recorder
+from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.processes.calls import CallsUnderWay, to_the_end
 from verl_digen.processes.deadlines import CallKind, Deadlines
 from verl_digen.schedulers.planner import BatchPlanner

@@ -30,7 +30,10 @@ from verl_digen.agent_loop.chunks import describe
 from verl_digen.agent_loop.server_manager import DiffusionServerManager
 from verl_digen.config.pool_sizes import num_data_parallel_ranks, num_reward_devices
 from verl_digen.errors import ReplicasLost
-from verl_digen.observe.timeline import Interval, Lane, Recorder, TimelineFile, step_metrics
+from verl_digen.observe.timeline.analysis import step_metrics
+from verl_digen.observe.timeline.file import TimelineFile
+from verl_digen.observe.timeline.interval import Interval, Lane
+from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.reward.named import pool_entries
 from verl_digen.sampling.requests import batch_rules, condition_key, rows_per_group
 from verl_digen.schedulers.durations import MeasuredDurations

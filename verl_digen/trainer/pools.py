@@ -15,7 +15,7 @@ from verl_digen.algorithms.objectives import Select
 from verl_digen.algorithms.rows import numbers
 from verl_digen.engine.fragment import FragmentSpec
 from verl_digen.errors import DeadlineMissed, ReplicasLost
-from verl_digen.observe.timeline import Recorder
+from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.processes.actors import retried
 from verl_digen.processes.calls import CallsUnderWay
 from verl_digen.processes.deadlines import Deadlines

@@ -35,7 +35,7 @@ from verl_digen.observe.run_files import (
     read_lines,
     replace_text,
 )
-from verl_digen.observe.trackers import log_histograms, log_pictures, log_to_wandb
+from verl_digen.observe.trackers import log_to_tensorboard, log_to_wandb
 from verl_digen.report.page import refresh_report
 from verl_digen.report.summary import duration
 from verl_digen.reward.named import has_custom
@@ -117,10 +117,7 @@ def draw(
     if shown:
         save_grid(shown, grid, f"training groups of step {step}: best and worst")
     if to_tensorboard:
-        folder = run_dir / "tensorboard" / "training"
-        if shown:
-            log_pictures(folder, step, {PICTURES: grid})
-        log_histograms(folder, step, values)
+        log_to_tensorboard(run_dir / "tensorboard" / "training", step, {PICTURES: grid} if shown else {}, values, {})
 
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,10 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from verl_digen.observe.timeline import Interval, Kind, Lane, Recorder, TimelineFile, WaitReason
-from verl_digen.observe.timeline.file import NAME
-from verl_digen.observe.timeline.recorder import OpenInterval
+from verl_digen.observe.timeline.file import NAME, TimelineFile
+from verl_digen.observe.timeline.interval import Interval, Kind, Lane
+from verl_digen.observe.timeline.recorder import OpenInterval, Recorder
+from verl_digen.schedulers.types import WaitReason
 from verl_digen.trainer.turns import RewardTurn
 from verl_digen.types import RewardCall, SampleTag
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from verl_digen.observe.images import Shown, save_before_after, save_grid
 from verl_digen.observe.metrics import reward_metrics
 from verl_digen.observe.run_files import VALIDATION, image_path, pictured_steps, replace_text, step_dir, video_path
-from verl_digen.observe.trackers import log_pictures, log_table
+from verl_digen.observe.trackers import log_to_tensorboard
 from verl_digen.types import SampleTag
 
 
@@ -73,12 +73,9 @@ def draw_pictures(run_dir: Path, step: int, shown: Mapping[str, Shown], to_tenso
     save_grid(list(shown.values()), grid, f"validation after {step} steps")
     if to_tensorboard:
         videos = {f"val/videos/{uid}": video_path(one.path) for uid, one in shown.items()}
-        board = run_dir / "tensorboard" / "pictures"
-        log_pictures(
-            board, step, {"val/pictures": grid, **{tag: path for tag, path in videos.items() if path.is_file()}}
-        )
-        rows = [[one.prompt, f"{one.reward:.4f}"] for one in shown.values()]
-        log_table(board, step, "val/rewards", ["prompt", "reward"], rows)
+        pictures = {"val/pictures": grid, **{tag: path for tag, path in videos.items() if path.is_file()}}
+        rewards = [["prompt", "reward"], *([one.prompt, f"{one.reward:.4f}"] for one in shown.values())]
+        log_to_tensorboard(run_dir / "tensorboard" / "pictures", step, pictures, {}, {"val/rewards": rewards})
     steps = pictured_steps(run_dir, VALIDATION)
     first, last = steps[0], steps[-1]
     if first != last:

@@ -7,21 +7,3 @@ Metrics, trace and the report's timeline are pure functions of its intervals, in
                 |                             |
            step_metrics            step_metrics, to_trace
 """
-
-from verl_digen.observe.timeline.analysis import step_metrics
-from verl_digen.observe.timeline.file import TimelineFile, read_timeline
-from verl_digen.observe.timeline.interval import Interval, Kind, Lane
-from verl_digen.observe.timeline.recorder import Recorder, UnixClock
-from verl_digen.schedulers.types import WaitReason
-
-__all__ = [
-    "Interval",
-    "Kind",
-    "Lane",
-    "Recorder",
-    "TimelineFile",
-    "UnixClock",
-    "WaitReason",
-    "read_timeline",
-    "step_metrics",
-]

@@ -11,10 +11,13 @@ arrow starts inside a generate or assist event and ends at the train event of it
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl_digen.observe.timeline.analysis import Span, by_lane
 from verl_digen.observe.timeline.interval import POOLS, Interval, Pool, to_line
+
+Thread = tuple[Pool, str, list[Interval]]
+"""(pool, name, intervals) of a row of the viewer."""
 
 
 def rows(intervals: Sequence[Interval]) -> list[int]:
@@ -57,30 +60,22 @@ def to_trace(intervals: Sequence[Interval], window: Span) -> dict[str, Any]:
     shown = [interval for interval in intervals if interval.start_s < window[1] and interval.end_s > window[0]]
     base_s = min((interval.start_s for interval in shown), default=0.0)
     names = group_names(intervals)
-    threads = [Thread("driver", "steps", [interval for interval in shown if interval.kind == "step"])]
+    threads: list[Thread] = [("driver", "steps", [interval for interval in shown if interval.kind == "step"])]
     threads += [thread for of_lane in by_lane(shown, window).values() for thread in _threads(of_lane)]
     metadata: list[dict[str, Any]] = []
     placed: list[tuple[Interval, dict[str, Any]]] = []
-    pids = {thread.pool: POOLS.index(thread.pool) + 1 for thread in threads}
+    pids = {pool: POOLS.index(pool) + 1 for pool, _, _ in threads}
     for pool, pid in pids.items():
         metadata.append(_metadata("process_name", pid, 0, name=pool))
         metadata.append(_metadata("process_sort_index", pid, 0, sort_index=pid))
-    for tid, thread in enumerate(threads, start=1):  # Perfetto takes 0 for the idle process
-        pid = pids[thread.pool]
-        metadata.append(_metadata("thread_name", pid, tid, name=thread.name))
+    for tid, (pool, name, of_thread) in enumerate(threads, start=1):  # Perfetto takes 0 for the idle process
+        pid = pids[pool]
+        metadata.append(_metadata("thread_name", pid, tid, name=name))
         metadata.append(_metadata("thread_sort_index", pid, tid, sort_index=tid))
-        placed += [(interval, _event(interval, pid, tid, base_s, names)) for interval in thread.intervals]
+        placed += [(interval, _event(interval, pid, tid, base_s, names)) for interval in of_thread]
     events = [event for _, event in placed] + _arrows(placed, names)
     events.sort(key=lambda event: (event["ts"], event["ph"] != "X"))  # an arrow after the event it binds to
     return {"traceEvents": metadata + events, "displayTimeUnit": "ms", "otherData": {"start_unix_s": base_s}}
-
-
-class Thread(NamedTuple):
-    """A row of the viewer."""
-
-    pool: Pool
-    name: str
-    intervals: list[Interval]
 
 
 def _threads(of_lane: list[Interval]) -> list[Thread]:
@@ -88,7 +83,7 @@ def _threads(of_lane: list[Interval]) -> list[Thread]:
     in_row = rows(of_lane)
     lane = of_lane[0].lane
     return [
-        Thread(
+        (
             lane.pool,
             f"{lane.name} on {lane.host}" + (f", slot {row}" if max(in_row) > 0 else ""),
             [interval for interval, own in zip(of_lane, in_row, strict=True) if own == row],

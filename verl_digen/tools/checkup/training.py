@@ -279,7 +279,7 @@ def _write(size: TrueSize, folder: Path) -> None:
 
 def _with_layers(config: dict[str, Any], number: int) -> dict[str, Any]:
     """The config of a network with `number` layers of each kind."""
-    config = dict(config)
+    config = {key: _with_layers(value, number) if isinstance(value, dict) else value for key, value in config.items()}
     for name in ("num_hidden_layers", "depth"):
         if name in config:
             config[name] = min(config[name], number)
@@ -287,9 +287,6 @@ def _with_layers(config: dict[str, Any], number: int) -> dict[str, Any]:
         config["layer_types"] = config["layer_types"][:number]
     if "fullatt_block_indexes" in config:
         config["fullatt_block_indexes"] = [layer for layer in config["fullatt_block_indexes"] if layer < number] or [0]
-    for name in ("text_config", "vision_config"):
-        if name in config:
-            config[name] = _with_layers(config[name], number)
     return config
 
 

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ProcessPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -104,17 +104,16 @@ def receive(wire: Wire, size_mb: int) -> tuple[float, float, int]:
     return ready_s, done_s, checksum(network.module.state_dict().values())
 
 
-@torch.no_grad()
 def _network(size_mb: int, device: torch.device, *, is_filled: bool) -> nn.Module:
     """bf16 tensors of `size_mb` MiB in all, with random numbers or zeros."""
     large = size_mb // (2 * LARGE_MB)
     sizes = [LARGE_MB] * large + [SMALL_MB] * (size_mb - large * LARGE_MB)
+    make = torch.randn if is_filled else torch.zeros
+    return _frozen(make((mb << 20) // torch.bfloat16.itemsize, dtype=torch.bfloat16, device=device) for mb in sizes)
 
-    def tensor(mb: int) -> Tensor:
-        make = torch.randn if is_filled else torch.zeros
-        return make((mb << 20) // torch.bfloat16.itemsize, dtype=torch.bfloat16, device=device)
 
-    return nn.ParameterList([nn.Parameter(tensor(mb), requires_grad=False) for mb in sizes])
+def _frozen(tensors: Iterable[Tensor]) -> nn.Module:
+    return nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in tensors])
 
 
 TOLERANCE = 0.02
@@ -208,5 +207,4 @@ def _allocated_bytes() -> int:
 
 def _weights(size_mb: int, device: torch.device) -> nn.Module:
     count, numel = max(1, size_mb // TENSOR_MB), (TENSOR_MB << 20) // torch.float32.itemsize
-    tensors = [torch.full((numel,), float(number), device=device) for number in range(count)]
-    return nn.ParameterList([nn.Parameter(tensor, requires_grad=False) for tensor in tensors])
+    return _frozen(torch.full((numel,), float(number), device=device) for number in range(count))

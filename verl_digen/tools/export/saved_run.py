@@ -60,13 +60,6 @@ def open_run(folder: Path, step: int | None, base: str | None) -> SavedRun:
     )
     step = _chosen_step(folder, step)
     config, versions = _read_config(folder, step)
-    section = OmegaConf.select(config, "actor_rollout_ref.model")
-    require(
-        isinstance(section, DictConfig) and OmegaConf.select(config, "digen") is not None,
-        f"{str(folder)!r} must be a run of verl-digen, whose config has actor_rollout_ref.model and digen",
-        sorted(map(str, config)),
-        "name another folder",
-    )
     try:
         model_config = DiffusionModelConfig.of(config, **({} if base is None else {"path": base}))
     except (TypeError, ValueError) as error:  # a key that this version does not have is a TypeError

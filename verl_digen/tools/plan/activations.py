@@ -92,11 +92,6 @@ class Activations:
         """Bytes of the block that keeps most."""
         return max(block.kept for block in self.blocks)
 
-    @property
-    def saved(self) -> int:
-        """Bytes that autograd saves of the whole network."""
-        return self.head + sum(block.kept for block in self.blocks) + self.tail
-
     def moments(self, num_recomputed: int, *, offloads: bool = False) -> list[Moment]:
         """The moments of backward that may be the fullest, see the module. `offloads`: a recomputed block's inputs are
         on the device during its own turn only."""
@@ -177,10 +172,8 @@ class _Tracer:
         self._network, self._dtype = network, dtype
         self._waiting = {block: list(block.modules()) for block in blocks_of(network)}
         """Blocks without weights; the first ones of each kind get theirs when they run."""
-        self._calls: list[tuple[nn.Module, tuple[Any, ...]]] = []
-        """Blocks with their arguments, as they ran."""
-        self._inside: list[Sizes] = []
-        """Saved by each block."""
+        self._calls: list[tuple[nn.Module, tuple[Any, ...], Sizes]] = []
+        """Blocks with their arguments and what they saved, as they ran."""
         self._outside: dict[int, Sizes] = {}
         """Number of blocks that ran before -> saved."""
         self._saved: Sizes = {}
@@ -220,12 +213,12 @@ class _Tracer:
         if kind in self._known:
             saved, result = self._known[kind].run(args)
         else:
-            others = {storage for saved in [*self._outside.values(), *self._inside] for storage in saved}
+            inside = (saved for _, _, saved in self._calls)
+            others = {storage for saved in [*self._outside.values(), *inside] for storage in saved}
             self._saved = saved = {}
             result = block(*args)
             self._known[kind] = _Replay(args, saved, others, result)
-        self._calls.append((block, args))
-        self._inside.append(saved)
+        self._calls.append((block, args, saved))
         self._leave()
         return result
 
@@ -240,16 +233,16 @@ class _Tracer:
 
     def result(self, *, has_backward: bool) -> Activations:
         """The counts; call it after the forward, under the fake mode."""
-        inputs = [_sizes(args) for _, args in self._calls]
+        inputs = [_sizes(args) for _, args, _ in self._calls]
         uses = Counter(storage for own in inputs for storage in own)
         shared = {storage: size for own in inputs for storage, size in own.items() if uses[storage] > 1}
         tail = self._outside.pop(len(self._calls))
         head = shared | {storage: size for saved in self._outside.values() for storage, size in saved.items()}
-        saved_by_blocks = {storage for saved in self._inside for storage in saved}
+        saved_by_blocks = {storage for _, _, saved in self._calls for storage in saved}
         blocks = []
         peaks: dict[tuple[type, int], tuple[tuple[int, int], ...]] = {}
         for number in reversed(range(len(self._calls))):  # a frozen network's first block gets nothing to differentiate
-            (block, args), saved = self._calls[number], self._inside[number]
+            block, args, saved = self._calls[number]
             own = {storage: size for storage, size in saved.items() if storage not in inputs[number] | head}
             kind = type(block), sum(saved.values())
             if has_backward and kind not in peaks:

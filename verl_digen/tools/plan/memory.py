@@ -13,8 +13,6 @@ Invariants
 - tests/plan/test_tracker.py: a training tile within 5 % of what PyTorch's memory tracker counts of the engine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from functools import cache, partial
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tiles import choose_tile, prefers_whole_base
-from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, checkpoint_bytes, host_memory, step_traffic
+from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
 from verl_digen.tools.plan.run import Run
 
 WAITING = "trainer that waits"
@@ -76,11 +74,8 @@ class Memory:
     """Memory of a device, less the margin; None if unknown."""
     host: Items
     """Host memory of the fullest node: one of the trainer with its replicas, or of either pool."""
-    step: Items
-    """Traffic of a step."""
     is_base_whole: bool
     """True if the frozen base stays whole on every training device."""
-    checkpoint_bytes: int
 
     @property
     def recomputed_share(self) -> float:
@@ -130,19 +125,19 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
     beside_encoding = _without(beside_generating, {WAITING} if run.settings.draws else ())
     of_replica = _without(networks, resting) | beside_generating
     runtime = _runtime(run, trains=True, generates=not (run.settings.is_split or run.settings.draws))
-    tile = _choose_tile(run, resident, beside_training | _assistant(run) | runtime, device_bytes)
+    beside_training |= _assistant(run) | runtime
+    training, num_recomputed, is_whole = _choose_tile(run, resident, beside_training, device_bytes)
+    input_bytes = _offloaded_inputs(run, training.num_rows, num_recomputed)
     return Memory(
-        training=tile.phase,
-        num_recomputed=tile.num_recomputed,
+        training=training,
+        num_recomputed=num_recomputed,
         num_blocks=len(run.measured.training.blocks),
-        generating=_generating(run, of_replica | _gathered_to_generate(run, tile), limit),
+        generating=_generating(run, of_replica | _gathered_to_generate(run, is_whole=is_whole), limit),
         decoding=_decoding(run, of_replica, limit),
         encoding=Phase(encoders | beside_encoding, 0, 1, "prompt at a time") if in_turns else None,
         limit_bytes=limit,
-        host=host_memory(run, resident, networks, in_turns=in_turns, input_bytes=_offloaded_inputs(run, tile)),
-        step=step_traffic(run),
-        is_base_whole=tile.is_base_whole,
-        checkpoint_bytes=checkpoint_bytes(run),
+        host=host_memory(run, resident, networks, in_turns=in_turns, input_bytes=input_bytes),
+        is_base_whole=is_whole,
     )
 
 
@@ -157,11 +152,11 @@ def _generating(run: Run, items: Items, limit: int | None) -> Phase:
     return Phase(items, sample, most, "samples of a batch")
 
 
-def _gathered_to_generate(run: Run, tile: Tile) -> Items:
+def _gathered_to_generate(run: Run, *, is_whole: bool) -> Items:
     """Parameters that a rank gathers for a forward; all of them only where there is room."""
     if not run.settings.draws:
         return {}
-    found = [gathered(run, block, is_whole=tile.is_base_whole) for block in range(len(run.measured.training.blocks))]
+    found = [gathered(run, block, is_whole=is_whole) for block in range(len(run.measured.training.blocks))]
     return max(found, key=lambda items: sum(items.values()))
 
 
@@ -211,19 +206,11 @@ def trainer_state(run: Run) -> Items:
     return items
 
 
-@dataclass(frozen=True)
-class Tile:
-    """Training with the tiles that the engine would choose."""
-
-    phase: Phase
-    num_recomputed: int
-    is_base_whole: bool
-
-
-def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> Tile:
-    """The engine's choice, from planned bytes in place of measured ones. `beside`: what else the device holds."""
+def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> tuple[Phase, int, bool]:
+    """(training, number of recomputed blocks, True if the base is whole) with the engine's choice of a tile, from
+    planned bytes in place of measured ones. `beside`: what else the device holds."""
     settings, activations = run.settings, run.measured.training
-    num_blocks, fixed = len(activations.blocks), _fixed_blocks(run, device_bytes)
+    fixed, num_blocks = _recomputed_blocks(run, device_bytes)
     when = _when_to_reduce(run, resident, device_bytes)
 
     @cache
@@ -232,8 +219,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
         return (items := resident | weights | beside), sum(items.values())
 
     def moments(num_recomputed: int, *, is_whole: bool = False) -> Iterator[tuple[Items, int, int]]:
-        number = num_recomputed if fixed is None else fixed
-        for moment in activations.moments(number, offloads=settings.offloads_activations):
+        for moment in activations.moments(fixed + num_recomputed, offloads=settings.offloads_activations):
             items, size = beside_rows(moment.block, moment.gradient_bytes, is_whole)
             yield items, size, -(-moment.row_bytes // settings.sequence_parallel)
 
@@ -246,7 +232,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     num_groups = settings.num_trainer_devices // settings.sequence_parallel
     num_rows = math.ceil(run.num_trained_rows / num_groups)
     samples, steps = settings.digen.tsp.extents
-    wanted = {"num_blocks": num_blocks if fixed is None else 0, "num_rows": num_rows}
+    wanted = {"num_blocks": num_blocks, "num_rows": num_rows}
     choose = partial(choose_tile, samples=samples, steps=steps, **wanted)
     choice, is_whole = choose(rows_that_fit), False
     if may_be_whole(run):
@@ -259,8 +245,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     num_rows = min(choice.shape.size, num_rows)
     found = moments(choice.num_recomputed, is_whole=is_whole)
     items, _, row_bytes = max(found, key=lambda moment: moment[1] + num_rows * moment[2])
-    num_recomputed = choice.num_recomputed if fixed is None else fixed
-    return Tile(Phase(items, row_bytes, num_rows, "rows of a tile"), num_recomputed, is_whole)
+    return Phase(items, row_bytes, num_rows, "rows of a tile"), fixed + choice.num_recomputed, is_whole
 
 
 def may_be_whole(run: Run) -> bool:
@@ -295,24 +280,23 @@ def gathered(run: Run, block: int, *, is_whole: bool) -> Items:
     return base | {GATHERED: number * run.settings.dtypes.compute.itemsize}
 
 
-def _offloaded_inputs(run: Run, tile: Tile) -> int:
+def _offloaded_inputs(run: Run, num_rows: int, num_recomputed: int) -> int:
     """Host memory of one rank for the inputs of recomputed blocks."""
     if not run.settings.offloads_activations:
         return 0
-    inputs = sum(block.inputs for block in run.measured.training.blocks[: tile.num_recomputed])
-    return tile.phase.num_rows * -(-inputs // run.settings.sequence_parallel)
+    inputs = sum(block.inputs for block in run.measured.training.blocks[:num_recomputed])
+    return num_rows * -(-inputs // run.settings.sequence_parallel)
 
 
-def _fixed_blocks(run: Run, device_bytes: int | None) -> int | None:
-    """Recomputed blocks if memory does not decide."""
+def _recomputed_blocks(run: Run, device_bytes: int | None) -> tuple[int, int]:
+    """(blocks that are recomputed in any case, number of further ones that memory decides)."""
     wanted, all_blocks = run.settings.recompute, len(run.measured.training.blocks)
-    if wanted == "auto" and not run.settings.is_accelerated:
-        return 0
-    if wanted == "auto" and device_bytes is None:
-        return all_blocks
     if isinstance(wanted, int):
-        return min(wanted, all_blocks)
-    return {"auto": None, "all": all_blocks, "none": 0}[wanted]
+        return min(wanted, all_blocks), 0
+    if wanted == "auto" and run.settings.is_accelerated and device_bytes is not None:
+        return 0, all_blocks
+    recomputes = wanted == "all" or (wanted == "auto" and run.settings.is_accelerated)
+    return all_blocks if recomputes else 0, 0
 
 
 def _when_to_reduce(run: Run, resident: Items, device_bytes: int | None) -> str:

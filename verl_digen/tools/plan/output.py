@@ -10,7 +10,7 @@ from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.preflight.rules import check_plannable, check_plannable_model
 from verl_digen.tools.plan.compose import Words, compose_run, device_of, mfu_of, platform_of, split_words
-from verl_digen.tools.plan.host import Items
+from verl_digen.tools.plan.host import Items, checkpoint_bytes, step_traffic
 from verl_digen.tools.plan.memory import Memory, Phase, plan_memory
 from verl_digen.tools.plan.remedies import Remedy, find_remedies
 from verl_digen.tools.plan.run import Run, read_run
@@ -138,11 +138,11 @@ def to_text(plan: Plan) -> str:
         *_items(memory.host),
         _line("together", memory.host_bytes),
         "in a step",
-        *_items(memory.step),
+        *_items(step_traffic(plan.run)),
         _line(f"of it one {'turn' if is_episode else 'sample'}'s trajectory", measured.trajectory_bytes),
         _line(f"of it one {'turn' if is_episode else 'prompt'}'s condition", measured.condition_bytes),
         "on disk",
-        _line("a checkpoint", memory.checkpoint_bytes),
+        _line("a checkpoint", checkpoint_bytes(plan.run)),
         "",
         *_seconds(plan),
         *([] if plan.split is None else split_lines(plan.split, plan.split_words)),
@@ -291,12 +291,12 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "host_needed_bytes": memory.host_bytes,
         "host_bytes": plan.words.host_bytes,
         "host_fits": plan.host_fits,
-        "step": memory.step,
+        "step": step_traffic(plan.run),
         "is_base_whole": memory.is_base_whole,
         "trajectory_bytes": measured.trajectory_bytes,
         "condition_bytes": measured.condition_bytes,
         "rows_per_sample": plan.run.rows_per_sample,
-        "checkpoint_bytes": memory.checkpoint_bytes,
+        "checkpoint_bytes": checkpoint_bytes(plan.run),
         "forward_flops": measured.flops.forward,
         "time": asdict(plan.time),
         "mfu": plan.mfu,

@@ -9,9 +9,10 @@ Invariant (tests/plan/test_decoding.py): real tensors of a tiny VAE take the sam
 import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -189,28 +190,17 @@ def _without_weights(class_name: str, mode: FakeTensorMode) -> Iterator[list[nn.
         made.append(network)
         return network
 
-    network_class.from_pretrained = from_config
-    try:
+    with patch.object(network_class, "from_pretrained", from_config):
         yield made
-    finally:
-        del network_class.from_pretrained  # the base class's is found again
 
 
-@contextmanager
-def _empty_masks() -> Iterator[None]:
+def _empty_masks() -> AbstractContextManager[Any]:
     """Context in which HunyuanVideo 1.5's VAE makes its attention mask, positions x positions, in one operation: row by
     row it takes minutes to trace."""
-    from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as module
-
-    block: Any = module.HunyuanVideo15AttnBlock
-    filled = block.prepare_causal_attention_mask
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 
     def empty(n_frame: int, n_hw: int, dtype: Any, device: Any, batch_size: int | None = None) -> Tensor:
         mask = torch.empty(n_frame * n_hw, n_frame * n_hw, dtype=dtype, device=device)
         return mask if batch_size is None else mask.unsqueeze(0).expand(batch_size, -1, -1)
 
-    block.prepare_causal_attention_mask = staticmethod(empty)
-    try:
-        yield
-    finally:
-        block.prepare_causal_attention_mask = staticmethod(filled)
+    return patch.object(HunyuanVideo15AttnBlock, "prepare_causal_attention_mask", staticmethod(empty))

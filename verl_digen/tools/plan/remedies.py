@@ -6,8 +6,6 @@ Invariant (tests/plan/test_remedies.py): the run with all remedies needs no more
 the last one says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -38,6 +36,14 @@ class Remedy:
     training_bytes: int
     generating_bytes: int
     fits: bool
+
+
+@dataclass(frozen=True)
+class _Change:
+    override: str
+    """Override as typed; empty: the number of devices changes."""
+    apply: Callable[[Run], Run]
+    """Run -> changed run; the same run where there is nothing to change."""
 
 
 def find_remedies(run: Run, device_bytes: int, read: Callable[..., Run]) -> list[Remedy]:
@@ -74,14 +80,6 @@ def _excess(memory: Memory) -> int:
     """Bytes over the limit, summed over the phases."""
     assert memory.limit_bytes is not None
     return sum(max(0, phase.total - memory.limit_bytes) for phase in memory.phases)
-
-
-@dataclass(frozen=True)
-class _Change:
-    override: str
-    """Override as typed; empty: the number of devices changes."""
-    apply: Callable[[Run], Run]
-    """Run -> changed run; the same run where there is nothing to change."""
 
 
 def _candidates(has_adapter: bool, read: Callable[..., Run]) -> Iterator[_Change]:

@@ -89,15 +89,9 @@ def _picture(path: Path) -> NDArray[np.uint8]:
 def _film(path: Path) -> NDArray[np.uint8]:
     cv2 = imported("cv2", f"of the video {path.name}")
     film = cv2.VideoCapture(str(path))
-    try:
-        frames = []
-        while True:
-            is_read, frame = film.read()
-            if not is_read:
-                break
-            frames.append(frame[..., ::-1])
-    finally:
-        film.release()
+    frames = []
+    while (found := film.read())[0]:
+        frames.append(found[1][..., ::-1])
     if not frames:
         raise ValueError("no frame of it can be decoded")
     return np.ascontiguousarray(np.stack(frames))

@@ -103,30 +103,28 @@ def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
     techniques = [name for name in args.techniques.split(",") if name]
     for name in techniques:
         require(name in TECHNIQUES, f"--techniques must be among {', '.join(TECHNIQUES)}", name, "drop it")
-    given: Split | None = None
-    if args.trainer is not None and args.generator is not None:
-        given = Split(
-            parse_pool("--trainer", args.trainer, default_device=profile.device),
-            parse_pool("--generator", args.generator, default_device=profile.device),
-        )
     num_options = sum(option is not None for option in (args.devices, args.trainer, args.generator))
     require(
-        num_options == (2 if args.devices is None else 1) and (args.devices is None) == (given is not None),
+        num_options == (2 if args.devices is None else 1),
         "the cluster must be --devices, or --trainer and --generator",
         f"{num_options} of these options",
         "give either the one or the other two",
     )
-    if given is None:
-        pool = parse_pool("--devices", str(args.devices), default_device=profile.device)
+    given = None
+    if args.devices is None:
+        given = Split(
+            parse_pool("--trainer", args.trainer, default_device=profile.device),
+            parse_pool("--generator", args.generator, default_device=profile.device),
+        )
+        pools = [given.trainer, given.generator]
+    else:
+        pools = [parse_pool("--devices", str(args.devices), default_device=profile.device)]
         require(
-            pool.num_devices <= MAX_SEARCHED,
+            pools[0].num_devices <= MAX_SEARCHED,
             f"--devices must be <= {MAX_SEARCHED}: every split that is tried is simulated, device by device",
-            pool.num_devices,
+            pools[0].num_devices,
             "give the split, --trainer and --generator",
         )
-        pools = [pool]
-    else:
-        pools = [given.trainer, given.generator]
     runs = baselines(profile, pools)
     for chosen in ladder(techniques):
         split = best_split(profile, pools[0], chosen, num_steps=args.steps) if given is None else given

@@ -13,11 +13,9 @@ does not say is assumed:
 Invariant (tests/simulate/test_measured_run.py): the profile gives back the durations that a timeline holds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,9 +25,9 @@ from omegaconf import OmegaConf
 from verl_digen.config import digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
 from verl_digen.observe.run_files import START
-from verl_digen.observe.timeline import Interval, read_timeline
 from verl_digen.observe.timeline.file import NAME as TIMELINE
-from verl_digen.observe.timeline.interval import join_parts
+from verl_digen.observe.timeline.file import read_timeline
+from verl_digen.observe.timeline.interval import Interval, join_parts
 from verl_digen.require import require
 from verl_digen.sampling.requests import rows_per_group
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
@@ -40,6 +38,20 @@ MAX_STEPS = 20
 """Maximum number of steps that are read."""
 ONE_TILE = 10**9
 """Rows of a tile: the cost of tiles is in the measured time of a row."""
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """Work of one step: (samples, seconds) of each call."""
+
+    step_s: float
+    """The step's own extent, without checkpoints."""
+    commit_s: float
+    """Optimizer step and publication together."""
+    chunks: list[tuple[int, float]]
+    assists: list[tuple[int, float]]
+    fragments: list[tuple[int, float]]
+    scores_s: list[float]
 
 
 def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
@@ -107,20 +119,6 @@ def _gather_s(assists: Sequence[tuple[int, float]], num_ranks: int, num_steps: i
     if median(excess) <= 0:
         return 0.0
     return median(seconds / num_steps for _, seconds in assists) * num_ranks / (num_ranks - 1)
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """Work of one step: (samples, seconds) of each call."""
-
-    step_s: float
-    """The step's own extent, without checkpoints."""
-    commit_s: float
-    """Optimizer step and publication together."""
-    chunks: list[tuple[int, float]] = field(default_factory=list)
-    assists: list[tuple[int, float]] = field(default_factory=list)
-    fragments: list[tuple[int, float]] = field(default_factory=list)
-    scores_s: list[float] = field(default_factory=list)
 
 
 def step_parts(intervals: Iterable[Interval], step: int) -> StepParts | None:

@@ -18,10 +18,10 @@ from typing import Annotated, Any
 from verl_digen.hardware.devices import PEAK_TFLOPS
 from verl_digen.require import In, check_fields, refusing, require, require_one_of, suggestion
 
+SHIPPED: Any = files("verl_digen") / "profiles"
+"""Folder of the shipped profiles."""
 SOURCES = ("measured:", "published:", "derived:", "chosen:")
 """Allowed beginnings of a number's source."""
-
-
 NEVER = 10**9
 """`min_gathering_devices` where an assist gathers the weights at every step, with any number of devices."""
 Count = Annotated[int, In("[1, inf]"), "give a whole number, measured or derived"]
@@ -83,13 +83,13 @@ class Profile:
 
 def profile_names() -> list[str]:
     """Names of the shipped profiles."""
-    return sorted(path.name.removesuffix(".json") for path in _folder().iterdir() if path.name.endswith(".json"))
+    return sorted(path.name.removesuffix(".json") for path in SHIPPED.iterdir() if path.name.endswith(".json"))
 
 
 def load_profile(name: str) -> Profile:
     """Load the shipped profile `name`, or the file at that path. ValueError if there is none, or it is invalid."""
     if name in profile_names():
-        return parse_profile(name, _folder().joinpath(f"{name}.json").read_text(encoding="utf-8"))
+        return parse_profile(name, SHIPPED.joinpath(f"{name}.json").read_text(encoding="utf-8"))
     path = Path(name)
     require(
         path.is_file(),
@@ -141,7 +141,3 @@ def parse_profile(name: str, text: str) -> Profile:
             "say where the number comes from",
         )
     return found
-
-
-def _folder() -> Any:
-    return files("verl_digen") / "profiles"

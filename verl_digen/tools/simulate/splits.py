@@ -13,6 +13,8 @@ the splits given; up to `GRID_POINTS` of a family it is the best of them.
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
 from typing import TypeVar
 
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
@@ -203,19 +205,8 @@ def best_of(families: Iterable[Sequence[Item]], step_s: Callable[[Item], float])
     Each family is searched by a grid that narrows around the best: exact for up to `GRID_POINTS` items, else if the
     seconds have a single minimum along it.
     """
-    best: tuple[Item, float] | None = None
-    for family in families:
-        known: dict[int, float] = {}
-
-        def value(index: int, family: Sequence[Item] = family, known: dict[int, float] = known) -> float:
-            if index not in known:
-                known[index] = step_s(family[index])
-            return known[index]
-
-        index = _lowest(0, len(family) - 1, value)
-        if value(index) != float("inf") and (best is None or value(index) < best[1]):
-            best = family[index], value(index)
-    return best
+    found = min((_lowest(family, step_s) for family in families), key=lambda one: one[1], default=None)
+    return None if found is None or found[1] == inf else found
 
 
 def best_split(profile: Profile, pool: Pool, techniques: Collection[str], *, num_steps: int) -> Split:
@@ -239,12 +230,17 @@ def best_split(profile: Profile, pool: Pool, techniques: Collection[str], *, num
     return found[0]
 
 
-def _lowest(smallest: int, largest: int, value: Callable[[int], float]) -> int:
-    """Argument in [smallest, largest] with the least value, by a grid that narrows around the best."""
+def _lowest(family: Sequence[Item], step_s: Callable[[Item], float]) -> tuple[Item, float]:
+    """The first of the fastest items that a grid that narrows around the best one finds, and its seconds."""
+
+    @cache
+    def value(index: int) -> float:
+        return step_s(family[index])
+
+    smallest, largest = 0, len(family) - 1
     while True:
         stride = max(1, -(-(largest - smallest) // (GRID_POINTS - 1)))
-        tried = [*range(smallest, largest, stride), largest]
-        best = min(tried, key=lambda argument: (value(argument), argument))
+        best = min([*range(smallest, largest, stride), largest], key=value)
         if stride == 1:
-            return best
+            return family[best], value(best)
         smallest, largest = max(smallest, best - stride), min(largest, best + stride)
