@@ -48,8 +48,7 @@ def has_reward_model(config: Any) -> bool:
 
 def num_function_devices(config: Any) -> int:
     """Devices of the processes that share the reward functions: verl's reward model pool, if no model is served."""
-    num_devices = _num_model_pool_devices(config)
-    return 0 if num_devices == 0 or has_reward_model(config) else num_devices
+    return 0 if has_reward_model(config) else _num_model_pool_devices(config)
 
 
 def num_reward_model_devices(config: Any) -> int:

@@ -214,14 +214,14 @@ def _reference(given: str, column: str, folder: Path, where: str) -> str:
             image = TableImage.parse(given).relative_to(folder)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        reference, place = str(image), image.place
-        is_there = place is None or Path(place).exists()
+        reference, place = str(image), image.source
+        is_there = place.startswith(HUB) or Path(place).exists()
     else:
         reference = place = str(folder / os.path.expanduser(given))
         is_there = os.path.isfile(place)  # False, too, for a name that is too long
     if not is_there:
         raise ValueError(
-            f"{where} must have {column} that are files, but {str(place)[-MAX_CHARACTERS_SHOWN:]!r} is missing; paths "
+            f"{where} must have {column} that are files, but {place[-MAX_CHARACTERS_SHOWN:]!r} is missing; paths "
             f"are relative to {str(folder)!r}"
         )
     return reference

@@ -119,11 +119,6 @@ class TableImage:
             return self
         return TableImage(str(folder / os.path.expanduser(self.source)), self.column, self.row, self.item)
 
-    @property
-    def place(self) -> str | None:
-        """The path that must be there; None for a dataset of the hub."""
-        return None if self.source.startswith(HUB) else self.source
-
 
 def read_table_image(reference: str) -> bytes:
     """The bytes of the image file that `reference` names. ValueError for a malformed reference, a table that cannot be
