@@ -42,7 +42,7 @@ FIELDS = {
 }
 """Column of an agent loop -> field of `PromptRow`; its `ground_truth` lies in the column `reward_model`."""
 RFC_FIELDS = {"prompts": "text", **FIELDS, "ground_truth": "ground_truth"}
-"""The same with the columns of verl's RFC; of two columns for one field the later one counts."""
+"""Column of an agent loop or of verl's RFC -> field; of two columns for one field the later one counts."""
 
 
 def loop_columns(row: PromptRow) -> dict[str, Any]:
