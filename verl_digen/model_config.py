@@ -12,7 +12,6 @@ spellings (`lora_rank`, `lora.rank`) or an adapter's own config it came from.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,8 +329,6 @@ def _to_digen(section: Any) -> DigenConfig:
         return section
     if isinstance(section, DictConfig):  # interpolations are resolved where the section lies, before it is moved
         section = OmegaConf.to_container(section, resolve=True)
-    if isinstance(section, Mapping):
-        section = dict(section)
     return digen_config(OmegaConf.create({"digen": section}))
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from verl_digen.algorithms.outside import EXACT, Outside, mean_steps_taken, num_passed_over, step_ends
 from verl_digen.algorithms.window import WindowConfig, draw_window
-from verl_digen.config import DigenConfig, SamplingConfig, TagConfig
+from verl_digen.config import DigenConfig, SamplingConfig
+from verl_digen.schedulers.rules import TagConfig
 
 FAST = WindowConfig(kind="consecutive", size=3)
 

@@ -12,15 +12,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tests.chaos.faults import AGENT, ENGINE, KINDS, QUEUE, RANK, REWARD, SERVER, Fault, Kind, draw_faults
-from verl_digen.config import (
-    DigenConfig,
-    GapConfig,
-    QueueConfig,
-    RolloutConfig,
-    SamplingConfig,
-    StalenessConfig,
-    TagConfig,
-)
+from verl_digen.config import DigenConfig, RolloutConfig, SamplingConfig
+from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 MANY = 50
 """Refills that a run never uses up, so that a batch is whole."""

@@ -41,18 +41,18 @@ def test_flash_attention_3_of_its_package_has_no_backward():
 
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 def test_a_kernel_for_split_tokens_is_one_that_diffusers_lets_run(name: str):
-    split, backend = ATTENTION_BACKENDS[name].split, AttentionBackendName(name)
+    kernel, backend = ATTENTION_BACKENDS[name], AttentionBackendName(name)
     if not REGISTRY._is_context_parallel_available(backend):
-        assert split is None
+        assert not kernel.splits
         return
     named = inspect.getclosurevars(inspect.unwrap(REGISTRY._backends[backend])).globals
     forward = next(operation for each, operation in named.items() if each.endswith("_forward_op"))
     backward = next(operation for each, operation in named.items() if each.endswith("_backward_op"))
-    assert (split is not None) == ("NotImplementedError" not in inspect.getsource(backward))
-    if split is None:
+    assert kernel.splits == ("NotImplementedError" not in inspect.getsource(backward))
+    if not kernel.splits:
         return
     adds_booleans = "attn_bias=attn_mask" in inspect.getsource(forward)
-    assert split.takes_masks == (ATTENTION_BACKENDS[name].takes_masks and not adds_booleans)
+    assert kernel.splits_masks == (kernel.takes_masks and not adds_booleans)
 
 
 def test_the_dispatcher_is_chosen_by_a_public_method():

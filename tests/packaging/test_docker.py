@@ -56,7 +56,7 @@ def test_the_image_has_the_versions_that_setup_requires_and_that_were_tested(ext
         assert number is not None, f"docker/lock.sh has not been run since {requirement} came"
         assert requirement.specifier.contains(number), f"{requirement}: {number}; run docker/lock.sh"
     for name, supported in SUPPORTED.items():
-        assert supported.tested.contains(found[canonicalize_name(name)]), name
+        assert supported.tested[0].contains(found[canonicalize_name(name)]), name
     assert ("vllm-omni" in found) == ("vllm-omni" in extras)
     assert "pytest" not in found and "cupy-cuda13x" in found
 

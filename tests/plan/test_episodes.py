@@ -18,10 +18,11 @@ from tests.examples.test_drawn_world import SCENE, SHAPE_EDITS
 from tests.plan.runs import make_run
 from tests.tiny_models import build_tiny
 from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode
-from verl_digen.config import EnvironmentConfig, QueueConfig
+from verl_digen.config import EnvironmentConfig
 from verl_digen.data.rows import loop_columns
 from verl_digen.models import load_model
 from verl_digen.rollout.server import DiffusersServer
+from verl_digen.schedulers.rules import QueueConfig
 from verl_digen.store.conditions import to_columns
 from verl_digen.tools.plan.host import step_traffic
 from verl_digen.tools.plan.output import make_plan

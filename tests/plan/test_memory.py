@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.runs import GB, MEASURED, SETTINGS, make_run
-from verl_digen.config import EmaConfig, GapConfig, KlConfig, RewardConfig, RolloutConfig, TagConfig, TspConfig
+from verl_digen.config import EmaConfig, KlConfig, RewardConfig, RolloutConfig, TspConfig
+from verl_digen.schedulers.rules import GapConfig, TagConfig
 from verl_digen.tools.plan.host import PROMPT_CACHE, checkpoint_bytes, page_locked_bytes, step_traffic, update_bytes
 from verl_digen.tools.plan.memory import CONTEXT_BYTES, NCCL_BYTES, RUNTIME, plan_memory
 from verl_digen.tools.plan.networks import Tensors

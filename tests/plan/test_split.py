@@ -14,9 +14,9 @@ from tests.schedulers.flat import make_rules
 from verl_digen.algorithms.forward import ForwardConfig
 from verl_digen.algorithms.outside import Outside
 from verl_digen.algorithms.window import WindowConfig
-from verl_digen.config import AdvantageConfig, GapConfig, KlConfig, SamplingConfig
+from verl_digen.config import AdvantageConfig, KlConfig, SamplingConfig
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
-from verl_digen.schedulers.rules import StalenessConfig
+from verl_digen.schedulers.rules import GapConfig, StalenessConfig
 from verl_digen.tools.plan.compose import Words, split_words
 from verl_digen.tools.plan.memory import plan_memory
 from verl_digen.tools.plan.output import split_words_of

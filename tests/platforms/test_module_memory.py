@@ -81,7 +81,6 @@ def test_of_processes_with_equal_weights_one_copies_each_module_and_all_give_the
     of_encoder = sum(tensor.nbytes for tensor in encoder.state_dict().values())
     buffers = sum(tensor.nbytes for tensor in first.buffers())
     assert [memory.num_bytes_copied_out for memory in memories] == [size + of_encoder, 0, size - buffers]
-    assert [memory.num_bytes_shared for memory in memories] == [0, size, buffers]
     assert "other weights than the node's copy" in caplog.text
     for module, expected in zip((first, second, odd), before, strict=True):
         assert all(map(torch.equal, module.state_dict().values(), expected.values()))

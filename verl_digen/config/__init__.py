@@ -25,24 +25,19 @@ from verl_digen.config.load import digen_config, digen_schema
 from verl_digen.config.reward import PoolSettings, RewardConfig, RewardEntry
 from verl_digen.config.rollout import RolloutConfig
 from verl_digen.config.sampling import AdvantageConfig, EmaConfig, KlConfig, SamplingConfig, SdeConfig
-from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 __all__ = [
     "AdvantageConfig",
     "DigenConfig",
     "EmaConfig",
     "EnvironmentConfig",
-    "GapConfig",
     "KlConfig",
     "PoolSettings",
-    "QueueConfig",
     "RewardConfig",
     "RewardEntry",
     "RolloutConfig",
     "SamplingConfig",
     "SdeConfig",
-    "StalenessConfig",
-    "TagConfig",
     "TspConfig",
     "digen_config",
     "digen_schema",

@@ -11,7 +11,6 @@ where nodes of a type and their devices are concerned.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +118,7 @@ def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) 
             needed[resource] += num_devices
             keys.setdefault(resource, []).append(f"{key}={accelerator}")
     for resource, count in needed.items():
-        found = _num_devices(resource, ray.nodes())
+        found = sum(_device_counts(resource))
         if found < count:
             raise RunStopped(
                 f"{' and '.join(keys[resource])} must find {count} devices on nodes with the Ray resource "
@@ -129,8 +128,7 @@ def check_placement(config: Any, digen: DigenConfig, *, is_disaggregated: bool) 
 
 
 def _check_devices(config: Any, digen: DigenConfig, *, is_disaggregated: bool) -> None:
-    device = get_platform().ray_resource_name()
-    counts = [int(node["Resources"][device]) for node in ray.nodes() if node["Alive"] and device in node["Resources"]]
+    counts = _device_counts(get_platform().ray_resource_name())
     asked = asked_devices(config, digen, has_own_replicas=is_disaggregated)
     total = sum(asked.values())
     if sum(counts) < total:
@@ -170,8 +168,8 @@ def type_resource(key: str, accelerator: str | None) -> str | None:
     )
 
 
-def _num_devices(resource: str, nodes: Sequence[Mapping[str, Any]]) -> int:
-    """Devices on the living nodes that have `resource`."""
+def _device_counts(resource: str) -> list[int]:
+    """Devices of each living node that has `resource`, and devices."""
     device = get_platform().ray_resource_name()
-    amounts = [node["Resources"] for node in nodes if node["Alive"] and resource in node["Resources"]]
-    return int(sum(amount[device] for amount in amounts if device in amount))
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [int(amount[device]) for amount in alive if device in amount and resource in amount]

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_digen.config import DigenConfig, EnvironmentConfig, RewardConfig
+from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.config.reward import FUNCTIONS
 
 ENVIRONMENT_KEY = "digen.environment"
@@ -48,8 +48,7 @@ def has_reward_model(config: Any) -> bool:
 
 def num_function_devices(config: Any) -> int:
     """Devices of the processes that share the reward functions: verl's reward model pool, if no model is served."""
-    num_devices = _num_model_pool_devices(config)
-    return 0 if num_devices == 0 or has_reward_model(config) else num_devices
+    return 0 if has_reward_model(config) else _num_model_pool_devices(config)
 
 
 def num_reward_model_devices(config: Any) -> int:
@@ -80,11 +79,6 @@ def _packed(workers: Sequence[float]) -> int:
     return len(free) + sum(int(share) for share in workers if share >= 1)
 
 
-def num_environment_devices(environment: EnvironmentConfig) -> int:
-    """Devices of the environment workers."""
-    return _packed([environment.num_gpus] * environment.num_workers) if environment.is_on else 0
-
-
 def num_reward_devices(config: Any, reward: RewardConfig) -> int:
     """Devices of all reward processes."""
     return _num_model_pool_devices(config) + num_pool_devices(reward)
@@ -103,12 +97,13 @@ def asked_text(asked: Mapping[str, int]) -> str:
 def asked_devices(config: Any, digen: DigenConfig, *, has_own_replicas: bool) -> dict[str, int]:
     """Pool, as the prefix of its keys, -> devices that it asks for; pools without devices are left out, and the
     replicas' where they share the trainer's (`has_own_replicas`)."""
+    environment = digen.environment
     asked = {
         "trainer": num_trainer_devices(config),
         ROLLOUT: num_generator_devices(config) if has_own_replicas else 0,
         "reward.reward_model": _num_model_pool_devices(config),
         FUNCTIONS: num_pool_devices(digen.reward),
-        ENVIRONMENT_KEY: num_environment_devices(digen.environment),
+        ENVIRONMENT_KEY: _packed([environment.num_gpus] * environment.num_workers) if environment.is_on else 0,
     }
     return {pool: number for pool, number in asked.items() if number}
 

@@ -8,7 +8,7 @@ import os.path
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -214,14 +214,14 @@ def _reference(given: str, column: str, folder: Path, where: str) -> str:
             image = TableImage.parse(given).relative_to(folder)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        reference, place = str(image), image.place
-        is_there = place is None or Path(place).exists()
+        reference, place = str(image), image.source
+        is_there = place.startswith(HUB) or Path(place).exists()
     else:
         reference = place = str(folder / os.path.expanduser(given))
         is_there = os.path.isfile(place)  # False, too, for a name that is too long
     if not is_there:
         raise ValueError(
-            f"{where} must have {column} that are files, but {str(place)[-MAX_CHARACTERS_SHOWN:]!r} is missing; paths "
+            f"{where} must have {column} that are files, but {place[-MAX_CHARACTERS_SHOWN:]!r} is missing; paths "
             f"are relative to {str(folder)!r}"
         )
     return reference
@@ -282,21 +282,19 @@ class TooLong:
 def find_too_long(prompts: Iterable[PromptRow], load_check: Callable[[], PromptCheck]) -> list[TooLong]:
     """The prompts that are too long, or have a negative prompt that is. `load_check` loads tokenizers: it is called at
     most once, and only if a prompt is not surely short."""
-    found: list[TooLong] = []
-    reasons: dict[str, str] = {}
-    check: PromptCheck | None = None
-    for prompt in prompts:
-        texts = [prompt.text] if prompt.negative is None else [prompt.text, prompt.negative]
-        for text in texts:
-            if len(text.encode()) <= SURELY_SHORT_BYTES:
-                continue
-            if text not in reasons:
-                check = check or load_check()
-                reasons[text] = _reason(text, check)
-            if reasons[text]:
-                found.append(TooLong(prompt, reasons[text]))
-                break
-    return found
+    check = cache(load_check)
+
+    @cache
+    def reason(text: str) -> str:
+        if len(text.encode()) > SURELY_SHORT_BYTES:
+            try:
+                check()(text)
+            except ValueError as error:
+                return str(error)
+        return ""
+
+    found = ((prompt, reason(prompt.text) or reason(prompt.negative or "")) for prompt in prompts)
+    return [TooLong(prompt, why) for prompt, why in found if why]
 
 
 def without(prompts: Sequence[PromptRow], too_long: Sequence[TooLong]) -> list[PromptRow]:
@@ -312,11 +310,3 @@ def describe_dropped(key: str, too_long: Sequence[TooLong], num_prompts: int) ->
         f"data.filter_overlong_prompts=true: {len(too_long)} of {num_prompts} prompts of {key} are left out, the first "
         f"in {first.prompt.place}: {first.reason}"
     )
-
-
-def _reason(text: str, check: PromptCheck) -> str:
-    try:
-        check(text)
-    except ValueError as error:
-        return str(error)
-    return ""

@@ -34,29 +34,23 @@ def prompt_rows(batch: TensorDict) -> list[PromptRow]:
     return [item.data if isinstance(item, NonTensorData) else item for item in batch.get(ROW)]
 
 
-def loop_columns(row: PromptRow) -> dict[str, Any]:
-    """Keyword arguments of an agent loop for one prompt."""
-    return {
-        "raw_prompt": row.text,
-        "negative_prompt": row.negative,
-        "data_source": row.data_source,
-        "reward_model": {"ground_truth": row.ground_truth},
-        "extra_info": row.extra,
-        "images": row.images,
-        "pair": row.pair,
-        "index": row.index,
-        "uid": row.uid,
-    }
-
-
 FIELDS = {
-    "prompts": "text",
     "raw_prompt": "text",
     "negative_prompt": "negative",
     "extra_info": "extra",
-    **{name: name for name in ("data_source", "ground_truth", "images", "pair", "index", "uid")},
+    **{name: name for name in ("data_source", "images", "pair", "index", "uid")},
 }
-"""Column -> field of `PromptRow`; of two columns for one field the later one counts."""
+"""Column of an agent loop -> field of `PromptRow`; its `ground_truth` lies in the column `reward_model`."""
+RFC_FIELDS = {"prompts": "text", **FIELDS, "ground_truth": "ground_truth"}
+"""Column of an agent loop or of verl's RFC -> field; of two columns for one field the later one counts."""
+
+
+def loop_columns(row: PromptRow) -> dict[str, Any]:
+    """Keyword arguments of an agent loop for one prompt."""
+    columns = {name: getattr(row, field) for name, field in FIELDS.items()}
+    return columns | {"reward_model": {"ground_truth": row.ground_truth}}
+
+
 REQUIRED = ("text", "uid", "data_source", "ground_truth")
 
 
@@ -70,7 +64,7 @@ def loop_row(columns: Mapping[str, Any]) -> PromptRow:
         return columns[ROW]
     if "reward_model" in columns:
         columns = {**columns, "ground_truth": columns["reward_model"]["ground_truth"]}
-    fields = {field: columns[name] for name, field in FIELDS.items() if name in columns}
+    fields = {field: columns[name] for name, field in RFC_FIELDS.items() if name in columns}
     lacking = [field for field in REQUIRED if field not in fields]
     if lacking or not isinstance(fields["text"], str):
         raise ValueError(

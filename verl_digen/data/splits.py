@@ -10,6 +10,7 @@ import json
 import os.path
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def name_splits(config: DictConfig) -> None:
 
 def _resolve_one(name: str, key: str) -> str:
     if name.startswith(HUB):
-        return str(HubName.parse(name, key).with_split(SPLITS[key][0]))
+        hub = HubName.parse(name, key)
+        return str(replace(hub, split=hub.split or SPLITS[key][0]))
     path = Path(os.path.expanduser(name))
     try:
         is_folder = path.is_dir() and not (path / SAVED).is_file()

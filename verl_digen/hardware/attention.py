@@ -29,14 +29,6 @@ class Package:
 
 
 @dataclass(frozen=True)
-class Split:
-    """Abilities of a kernel where devices share a row's tokens."""
-
-    takes_masks: bool = False
-    """False for cuDNN's: diffusers hands it a mask of booleans as numbers to add."""
-
-
-@dataclass(frozen=True)
 class AttentionBackend:
     """Abilities of a kernel."""
 
@@ -48,8 +40,10 @@ class AttentionBackend:
     takes_fp32: bool = False
     """False: bfloat16 or float16 only, on an accelerator."""
     trains: bool = True
-    split: Split | None = None
-    """None: diffusers refuses it, or its backward, where devices share a row's tokens."""
+    splits: bool = False
+    """False: diffusers refuses it, or its backward, where devices share a row's tokens."""
+    splits_masks: bool = False
+    """Takes masks there, too. False for cuDNN's: diffusers hands it a mask of booleans as numbers to add."""
 
 
 _FLASH = Package("flash_attn", "flash-attn", (2, 6, 3))
@@ -57,20 +51,20 @@ _FLASH_3 = Package("flash_attn_3", "flash-attn-3")
 _HUB = Package("kernels", "kernels", (0, 12))
 
 ATTENTION_BACKENDS: Mapping[str, AttentionBackend] = {
-    NATIVE: AttentionBackend((), takes_masks=True, takes_fp32=True, split=Split(takes_masks=True)),
-    "flash": AttentionBackend(package=_FLASH, split=Split()),
-    "flash_hub": AttentionBackend(package=_HUB, split=Split()),
+    NATIVE: AttentionBackend((), takes_masks=True, takes_fp32=True, splits=True, splits_masks=True),
+    "flash": AttentionBackend(package=_FLASH, splits=True),
+    "flash_hub": AttentionBackend(package=_HUB, splits=True),
     "flash_varlen": AttentionBackend(package=_FLASH),
-    "flash_varlen_hub": AttentionBackend(package=_HUB, takes_masks=True, split=Split(takes_masks=True)),
+    "flash_varlen_hub": AttentionBackend(package=_HUB, takes_masks=True, splits=True, splits_masks=True),
     "flash_4_hub": AttentionBackend(package=Package("kernels", "kernels", (0, 12, 3))),
     "_flash_3": AttentionBackend(package=_FLASH_3, trains=False),
     "_flash_varlen_3": AttentionBackend(package=_FLASH_3),
-    "_flash_3_hub": AttentionBackend(package=_HUB, split=Split()),
-    "_flash_3_varlen_hub": AttentionBackend(package=_HUB, takes_masks=True, split=Split(takes_masks=True)),
+    "_flash_3_hub": AttentionBackend(package=_HUB, splits=True),
+    "_flash_3_varlen_hub": AttentionBackend(package=_HUB, takes_masks=True, splits=True, splits_masks=True),
     "aiter_fa2_hub": AttentionBackend(package=_HUB),
-    "_native_cudnn": AttentionBackend(takes_masks=True, split=Split()),
+    "_native_cudnn": AttentionBackend(takes_masks=True, splits=True),
     "_native_efficient": AttentionBackend(takes_masks=True, takes_fp32=True),
-    "_native_flash": AttentionBackend(("cuda", "cpu"), split=Split()),
+    "_native_flash": AttentionBackend(("cuda", "cpu"), splits=True),
     "_native_math": AttentionBackend((), takes_masks=True, takes_fp32=True),
     "_native_npu": AttentionBackend(("npu",), Package("torch_npu", "torch-npu"), takes_masks=True),
 }

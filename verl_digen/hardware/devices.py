@@ -36,13 +36,9 @@ class Pool:
     device: str
 
     def slowdown(self, reference: str) -> float:
-        """Factor from seconds on `reference` to seconds on this type."""
-        return slowdown(self.device, reference)
+        """Factor from seconds on `reference` to seconds on this type; 1 for one and the same type, whatever its
+        name."""
+        return 1.0 if self.device == reference else PEAK_TFLOPS[reference] / PEAK_TFLOPS[self.device]
 
     def __str__(self) -> str:
         return f"{self.num_devices}x{self.device}"
-
-
-def slowdown(device: str, reference: str) -> float:
-    """Factor from seconds on `reference` to seconds on `device`; 1 for one and the same type, whatever its name."""
-    return 1.0 if device == reference else PEAK_TFLOPS[reference] / PEAK_TFLOPS[device]

@@ -19,19 +19,13 @@ class Supported:
 
     can_work: SpecifierSet
     """Others are refused."""
-    tested: SpecifierSet
-    """The version that a remedy installs."""
-    also_tested: tuple[SpecifierSet, ...] = ()
-    """Further ones. A version in none of these ranges nor in `tested` is warned of."""
-
-    @property
-    def all_tested(self) -> tuple[SpecifierSet, ...]:
-        return (self.tested, *self.also_tested)
+    tested: tuple[SpecifierSet, ...]
+    """The first is the version that a remedy installs. A version in none of these ranges is warned of."""
 
 
 SUPPORTED = {
-    name: Supported(SpecifierSet(can_work), SpecifierSet(tested), tuple(map(SpecifierSet, also)))
-    for name, can_work, tested, *also in (
+    name: Supported(SpecifierSet(can_work), tuple(map(SpecifierSet, tested)))
+    for name, can_work, *tested in (
         ("verl", ">=0.9.1,<0.10", "==0.9.1"),
         ("torch", ">=2.11,<2.15", "==2.13.0", "==2.14.0", "==2.12.0", "==2.11.0"),
         ("TransferQueue", ">=0.1.10,<0.2", "==0.1.11"),
@@ -62,7 +56,7 @@ def outside(found: Mapping[str, str], *, tested: bool) -> Iterator[tuple[str, st
     tested."""
     for name, number in found.items():
         supported = SUPPORTED[name]
-        ranges = supported.all_tested if tested else (supported.can_work,)
+        ranges = supported.tested if tested else (supported.can_work,)
         if not any(one.contains(number, prereleases=True) for one in ranges):  # +cpu of 2.13.0+cpu does not count
             yield name, number, ranges[0]
 

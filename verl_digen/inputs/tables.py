@@ -15,7 +15,7 @@ from __future__ import annotations
 import os.path
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -57,10 +57,6 @@ class HubName:
                 f"{key} must name a dataset of the hub by {HUB_FORM}, got {text!r}; write e.g. {key}=hf://owner/name:train"
             )
         return HubName(**match.groupdict())
-
-    def with_split(self, default: str) -> HubName:
-        """A copy with the split `default` where it has none."""
-        return self if self.split else replace(self, split=default)
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
@@ -118,11 +114,6 @@ class TableImage:
         if self.source.startswith(HUB):
             return self
         return TableImage(str(folder / os.path.expanduser(self.source)), self.column, self.row, self.item)
-
-    @property
-    def place(self) -> str | None:
-        """The path that must be there; None for a dataset of the hub."""
-        return None if self.source.startswith(HUB) else self.source
 
 
 def read_table_image(reference: str) -> bytes:

@@ -69,8 +69,6 @@ class DeviceMemory:
         """Storages without memory, each with its size in bytes."""
         self.num_bytes_copied_out = 0
         """Bytes that all releases copied to the host."""
-        self.num_bytes_shared = 0
-        """Bytes of the host copies that another process made."""
 
     @property
     def num_bytes(self) -> int:
@@ -111,9 +109,8 @@ class DeviceMemory:
         """Copy storages to the host, or find the copy of another process."""
         copies = host_copies(name, [_as_bytes(each, self._device) for each in storages], self._device, self._pool)
         self._kept |= dict(zip(map(_key, storages), copies.parts, strict=True))
-        size = sum(storage.nbytes() for storage in storages)
-        self.num_bytes_copied_out += size if copies.is_new else 0
-        self.num_bytes_shared += 0 if copies.is_new else size
+        if copies.is_new:
+            self.num_bytes_copied_out += sum(storage.nbytes() for storage in storages)
 
     def _keep_again(self, storage: UntypedStorage) -> None:
         """Copy a storage to the host, where its last copy was."""

@@ -42,7 +42,8 @@ def check_adapter(run: StartConfig) -> None:
     given = {key: section[key] for key in ("target_modules", "exclude_modules", "lora_adapter_path")}
     if trains_all(run.config) or "://" in section.path or not any(given.values()):  # the model's own layers take one
         return
-    model, network = load_on_meta(section.path)
+    model = load_configs(section.path)
+    network = model.load_structure(torch.float32)  # on the meta device
     for key in ("target_modules", "exclude_modules"):
         _check_names(model, network, f"{KEY}.{key}", given[key])
     model_config = model_section(run)
@@ -166,12 +167,6 @@ def adapter_notes(run: StartConfig) -> list[str]:
     return found
 
 
-def load_on_meta(path: str) -> tuple[DiffusionModel, nn.Module]:
-    """The model at `path` and its network on the meta device, of the checkpoint's configs alone."""
-    model = load_configs(path)
-    return model, model.load_structure(torch.float32)
-
-
 def _check_names(model: DiffusionModel, network: nn.Module, key: str, given: Any) -> None:
     """Require every name the user gives to match a module, in the way peft reads it: a suffix, or a whole regex."""
     if given is None or given == ALL_LINEAR:
@@ -235,5 +230,5 @@ def check_teacher(run: StartConfig) -> None:
         row = "digen.queue.drop_zero_spread", False, ", where a group trains whatever its rewards are", "leave it out"
         run.require_values(f"with digen.loss.name={digen.loss_name}", row)
     if has_checkpoint(run.config):
-        _, network = load_on_meta(run.config.actor_rollout_ref.model.path)
+        network = load_configs(run.config.actor_rollout_ref.model.path).load_structure(torch.float32)
         check_teacher_files(settings.taught_by, adapter_shapes(build_on_meta(network, model_section(run))))

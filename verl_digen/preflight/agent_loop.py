@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from verl_digen.algorithms.objectives import find_objective
 from verl_digen.config import DigenConfig
 from verl_digen.environments.built_in import environment_class, environment_settings
-from verl_digen.models import load_model
+from verl_digen.preflight.inputs import has_checkpoint
+from verl_digen.preflight.model import load_configs
 from verl_digen.preflight.pools import COLOCATED
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.require import refusing, require
@@ -164,10 +165,9 @@ def _check_model(run: StartConfig, *, edits: bool) -> None:
     if edits:
         remedy = "set it to 1, or choose an environment whose `edits` is false"
         run.require_values(f"with {key}", ("digen.sampling.num_frames", 1, ", which edits pictures", remedy))
-    folder = Path(run.config.actor_rollout_ref.model.path).expanduser()
-    if not folder.is_dir():  # fetched once the run has started
+    if not has_checkpoint(run.config):  # fetched once the run has started
         return
-    least, most = load_model(folder).spec.num_images
+    least, most = load_configs(run.config.actor_rollout_ref.model.path).spec.num_images
     require(
         (most > 0) if edits else (least == 0),
         f"{key} must name an environment {'of text' if most == 0 else 'that edits'} with this model, which reads "

@@ -202,7 +202,6 @@ def check_pairs(run: StartConfig) -> None:
         ("digen.sampling.num_frames", 1, of_video, "set it to 1"),
         ("digen.tag.policy", "off", ", which leaves trainer ranks nothing to generate", "leave it out"),
     )
-
     if (model := model_of(run.config)) is not None:
         require(
             not model.spec.audio_parts,

@@ -178,7 +178,7 @@ def _check_split(side: Side, *, needs_masks: bool) -> None:
     able = [
         name
         for name, backend in ATTENTION_BACKENDS.items()
-        if backend.split is not None and (backend.split.takes_masks or not needs_masks)
+        if backend.splits and (backend.splits_masks or not needs_masks)
     ]
     padded = ", under the mask of prompts that are padded for it" if needs_masks else ""
     require(

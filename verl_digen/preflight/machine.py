@@ -198,8 +198,8 @@ def check_versions(run: StartConfig, found: Callable[[str], str] = installed_ver
     if refused:
         raise ValueError(
             "\n".join(
-                f"{name} must be {wanted}, got {number}; verl-digen was tested with {SUPPORTED[name].tested}: "
-                f"pip install '{name}{SUPPORTED[name].tested}'"
+                f"{name} must be {wanted}, got {number}; verl-digen was tested with {SUPPORTED[name].tested[0]}: "
+                f"pip install '{name}{SUPPORTED[name].tested[0]}'"
                 for name, number, wanted in refused
             )
         )

@@ -68,7 +68,7 @@ def to_text(report: Report) -> str:
     """The report as text for people."""
     lines = ["versions"]
     for name, number in report.versions.items():
-        tested = f"  (tested: {' or '.join(map(str, SUPPORTED[name].all_tested))})" if name in SUPPORTED else ""
+        tested = f"  (tested: {' or '.join(map(str, SUPPORTED[name].tested))})" if name in SUPPORTED else ""
         lines.append(f"  {name:<14} {number}{tested}")
     lines += ["", f"platform: {report.platform} ({report.platform_reason})"]
     lines += [f"  {device}" for device in report.devices]
