@@ -130,9 +130,7 @@ class HunyuanVideo(Hunyuan):
         transformer="HunyuanVideoTransformer3DModel",
         title="HunyuanVideo",
         example="hunyuanvideo-community/HunyuanVideo",
-        components=(
-            *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
-        ),
+        components=(*ModelSpec.components, "text_encoder_2", "tokenizer_2"),
         # Attention of both streams, of the single blocks and of the text refiner.
         lora_targets=JOINT_ATTENTION,
         flops=FlopsLayout(
