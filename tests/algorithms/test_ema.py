@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from verl_digen.algorithms.ema import Decay, ema_decay, ema_update_
+from verl_digen.config import EmaConfig
 
 
 def test_the_decay_grows_from_a_tenth_to_its_maximum():
@@ -38,6 +39,8 @@ def test_an_update_with_a_period_falls_due_once_in_it_however_many_steps_a_batch
     assert decay.is_due(2, 11) and not decay.is_due(3, 3)
 
 
-def test_an_average_of_fewer_tensors_than_the_weights_is_an_error():
+def test_wrong_arguments_are_errors():
+    with pytest.raises(ValueError, match=r"digen.ema.max_decay must lie in \(0, 1\), got 1.5"):
+        EmaConfig(max_decay=1.5)
     with pytest.raises(ValueError, match="zip"):
         ema_update_([torch.zeros(1)], [], 0.9)
