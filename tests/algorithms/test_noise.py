@@ -52,8 +52,3 @@ def test_seeds_and_noise_are_the_same_on_every_machine():
     torch.testing.assert_close(
         noise(42, "g7", 3, 0, (3,)), torch.tensor([1.2047985, -0.1107066, -0.0255964]), atol=1e-6, rtol=0
     )
-
-
-def test_a_step_before_the_initial_latents_is_an_error():
-    with pytest.raises(ValueError, match="step must be >= 0, or -1 for the initial latents, got -2"):
-        step_noise(0, -2, SHAPE)

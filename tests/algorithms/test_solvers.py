@@ -258,8 +258,3 @@ def test_rows_of_a_prediction_are_those_chosen_and_joined_again():
     joined = Prediction.join([known.rows([row]) for row in range(3)])
     assert joined is not None and all(torch.equal(vars(joined)[name], vars(known)[name]) for name in vars(known))
     assert Prediction.join([]) is None
-
-
-def test_an_unknown_solver_is_refused():
-    with pytest.raises(ValueError, match="unknown solver 'heun'; known solvers: euler, ddim, dpm2, unipc, sa"):
-        run("heun", start(), shifted(2), curved)

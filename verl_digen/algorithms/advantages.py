@@ -28,7 +28,7 @@ def group_advantages(
     or infinite reward, named by its index, a wrong shape, and a scale, ddof or eps that `advantage_scale` does not
     know.
     """
-    values, members = _grouped(rewards, groups)
+    values, members = grouped(rewards, groups)
     divisor = advantage_scale(rewards, groups, scale=scale, ddof=ddof, eps=eps)
     advantages = torch.zeros_like(values)
     for samples in members.values():
@@ -53,7 +53,7 @@ def advantage_scale(
     eps. `none`: 1. `ddof` is 0 for the population std, 1 for the sample std. Except under `group` all entries are
     equal, so advantages of scale "none" can be trained on and the gradient divided later, when all rewards are known.
     """
-    values, members = _grouped(rewards, groups)
+    values, members = grouped(rewards, groups)
     if scale not in SCALES:
         raise ValueError(f"unknown advantage scale {scale!r}; known scales: {', '.join(SCALES)}")
     if ddof not in (0, 1):
@@ -101,18 +101,8 @@ def combined_advantages(
     return total.tolist()
 
 
-def _grouped(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, dict[Hashable, list[int]]]:
+def grouped(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, dict[Hashable, list[int]]]:
     """The rewards, [B] fp64 on the CPU, and the indices of each group's samples."""
-    values = _finite(rewards)
-    if len(values) != len(groups):
-        raise ValueError(f"every reward needs a group id, got {len(values)} rewards and {len(groups)} ids")
-    members: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-    return values, members
-
-
-def _finite(rewards: Tensor) -> Tensor:
     if rewards.dim() != 1 or len(rewards) == 0:
         raise ValueError(f"reward must have shape [B] with B >= 1, got {list(rewards.shape)}")
     values = rewards.detach().cpu().double()
@@ -122,7 +112,12 @@ def _finite(rewards: Tensor) -> Tensor:
             f"reward must be finite, got {values[bad[0]].item()} at index {bad[0]} "
             f"({len(bad)} of {len(values)} are not finite); a scorer that fails should raise"
         )
-    return values
+    if len(values) != len(groups):
+        raise ValueError(f"every reward needs a group id, got {len(values)} rewards and {len(groups)} ids")
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    return values, members
 
 
 def _has_spread(values: Tensor) -> bool:

@@ -43,10 +43,6 @@ class Decay:
 
 def ema_decay(k: int, max_decay: float) -> float:
     """min((1 + k) / (10 + k), max_decay), for k >= 0 optimizer steps and max_decay in [0, 1]."""
-    if k < 0:
-        raise ValueError(f"k must be >= 0 optimizer steps, got {k}")
-    if not 0 <= max_decay <= 1:
-        raise ValueError(f"max_decay must lie in [0, 1], got {max_decay}")
     return min((1 + k) / (10 + k), max_decay)
 
 

@@ -27,25 +27,18 @@ def kl_loss(kind: str, inputs: Mapping[str, Tensor]) -> LossOutput:
     """KL of N rows, as their share of the logical batch's mean; also its metric `kl`.
 
     `inputs` holds what `kl_inputs(kind)` lists (latents of x'; columns as `SdeStep.std` and `sde.noise_rate`), and
-    `mask` and `num_rows` as for `policy_loss`. ValueError for an unknown kind, or an input that is missing or
-    misshapen.
+    `mask` and `num_rows` as for `policy_loss`. ValueError for an input that is missing or misshapen.
     """
-    columns, latents, divergence = _find(kind)
+    columns, latents, divergence = KINDS[kind]
     rows = LossInputs.check(f"KL kind {kind!r}", inputs, columns=columns, latents=latents)
     loss = rows.mean(divergence(rows))
     return LossOutput(loss, {"kl": Metric(loss.detach())})
 
 
 def kl_inputs(kind: str) -> tuple[str, ...]:
-    """The inputs that KL `kind` needs. ValueError if there is no such kind."""
-    columns, latents, _ = _find(kind)
+    """The inputs that KL `kind` needs."""
+    columns, latents, _ = KINDS[kind]
     return (*columns, *latents)
-
-
-def _find(kind: str) -> Kind:
-    if kind not in KINDS:
-        raise ValueError(f"unknown KL kind {kind!r}; known kinds: {', '.join(KINDS)}")
-    return KINDS[kind]
 
 
 def _flow_grpo(rows: LossInputs) -> Tensor:

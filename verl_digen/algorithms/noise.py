@@ -29,8 +29,6 @@ def sample_seed(run_seed: int, uid: str, sample_index: int, turn: int = 0) -> in
 def step_noise(seed: int, step: int, shape: Sequence[int]) -> Tensor:
     """Standard normal noise of the sample with `seed` at denoise step `step`, of `shape`, fp32 on the CPU. It depends
     on the whole shape: a smaller latent's noise is not a slice of a larger one's."""
-    if step < INITIAL_LATENTS:
-        raise ValueError(f"step must be >= 0, or {INITIAL_LATENTS} for the initial latents, got {step}")
     generator = torch.Generator("cpu").manual_seed(keyed_seed("noise", int(seed), int(step)))
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 

@@ -20,7 +20,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.advantages import advantage_scale, group_advantages
+from verl_digen.algorithms.advantages import advantage_scale, group_advantages, grouped
 from verl_digen.algorithms.window import Window, WindowConfig
 from verl_digen.require import In, check_fields, require
 
@@ -111,11 +111,10 @@ def tree_advantages(
     see `advantage_scale`, also for errors. Inner nodes, whose values lie closer together, then have smaller advantages
     than leaves. With equal rewards every advantage is exactly 0.
     """
-    values = rewards.detach().cpu().double()
+    values, members_of = grouped(rewards, groups)
     divisor = advantage_scale(rewards, groups, scale=scale, ddof=ddof, eps=eps)
     advantages = torch.zeros(len(values), len(nodes[0]), dtype=torch.float64)
-    for group in dict.fromkeys(groups):
-        members = [index for index, other in enumerate(groups) if other == group]
+    for members in members_of.values():
         own = values[members]
         if own.min() == own.max():
             continue
@@ -126,7 +125,7 @@ def tree_advantages(
                 found.setdefault(node, []).append(position)
             level = torch.stack([own[positions].mean() for positions in found.values()])
             if scale == "group":
-                centred = group_advantages(level, [group] * len(level), scale="group", ddof=ddof, eps=eps).double()
+                centred = group_advantages(level, [0] * len(level), scale="group", ddof=ddof, eps=eps).double()
             else:
                 centred = (level - level.mean()) / divisor[members[0]]
             of_node = dict(zip(found, centred, strict=True))

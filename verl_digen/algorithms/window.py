@@ -76,13 +76,6 @@ class WindowConfig:
         lo, hi = self.range
         return lo, hi
 
-    def moved(self, step: int, num_steps: int) -> int:
-        """Denoise steps by which the range has moved at optimizer step `step`, in a schedule of `num_steps`."""
-        if self.shift_every is None:
-            return 0
-        _, hi = self.range_for(num_steps)
-        return step // self.shift_every % (num_steps - hi)
-
     def _check_room(self, lo: int, hi: int) -> None:
         if self.kind == "consecutive" and hi - lo < self.size:
             raise ValueError(
@@ -104,8 +97,9 @@ def draw_window(config: WindowConfig, *, run_seed: int, uid: str, num_steps: int
     candidates = range(num_steps - 1)
     if config.kind == "consecutive":
         lo, hi = config.range_for(num_steps)
-        moved = config.moved(step, num_steps)
-        lo, hi = lo + moved, hi + moved
+        if config.shift_every is not None:
+            moved = step // config.shift_every % (num_steps - hi)
+            lo, hi = lo + moved, hi + moved
         start = rng.randint(lo, hi - config.size)
         steps = tuple(range(start, start + config.size))
         return Window(sde_steps=steps, train_steps=steps)

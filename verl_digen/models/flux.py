@@ -44,9 +44,7 @@ class Flux(PackedModel):
         transformer="FluxTransformer2DModel",
         title="FLUX.1",
         example="black-forest-labs/FLUX.1-dev",
-        components=(
-            *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
-        ),
+        components=(*ModelSpec.components, "text_encoder_2", "tokenizer_2"),
         # Attention and feed-forward of both streams and the single blocks' attention, as flow_grpo trains FLUX.1.
         lora_targets=(*JOINT_ATTENTION, *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")),
         flops=FlopsLayout(

@@ -42,8 +42,7 @@ class FluxKontext(ReadsImages, Flux):
             raise ValueError(
                 f"a prompt must have at most 1 image for {self.spec.title}, got {len(inputs.images)}; leave one"
             )
-        embeds, pooled, _ = encode_prompt(inputs.text, max_sequence_length=self.max_text_tokens)
-        condition = {"embeds": embeds[0], "pooled": pooled[0]}
+        condition = self.encode_text(pipeline, encode_prompt, inputs.text)
         for image in inputs.images:
             condition["source"] = _encode_image(pipeline, image.read(), inputs.image_px)
         return condition

@@ -37,20 +37,7 @@ SEQUENCE_PLAN = {
 share of the prompt (`own_share`), behind the text refiner, which reads it whole."""
 
 
-def run_unmasked(network: Any) -> None:
-    """Replace the forward of a `HunyuanVideoTransformer3DModel` by one without an attention mask where no prompt is
-    padded; its weights are unchanged.
-
-    diffusers' forward masks padded text tokens in every block, and makes the mask also where there is no padding. A
-    mask keeps fused attention kernels out, although a tile of one prompt's rows has no padding.
-
-    Invariant (tests/models/test_hunyuan_video.py): velocities and gradients equal diffusers' own forward, to 1e-5.
-    """
-    network.forward = MethodType(_forward, network)
-    network.sequence_mesh = None
-
-
-def _forward(
+def run_unmasked(
     network: Any,
     hidden_states: Tensor,
     timestep: Tensor,
@@ -59,9 +46,17 @@ def _forward(
     encoder_attention_mask: Tensor | None = None,
     guidance: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """Replacement of the class's forward, with the same arguments -> (velocity [N, C', F, H, W],). `hidden_states`: [N,
-    C, F, H, W]. `encoder_hidden_states`: [N, L, D]. `pooled_projections`: [N, E]. `encoder_attention_mask`: [N, L], 1
-    for tokens; None: no padding. `guidance`: [N], of a distilled network."""
+    """Replacement of the class's forward, with the same arguments, without an attention mask where no prompt is padded
+    -> (velocity [N, C', F, H, W],).
+
+    `hidden_states`: [N, C, F, H, W]. `encoder_hidden_states`: [N, L, D]. `pooled_projections`: [N, E].
+    `encoder_attention_mask`: [N, L], 1 for tokens; None: no padding. `guidance`: [N], of a distilled network.
+
+    diffusers' forward masks padded text tokens in every block, and makes the mask also where there is no padding. A
+    mask keeps fused attention kernels out, although a tile of one prompt's rows has no padding.
+
+    Invariant (tests/models/test_hunyuan_video.py): velocities and gradients equal diffusers' own forward, to 1e-5.
+    """
     time, _ = network.time_text_embed(timestep, pooled_projections, guidance)
     text = network.context_embedder(encoder_hidden_states, timestep, encoder_attention_mask)
     blocks = (*network.transformer_blocks, *network.single_transformer_blocks)
@@ -135,9 +130,7 @@ class HunyuanVideo(Hunyuan):
         transformer="HunyuanVideoTransformer3DModel",
         title="HunyuanVideo",
         example="hunyuanvideo-community/HunyuanVideo",
-        components=(
-            *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
-        ),
+        components=(*ModelSpec.components, "text_encoder_2", "tokenizer_2"),
         # Attention of both streams, of the single blocks and of the text refiner.
         lora_targets=JOINT_ATTENTION,
         flops=FlopsLayout(
@@ -160,8 +153,9 @@ class HunyuanVideo(Hunyuan):
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
-        network = super().load_transformer(dtype, meta=meta)
-        run_unmasked(network)
+        network: Any = super().load_transformer(dtype, meta=meta)
+        network.forward = MethodType(run_unmasked, network)
+        network.sequence_mesh = None
         return network
 
     def load_prompt_check(self) -> PromptCheck:

@@ -63,10 +63,7 @@ class HunyuanVideo15(Hunyuan):
         transformer="HunyuanVideo15Transformer3DModel",
         title="HunyuanVideo 1.5",
         example="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-        components=(
-            *("guider", "scheduler", "transformer", "vae"),
-            *("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"),
-        ),
+        components=(*ModelSpec.components, "guider", "text_encoder_2", "tokenizer_2"),
         # Attention of both streams and of the text refiner, as for HunyuanVideo.
         lora_targets=JOINT_ATTENTION,
         flops=FlopsLayout(

@@ -30,10 +30,7 @@ class StableDiffusion3(DiffusionModel):
         transformer="SD3Transformer2DModel",
         title="Stable Diffusion 3",
         example="stabilityai/stable-diffusion-3.5-medium",
-        components=(
-            *("scheduler", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"),
-            *("tokenizer", "tokenizer_2", "tokenizer_3"),
-        ),
+        components=(*ModelSpec.components, "text_encoder_2", "text_encoder_3", "tokenizer_2", "tokenizer_3"),
         # The joint attention of both streams, as flow_grpo trains SD3.5.
         lora_targets=JOINT_ATTENTION,
         flops=FlopsLayout(
@@ -72,11 +69,7 @@ class StableDiffusion3(DiffusionModel):
         # Positions are a learned square table, of which the network takes the middle.
         max_px = self._network["pos_embed_max_size"] * px_per_token
         check_size(geometry, title=self.spec.title, px_multiple=px_per_token, max_px=max_px)
-        return (
-            self._network["in_channels"],
-            geometry.height_px // self._vae_scale,
-            geometry.width_px // self._vae_scale,
-        )
+        return self._num_channels, geometry.height_px // self._vae_scale, geometry.width_px // self._vae_scale
 
     def sigmas(self, num_steps: int, geometry: Geometry) -> Tensor:
         # "5. Prepare timesteps" of StableDiffusion3Pipeline.__call__.

@@ -336,14 +336,9 @@ def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> 
 
     `inputs` holds those that `find_objective(name).inputs_for(config)` lists, a joint column among them; optionally
     `mask` and `num_rows`, see `LossInputs.check`. `config`: settings of the loss, as `default_config(name)` makes them.
-    ValueError for an unknown loss, settings of another loss, or an input that is missing or misshapen.
+    ValueError for an unknown loss, or an input that is missing or misshapen.
     """
     objective = find_objective(name)
-    if not isinstance(config, objective.config):
-        raise ValueError(
-            f"policy loss {name!r} needs settings of type {objective.config.__name__}, got {type(config).__name__}; "
-            f"begin with default_config({name!r})"
-        )
     columns, latents = objective.columns_for(config), objective.latents_for(config)
     rows = LossInputs.check(f"policy loss {name!r}", inputs, columns=columns, latents=latents)
     return objective.compute(rows, config)

@@ -68,8 +68,6 @@ def denoise_step(
 
     Returns the step, and the predictions that the next one reads (None with Euler's step, which needs none).
     """
-    if solver not in _TERMS:
-        raise ValueError(f"unknown solver {solver!r}; known solvers: {', '.join(SOLVERS)}")
     noise_levels = noise_level if isinstance(noise_level, tuple) else [noise_level] * len(is_sde)
     taken = sde_step(
         velocity,

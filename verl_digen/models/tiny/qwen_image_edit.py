@@ -6,7 +6,6 @@ from typing import Any
 
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit import QwenImageEditPipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import QwenImageEditPlusPipeline
-from transformers import Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from verl_digen.models.tiny import parts, qwen_image
@@ -42,22 +41,14 @@ def make_single() -> parts.WithProcessor:
 
 
 def _parts() -> dict[str, Any]:
-    tokenizer = make_tokenizer()
+    tokenizer = parts.byte_tokenizer(CORPUS, [*parts.CHAT_TOKENS, *MARKS])
+    names = ("vision_start", "vision_end", "image", "video")
+    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in zip(names, MARKS, strict=True)}
     return {
         "scheduler": qwen_image.make_scheduler(),
         "vae": qwen_image.make_vae(),
-        "text_encoder": make_text_encoder(tokenizer),
+        "text_encoder": qwen_image.make_text_encoder(**ids),
         "tokenizer": tokenizer,
         "processor": tokenizer,  # its files are among the processor's
         "transformer": qwen_image.make_transformer(),
     }
-
-
-def make_tokenizer() -> Qwen2Tokenizer:
-    return parts.byte_tokenizer(CORPUS, [*parts.CHAT_TOKENS, *MARKS])
-
-
-def make_text_encoder(tokenizer: Any) -> Any:
-    names = {"vision_start": MARKS[0], "vision_end": MARKS[1], "image": MARKS[2], "video": MARKS[3]}
-    ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in names.items()}
-    return qwen_image.make_text_encoder(**ids)
