@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.request import OmniDiffusionRequest
@@ -149,7 +148,7 @@ class RequestRecordingMixin(RecordingPipeline):
                 return super().forward(req)  # type: ignore[misc]
         if first.lora_request is not None:  # the worker has activated it for the whole batch
             self.weight_version = self.adapter_versions[first.lora_request.lora_int_id]
-        begun = [self._begin_or_refuse(request.sampling_params) for request in req.requests]
+        begun = [self._begin(request.sampling_params) for request in req.requests]
         readable = [pair for pair in zip(req.requests, begun, strict=True) if isinstance(pair[1], Recording)]
         made = iter(self._denoise(readable) if readable else ())
         return [next(made) if isinstance(found, Recording) else found for found in begun]
@@ -196,27 +195,25 @@ class RequestRecordingMixin(RecordingPipeline):
         outputs = super().forward(DiffusionRequestBatch(requests), **arguments)  # type: ignore[misc]
         return [outputs] if isinstance(outputs, DiffusionOutput) else outputs
 
-    def _begin_or_refuse(self, params: OmniDiffusionSamplingParams) -> Recording | DiffusionOutput:
+    def _begin(self, params: OmniDiffusionSamplingParams) -> Recording | DiffusionOutput:
         """Begin a recording -> it, or the error output if the encoder refuses the prompt."""
-        try:
-            return self._begin(params.extra_args[ORDER], params.lora_request)
-        except ValueError as error:
-            return DiffusionOutput.from_exception(error)
-
-    def _begin(self, order: RecordingOrder, adapter: LoRARequest | None) -> Recording:
         start_s = time.time()
+        order: RecordingOrder = params.extra_args[ORDER]
         request = order.request
         sampling = request.sampling
-        return self.begin_recording(
-            order,
-            shape=self._model.latent_shape(sampling.geometry),
-            sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
-            device=get_local_device(),
-            condition=self._encode(request.inputs),
-            negative_condition=self._encode(request.negative_inputs) if sampling.is_guided else None,
-            start_s=start_s,
-            adapter=adapter,
-        )
+        try:
+            return self.begin_recording(
+                order,
+                shape=self._model.latent_shape(sampling.geometry),
+                sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
+                device=get_local_device(),
+                condition=self._encode(request.inputs),
+                negative_condition=self._encode(request.negative_inputs) if sampling.is_guided else None,
+                start_s=start_s,
+                adapter=params.lora_request,
+            )
+        except ValueError as error:
+            return DiffusionOutput.from_exception(error)
 
     def _encode(self, inputs: PromptInputs) -> Condition:
         with self._encoding:

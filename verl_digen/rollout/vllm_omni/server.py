@@ -171,20 +171,12 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         return replace(made, trajectory=with_experts(self._model, made.trajectory))
 
     async def _record(self, request_id: str, order: RecordingOrder, published: Published) -> dict[str, Any]:
-        """Run one request and return its record (`RecordingPipeline.finish_recording`); counts it as in flight."""
-        self._in_flight[published] += 1
-        try:
-            return (await self._run(request_id, order, published)).multimodal_output["trajectory"][RECORDED]
-        finally:
-            self._in_flight[published] -= 1
-            async with self._finished:
-                self._finished.notify_all()
-
-    async def _run(self, request_id: str, order: RecordingOrder, published: Published) -> Any:
-        """The engine's last output for one request; timeout `digen.deadlines.first_s`."""
+        """Run one request and return its record (`RecordingPipeline.finish_recording`); counts it as in flight. Timeout
+        `digen.deadlines.first_s`."""
         adapter = adapter_request(published) if self._sends_adapter else None
         sample = f"sample {order.request.uid}_{order.request.sample_index}"
         timeout_s = self.digen.deadlines.first_s
+        self._in_flight[published] += 1
         try:
             output = await asyncio.wait_for(self._last_output(request_id, order, adapter), timeout_s)
         except asyncio.TimeoutError:
@@ -195,9 +187,13 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         except Exception as error:  # vLLM-Omni raises the errors of a failed request and of a dead engine here
             await self._leave_if_dead()
             raise RuntimeError(f"vLLM-Omni failed {sample} on replica {self.replica_rank}: {error}") from error
+        finally:
+            self._in_flight[published] -= 1
+            async with self._finished:
+                self._finished.notify_all()
         if output is None or "trajectory" not in output.multimodal_output:  # the result of an abort
             raise RuntimeError(f"{sample} was aborted")
-        return output
+        return output.multimodal_output["trajectory"][RECORDED]
 
     async def _last_output(self, request_id: str, order: RecordingOrder, adapter: LoRARequest | None) -> Any:
         last = None
