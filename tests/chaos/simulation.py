@@ -44,7 +44,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.processes.relays import Process, Together
 from verl_digen.processes.supervision import Supervision
-from verl_digen.store.keys import VAL, SampleName
+from verl_digen.store.keys import VAL
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
@@ -332,8 +332,7 @@ class Simulation:
         assert conductor is not None
         late = self.trainer._condition_keys & self.trainer._generator.condition_keys()
         for published in conductor._published.values():
-            late |= published.condition_keys | {name.key for name in published.unwanted}
-            late |= {SampleName.of(tag.facts).key for tags in published.groups.values() for tag in tags.values()}
+            late |= published.condition_keys | {name.key for name in published.names}
         partitions = self.queue.partitions.items()
         return {name: [key for key in rows if key not in late] for name, rows in partitions if name != VAL}
 
