@@ -45,7 +45,7 @@ from verl_digen.observe.timeline.interval import Lane
 from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.processes.relays import Process, Together
 from verl_digen.processes.supervision import Supervision
-from verl_digen.store.keys import VAL, SampleName
+from verl_digen.store.keys import VAL
 from verl_digen.store.samples import clear
 from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
@@ -187,7 +187,7 @@ class Trainer(DisaggregatedTrainer, Files):
             score_s=self.digen.reward.score_s,
             scores_groups=world.compares,
             step=lambda: self.global_steps,
-            end_silent_replicas=self._end_silent_replicas,
+            end_silent_replicas=lambda: self._replicas.end_silent(),
             end_all=self._end_all,
             cancel_queue_calls=simulation.queue_client.cancel_calls,
         )
@@ -334,8 +334,7 @@ class Simulation:
         assert conductor is not None
         late = self.trainer._condition_keys & self.trainer._generator.condition_keys()
         for published in conductor._published.values():
-            late |= published.condition_keys | {name.key for name in published.unwanted}
-            late |= {SampleName.of(tag.facts).key for tags in published.groups.values() for tag in tags.values()}
+            late |= published.condition_keys | {name.key for name in published.names}
         partitions = self.queue.partitions.items()
         return {name: [key for key in rows if key not in late] for name, rows in partitions if name != VAL}
 

@@ -89,7 +89,7 @@ SCHEDULERS: tuple[Line, ...] = (
     ("slots._pop_idle", swap('slot.state == "idle"', "True"), "a busy slot is handed out"),
     ("tiles.deal_rows", given(whole_samples="False"), "samples are cut without time-step parallelism", "deal"),
     ("tiles.plan_tiles", swap("most - len(own)", "0"), "a rank without rows has no tile, and the others wait for it"),
-    ("tiles._ordered", result("sorted(rows)"), "prompts of unlike lengths share tiles"),
+    ("tiles.plan_tiles", swap("(order(row), row)", "row"), "prompts of unlike lengths share tiles"),
     ("tiles._cost", given(is_whole="False"), "a whole base is thought to be gathered at every tile"),
     ("durations.parts_s", swap("variance > MIN_SIZE_VARIANCE", "False"), "a call has no fixed part"),
 )

@@ -231,7 +231,8 @@ def test_the_first_row_of_a_sample_that_was_generated_again_is_to_be_cleared():
     first, second = (SampleName.of(tag.facts) for tag in tags)
     for tag in tags:
         published.add(tag, is_wanted=True)
-    assert published.groups == {"p000": {2: tags[1]}} and published.unwanted == [first] != [second]
+    outcome = published.outcome(BatchReport(0, uids=("p000",)), {}, slowest_decision_s=0.0)
+    assert outcome.groups == {"p000": {2: tags[1]}} and outcome.unwanted == [first] != [second]
 
 
 def test_what_fails_before_the_batch_is_open_is_told_as_it_is():

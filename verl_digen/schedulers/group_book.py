@@ -180,13 +180,10 @@ class GroupBook:
         return fresh if begun is None or fresh.place < begun.place else begun
 
     def oldest_on_policy(self, number: int) -> Group | None:
-        """Oldest group of batch `number` whose samples may be generated under version `number`."""
-        candidates = [
-            group
-            for group in (self._begun_front(number), self._fresh.front(self.groups))
-            if group is not None and group.batch == number
-        ]
-        return min(candidates, key=lambda group: group.place, default=None)
+        """Oldest group of batch `number`, the oldest open one, whose samples may be generated under version
+        `number`."""
+        group = self.next_group(number, may_begin=True)
+        return group if group is not None and group.batch == number else None
 
     def issue_on_policy(self, number: int, size: int) -> tuple[Chunk, ...]:
         """Cut chunks of `size` samples in all from the oldest groups that `oldest_on_policy` names, one of each; fewer
@@ -232,9 +229,7 @@ class GroupBook:
     def _queue(self, group: Group) -> None:
         """Put a begun group into the queue of its version."""
         assert group.version is not None
-        if group.version not in self._begun:
-            self._begun[group.version] = GroupQueue(group.version)
-        self._begun[group.version].push(group)
+        self._begun.setdefault(group.version, GroupQueue(group.version)).push(group)
 
     # -- samples that come back -----------------------------------------------------------------------------
     def accept(self, chunk_id: int, rewards: Mapping[int, float]) -> frozenset[int]:

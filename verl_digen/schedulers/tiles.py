@@ -81,12 +81,10 @@ def _deal_samples(rows: Sequence[Row], num_ranks: int) -> list[list[Row]]:
     """Assign each sample to the rank whose even share of the rows contains the sample's middle."""
     dealt: list[list[Row]] = [[] for _ in range(num_ranks)]
     start = 0
-    while start < len(rows):
-        end = start
-        while end < len(rows) and rows[end].sample == rows[start].sample:
-            end += 1
-        dealt[(start + end) * num_ranks // (2 * len(rows))] += rows[start:end]
-        start = end
+    for _, of_sample in groupby(rows, key=lambda row: row.sample):
+        own = list(of_sample)
+        dealt[(2 * start + len(own)) * num_ranks // (2 * len(rows))] += own
+        start += len(own)
     return dealt
 
 
@@ -211,7 +209,7 @@ def plan_tiles(
     tiles: list[Tile] = []
     for bucket, filler in sorted(stand_ins(dealt, rank).items()):
         of_bucket = shape[bucket] if isinstance(shape, Mapping) else shape
-        mine = _ordered([row for row in dealt[rank] if row.bucket == bucket], order)
+        mine = sorted((row for row in dealt[rank] if row.bucket == bucket), key=lambda row: (order(row), row))
         if agreed_most is None:
             own = of_bucket.pack(mine)
             most = max(of_bucket.num_tiles(_rows_by_sample(hand, bucket)) for hand in dealt)
@@ -220,11 +218,6 @@ def plan_tiles(
             most = agreed_most(len(own))
         tiles += [Tile(rows) for rows in own] + [Tile((filler,), is_filler=True)] * (most - len(own))
     return tiles
-
-
-def _ordered(rows: Sequence[Row], order: TextOrder) -> list[Row]:
-    """Rows by the lengths of their texts, then by sample and point."""
-    return sorted(rows, key=lambda row: (order(row), row))
 
 
 def _even_parts(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
@@ -288,18 +281,13 @@ def choose_tile(
         choose_tile(lambda n: 1 + n // 8, num_blocks=40, num_rows=2)  # 8 blocks, tiles of 2 rows
         choose_tile(lambda n: 1 + n // 8, num_blocks=40, num_rows=1)  # none
     """
-    best: tuple[float, TileChoice] | None = None
+    choices: list[TileChoice] = []
     for num_recomputed in range(num_blocks + 1):
         most = rows_that_fit(num_recomputed)
         shape = choose_shape(max(1, most), samples=samples, steps=steps)
-        if most < min(shape.size, num_rows) and num_recomputed < num_blocks:
-            continue
-        choice = TileChoice(num_recomputed, shape)
-        cost = _cost(choice, num_blocks=num_blocks, num_rows=num_rows, is_whole=is_whole)
-        if best is None or cost < best[0]:
-            best = cost, choice
-    assert best is not None
-    return best[1]
+        if most >= min(shape.size, num_rows) or num_recomputed == num_blocks:
+            choices.append(TileChoice(num_recomputed, shape))
+    return min(choices, key=partial(_cost, num_blocks=num_blocks, num_rows=num_rows, is_whole=is_whole))
 
 
 def prefers_whole_base(sharded: TileChoice, whole: TileChoice, *, num_blocks: int, num_rows: int) -> bool:

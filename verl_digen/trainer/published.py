@@ -38,52 +38,40 @@ class PublishedSamples:
 
     groups: dict[str, dict[int, SampleTag]] = field(default_factory=dict)
     """uid -> sample index -> tag of the sample that is used."""
-    unwanted: list[SampleName] = field(default_factory=list)
-    """Samples that came too late, or that were generated again since."""
+    names: list[SampleName] = field(default_factory=list)
+    """All samples: used ones, those that came too late or were generated again since, and those whose scoring timed
+    out, which may have been published."""
     condition_keys: set[str] = field(default_factory=set)
     """Keys under which conditions may have been published."""
-    doubtful: list[SampleName] = field(default_factory=list)
-    """Samples whose scoring timed out: they may have been published."""
+    doubtful_groups: set[str] = field(default_factory=set)
+    """uids of groups with samples whose scoring timed out."""
 
     def add(self, tag: SampleTag, *, is_wanted: bool) -> None:
-        """Add a sample: to its group, or to the unwanted ones. One that its group has was generated before a restart
-        under newer weights, and is unwanted from now on."""
+        """Add a sample, which if wanted is used by its group. One that its group has was generated before a restart
+        under newer weights, and is not used from now on."""
         self.condition_keys.update(tag.turn_keys)
-        if not is_wanted:
-            self.unwanted.append(SampleName.of(tag.facts))
-            return
-        group = self.groups.setdefault(tag.facts.uid, {})
-        if (before := group.get(tag.facts.sample_index)) is not None:
-            self.unwanted.append(SampleName.of(before.facts))
-        group[tag.facts.sample_index] = tag
+        self.names.append(SampleName.of(tag.facts))
+        if is_wanted:
+            self.groups.setdefault(tag.facts.uid, {})[tag.facts.sample_index] = tag
 
     def doubt(self, names: Sequence[SampleName], condition_key: str) -> None:
         """Add samples whose scoring timed out."""
-        self.doubtful.extend(names)
+        self.names.extend(names)
         self.condition_keys.add(condition_key)
+        self.doubtful_groups.update(name.uid for name in names)
 
     def outcome(self, report: BatchReport, metrics: dict[str, float], slowest_decision_s: float) -> BatchOutcome:
         """Outcome of the batch."""
-        trained = {*report.uids}
-        kept = {SampleName.of(tag.facts).key for uid in trained for tag in self.groups[uid].values()}
-        unwanted = [
-            *self.unwanted,
-            *(
-                SampleName.of(tag.facts)
-                for uid, tags in self.groups.items()
-                if uid not in trained
-                for tag in tags.values()
-            ),
-            *(name for name in self.doubtful if name.key not in kept),
-        ]
+        groups = {uid: self.groups[uid] for uid in sorted(report.uids)}
+        trained = {SampleName.of(tag.facts) for tags in groups.values() for tag in tags.values()}
         return BatchOutcome(
             report,
             metrics,
             slowest_decision_s,
-            groups={uid: self.groups[uid] for uid in sorted(trained)},
+            groups=groups,
             condition_keys=frozenset(self.condition_keys),
-            unwanted=unwanted,
-            doubtful_groups=frozenset(name.uid for name in self.doubtful),
+            unwanted=[name for name in self.names if name not in trained],
+            doubtful_groups=frozenset(self.doubtful_groups),
         )
 
 
