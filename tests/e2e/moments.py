@@ -23,14 +23,22 @@ if TYPE_CHECKING:  # a run's processes import this too
 ROOT = Path(__file__).resolve().parents[2]
 
 SITECUSTOMIZE = """
+import os
 import sys
 from pathlib import Path
 from signal import Signals
 
-if sys.orig_argv[1:2] != ["-c"]:  # the server of forks must not import Ray yet; its forks come here too
+
+def customize():
     from tests.e2e.moments import Moments, interfere
 
     interfere(Moments(Path({run_dir!r}), Signals({signal!r}), {moments!r}, {sample_s!r}))
+
+
+if sys.orig_argv[1:2] == ["-c"]:  # the server of forks, which must not import Ray yet
+    os.register_at_fork(after_in_child=customize)
+else:
+    customize()
 """
 
 
