@@ -22,6 +22,11 @@ CallKind = Literal["generate", "assist", "score", "train", "commit", "load", "pu
 """Kinds of calls to a replica, the trainer or an agent loop worker. "answer": any call without work; "files": a
 checkpoint, whose bound is not learnt."""
 
+FLOORS: dict[CallKind, str] = {
+    **{"generate": "generate_s", "load": "generate_s", "score": "score_s", "answer": "answer_s", "files": "setup_s"},
+    **dict.fromkeys(("assist", "train", "commit", "publish"), "train_s"),
+}
+"""Kind -> field of `DeadlinesConfig` with its minimum timeout."""
 
 Seconds = Annotated[float, In("(0, inf)"), "give a large number"]
 
@@ -109,33 +114,22 @@ class Deadlines:
 
     def bound(self, kind: CallKind, who: str, *, size: int = 1) -> Bound:
         """Timeout of a call of `size` items that `who` is given now."""
-        config, bounds = self.config, [_floor(self.config, kind)]
+        config, floor = self.config, FLOORS[kind]
+        bound = Bound(vars(config)[floor], f"digen.deadlines.{floor}")
         if kind in ("answer", "files"):
-            return bounds[0]
+            return bound
         if (kind, who) in self._known:
-            bounds.append(Bound(config.factor * (self.predicted_s(kind, size) or 0.0), "digen.deadlines.factor"))
+            learnt = Bound(config.factor * self.predicted_s(kind, size), "digen.deadlines.factor")
         else:
-            bounds.append(Bound(config.first_s, "digen.deadlines.first_s"))
-        bound = max(bounds, key=lambda bound: bound.seconds)
+            learnt = Bound(config.first_s, "digen.deadlines.first_s")
+        bound = max(bound, learnt, key=lambda one: one.seconds)
         if kind == "score" and self.scores_groups:
             first_s = self.bound("generate", NOBODY, size=size).seconds
-            generate_s = max(first_s, config.factor * (self.predicted_s("generate", size) or 0.0))
+            generate_s = max(first_s, config.factor * self.predicted_s("generate", size))
             return Bound(bound.seconds + generate_s, bound.key)
         return bound
 
-    def predicted_s(self, kind: CallKind, size: int = 1) -> float | None:
-        """Expected seconds of a call of `size` items; None before the first of its kind has ended."""
-        parts = self._lines[kind].parts_s if kind in self._lines else None
-        return None if parts is None else parts[0] + size * parts[1]
-
-
-def _floor(config: DeadlinesConfig, kind: CallKind) -> Bound:
-    if kind in ("generate", "load"):
-        return Bound(config.generate_s, "digen.deadlines.generate_s")
-    if kind == "score":
-        return Bound(config.score_s, "digen.deadlines.score_s")
-    if kind == "answer":
-        return Bound(config.answer_s, "digen.deadlines.answer_s")
-    if kind == "files":
-        return Bound(config.setup_s, "digen.deadlines.setup_s")
-    return Bound(config.train_s, "digen.deadlines.train_s")
+    def predicted_s(self, kind: CallKind, size: int = 1) -> float:
+        """Expected seconds of a call of `size` items; 0.0 before the first of its kind has ended."""
+        fixed_s, item_s = self._lines.get(kind, RunningLine()).parts_s or (0.0, 0.0)
+        return fixed_s + size * item_s
