@@ -185,7 +185,7 @@ class Trainer(DisaggregatedTrainer, Files):
             loop=loop,  # type: ignore[arg-type] - has the methods of a LoopThread
             scores_groups=world.compares,
             step=lambda: self.global_steps,
-            end_silent_replicas=self._end_silent_replicas,
+            end_silent_replicas=lambda: self._replicas.end_silent(),
             end_all=self._end_all,
             cancel_queue_calls=simulation.queue_client.cancel_calls,
         )

@@ -138,7 +138,7 @@ class DiffusionTrainer(PPOTrainerSync):
             loop=LoopThread("driver"),
             scores_groups=any(find_reward(entry).scope == "group" for entry in self.digen.reward.entries),
             step=lambda: self.global_steps,
-            end_silent_replicas=self._end_silent_replicas,
+            end_silent_replicas=lambda: self._replicas.end_silent(),
             end_all=self._end_all,
             cancel_queue_calls=cancel_calls,
         )
@@ -201,9 +201,6 @@ class DiffusionTrainer(PPOTrainerSync):
     def _route_to_workers(self) -> Route:
         """The way to the replicas' workers: of weights, and of signs of life."""
         return Route(self.digen.deadlines.answer_s)
-
-    async def _end_silent_replicas(self) -> list[str]:
-        return await self._replicas.end_silent()
 
     def _end_all(self) -> None:
         for worker in self.actor_rollout_wg.workers:

@@ -18,7 +18,7 @@ from verl_digen.errors import DeadlineMissed, ReplicasLost
 from verl_digen.observe.timeline import Recorder
 from verl_digen.processes.actors import retried
 from verl_digen.processes.calls import CallsUnderWay
-from verl_digen.processes.deadlines import Deadlines
+from verl_digen.processes.deadlines import Deadlines, DeadlinesConfig
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.timelines import IdleLanes, Joining
@@ -32,7 +32,7 @@ class GeneratorPool:
     """Agent loop workers in front of replicas, and in front of the trainer's ranks when those assist.
 
     `end_replica` ends the processes of the replica with this address, `condition_key` is the key of a prompt's
-    conditions. A replica may take `answer_s` to encode a prompt, and be unreachable for `blip_s`.
+    conditions.
     """
 
     def __init__(
@@ -42,11 +42,10 @@ class GeneratorPool:
         *,
         end_replica: Callable[[str], Awaitable[None]],
         condition_key: Callable[[PromptRow], str],
-        answer_s: float,
-        blip_s: float,
+        deadlines: DeadlinesConfig,
     ):
         self._workers = list(workers)
-        self._end_replica, self._answer_s, self._blip_s = end_replica, answer_s, blip_s
+        self._end_replica, self._deadlines = end_replica, deadlines
         self._slots: dict[str, Joining] = {}
         """Slot -> its replica."""
         self._trainer, self._condition_key = trainer, condition_key
@@ -137,7 +136,7 @@ class GeneratorPool:
         first = number % len(servers) if servers else 0
         for replica, server in servers[first:] + servers[:first]:
             try:
-                requests = await asyncio.wait_for(worker.prepare_assist.remote(order, server), self._answer_s)
+                requests = await asyncio.wait_for(worker.prepare_assist.remote(order, server), self._deadlines.answer_s)
             except (RayActorError, asyncio.TimeoutError) as error:
                 logger.warning("replica %s does not encode a prompt, another one is asked: %r", replica, error)
                 continue
@@ -148,7 +147,7 @@ class GeneratorPool:
     async def load(self, slots: Sequence[str]) -> int | None:
         """Have a replica, given all of its slots, load the newest weights -> their version; None if it died."""
         try:
-            return await retried(self._slots[slots[0]].server.activate_weights.remote, self._blip_s)
+            return await retried(self._slots[slots[0]].server.activate_weights.remote, self._deadlines.blip_s)
         except RayActorError as error:
             logger.warning("the replica of slot %s takes no weights any more: %s", slots[0], error)
             self._leave(slots)
