@@ -141,9 +141,7 @@ class MeasuredDurations:
         return self._train.parts_s
 
     def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
-        if slot not in self._slots:
-            self._slots[slot] = RunningMean()
-        self._slots[slot].add(seconds / num_samples)
+        self._slots.setdefault(slot, RunningMean()).add(seconds / num_samples)
         self._any_slot.add(seconds / num_samples)
 
     def on_assisted(self, num_rounds: int, seconds: float) -> None:

@@ -232,9 +232,7 @@ class GroupBook:
     def _queue(self, group: Group) -> None:
         """Put a begun group into the queue of its version."""
         assert group.version is not None
-        if group.version not in self._begun:
-            self._begun[group.version] = GroupQueue(group.version)
-        self._begun[group.version].push(group)
+        self._begun.setdefault(group.version, GroupQueue(group.version)).push(group)
 
     # -- samples that come back -----------------------------------------------------------------------------
     def accept(self, chunk_id: int, rewards: Mapping[int, float]) -> frozenset[int]:
