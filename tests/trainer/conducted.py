@@ -12,7 +12,7 @@ from verl_digen.processes.deadlines import Deadlines, DeadlinesConfig
 from verl_digen.schedulers.durations import MeasuredDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.trainer.conductor import Conductor
-from verl_digen.trainer.timelines import Joining, Lanes
+from verl_digen.trainer.timelines import Joining
 
 GROUP_SIZE = 4
 
@@ -152,7 +152,8 @@ def make_conductor(pools, num_prompts=3, slots=("s0", "s1"), now_s=None, replica
         ],
         deadlines=Deadlines(deadlines),
         recorder=recorder,
-        lanes=Lanes(Lane("trainer", 0, "here", 1), Lane("reward", 0, "here", 0)),
+        trainer_lane=Lane("trainer", 0, "here", 1),
+        reward_lane=Lane("reward", 0, "here", 0),
     )
 
 

@@ -35,7 +35,7 @@ class Trainer(DisaggregatedTrainer, Work):
     def __init__(self, path):
         self._recorder = Recorder(now_s=map(float, itertools.count()).__next__)
         self._driver = Lane("driver", 0, "here", 0)
-        self._conductor = SimpleNamespace(lanes=SimpleNamespace(trainer=TRAINER))
+        self._conductor = SimpleNamespace(trainer_lane=TRAINER)
         self._num_devices = {"trainer": 2}
         self._timeline_file = TimelineFile(path, self._num_devices)
         self._previous_intervals = []

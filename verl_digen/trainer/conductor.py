@@ -38,7 +38,7 @@ from typing import Any
 
 from verl_digen.agent_loop.chunks import GeneratedChunk, ScoredChunk, described
 from verl_digen.errors import DeadlineMissed, RunStopped
-from verl_digen.observe.timeline import Recorder
+from verl_digen.observe.timeline import Lane, Recorder
 from verl_digen.processes.calls import CallsUnderWay, to_the_end
 from verl_digen.processes.deadlines import CallKind, Deadlines
 from verl_digen.schedulers.planner import BatchPlanner
@@ -56,7 +56,7 @@ from verl_digen.schedulers.types import (
 from verl_digen.store.keys import SampleName
 from verl_digen.trainer.pools import GeneratorPool, ReplicaSlots, TrainerPool
 from verl_digen.trainer.published import BatchOutcome, PublishedSamples, check_one_version
-from verl_digen.trainer.timelines import IdleLanes, Joining, Lanes
+from verl_digen.trainer.timelines import IdleLanes, Joining
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Conductor:
         draw_prompts: (batch, count) -> draws `count` prompts for the batch and returns their uids.
         replicas: those of the run's start; they have the planner's weights.
         deadlines: bound of each call, which every wait has; learns from the durations of calls.
-        recorder, lanes: the timeline, and the lanes to record work and waits in.
+        recorder: the timeline; trainer_lane, reward_lane: those to record work and waits in, beside the replicas'.
     """
 
     def __init__(
@@ -87,10 +87,12 @@ class Conductor:
         replicas: Sequence[Joining],
         deadlines: Deadlines,
         recorder: Recorder,
-        lanes: Lanes,
+        trainer_lane: Lane,
+        reward_lane: Lane,
     ):
         self.planner, self.generator, self.trainer, self.draw_prompts = planner, generator, trainer, draw_prompts
-        self.deadlines, self.recorder, self.lanes = deadlines, recorder, lanes
+        self.deadlines, self.recorder = deadlines, recorder
+        self.trainer_lane, self.reward_lane = trainer_lane, reward_lane
         self.last_failure = ""
         """Reason of the last failed sample."""
         self._calls = CallsUnderWay(deadlines)
@@ -210,10 +212,10 @@ class Conductor:
                         return None
                     why = f"the prompts ran out. The last failure was: {self.last_failure or 'none'}"
                     raise RunStopped(f"step {self._step}: nothing is under way and the batch is not whole: {why}")
-                self._idle.wait(self.lanes.trainer, decision.reason, self._step)
+                self._idle.wait(self.trainer_lane, decision.reason, self._step)
                 may_ask_again = await self._calls.changed(_until(decision) if may_ask_again else None)
                 continue
-            self._idle.stop(self.lanes.trainer)
+            self._idle.stop(self.trainer_lane)
             if isinstance(decision, BatchReport):
                 return await self._commit(decision)
             if isinstance(decision, Fragment):
@@ -234,7 +236,7 @@ class Conductor:
         groups = {uid: published[uid] for uid in fragment.uids}
         with self.recorder.interval(
             "train",
-            self.lanes.trainer,
+            self.trainer_lane,
             step=fragment.batch + 1,
             version=fragment.batch,
             fragment_id=fragment.id,
@@ -252,7 +254,7 @@ class Conductor:
         condition_keys = [self.generator.condition_key(chunk) for chunk in chunks]
         self._published.setdefault(chunks[0].batch, PublishedSamples()).condition_keys.update(condition_keys)
         self._chunks |= {chunk.id: chunk for chunk in chunks}
-        with self.recorder.interval("assist", self.lanes.trainer, **_facts(chunks)) as detail:
+        with self.recorder.interval("assist", self.trainer_lane, **_facts(chunks)) as detail:
             detail["reason"] = decision.reason
             if decision.predicted_gain_s is not None:
                 detail["predicted_gain_s"] = decision.predicted_gain_s
@@ -269,7 +271,7 @@ class Conductor:
                 f"step {report.batch + 1}: every group was dropped ({dict(report.dropped)}); the last failure was: "
                 f"{self.last_failure or 'none, all rewards of each group were equal'}"
             )
-        with self.recorder.interval("commit", self.lanes.trainer, step=self._step, version=report.batch):
+        with self.recorder.interval("commit", self.trainer_lane, step=self._step, version=report.batch):
             metrics = await self._of_trainer("commit", self.trainer.commit(), "the optimizer step of the trainer")
         self._is_open = self._may_draw = False
         self.planner.on_committed(report.batch)
@@ -322,7 +324,7 @@ class Conductor:
         num_left = size - len(generated.failures)
         facts = {"step": chunk.batch + 1, "group_ids": (chunk.uid,), "num_samples": num_left}
         try:
-            with self.recorder.interval("score", self.lanes.reward, **facts):
+            with self.recorder.interval("score", self.reward_lane, **facts):
                 bound = self.deadlines.bound("score", REWARD, size=size)
                 what = f"scoring {described(chunk)}"
                 scored, took_s = await self._calls.call(self.generator.collect(chunk), what=what, bound=bound)

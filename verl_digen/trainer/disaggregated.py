@@ -46,7 +46,7 @@ from verl_digen.trainer.published import BatchOutcome
 from verl_digen.trainer.replicas import end_processes, start_replica
 from verl_digen.trainer.staged import StagedCheckpointManager
 from verl_digen.trainer.step_result import StepResult
-from verl_digen.trainer.timelines import Joining, Lanes, call_intervals, hosts_of
+from verl_digen.trainer.timelines import Joining, call_intervals, hosts_of
 from verl_digen.trainer.updates import group_rewards
 from verl_digen.types import PromptRow
 
@@ -141,10 +141,8 @@ class DisaggregatedTrainer(DiffusionTrainer):
             replicas=replicas,
             deadlines=self._supervision.deadlines,
             recorder=self._recorder,
-            lanes=Lanes(
-                trainer=Lane("trainer", 0, host, self._num_devices["trainer"]),
-                reward=Lane("reward", 0, self._driver.host, num_reward_devices(self.config, self.digen.reward)),
-            ),
+            trainer_lane=Lane("trainer", 0, host, self._num_devices["trainer"]),
+            reward_lane=Lane("reward", 0, self._driver.host, num_reward_devices(self.config, self.digen.reward)),
         )
 
     def _make_slots(self, replica: Any) -> Joining:
@@ -266,7 +264,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
         assert self._conductor is not None
         with (
             self._recorder.interval(
-                "publish", self._conductor.lanes.trainer, step=self.global_steps, version=self.global_steps
+                "publish", self._conductor.trainer_lane, step=self.global_steps, version=self.global_steps
             ),
             marked_timer("update_weights", self.timing_raw),
         ):
@@ -307,7 +305,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
 
     def _save_checkpoint(self) -> None:
         assert self._conductor is not None
-        with self._recorder.interval("save", self._conductor.lanes.trainer, step=self.global_steps):
+        with self._recorder.interval("save", self._conductor.trainer_lane, step=self.global_steps):
             super()._save_checkpoint()
 
     def _validate(self) -> dict[str, float]:

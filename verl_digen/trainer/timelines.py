@@ -41,14 +41,6 @@ def hosts_of(who: str, actors: Sequence[Any], answer_s: float) -> str:
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """The timeline lanes that the conductor writes to, beside the replicas'."""
-
-    trainer: Lane
-    reward: Lane
-
-
-@dataclass(frozen=True)
 class Joining:
     """A replica with the newest weights and no slot yet."""
 
