@@ -182,11 +182,12 @@ class Replicas:
                     f"{health['received_version']}, so weight updates do not reach it; look in the run's log for "
                     "errors of update_weights and seal_update, and for replicas that are lost"
                 )
+        updates = [health["last_update"] for health in healths if health["last_update"]]
         hits, misses = (sum(health["prompt_cache"][name] for health in healths) for name in ("hits", "misses"))
         return {
             **counts,
-            "rollout/weight_load_s_max": max(_update_s(health, "load_s") for health in healths),
-            "rollout/weight_drain_s_max": max(_update_s(health, "drain_s") for health in healths),
+            "rollout/weight_load_s_max": max((update["load_s"] for update in updates), default=0.0),
+            "rollout/weight_drain_s_max": max((update["drain_s"] for update in updates), default=0.0),
             "rollout/prompt_cache_hit_rate": hits / max(1, hits + misses),
             "rollout/version_lag_max_versions": float(published - min(health["version"] for health in healths)),
         }
@@ -304,9 +305,3 @@ def _ask_each(replicas: Sequence[Any], answer_s: float) -> dict[str, dict[str, A
         except (RayActorError, GetTimeoutError) as error:  # removed at the next update
             logger.warning("replica %s does not say how it is: %s", replica.server_address, describe(error))
     return healths
-
-
-def _update_s(health: dict[str, Any], name: str) -> float:
-    """Seconds of the replica's last update; 0 before its first."""
-    last = health["last_update"]
-    return last[name] if last else 0.0
