@@ -3,7 +3,7 @@
 
 A replica on devices of its own is a server and workers of the checkpoint engine. If one of them dies it is useless:
 without the server it cannot generate, without a worker it would generate under old weights. So it is lost as soon as
-one died or does not answer (`verl_digen.processes.actors.silence`); the others are killed, so that its devices are free.
+one died or does not answer (`processes.actors.silence`); the others are killed, so that its devices are free.
 
 A replica in place of a lost one joins when weights are next published. On its own devices it starts in the background,
 under a new number, so that it reuses no name of a lost one; on the trainer's devices it starts between two steps, while
