@@ -76,11 +76,7 @@ class GeneratorPool:
 
     async def generate(self, slot: str, chunk: Chunk) -> GeneratedChunk:
         """Have the slot generate the chunk; returns when generation has ended."""
-        server = self._slots[slot].server
-        generated = await self._worker(chunk).generate_chunk.remote(self._order(chunk), server)
-        if generated.is_slot_lost:
-            self._leave([slot])
-        return generated
+        return await self._worker(chunk).generate_chunk.remote(self._order(chunk), self._slots[slot].server)
 
     async def cancel(self, chunk: Chunk) -> None:
         """Have the replica drop the chunk that it generates; `generate` returns soon."""
@@ -90,18 +86,18 @@ class GeneratorPool:
         """Drop the chunk, in whatever state it is: none of its samples is published from now on."""
         await self._worker(chunk).discard_chunk.remote(chunk.id)
 
-    async def end_replica(self, slots: Sequence[str]) -> None:
-        """Kill the processes of a hung replica, given all of its slots; its devices are free then."""
-        for replica in self._leave(slots):
-            await self._end_replica(replica)
+    async def end_replica(self, replica: Joining) -> None:
+        """Kill the processes of a hung replica; its devices are free then."""
+        await self._end_replica(replica.replica)
 
     def join(self, replica: Joining) -> None:
         """Add the slots of a replica."""
         self._slots |= dict.fromkeys(replica.slots, replica)
 
-    def _leave(self, slots: Sequence[str]) -> set[str]:
-        """Remove slots -> addresses of the replicas of those that had not been removed before."""
-        return {self._slots.pop(slot).replica for slot in slots if slot in self._slots}
+    def leave(self, replica: Joining) -> None:
+        """Remove the slots of a replica; no effect if they are removed already."""
+        for slot in replica.slots:
+            self._slots.pop(slot, None)
 
     async def assist(self, chunks: Sequence[Chunk]) -> Sequence[GeneratedChunk]:
         """Have the trainer's ranks generate the chunks, of one group each, in one call; returns one answer per chunk
@@ -150,7 +146,6 @@ class GeneratorPool:
             return await retried(self._slots[slots[0]].server.activate_weights.remote, self._deadlines.blip_s)
         except RayActorError as error:
             logger.warning("the replica of slot %s takes no weights any more: %s", slots[0], error)
-            self._leave(slots)
             return None
 
     def _order(self, chunk: Chunk) -> ChunkOrder:
@@ -257,11 +252,12 @@ class ReplicaSlots:
         """Drop a hung replica and kill its processes."""
         logger.error("the replica of slot %s is given up: %s", slot, error)
         self.lose(slot)
-        ending = self._generator.end_replica(self.replicas[slot].slots)
+        ending = self._generator.end_replica(self.replicas[slot])
         self._calls.tell(ending, f"ending the replica of slot {slot}")
 
     def lose(self, slot: str) -> None:
         """Take all slots of a dead replica out of the plan. No effect on slots that are out already."""
+        self._generator.leave(self.replicas[slot])
         for lost in self.replicas[slot].slots:
             self._unloaded.discard(lost)
             if self._planner.has_slot(lost):
