@@ -64,25 +64,16 @@ class PublishedSamples:
 
     def outcome(self, report: BatchReport, metrics: dict[str, float], slowest_decision_s: float) -> BatchOutcome:
         """Outcome of the batch."""
-        trained = {*report.uids}
-        kept = {SampleName.of(tag.facts).key for uid in trained for tag in self.groups[uid].values()}
-        unwanted = [
-            *self.unwanted,
-            *(
-                SampleName.of(tag.facts)
-                for uid, tags in self.groups.items()
-                if uid not in trained
-                for tag in tags.values()
-            ),
-            *(name for name in self.doubtful if name.key not in kept),
-        ]
+        trained = {uid: self.groups[uid] for uid in sorted(report.uids)}
+        names = [SampleName.of(tag.facts) for tags in self.groups.values() for tag in tags.values()]
+        kept = {SampleName.of(tag.facts) for tags in trained.values() for tag in tags.values()}
         return BatchOutcome(
             report,
             metrics,
             slowest_decision_s,
-            groups={uid: self.groups[uid] for uid in sorted(trained)},
+            groups=trained,
             condition_keys=frozenset(self.condition_keys),
-            unwanted=unwanted,
+            unwanted=[*self.unwanted, *(name for name in [*names, *self.doubtful] if name not in kept)],
             doubtful_groups=frozenset(name.uid for name in self.doubtful),
         )
 
