@@ -62,9 +62,8 @@ def test_no_call_that_takes_up_to_the_factor_is_overdue(seed):
     deadlines = Deadlines(CONFIG, SCORE_S)
     for _ in range(30):
         size = rng.randint(1, 8)
-        assert deadlines.bound("generate", "a", size=size).seconds >= CONFIG.factor * 0.999 * (
-            0 if deadlines.predicted_s("generate", size) is None else deadlines.predicted_s("generate", size)
-        )
+        predicted_s = deadlines.predicted_s("generate", size)
+        assert deadlines.bound("generate", "a", size=size).seconds >= CONFIG.factor * 0.999 * predicted_s
         deadlines.observe("generate", "a", size=size, seconds=fixed_s + item_s * size)
     for size in range(1, 9):
         assert deadlines.bound("generate", "a", size=size).seconds >= 4.9 * (fixed_s + item_s * size)

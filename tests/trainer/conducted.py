@@ -41,6 +41,9 @@ class Pools:
     def join(self, replica):
         pass
 
+    def leave(self, replica):
+        pass
+
     def condition_key(self, chunk):
         return f"conditions of {chunk.uid}"
 
@@ -76,8 +79,8 @@ class Pools:
     async def discard(self, chunk):
         self.calls.append(("discard", chunk.id))
 
-    async def end_replica(self, slots):
-        self.calls.append(("end", tuple(slots)))
+    async def end_replica(self, replica):
+        self.calls.append(("end", tuple(replica.slots)))
 
     async def assist(self, chunks):
         self.calls.append(("assist", *((chunk.uid, chunk.samples) for chunk in chunks)))

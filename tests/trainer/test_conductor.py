@@ -235,6 +235,14 @@ def test_the_first_row_of_a_sample_that_was_generated_again_is_to_be_cleared():
     assert outcome.groups == {"p000": {2: tags[1]}} and outcome.unwanted == [first] != [second]
 
 
+def test_samples_of_a_group_that_did_not_train_are_unwanted():
+    published = PublishedSamples()
+    for uid in ("p000", "p001"):
+        published.add(make_tag(uid=uid), is_wanted=True)
+    outcome = published.outcome(BatchReport(0, uids=("p000",)), {}, slowest_decision_s=0.0)
+    assert [*outcome.groups] == ["p000"] and [name.uid for name in outcome.unwanted] == ["p001"]
+
+
 def test_what_fails_before_the_batch_is_open_is_told_as_it_is():
     pools = Pools()
 

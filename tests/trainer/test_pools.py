@@ -10,6 +10,7 @@ from typing import Any
 from tests.trainer.direct import Direct, as_it_is
 from verl_digen.agent_loop.chunks import ChunkOrder, GeneratedChunk
 from verl_digen.observe.timeline.interval import Lane
+from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.schedulers.types import Chunk
 from verl_digen.trainer.pools import GeneratorPool
 from verl_digen.trainer.timelines import Joining
@@ -74,8 +75,7 @@ def assist(*sizes: int, first: int = 0) -> tuple[list[GeneratedChunk], Ranks, Co
         TrainerRanks(Direct(ranks), put=as_it_is),
         end_replica=nothing,
         condition_key=lambda row: row.text,
-        answer_s=9.0,
-        blip_s=9.0,
+        deadlines=DeadlinesConfig(),
     )
     for number in range(2):
         pool.join(Joining(f"r{number}", f"server {number}", Lane("generator", number, "here", 1), [f"s{number}"]))

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import TimeoutError
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
@@ -12,6 +13,7 @@ from ray.exceptions import RayTaskError
 from tests.report.runs import make_run
 from verl_digen.observe.run_files import REPORT
 from verl_digen.report.page import refresh_report
+from verl_digen.trainer import run_output
 from verl_digen.trainer.run_output import MAX_SHARE, MIN_INTERVAL_S, RunReport
 
 
@@ -26,7 +28,7 @@ class Tasks:
         self.begun, self.is_done, self.spent_s, self.waited_s = 0, True, 1.0, []
         self.error: Exception | None = None
 
-    def __call__(self, run_dir):
+    def future(self):
         self.begun += 1
         return self
 
@@ -51,8 +53,10 @@ def tasks():
 
 
 @pytest.fixture
-def report(tmp_path, tasks, clock):
-    return RunReport(tmp_path, wait_s=7.0, begin=tasks, now_s=lambda: clock.now_s)
+def report(tmp_path, tasks, clock, monkeypatch):
+    monkeypatch.setattr(run_output, "begin_beside", lambda work, run_dir: tasks)
+    monkeypatch.setattr(run_output, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    return RunReport(tmp_path, wait_s=7.0)
 
 
 def test_it_is_written_at_most_once_a_minute_and_at_the_end(report, tasks, clock):

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -14,6 +15,7 @@ from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
 from verl_digen.store.keys import SampleName, group_uid
+from verl_digen.trainer import run_output
 from verl_digen.trainer.run_output import TrainingPictures, distributions, draw
 from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_uid
 
@@ -38,27 +40,28 @@ def step_samples(run_dir: Path, step: int):
     return samples
 
 
-def make_pictures(run_dir: Path, drawn: list[tuple], digen: DigenConfig = DIGEN) -> TrainingPictures:
-    """Pictures of a run with rewards `a`, `b` and `gold`; the arguments of the drawing tasks go to `drawn`."""
-    return TrainingPictures(
-        digen,
-        run_dir,
-        num_prompts=4,
-        rewards=["a", "b", "gold"],
-        to_tensorboard=True,
-        begin=lambda *arguments: drawn.append(arguments),
-    )
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The arguments of the drawing tasks."""
+    found: list[tuple] = []
+    monkeypatch.setattr(run_output, "begin_beside", lambda work, *arguments: found.append(arguments))
+    return found
 
 
-def test_the_first_groups_of_the_step_are_drawn_best_and_worst(tmp_path):
-    logged, drawn = [], []
+def make_pictures(run_dir: Path, digen: DigenConfig = DIGEN) -> TrainingPictures:
+    """Pictures of a run with rewards `a`, `b` and `gold`."""
+    return TrainingPictures(digen, run_dir, num_prompts=4, rewards=["a", "b", "gold"], to_tensorboard=True)
+
+
+def test_the_first_groups_of_the_step_are_drawn_best_and_worst(tmp_path, drawn):
+    logged = []
     wandb = SimpleNamespace(
         Image=lambda path, caption="": caption,
         Histogram=lambda values: values,
         Table=lambda columns, data: data,
         log=lambda data, step: logged.append(data),
     )
-    pictures = make_pictures(tmp_path, drawn)
+    pictures = make_pictures(tmp_path)
     pictures.log(4, step_samples(tmp_path, 4), wandb)
     assert not drawn and not logged, "not a multiple of logged_groups_every"
     samples = step_samples(tmp_path, 5)
@@ -74,10 +77,9 @@ def test_the_first_groups_of_the_step_are_drawn_best_and_worst(tmp_path):
     assert data["train/best_and_worst"][0] == "16.200  best of 3: a cat" and len(data["distribution/reward"]) == 12
 
 
-def test_none_are_logged_with_0_groups(tmp_path):
-    drawn: list[tuple] = []
+def test_none_are_logged_with_0_groups(tmp_path, drawn):
     digen = DigenConfig(num_logged_groups=0, logged_groups_every=5)
-    make_pictures(tmp_path, drawn, digen).log(5, step_samples(tmp_path, 5), None)
+    make_pictures(tmp_path, digen).log(5, step_samples(tmp_path, 5), None)
     assert not drawn
 
 
@@ -90,9 +92,8 @@ def test_a_distribution_holds_the_samples_that_have_the_part(tmp_path):
     }
 
 
-def test_tensorboard_reads_the_grid_and_the_distributions(tmp_path):
-    drawn: list[tuple] = []
-    make_pictures(tmp_path, drawn).log(5, step_samples(tmp_path, 5), None)
+def test_tensorboard_reads_the_grid_and_the_distributions(tmp_path, drawn):
+    make_pictures(tmp_path).log(5, step_samples(tmp_path, 5), None)
     draw(*drawn[0])
     read = EventAccumulator(str(tmp_path / "tensorboard" / "training"), size_guidance={"histograms": 0, "images": 0})
     read.Reload()

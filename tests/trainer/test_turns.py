@@ -234,17 +234,18 @@ class Process:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_process_that_dies_awake_is_woken_again_and_one_that_cannot_wake_ends_the_run(ray_cluster, tmp_path):
+def test_a_process_that_dies_awake_is_woken_again_and_one_that_cannot_wake_ends_the_run(
+    ray_cluster, tmp_path, monkeypatch
+):
     from verl_digen.processes.workers import RestartingActor
 
-    actor, now_s = RestartingActor(Process, 1, num_cpus=0), [0.0]
-    worker = actor.remote(tmp_path)
-    rewards = RewardProcesses({"r": [worker]}, DeadlinesConfig(), lambda: now_s[0])
+    monkeypatch.setattr("verl_digen.trainer.turns.KEEP_AWAKE_S", 0.0)
+    worker = RestartingActor(Process, 1, num_cpus=0).remote(tmp_path)
+    rewards = RewardProcesses({"r": [worker]}, DeadlinesConfig())
     rewards.wake()
     worker.die.remote()
     until_s = time.monotonic() + 60
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until_s:
-        now_s[0] += 1.0
         rewards.keep_awake()
         time.sleep(0.05)
     assert len(list(tmp_path.iterdir())) == 2, "it was not woken again after its restart"

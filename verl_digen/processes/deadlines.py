@@ -22,6 +22,12 @@ CallKind = Literal["generate", "assist", "score", "train", "commit", "load", "pu
 """Kinds of calls to a replica, the trainer or an agent loop worker. "answer": any call without work; "files": a
 checkpoint, whose bound is not learnt."""
 
+FLOORS: dict[CallKind, str] = {
+    **dict.fromkeys(("generate", "load", "answer"), "answer_s"),
+    **dict.fromkeys(("assist", "train", "commit", "publish"), "train_s"),
+    "files": "setup_s",
+}
+"""Kind -> field of `DeadlinesConfig` with its minimum timeout; a score's comes from `digen.reward`."""
 
 Seconds = Annotated[float, In("(0, inf)"), "give a large number"]
 
@@ -108,30 +114,25 @@ class Deadlines:
 
     def bound(self, kind: CallKind, who: str, *, size: int = 1) -> Bound:
         """Timeout of a call of `size` items that `who` is given now."""
-        config, bounds = self.config, [self._floor(kind)]
-        if kind in ("answer", "files"):
-            return bounds[0]
-        if (kind, who) in self._known:
-            bounds.append(Bound(config.factor * (self.predicted_s(kind, size) or 0.0), "digen.deadlines.factor"))
+        config = self.config
+        if kind == "score":
+            bound = Bound(self.score_s, "digen.reward.timeout_s")
         else:
-            bounds.append(Bound(config.first_s, "digen.deadlines.first_s"))
-        bound = max(bounds, key=lambda bound: bound.seconds)
+            bound = Bound(vars(config)[FLOORS[kind]], f"digen.deadlines.{FLOORS[kind]}")
+        if kind in ("answer", "files"):
+            return bound
+        if (kind, who) in self._known:
+            learnt = Bound(config.factor * self.predicted_s(kind, size), "digen.deadlines.factor")
+        else:
+            learnt = Bound(config.first_s, "digen.deadlines.first_s")
+        bound = max(bound, learnt, key=lambda one: one.seconds)
         if kind == "score" and self.scores_groups:
             first_s = self.bound("generate", NOBODY, size=size).seconds
-            generate_s = max(first_s, config.factor * (self.predicted_s("generate", size) or 0.0))
+            generate_s = max(first_s, config.factor * self.predicted_s("generate", size))
             return Bound(bound.seconds + generate_s, bound.key)
         return bound
 
-    def predicted_s(self, kind: CallKind, size: int = 1) -> float | None:
-        """Expected seconds of a call of `size` items; None before the first of its kind has ended."""
-        parts = self._lines[kind].parts_s if kind in self._lines else None
-        return None if parts is None else parts[0] + size * parts[1]
-
-    def _floor(self, kind: CallKind) -> Bound:
-        if kind in ("generate", "load", "answer"):
-            return Bound(self.config.answer_s, "digen.deadlines.answer_s")
-        if kind == "score":
-            return Bound(self.score_s, "digen.reward.timeout_s")
-        if kind == "files":
-            return Bound(self.config.setup_s, "digen.deadlines.setup_s")
-        return Bound(self.config.train_s, "digen.deadlines.train_s")
+    def predicted_s(self, kind: CallKind, size: int = 1) -> float:
+        """Expected seconds of a call of `size` items; 0.0 before the first of its kind has ended."""
+        fixed_s, item_s = self._lines.get(kind, RunningLine()).parts_s or (0.0, 0.0)
+        return fixed_s + size * item_s

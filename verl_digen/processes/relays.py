@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from math import ceil, sqrt
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray.exceptions import RayError
@@ -53,18 +53,6 @@ class Work:
         return self if self.kwargs_of is None else replace(self, kwargs_of=self.kwargs_of[first : first + count])
 
 
-class Callee(Protocol):
-    """One or more processes."""
-
-    @property
-    def num_processes(self) -> int: ...
-
-    async def call(self, work: Work, keep: Keep) -> list[Any]:
-        """Have every process do its work. RayError of the first process or relay that fails, unless `keep` is
-        `outcomes`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Process:
     """One process, called directly by its Ray handle; its methods' names have `prefix`."""
@@ -94,6 +82,8 @@ class Together:
         return sum(callee.num_processes for callee in self.callees)
 
     async def call(self, work: Work, keep: Keep) -> list[Any]:
+        """Have every process do its work. RayError of the first process or relay that fails, unless `keep` is
+        `outcomes`."""
         calls, first = [], 0
         for callee in self.callees:
             calls.append(callee.call(work.share(first, callee.num_processes), keep))
@@ -135,6 +125,10 @@ class Relayed:
         if failure is not None:
             raise failure
         return answers
+
+
+Callee = Process | Together | Relayed
+"""One or more processes."""
 
 
 def start_relay(node: str, callees: Sequence[Callee]) -> Relayed:

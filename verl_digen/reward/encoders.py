@@ -69,14 +69,13 @@ class FrameReward(Reward):
         """Mean score of each sample's frames; [B]."""
         frames = [images_of(sample, self.config.num_frames) for sample in batch]
         owners = [number for number, own in enumerate(frames) for _ in own]
-        values = self.frame_scores([image for own in frames for image in own], owners, batch)
+        texts = [sample.row.text for sample in batch]
+        values = self.frame_scores([image for own in frames for image in own], owners, texts)
         return [own.mean().item() for own in values.float().cpu().split([len(own) for own in frames])]
 
     @abstractmethod
-    def frame_scores(
-        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
-    ) -> Tensor:
-        """Score frames; [N]. `owners`: the position in `batch` of the sample that each frame belongs to."""
+    def frame_scores(self, images: Sequence[Image.Image], owners: Sequence[int], texts: Sequence[str]) -> Tensor:
+        """Score frames; [N]. `owners`: number of the sample that each frame belongs to; `texts`: samples' prompts."""
 
 
 class PictureEncoder:
@@ -150,10 +149,10 @@ class ClipEncoder(PictureEncoder):
         found = self._model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
         return unit(found.pooler_output)
 
-    def cosines(self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]) -> Tensor:
+    def cosines(self, images: Sequence[Image.Image], owners: Sequence[int], texts: Sequence[str]) -> Tensor:
         """Cosine of each frame with the prompt of its sample; [N] fp32."""
-        texts = self.texts([self._clean(sample.row.text) for sample in batch])
-        return (self.images(images) * texts.index_select(0, torch.tensor(owners, device=texts.device))).sum(-1)
+        features = self.texts([self._clean(text) for text in texts])
+        return (self.images(images) * features.index_select(0, torch.tensor(owners, device=features.device))).sum(-1)
 
 
 class CosineReward(FrameReward):
@@ -162,10 +161,8 @@ class CosineReward(FrameReward):
     encoder: ClipEncoder
     factor = divisor = 1.0
 
-    def frame_scores(
-        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
-    ) -> Tensor:
-        return self.factor * self.encoder.cosines(images, owners, batch) / self.divisor
+    def frame_scores(self, images: Sequence[Image.Image], owners: Sequence[int], texts: Sequence[str]) -> Tensor:
+        return self.factor * self.encoder.cosines(images, owners, texts) / self.divisor
 
 
 def load_head(state: Mapping[str, Tensor], width: int, key: str, path: str) -> nn.Module:

@@ -9,7 +9,6 @@ Invariant: constant durations are learnt exactly (to rounding), from the first m
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 NEWEST_WEIGHT = 0.2
 """Weight of the newest measurement in a running average: a change of speed is learnt within about five of them."""
@@ -18,39 +17,9 @@ MIN_SIZE_VARIANCE = 1e-6
 """Size variance below which all calls count as one size: fixed part and part per item cannot be separated."""
 
 
-class Durations(Protocol):
-    """Durations that the planner reads and reports. A value is None until it is known."""
-
-    def generate_sample_s(self, slot: str) -> float | None: ...
-
-    def assist_s(self) -> tuple[float, float] | None:
-        """(fixed seconds of an assist, seconds per round)."""
-        ...
-
-    def score_s(self) -> float | None:
-        """Seconds from the end of a chunk's generation to its last score."""
-        ...
-
-    def train_s(self) -> tuple[float, float] | None:
-        """(fixed seconds of a training call, seconds per group)."""
-        ...
-
-    def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
-        """Learn from a chunk; no-op of durations that are given, as the others."""
-
-    def on_assisted(self, num_rounds: int, seconds: float) -> None:
-        """Learn from an assist."""
-
-    def on_scored(self, seconds: float) -> None:
-        """Learn from a chunk's scoring."""
-
-    def on_trained(self, num_groups: int, seconds: float) -> None:
-        """Learn from a training call."""
-
-
 @dataclass(frozen=True)
-class KnownDurations(Durations):
-    """Constant durations, for simulation."""
+class KnownDurations:
+    """Constant durations, for simulation. They learn nothing from what the planner reports."""
 
     sample_s: Mapping[str, float]
     """Slot -> seconds to generate one sample."""
@@ -73,6 +42,14 @@ class KnownDurations(Durations):
     def train_s(self) -> tuple[float, float] | None:
         """The line through the smallest and the largest fragment."""
         return _line(self.fragment_s)
+
+    def on_generated(self, slot: str, num_samples: int, seconds: float) -> None: ...
+
+    def on_assisted(self, num_rounds: int, seconds: float) -> None: ...
+
+    def on_scored(self, seconds: float) -> None: ...
+
+    def on_trained(self, num_groups: int, seconds: float) -> None: ...
 
 
 def _line(seconds: Sequence[float]) -> tuple[float, float]:
@@ -131,8 +108,8 @@ class RunningLine:
 
 
 @dataclass
-class MeasuredDurations(Durations):
-    """Running averages of the durations that the planner reports.
+class MeasuredDurations:
+    """Running averages of the durations that the planner reports. A value is None until it is known.
 
     Example:
         durations = MeasuredDurations()
@@ -152,12 +129,15 @@ class MeasuredDurations(Durations):
         return self._any_slot.value if measured is None else measured.value
 
     def assist_s(self) -> tuple[float, float] | None:
+        """(fixed seconds of an assist, seconds per round)."""
         return self._assist.parts_s
 
     def score_s(self) -> float | None:
+        """Seconds from the end of a chunk's generation to its last score."""
         return self._score.value
 
     def train_s(self) -> tuple[float, float] | None:
+        """(fixed seconds of a training call, seconds per group)."""
         return self._train.parts_s
 
     def on_generated(self, slot: str, num_samples: int, seconds: float) -> None:
@@ -172,3 +152,7 @@ class MeasuredDurations(Durations):
 
     def on_trained(self, num_groups: int, seconds: float) -> None:
         self._train.add(num_groups, seconds)
+
+
+Durations = KnownDurations | MeasuredDurations
+"""Durations that the planner reads, and reports to."""

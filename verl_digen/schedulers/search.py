@@ -74,7 +74,6 @@ class BubbleSearch:
         search.decide(later)    # at the next bubble; `forget()` first if the batch changed
     """
 
-    max_work: int = MAX_WORK
     _plan: list[Choice] = field(default_factory=list)
     _answers: dict[tuple[Bubble, tuple[Choice, ...]], tuple[Verdict, tuple[Choice, ...]]] = field(default_factory=dict)
     """Cache of verdicts: in a steady state the same bubbles recur in every batch."""
@@ -108,7 +107,7 @@ class BubbleSearch:
         depth = 0
         floor = play.floor(root)
         next_level_work = play.work  # a level has twice the leaves of the one before, which share half of their work
-        while depth < MAX_DEPTH and play.work + next_level_work <= self.max_work and best > floor + EPSILON_S:
+        while depth < MAX_DEPTH and play.work + next_level_work <= MAX_WORK and best > floor + EPSILON_S:
             depth += 1
             play.truncated = False
             work_before = play.work

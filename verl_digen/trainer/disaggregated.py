@@ -127,8 +127,7 @@ class DisaggregatedTrainer(DiffusionTrainer):
             trainer=self._ranks,
             end_replica=self._end_replica,
             condition_key=partial(condition_key, self.digen),
-            answer_s=self.digen.deadlines.answer_s,
-            blip_s=self.digen.deadlines.blip_s,
+            deadlines=self.digen.deadlines,
         )
         num_samples = num_prompts * rollout.n
         return Conductor(

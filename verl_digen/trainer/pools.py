@@ -18,7 +18,7 @@ from verl_digen.errors import DeadlineMissed, ReplicasLost
 from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.processes.actors import retried
 from verl_digen.processes.calls import CallsUnderWay
-from verl_digen.processes.deadlines import Deadlines
+from verl_digen.processes.deadlines import Deadlines, DeadlinesConfig
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import Chunk, Fragment
 from verl_digen.trainer.timelines import IdleLanes, Joining
@@ -32,7 +32,7 @@ class GeneratorPool:
     """Agent loop workers in front of replicas, and in front of the trainer's ranks when those assist.
 
     `end_replica` ends the processes of the replica with this address, `condition_key` is the key of a prompt's
-    conditions. A replica may take `answer_s` to encode a prompt, and be unreachable for `blip_s`.
+    conditions.
     """
 
     def __init__(
@@ -42,11 +42,10 @@ class GeneratorPool:
         *,
         end_replica: Callable[[str], Awaitable[None]],
         condition_key: Callable[[PromptRow], str],
-        answer_s: float,
-        blip_s: float,
+        deadlines: DeadlinesConfig,
     ):
         self._workers = list(workers)
-        self._end_replica, self._answer_s, self._blip_s = end_replica, answer_s, blip_s
+        self._end_replica, self._deadlines = end_replica, deadlines
         self._slots: dict[str, Joining] = {}
         """Slot -> its replica."""
         self._trainer, self._condition_key = trainer, condition_key
@@ -77,11 +76,7 @@ class GeneratorPool:
 
     async def generate(self, slot: str, chunk: Chunk) -> GeneratedChunk:
         """Have the slot generate the chunk; returns when generation has ended."""
-        server = self._slots[slot].server
-        generated = await self._worker(chunk).generate_chunk.remote(self._order(chunk), server)
-        if generated.is_slot_lost:
-            self._leave([slot])
-        return generated
+        return await self._worker(chunk).generate_chunk.remote(self._order(chunk), self._slots[slot].server)
 
     async def cancel(self, chunk: Chunk) -> None:
         """Have the replica drop the chunk that it generates; `generate` returns soon."""
@@ -91,18 +86,18 @@ class GeneratorPool:
         """Drop the chunk, in whatever state it is: none of its samples is published from now on."""
         await self._worker(chunk).discard_chunk.remote(chunk.id)
 
-    async def end_replica(self, slots: Sequence[str]) -> None:
-        """Kill the processes of a hung replica, given all of its slots; its devices are free then."""
-        for replica in self._leave(slots):
-            await self._end_replica(replica)
+    async def end_replica(self, replica: Joining) -> None:
+        """Kill the processes of a hung replica; its devices are free then."""
+        await self._end_replica(replica.replica)
 
     def join(self, replica: Joining) -> None:
         """Add the slots of a replica."""
         self._slots |= dict.fromkeys(replica.slots, replica)
 
-    def _leave(self, slots: Sequence[str]) -> set[str]:
-        """Remove slots -> addresses of the replicas of those that had not been removed before."""
-        return {self._slots.pop(slot).replica for slot in slots if slot in self._slots}
+    def leave(self, replica: Joining) -> None:
+        """Remove the slots of a replica; no effect if they are removed already."""
+        for slot in replica.slots:
+            self._slots.pop(slot, None)
 
     async def assist(self, chunks: Sequence[Chunk]) -> Sequence[GeneratedChunk]:
         """Have the trainer's ranks generate the chunks, of one group each, in one call; returns one answer per chunk
@@ -137,7 +132,7 @@ class GeneratorPool:
         first = number % len(servers) if servers else 0
         for replica, server in servers[first:] + servers[:first]:
             try:
-                requests = await asyncio.wait_for(worker.prepare_assist.remote(order, server), self._answer_s)
+                requests = await asyncio.wait_for(worker.prepare_assist.remote(order, server), self._deadlines.answer_s)
             except (RayActorError, asyncio.TimeoutError) as error:
                 logger.warning("replica %s does not encode a prompt, another one is asked: %r", replica, error)
                 continue
@@ -148,10 +143,9 @@ class GeneratorPool:
     async def load(self, slots: Sequence[str]) -> int | None:
         """Have a replica, given all of its slots, load the newest weights -> their version; None if it died."""
         try:
-            return await retried(self._slots[slots[0]].server.activate_weights.remote, self._blip_s)
+            return await retried(self._slots[slots[0]].server.activate_weights.remote, self._deadlines.blip_s)
         except RayActorError as error:
             logger.warning("the replica of slot %s takes no weights any more: %s", slots[0], error)
-            self._leave(slots)
             return None
 
     def _order(self, chunk: Chunk) -> ChunkOrder:
@@ -258,11 +252,12 @@ class ReplicaSlots:
         """Drop a hung replica and kill its processes."""
         logger.error("the replica of slot %s is given up: %s", slot, error)
         self.lose(slot)
-        ending = self._generator.end_replica(self.replicas[slot].slots)
+        ending = self._generator.end_replica(self.replicas[slot])
         self._calls.tell(ending, f"ending the replica of slot {slot}")
 
     def lose(self, slot: str) -> None:
         """Take all slots of a dead replica out of the plan. No effect on slots that are out already."""
+        self._generator.leave(self.replicas[slot])
         for lost in self.replicas[slot].slots:
             self._unloaded.discard(lost)
             if self._planner.has_slot(lost):

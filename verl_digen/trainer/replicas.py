@@ -2,13 +2,8 @@
 """Remove replicas whose processes died or hang, and start others in place of them; the run goes on meanwhile.
 
 A replica on devices of its own is a server and workers of the checkpoint engine. If one of them dies it is useless:
-without the server it cannot generate, without a worker it would generate under old weights.
-
-| a process ... | its replica ... |
-| --- | --- |
-| died | is lost; its other processes are killed, so that its devices are free |
-| does not answer for `digen.deadlines.answer_s` | the same |
-| cannot be reached (ActorUnavailableError) | is retried for a quarter of `digen.deadlines.answer_s`, then the same |
+without the server it cannot generate, without a worker it would generate under old weights. So it is lost as soon as
+one died or does not answer (`processes.actors.silence`); the others are killed, so that its devices are free.
 
 A replica in place of a lost one joins when weights are next published. On its own devices it starts in the background,
 under a new number, so that it reuses no name of a lost one; on the trainer's devices it starts between two steps, while
@@ -182,11 +177,12 @@ class Replicas:
                     f"{health['received_version']}, so weight updates do not reach it; look in the run's log for "
                     "errors of update_weights and seal_update, and for replicas that are lost"
                 )
+        updates = [health["last_update"] for health in healths if health["last_update"]]
         hits, misses = (sum(health["prompt_cache"][name] for health in healths) for name in ("hits", "misses"))
         return {
             **counts,
-            "rollout/weight_load_s_max": max(_update_s(health, "load_s") for health in healths),
-            "rollout/weight_drain_s_max": max(_update_s(health, "drain_s") for health in healths),
+            "rollout/weight_load_s_max": max((update["load_s"] for update in updates), default=0.0),
+            "rollout/weight_drain_s_max": max((update["drain_s"] for update in updates), default=0.0),
             "rollout/prompt_cache_hit_rate": hits / max(1, hits + misses),
             "rollout/version_lag_max_versions": float(published - min(health["version"] for health in healths)),
         }
@@ -304,9 +300,3 @@ def _ask_each(replicas: Sequence[Any], answer_s: float) -> dict[str, dict[str, A
         except (RayActorError, GetTimeoutError) as error:  # removed at the next update
             logger.warning("replica %s does not say how it is: %s", replica.server_address, describe(error))
     return healths
-
-
-def _update_s(health: dict[str, Any], name: str) -> float:
-    """Seconds of the replica's last update; 0 before its first."""
-    last = health["last_update"]
-    return last[name] if last else 0.0

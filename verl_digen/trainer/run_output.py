@@ -45,29 +45,25 @@ from verl_digen.types import SampleTag
 PICTURES = "train/best_and_worst"
 
 
+def begin_beside(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Start a task beside the run -> its Ray reference."""
+    return ray.remote(num_cpus=0)(work).remote(*arguments)
+
+
 class TrainingPictures:
     """After a step whose groups are shown: their best and worst samples, and how each reward is distributed. W&B gets
     each picture or video by itself, TensorBoard and `RUN_DIR/images/train_000010.png` the grid, and the file `.json`
     beside that is read by the run's report.
 
     Files come from the agent loop workers (`verl_digen.observe.group_pictures`). A task beside the run draws the grid
-    and writes TensorBoard's files; the next such step waits for it. `begin` starts `draw` with its arguments -> a Ray
-    reference to wait for, or None.
+    and writes TensorBoard's files; the next such step waits for it.
     """
 
     def __init__(
-        self,
-        digen: DigenConfig,
-        run_dir: Path,
-        *,
-        num_prompts: int,
-        rewards: Sequence[str],
-        to_tensorboard: bool,
-        begin: Callable[..., Any] = lambda *arguments: ray.remote(num_cpus=0)(draw).remote(*arguments),
+        self, digen: DigenConfig, run_dir: Path, *, num_prompts: int, rewards: Sequence[str], to_tensorboard: bool
     ):
         self._digen, self._run_dir, self._num_prompts = digen, run_dir, num_prompts
         self._rewards, self._to_tensorboard = tuple(rewards), to_tensorboard
-        self._begin = begin
         self._drawn: Any = None
 
     def log(self, step: int, samples: Mapping[str, SampleTag], wandb: Any | None) -> None:
@@ -80,7 +76,7 @@ class TrainingPictures:
         if wandb is not None:
             log_to_wandb(wandb, step, {PICTURES: shown}, values)
         self.finish()
-        self._drawn = self._begin(self._run_dir, step, shown, values, self._to_tensorboard)
+        self._drawn = begin_beside(draw, self._run_dir, step, shown, values, self._to_tensorboard)
 
     def _groups(self, step: int, samples: Mapping[str, SampleTag]) -> dict[str, dict[int, SampleTag]]:
         """The groups to show, at most `digen.num_logged_groups`."""
@@ -215,49 +211,40 @@ class RunReport:
     - A report that cannot be written is a warning, and the run goes on. The page that is there stays.
     - The task imports `verl_digen.report.page`: what that imports costs each run seconds of a core.
 
-    `begin` starts writing the report of a run's folder -> seconds that it took; `wait_s` bounds `finish`, which writes
-    once more.
+    `wait_s` bounds `finish`, which writes once more.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        wait_s: float,
-        begin: Callable[[Path], Future[float]] = lambda run_dir: (
-            ray.remote(num_cpus=0)(refresh_report).remote(run_dir).future()
-        ),
-        now_s: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, run_dir: Path, *, wait_s: float):
         self._run_dir, self._wait_s = run_dir, wait_s
-        self._begin, self._now_s = begin, now_s
         self._running: Future[float] | None = None
+        """The task -> seconds that writing took."""
         self._due_s = float("-inf")
         self._began_s = 0.0
 
     def refresh(self) -> None:
         """Start writing, if it is due."""
-        if self._running is not None:
-            if not self._running.done():
-                return
-            self._end(self._running)
-        if self._now_s() >= self._due_s:
+        if self._running is not None and not self._running.done():
+            return
+        self._end()
+        if time.monotonic() >= self._due_s:
             self._start()
 
     def finish(self) -> None:
         """Write the whole run."""
-        if self._running is not None:
-            self._end(self._running)
-        self._end(self._start())
+        self._end()
+        self._start()
+        self._end()
 
-    def _start(self) -> Future[float]:
-        self._began_s = self._now_s()
+    def _start(self) -> None:
+        self._began_s = time.monotonic()
         self._due_s = self._began_s + MIN_INTERVAL_S
-        self._running = self._begin(self._run_dir)
-        return self._running
+        self._running = begin_beside(refresh_report, self._run_dir).future()
 
-    def _end(self, task: Future[float]) -> None:
-        self._running = None
+    def _end(self) -> None:
+        """Wait for the task, if there is one."""
+        task, self._running = self._running, None
+        if task is None:
+            return
         try:
             spent_s = task.result(self._wait_s)
         except (RayError, TimeoutError) as error:

@@ -70,14 +70,9 @@ class RewardProcesses:
     """The processes of all timeshared rewards, which wake and sleep together. `workers`: reward -> handles of its
     `RewardPoolWorker`s, asleep."""
 
-    def __init__(
-        self,
-        workers: Mapping[str, Sequence[Any]],
-        deadlines: DeadlinesConfig,
-        now_s: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, workers: Mapping[str, Sequence[Any]], deadlines: DeadlinesConfig):
         self._workers = {(name, number): one for name, of in workers.items() for number, one in enumerate(of)}
-        self._deadlines, self._now_s = deadlines, now_s
+        self._deadlines = deadlines
         self._asked: dict[Any, tuple[str, int]] = {}
         """Calls of `keep_awake` under way -> (reward, number)."""
         self._asked_s = 0.0
@@ -98,10 +93,10 @@ class RewardProcesses:
         """Wake processes that were restarted meanwhile, without a wait; called at every poll. RunStopped if a reward
         could not be made."""
         if not self._asked:
-            if self._now_s() - self._asked_s < KEEP_AWAKE_S:
+            if time.monotonic() - self._asked_s < KEEP_AWAKE_S:
                 return
             self._asked = {worker.wake.remote(): place for place, worker in self._workers.items()}
-            self._asked_s = self._now_s()
+            self._asked_s = time.monotonic()
         done, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
         for call in done:
             self._read("wake", self._asked.pop(call), call)
@@ -119,7 +114,7 @@ class RewardProcesses:
             raise DeadlineMissed(f"the {change} of timeshared rewards ({', '.join(names)})", bound_s, key)
         for call in done:
             self._read(change, calls[call], call)
-        self._asked_s = self._now_s()
+        self._asked_s = time.monotonic()
 
     def _read(self, change: Change, place: tuple[str, int], call: Any) -> None:
         """Note the answer of one process."""

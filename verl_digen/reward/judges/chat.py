@@ -192,11 +192,8 @@ class ChatModel:
                 f"{name}: url={REWARD_MODEL} needs the servers of a run with reward.reward_model.enable=true; "
                 "set url=http://HOST:PORT of a server that runs"
             )
-        self._client = ServerClient(config, f"{kind} {name}", [api_url(url) for url in config.urls])
+        self.client = ServerClient(config, f"{kind} {name}", [api_url(url) for url in config.urls])
         self._model = config.model
-
-    def take_counts(self) -> Mapping[str, int]:
-        return self._client.take_counts()
 
     async def all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
         """Results of calls at the same time, once every one has ended; raises the first error."""
@@ -209,7 +206,7 @@ class ChatModel:
     async def outcomes(self, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
         """Results or errors of calls at the same time."""
         if not self._model:
-            self._model = only_model(await self._client.send(Request(MODELS_PATH, None), json_of))
+            self._model = only_model(await self.client.send(Request(MODELS_PATH, None), json_of))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def ask(
@@ -233,7 +230,7 @@ class ChatModel:
         request = Request(PATH, json.dumps(asked).encode(), "application/json")
         last = UnusableAnswer()
         for _ in range(limit):
-            answer = await self._client.send(request, json_of)
+            answer = await self.client.send(request, json_of)
             try:
                 return read(read_reply(answer))
             except UnusableAnswer as error:
@@ -255,7 +252,7 @@ class Judge(Reward):
         self.chat = ChatModel(config, self.name)
 
     def take_counts(self) -> Mapping[str, int]:
-        return self.chat.take_counts()
+        return self.chat.client.take_counts()
 
     def question(self, row: PromptRow, key: str = "question") -> str:
         """The question of a setting about one prompt. ValueError if the row lacks a column that it names."""

@@ -21,7 +21,6 @@ from torch import Tensor
 from verl_digen.require import In
 from verl_digen.reward.base import checkpoint_file
 from verl_digen.reward.encoders import ClipEncoder, EncoderConfig, FrameReward, load_head, load_weights
-from verl_digen.types import RewardInput
 
 HEAD_FILE = "aesthetic-model.pth"
 
@@ -46,9 +45,7 @@ class Aesthetic(FrameReward):
         state = load_weights(path, "aesthetic: head")
         self.head = load_head(state, self.encoder.width, "aesthetic: head", str(path)).to(device)
 
-    def frame_scores(
-        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
-    ) -> Tensor:
+    def frame_scores(self, images: Sequence[Image.Image], owners: Sequence[int], texts: Sequence[str]) -> Tensor:
         """Number of the head over `divisor`; [N]."""
         return self.head(self.encoder.images(images)) / self.config.divisor
 

@@ -28,7 +28,6 @@ from torch import Tensor
 from verl_digen.require import require
 from verl_digen.reward import encoders
 from verl_digen.reward.base import checkpoint_file, checkpoint_folder
-from verl_digen.types import RewardInput
 
 WEIGHTS_FILE, CONFIG_FILE = "ImageReward.pt", "med_config.json"
 MAX_TOKENS = 35
@@ -98,13 +97,11 @@ class ImageReward(encoders.FrameReward):
             "image_reward: tokenizer",
         )
 
-    def frame_scores(
-        self, images: Sequence[Image.Image], owners: Sequence[int], batch: Sequence[RewardInput]
-    ) -> Tensor:
+    def frame_scores(self, images: Sequence[Image.Image], owners: Sequence[int], texts: Sequence[str]) -> Tensor:
         """Standardised number of the head; [N]."""
-        texts = [batch[owner].row.text for owner in owners]
+        own_texts = [texts[owner] for owner in owners]
         tokens = self.tokenizer(
-            texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+            own_texts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         ).to(self.device)
         pixels = torch.stack([prepare(image, self.size_px) for image in images])
         seen = self.vision(pixel_values=pixels.to(self.device, self.vision.dtype)).last_hidden_state
