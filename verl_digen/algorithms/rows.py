@@ -30,7 +30,10 @@ OF_TILES: dict[Reduce, Combine] = {
     "first_max": torch.amax,
 }
 """Values [K] of the tiles and ranks of one logical batch -> the batch's."""
-OF_UPDATES = OF_TILES | {"mean": torch.mean, "first": itemgetter(0), "first_max": itemgetter(0)}
+OF_UPDATES: dict[Reduce, Combine] = {
+    **OF_TILES,
+    **{"mean": torch.mean, "first": itemgetter(0), "first_max": itemgetter(0)},
+}
 """Values [K] of optimizer steps on the same samples, in order -> one step's. The first ones compare with what was
 recorded at generation."""
 
