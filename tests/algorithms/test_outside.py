@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl_digen.algorithms.outside import EXACT, Outside, mean_steps_taken, num_passed_over, step_ends
+from verl_digen.algorithms.outside import EXACT, Outside, mean_steps_taken, step_ends
 from verl_digen.algorithms.window import WindowConfig, draw_window
 from verl_digen.config import DigenConfig, SamplingConfig, TagConfig
 
@@ -38,9 +38,6 @@ def test_steps_taken_lead_through_the_schedule_and_take_every_stochastic_one(bef
             rest = num_steps - first - size
             assert sum(step < first for step in taken) == math.ceil(round(before * first, 9))
             assert sum(first + size <= step < num_steps for step in taken) == math.ceil(round(after * rest, 9))
-            assert num_passed_over(Outside(solver_before=before, solver_after=after), sde, num_steps) == (
-                num_steps - len(taken) + 1
-            )
 
 
 def test_the_examples_of_the_documentation():
@@ -59,11 +56,11 @@ def test_the_mean_of_steps_taken_is_that_of_drawn_windows(window):
         for step in range(0, 40)
     }
     if window.shift_every is None:
-        passed = [num_passed_over(outside, sde, num_steps) for sde in starts]
+        passed = [step_ends(outside, sde, num_steps).count(None) for sde in starts]
         assert mean_steps_taken(outside, window, num_steps) == pytest.approx(num_steps - sum(passed) / len(passed))
     else:  # places overlap as the range moves on: each move has three
         moves = [
-            num_passed_over(outside, range(lo + start, lo + start + 4), num_steps)
+            step_ends(outside, range(lo + start, lo + start + 4), num_steps).count(None)
             for lo in range(6)
             for start in range(3)
         ]

@@ -99,18 +99,13 @@ def step_ends(outside: Outside, sde_steps: Sequence[int], num_steps: int) -> tup
     return tuple(ends)
 
 
-def num_passed_over(outside: Outside, sde_steps: Sequence[int], num_steps: int) -> int:
-    return step_ends(outside, sde_steps, num_steps).count(None)
-
-
 def mean_steps_taken(outside: Outside, window: WindowConfig, num_steps: int) -> float:
     """Steps that the solver takes, mean over the places of the window, all alike; steps of `cache` count as taken."""
     if window.kind != "consecutive":
         return float(num_steps)
-    passed = [
-        num_passed_over(outside, range(start, start + window.size), num_steps) for start in _places(window, num_steps)
-    ]
-    return num_steps - sum(passed) / len(passed)
+    windows = [range(start, start + window.size) for start in _places(window, num_steps)]
+    num_passed_over = sum(step_ends(outside, steps, num_steps).count(None) for steps in windows)
+    return num_steps - num_passed_over / len(windows)
 
 
 def check_outside(outside: Outside, window: WindowConfig, num_steps: int) -> None:
