@@ -103,16 +103,6 @@ def combined_advantages(
 
 def _grouped(rewards: Tensor, groups: Sequence[Hashable]) -> tuple[Tensor, dict[Hashable, list[int]]]:
     """The rewards, [B] fp64 on the CPU, and the indices of each group's samples."""
-    values = _finite(rewards)
-    if len(values) != len(groups):
-        raise ValueError(f"every reward needs a group id, got {len(values)} rewards and {len(groups)} ids")
-    members: dict[Hashable, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
-    return values, members
-
-
-def _finite(rewards: Tensor) -> Tensor:
     if rewards.dim() != 1 or len(rewards) == 0:
         raise ValueError(f"reward must have shape [B] with B >= 1, got {list(rewards.shape)}")
     values = rewards.detach().cpu().double()
@@ -122,7 +112,12 @@ def _finite(rewards: Tensor) -> Tensor:
             f"reward must be finite, got {values[bad[0]].item()} at index {bad[0]} "
             f"({len(bad)} of {len(values)} are not finite); a scorer that fails should raise"
         )
-    return values
+    if len(values) != len(groups):
+        raise ValueError(f"every reward needs a group id, got {len(values)} rewards and {len(groups)} ids")
+    members: dict[Hashable, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    return values, members
 
 
 def _has_spread(values: Tensor) -> bool:
