@@ -24,7 +24,7 @@ from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated
 from verl_digen.models.hunyuan_video15 import HunyuanVideo15
 from verl_digen.models.sources import frame_of
-from verl_digen.models.spec import MODULATION, FlopsLayout, VllmOmniServing
+from verl_digen.models.spec import MODULATION, VllmOmniServing
 from verl_digen.types import Condition, Geometry
 
 # Functions of the class, as in hunyuan_video15.py.
@@ -38,8 +38,8 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         title="HunyuanVideo 1.5 image to video",
         example="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
         components=(*HunyuanVideo15.spec.components, "image_encoder", "feature_extractor"),
-        flops=FlopsLayout(
-            patch="x_embedder.proj",
+        flops=replace(
+            HunyuanVideo15.spec.flops,
             streams=(
                 (r"context_embedder_2", "none"),
                 (r"image_embedder", "vision"),
@@ -47,7 +47,6 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
                 (r"context_embedder", "text"),
                 (r"ff_context|attn\.add_|to_add_out", "context"),
             ),
-            attention=((r"context_embedder", "text", "text"), (r"", "joint", "joint")),
         ),
         num_images=(1, 1),
         image_sizes="hunyuan_video15",

@@ -24,7 +24,7 @@ from verl_digen.inputs.images import PromptInputs
 from verl_digen.models.base import Collated
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.sources import frame_of
-from verl_digen.models.spec import FlopsLayout, VllmOmniServing
+from verl_digen.models.spec import VllmOmniServing
 from verl_digen.models.wan import Wan
 from verl_digen.types import Condition, Geometry
 
@@ -83,11 +83,10 @@ class WanImageToVideo(Wan):
             self.spec = replace(
                 self.spec,
                 components=(*self.spec.components, *CLIP_PARTS),
-                flops=FlopsLayout(
-                    patch=self.spec.flops.patch,
+                flops=replace(
+                    self.spec.flops,
                     streams=((r"image_embedder|attn2\.add_[kv]_proj", "vision"), *self.spec.flops.streams),
                     attention=((r"attn2", "image", "context"), (r"", "image", "image")),
-                    text_tokens=self.spec.flops.text_tokens,
                 ),
             )
 
