@@ -25,7 +25,7 @@ from verl.workers.config import HFModelConfig, MtpConfig
 
 from verl_digen.config import DigenConfig, digen_config
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
-from verl_digen.models import load_model, read_pipeline
+from verl_digen.models import load_model, read_index
 from verl_digen.models.locate import locate, locate_configs, locate_index, read_object
 from verl_digen.require import require
 from verl_digen.user_modules import import_user_modules
@@ -137,7 +137,7 @@ class DiffusionModelConfig(BaseConfig):
             )
         self._check_recomputation()
         index = self.local_path if "://" in self.path else locate_index(os.path.expanduser(self.path))
-        self.hf_config = SimpleNamespace(model_type=read_pipeline(index))
+        self.hf_config = SimpleNamespace(model_type=read_index(index)["_class_name"])
         if self.tokenizer_path is None:
             self.tokenizer_path = self.path
         self._settle_lora()

@@ -12,22 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 Reduce = Literal["mean", "count", "max", "min", "first", "first_max"]
-"""Combination of a metric's values:
-
-| value | tiles and ranks of one logical batch | optimizer steps on the same samples |
-| --- | --- | --- |
-| `mean` | shares of a mean: sum | mean |
-| `count` | sum | sum |
-| `max`, `min` | maximum, minimum | maximum, minimum |
-| `first` | shares of a mean: sum | the first one's: it compares with what was recorded at generation |
-| `first_max` | maximum | the first one's |
-"""
+"""Combination of a metric's values."""
+Combine = Callable[[Tensor], Tensor]
+OF_TILES: dict[Reduce, Combine] = {
+    "mean": torch.sum,  # shares of a mean
+    "count": torch.sum,
+    "max": torch.amax,
+    "min": torch.amin,
+    "first": torch.sum,  # shares of a mean
+    "first_max": torch.amax,
+}
+"""Values [K] of the tiles and ranks of one logical batch -> the batch's."""
+OF_UPDATES: dict[Reduce, Combine] = {
+    **OF_TILES,
+    **{"mean": torch.mean, "first": itemgetter(0), "first_max": itemgetter(0)},
+}
+"""Values [K] of optimizer steps on the same samples, in order -> one step's. The first ones compare with what was
+recorded at generation."""
 
 
 @dataclass(frozen=True)
@@ -65,37 +73,23 @@ def from_plain(metrics: Plain) -> dict[str, Metric]:
 
 def combine_tiles(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Metrics of the tiles of one logical batch, or of its ranks, combined to the batch's."""
-    return _combine(metrics, _of_tiles)
+    return _combine(metrics, OF_TILES)
 
 
 def combine_updates(metrics: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     """Metrics of several optimizer steps on the same samples, in order, combined to one step's."""
-    return _combine(metrics, _of_updates)
+    return _combine(metrics, OF_UPDATES)
 
 
-def _combine(
-    metrics: Iterable[Mapping[str, Metric]], combined: Callable[[Tensor, Reduce], Tensor]
-) -> dict[str, Metric]:
+def _combine(metrics: Iterable[Mapping[str, Metric]], combined: Mapping[Reduce, Combine]) -> dict[str, Metric]:
     found: dict[str, list[Metric]] = {}
     for one in metrics:
         for name, metric in one.items():
             found.setdefault(name, []).append(metric)
     return {
-        name: Metric(combined(torch.stack([metric.value for metric in some]), some[0].reduce), some[0].reduce)
+        name: Metric(combined[some[0].reduce](torch.stack([metric.value for metric in some])), some[0].reduce)
         for name, some in found.items()
     }
-
-
-def _of_tiles(values: Tensor, reduce: Reduce) -> Tensor:
-    if reduce in ("max", "first_max"):
-        return values.amax()
-    return values.amin() if reduce == "min" else values.sum()
-
-
-def _of_updates(values: Tensor, reduce: Reduce) -> Tensor:
-    if reduce == "mean":
-        return values.mean()
-    return values[0] if reduce in ("first", "first_max") else _of_tiles(values, reduce)
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,10 @@ class _Known:
     sigma: float
     expert: int
     rate: float
-    """Relative change of the velocity per unit of sigma; infinite before the second evaluation."""
+    """Relative change of the velocity per unit of sigma; infinite before the second evaluation, and after a stochastic
+    step."""
     num_skips: int = 0
     """Steps that took it again."""
-    is_disturbed: bool = False
-    """True after a stochastic step."""
 
 
 class StepCache:
@@ -110,10 +109,10 @@ class StepCache:
         """Note that rows took a stochastic step: their last velocities belong to another x."""
         for row in rows:
             if row in self._known:
-                self._known[row] = replace(self._known[row], is_disturbed=True)
+                self._known[row] = replace(self._known[row], rate=math.inf)
 
     def _is_near(self, known: _Known, sigma: float, expert: int) -> bool:
-        if known.is_disturbed or known.expert != expert or known.num_skips >= self._max_skips:
+        if known.expert != expert or known.num_skips >= self._max_skips:
             return False
         return known.rate * (known.sigma - sigma) < self._threshold
 

@@ -57,11 +57,6 @@ def pipelines_of(model: type) -> list[str]:
     return [of_file[file] for file in files if file in of_file]
 
 
-def read_pipeline(path: str | Path) -> str:
-    """Class name of the diffusers pipeline of the checkpoint in `path`, supported or not. Raises as `read_index`."""
-    return read_index(path)["_class_name"]
-
-
 def read_index(path: str | Path) -> dict[str, Any]:
     """Content of the `model_index.json` of the checkpoint in folder `path`. ValueError if there is no such folder, or
     it is not a diffusers checkpoint."""

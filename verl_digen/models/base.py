@@ -209,12 +209,19 @@ class DiffusionModel(ABC):
         return one_by_one(encode, self.load_prompt_check(), device, *networks)
 
     def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
-        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's, in their dtypes. ValueError for too many
-        images, or one that cannot be read or that the pipeline does not take; by default for any."""
-        return self.encode_text(pipeline, encode_prompt, only_text(inputs))
+        """Encode with the parts of a pipeline, diffusers' or vLLM-Omni's, in their dtypes: the text, and what
+        `encode_images` adds. ValueError for too many images, or one that cannot be read or that the pipeline does not
+        take; for any where the model reads text alone."""
+        text = inputs.text if self.spec.num_images[1] > 0 else only_text(inputs)
+        added = self.encode_images(pipeline, inputs, pipeline.vae.device) if inputs.images else {}
+        return self.encode_text(pipeline, encode_prompt, text) | added
 
     def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
-        """Encode a prompt without images, as `encode_with`."""
+        """Encode a prompt's text, as `encode_with`."""
+        raise NotImplementedError
+
+    def encode_images(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
+        """Encode a prompt's images, one or more -> what they add to the text's condition, as `encode_with`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -394,8 +401,7 @@ class DiffusionModel(ABC):
         if negative_conditions is None:
             raise RuntimeError(f"true_cfg_scale={true_cfg_scale} needs negative conditions, got None")
         if splits or self.keeps_lengths_apart:
-            positive = branch(latents, sigmas, conditions)
-            negative = branch(latents, sigmas, negative_conditions)
+            positive, negative = (branch(latents, sigmas, each) for each in (conditions, negative_conditions))
         else:
             both = [*conditions, *negative_conditions]
             positive, negative = branch(torch.cat([latents, latents]), torch.cat([sigmas, sigmas]), both).chunk(2)
@@ -422,22 +428,19 @@ class PackedModel(DiffusionModel):
 
 
 class VideoModel(DiffusionModel):
-    """Base of models of videos, whose latents are [C, F, H, W] (`video_shape`). One frame is a picture."""
+    """Base of models of videos, whose latents are [C, F, H, W]. One frame is a picture."""
 
     _frame_stride: int
     _patch: Sequence[int]
     """[frames, height, width] of latent positions that the network reads as a token. Constructors set both, and
     `_num_channels` and `_vae_scale`."""
 
-    def video_shape(self, geometry: Geometry) -> tuple[int, int, int, int]:
-        """[C, F, H, W] with F = 1 + (frames - 1) / stride. Raises as `latent_shape`."""
+    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
+        """[C, F, H, W] with F = 1 + (frames - 1) / stride."""
         scale, stride = self._vae_scale, self._frame_stride
         check_size(geometry, title=self.spec.title, px_multiple=scale * self._patch[1], frame_stride=stride)
         num_frames = 1 + (geometry.num_frames - 1) // stride
         return self._num_channels, num_frames, geometry.height_px // scale, geometry.width_px // scale
-
-    def latent_shape(self, geometry: Geometry) -> tuple[int, ...]:
-        return self.video_shape(geometry)
 
     def tokens_of(self, latent_shape: Sequence[int]) -> int:
         """Tokens of latents [C, F, H, W]."""

@@ -14,13 +14,13 @@ Invariants (tests/plan/test_flops.py): forwards of every model are within 1 % of
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from verl_digen.hardware.devices import PEAK_TFLOPS
 from verl_digen.models.base import DiffusionModel
+from verl_digen.models.checkpoint import networks_of
 from verl_digen.types import Geometry
 
 
@@ -57,7 +57,11 @@ def forward_flops(
     `transformer` is on any device, in any wrapper (FSDP2, peft); an adapter's layers count too. With several experts
     only the first counts: a forward runs one, and all have the same size."""
     layout = model.spec.flops
-    layers = dict(_layers(transformer, model.experts))
+    layers = {
+        name.removesuffix(".base_layer"): tuple(module.weight.shape)
+        for name, module in networks_of(transformer)[0].named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d)
+    }
     patch = layers[layout.patch]
     latents = model.latent_shape(geometry)
     if len(patch) > 2:  # a convolution, which may read more channels than the latents have
@@ -81,20 +85,6 @@ def forward_flops(
             attention += 4 * tokens[asking] * tokens[asked] * shape[1 if is_fused else 0]
     branches = num_rows * (2 if is_guided else 1)
     return Flops(float(linear * branches), float(attention * branches))
-
-
-def _layers(transformer: nn.Module, experts: tuple[str, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name in the checkpoint, shape of the weight) of every linear layer and patch embedding of one network."""
-    others = tuple(f"{expert}." for expert in experts[1:])
-    for name, module in transformer.named_modules():
-        if not isinstance(module, nn.Linear | nn.Conv2d | nn.Conv3d):
-            continue
-        plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
-        if len(experts) > 1:
-            if plain.startswith(others):
-                continue
-            plain = plain.removeprefix(f"{experts[0]}.")
-        yield plain, tuple(module.weight.shape)
 
 
 def _padded(count: int, multiple: int) -> int:

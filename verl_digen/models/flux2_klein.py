@@ -146,18 +146,20 @@ class Flux2Klein(ReadsImages, Flux2Network):
         wrap = chat_text(tokenizer, enable_thinking=False)
         return length_check(tokenizer, title=self.spec.title, max_tokens=MAX_TEXT_TOKENS, wrap=wrap)
 
-    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
-        """Encode into {"embeds": [512, 3 D], "source": [tokens of all images, channels]}; without "source" where there
-        is no image. ValueError for too many images, for one of less than 64 px, and for one whose sides differ by more
-        than a factor of 8, as the pipeline does."""
+    def encode_text(self, pipeline: Any, encode_prompt: EncodePrompt, text: str) -> Condition:
+        """Encode into {"embeds": [512, 3 D]}."""
+        embeds, _ = encode_prompt(text, max_sequence_length=MAX_TEXT_TOKENS)
+        return {"embeds": embeds[0]}
+
+    def encode_images(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
+        """Encode into {"source": [tokens of all images, channels]}. ValueError for too many images, for one of less
+        than 64 px, and for one whose sides differ by more than a factor of 8, as the pipeline does."""
         if len(inputs.images) > MAX_IMAGES:
             raise ValueError(
                 f"a prompt must have at most {MAX_IMAGES} images for {self.spec.title}, got {len(inputs.images)}; "
                 "leave some out"
             )
-        embeds, _ = encode_prompt(inputs.text, max_sequence_length=MAX_TEXT_TOKENS)
-        sources = [_encode_image(pipeline, image, inputs.image_px) for image in inputs.images]
-        return {"embeds": embeds[0]} | ({"source": torch.cat(sources)} if sources else {})
+        return {"source": torch.cat([_encode_image(pipeline, image, inputs.image_px) for image in inputs.images])}
 
 
 def _encode_image(pipeline: Any, source: SourceImage, image_px: int) -> Tensor:

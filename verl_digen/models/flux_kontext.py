@@ -10,12 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.inputs.sizes import preferred_size
-from verl_digen.models.base import EncodePrompt
 from verl_digen.models.flux import Flux
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import ModelSpec, VllmOmniServing
@@ -35,17 +33,18 @@ class FluxKontext(ReadsImages, Flux):
         vllm_omni=VllmOmniServing(pipeline="FluxKontextPipeline", mixin=".edit_pipelines:FluxKontextRecording"),
     )
 
-    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
-        """Encode into {"embeds": [L, D], "pooled": [E], "source": [tokens of the image, channels]}, L the same for
-        every prompt; without "source" where there is no image. ValueError for several images."""
+    def encode_images(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
+        """Encode into {"source": [tokens of the image, channels]}. ValueError for several images."""
         if len(inputs.images) > self.spec.num_images[1]:
             raise ValueError(
                 f"a prompt must have at most 1 image for {self.spec.title}, got {len(inputs.images)}; leave one"
             )
-        condition = self.encode_text(pipeline, encode_prompt, inputs.text)
-        for image in inputs.images:
-            condition["source"] = _encode_image(pipeline, image.read(), inputs.image_px)
-        return condition
+        # "3. Preprocess image" and `prepare_latents` of FluxKontextPipeline.
+        image, processor = inputs.images[0].read(), pipeline.image_processor
+        size = preferred_size(*image.size, inputs.image_px**2)
+        pixels = processor.preprocess(processor.resize(image, *size), *size)
+        latents = pipeline._encode_vae_image(pixels.to(device, pipeline.vae.dtype), None)
+        return {"source": pipeline._pack_latents(latents, *latents.shape)[0]}
 
     def pipeline_size(self, geometry: Geometry) -> dict[str, Any]:
         return {**super().pipeline_size(geometry), "max_area": geometry.height_px * geometry.width_px}
@@ -61,12 +60,3 @@ class FluxKontext(ReadsImages, Flux):
         ids = torch.cat(found)
         ids[:, 0] = 1
         return ids
-
-
-def _encode_image(pipeline: Any, image: Image.Image, image_px: int) -> Tensor:
-    """[tokens, channels] packed latents of an image, in the VAE's dtype."""
-    # "3. Preprocess image" and `prepare_latents` of FluxKontextPipeline.
-    size = preferred_size(*image.size, image_px**2)
-    pixels = pipeline.image_processor.preprocess(pipeline.image_processor.resize(image, *size), *size)
-    latents = pipeline._encode_vae_image(pixels.to(pipeline.vae.device, pipeline.vae.dtype), None)
-    return pipeline._pack_latents(latents, *latents.shape)[0]

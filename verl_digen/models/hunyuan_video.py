@@ -6,7 +6,7 @@ vector. CLIP reads a long prompt's first 77 tokens, as in the pipeline. The netw
 true classifier-free guidance works in addition.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -37,7 +37,7 @@ SEQUENCE_PLAN = {
 share of the prompt (`own_share`), behind the text refiner, which reads it whole."""
 
 
-def run_unmasked(
+def _forward(
     network: Any,
     hidden_states: Tensor,
     timestep: Tensor,
@@ -49,11 +49,11 @@ def run_unmasked(
     """Replacement of the class's forward, with the same arguments, without an attention mask where no prompt is padded
     -> (velocity [N, C', F, H, W],).
 
-    `hidden_states`: [N, C, F, H, W]. `encoder_hidden_states`: [N, L, D]. `pooled_projections`: [N, E].
-    `encoder_attention_mask`: [N, L], 1 for tokens; None: no padding. `guidance`: [N], of a distilled network.
-
     diffusers' forward masks padded text tokens in every block, and makes the mask also where there is no padding. A
     mask keeps fused attention kernels out, although a tile of one prompt's rows has no padding.
+
+    `hidden_states`: [N, C, F, H, W]. `encoder_hidden_states`: [N, L, D]. `pooled_projections`: [N, E].
+    `encoder_attention_mask`: [N, L], 1 for tokens; None: no padding. `guidance`: [N], of a distilled network.
 
     Invariant (tests/models/test_hunyuan_video.py): velocities and gradients equal diffusers' own forward, to 1e-5.
     """
@@ -97,6 +97,8 @@ class Hunyuan(VideoModel):
     """Sizes, schedule and VAE, which both HunyuanVideos have alike."""
 
     vae_class: type[Any]
+    forward: Callable[..., tuple[Tensor]]
+    """Replacement of the forward of the network's class; weights are unchanged."""
 
     def __init__(self, path: str | Path):
         super().__init__(path)
@@ -105,6 +107,12 @@ class Hunyuan(VideoModel):
         self._num_channels = vae["latent_channels"]
         self._frame_stride = vae["temporal_compression_ratio"]
         self._vae_scale = vae["spatial_compression_ratio"]
+
+    def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
+        network: Any = super().load_transformer(dtype, meta=meta)
+        network.forward = MethodType(self.forward, network)
+        network.sequence_mesh = None
+        return network
 
     def load_vae(self, dtype: torch.dtype) -> Any:
         """The VAE on the CPU. It reads and makes sides of more than 256 px in overlapping tiles, as in the pipelines'
@@ -126,6 +134,7 @@ class Hunyuan(VideoModel):
 
 class HunyuanVideo(Hunyuan):
     vae_class = AutoencoderKLHunyuanVideo
+    forward = staticmethod(_forward)
     spec = ModelSpec(
         transformer="HunyuanVideoTransformer3DModel",
         title="HunyuanVideo",
@@ -152,12 +161,6 @@ class HunyuanVideo(Hunyuan):
         self.default_embedded_guidance = DEFAULT_GUIDANCE if self._network["guidance_embeds"] else None
 
     # -- loading ------------------------------------------------------------------------------------------
-    def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
-        network: Any = super().load_transformer(dtype, meta=meta)
-        network.forward = MethodType(run_unmasked, network)
-        network.sequence_mesh = None
-        return network
-
     def load_prompt_check(self) -> PromptCheck:
         template = DEFAULT_PROMPT_TEMPLATE
         limit = template["crop_start"] + MAX_TEXT_TOKENS

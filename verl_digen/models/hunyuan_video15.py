@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from verl_digen.hardware.transfers import to_device
 from verl_digen.models.base import Collated, EncodePrompt, PromptCheck
 from verl_digen.models.hunyuan_video import SEQUENCE_PLAN, Hunyuan
-from verl_digen.models.hunyuan_video15_forward import keep_tokens_in_place
+from verl_digen.models.hunyuan_video15_forward import KeyMasked, forward
 from verl_digen.models.spec import (
     JOINT_ATTENTION,
     MODULATION,
@@ -59,6 +59,7 @@ NETWORK_INPUTS = {
 
 class HunyuanVideo15(Hunyuan):
     vae_class = AutoencoderKLHunyuanVideo15
+    forward = staticmethod(forward)
     spec = ModelSpec(
         transformer="HunyuanVideo15Transformer3DModel",
         title="HunyuanVideo 1.5",
@@ -108,8 +109,9 @@ class HunyuanVideo15(Hunyuan):
 
     # -- loading ------------------------------------------------------------------------------------------
     def load_transformer(self, dtype: torch.dtype, *, meta: bool = False) -> nn.Module:
-        network = super().load_transformer(dtype, meta=meta)
-        keep_tokens_in_place(network)
+        network: Any = super().load_transformer(dtype, meta=meta)
+        for block in network.transformer_blocks:
+            block.attn.set_processor(KeyMasked())
         return network
 
     def load_prompt_check(self) -> PromptCheck:

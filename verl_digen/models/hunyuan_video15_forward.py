@@ -11,7 +11,6 @@
 Invariant (tests/models): velocities and gradients equal diffusers' own forward, to 1e-5.
 """
 
-from types import MethodType
 from typing import Any
 
 import torch
@@ -25,15 +24,7 @@ PROMPT_TYPE, GLYPH_TYPE, IMAGE_TYPE = 0, 1, 2
 """Type ids of the prompt's tokens, inputs of `cond_type_embed`."""
 
 
-def keep_tokens_in_place(network: Any) -> None:
-    """Replace the forward of a `HunyuanVideo15Transformer3DModel`; its weights are unchanged."""
-    network.forward = MethodType(_forward, network)
-    network.sequence_mesh = None
-    for block in network.transformer_blocks:
-        block.attn.set_processor(_KeyMasked())
-
-
-def _forward(
+def forward(
     network: Any,
     hidden_states: Tensor,
     timestep: Tensor,
@@ -66,7 +57,7 @@ def _forward(
     return run_blocks(network, network.transformer_blocks, hidden_states, time, text, text_mask)
 
 
-class _KeyMasked:
+class KeyMasked:
     """Joint attention of a block over video and text tokens; only video tokens have positions."""
 
     _attention_backend = None

@@ -9,7 +9,6 @@ read. The pipeline itself chooses the size, one of a list, from the image's shap
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models.base import Collated, EncodePrompt
+from verl_digen.models.base import Collated
 from verl_digen.models.hunyuan_video15 import HunyuanVideo15
 from verl_digen.models.sources import frame_of
 from verl_digen.models.spec import MODULATION, VllmOmniServing
@@ -66,28 +65,23 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
         vae = self.load_vae(self.decoder_dtype(dtype))
         vae.decoder = nn.Identity()  # the decoder's own copy has it
         vision: Any = SiglipVisionModel.from_pretrained(self.path / "image_encoder", dtype=dtype)
-        pipeline.components |= {"vae": vae, "image_encoder": vision}
-        pipeline.parts = SimpleNamespace(vae=vae, image_encoder=vision, **self.pipeline_parts())
+        networks = {"vae": vae, "image_encoder": vision}
+        pipeline.components |= networks
+        vars(pipeline).update(networks, **self.pipeline_parts())
         return pipeline
 
-    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
-        """Encode into a text's condition, with "source" [C, H, W], the image's latents, and "image" [tokens, I], if
-        there is an image."""
-        added = self.encode_image(pipeline.parts, inputs, pipeline.parts.vae.device) if inputs.images else {}
-        return self.encode_text(pipeline, encode_prompt, inputs.text) | added
-
-    def encode_image(self, parts: Any, inputs: PromptInputs, device: torch.device) -> Condition:
-        """Encode an image -> what it adds to the text's condition, in the dtypes of the parts. `parts`: a pipeline, or
-        anything with its `vae`, `image_encoder` and `feature_extractor`. RuntimeError if the inputs do not name the
-        size of the video."""
+    def encode_images(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
+        """Encode an image into "source" [C, H, W], its latents, and "image" [tokens, I]. `pipeline`: anything with its
+        `vae`, `image_encoder` and `feature_extractor`. RuntimeError if the inputs do not name the size of the video."""
         # The beginning of HunyuanVideo15ImageToVideoPipeline.__call__.
         if inputs.size is None:
             raise RuntimeError("inputs with an image must name the size of the video; make them with `inputs_of`")
         processor = HunyuanVideo15ImageProcessor(vae_scale_factor=self._vae_scale, do_resize=False, do_convert_rgb=True)
         size = {"height": inputs.size[1], "width": inputs.size[2]}
         image: Any = processor.resize(inputs.images[0].read(), **size, resize_mode="crop")
-        frame = encode_frame(parts.vae, processor, image, **size, device=device)[0, :, 0]
-        return {"source": frame, "image": encode_tokens(parts.image_encoder, parts.feature_extractor, image, device)[0]}
+        frame = encode_frame(pipeline.vae, processor, image, **size, device=device)[0, :, 0]
+        tokens = encode_tokens(pipeline.image_encoder, pipeline.feature_extractor, image, device)[0]
+        return {"source": frame, "image": tokens}
 
     def pipeline_parts(self) -> dict[str, Any]:
         """SigLIP's processor, which prepares images with PIL whether torchvision is installed or not."""

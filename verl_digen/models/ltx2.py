@@ -161,7 +161,8 @@ class LTX2(VideoModel):
 
     def parts(self, geometry: Geometry) -> Parts:
         """The video's and the sound's share of packed latents. Raises as `latent_shape`."""
-        return Parts(self.video_shape(geometry)[1:], self.num_audio_tokens(geometry), self._mel_bins)
+        _, frames, height, width = super().latent_shape(geometry)
+        return Parts((frames, height, width), self.num_audio_tokens(geometry), self._mel_bins)
 
     def pipeline_call(self, pipeline: Any, geometry: Geometry) -> Callable[..., Any]:
         return partial(self.parts(geometry).run_pipeline, pipeline)

@@ -22,12 +22,13 @@ from verl_digen.models.base import Collated, Decoder
 from verl_digen.models.pixels import Decoded
 from verl_digen.models.sources import frame_of
 from verl_digen.models.wan import SEQUENCE, Wan
-from verl_digen.models.wan_image import ContinuesImages, frame_latents
+from verl_digen.models.wan_image import frame_latents
 from verl_digen.require import require
 from verl_digen.types import Condition, Geometry
 
 
-class WanFirstFrame(ContinuesImages):
+class WanFirstFrame(Wan):
+    encoding_pipeline = "WanImageToVideoPipeline"
     spec = replace(
         Wan.spec,
         title="Wan2.2 TI2V",
@@ -50,7 +51,7 @@ class WanFirstFrame(ContinuesImages):
             self.spec = replace(self.spec, num_images=(1, 1), sequence=None)
 
     # -- loading ------------------------------------------------------------------------------------------
-    def encode_image(self, pipeline: object, inputs: PromptInputs, device: torch.device) -> Condition:
+    def encode_images(self, pipeline: object, inputs: PromptInputs, device: torch.device) -> Condition:
         """Latents of the image, "source" [C, 1, H, W]."""
         return {"source": frame_latents(pipeline, inputs, device)}
 

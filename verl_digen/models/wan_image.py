@@ -21,7 +21,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.images import PromptInputs
-from verl_digen.models.base import Collated, EncodePrompt
+from verl_digen.models.base import Collated
 from verl_digen.models.checkpoint import check_components
 from verl_digen.models.sources import frame_of
 from verl_digen.models.spec import VllmOmniServing
@@ -54,24 +54,7 @@ CLIP_PARTS = ("image_encoder", "image_processor")
 """Folders of a checkpoint whose network attends to the image."""
 
 
-class ContinuesImages(Wan):
-    """Base of the Wans that may read an image."""
-
-    encoding_pipeline = "WanImageToVideoPipeline"
-
-    def encode_with(self, pipeline: Any, encode_prompt: EncodePrompt, inputs: PromptInputs) -> Condition:
-        """Encode into {"embeds": [L, D]}, L the prompt's own number of tokens, with what `encode_image` adds for an
-        image."""
-        condition = self.encode_text(pipeline, encode_prompt, inputs.text)
-        return condition | (self.encode_image(pipeline, inputs, pipeline.device) if inputs.images else {})
-
-    def encode_image(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
-        """Encode an image with diffusers' pipeline, or one of the same parts -> what it adds to the text's condition;
-        in the dtypes of the parts."""
-        raise NotImplementedError
-
-
-class WanImageToVideo(ContinuesImages):
+class WanImageToVideo(Wan):
     spec = replace(
         Wan.spec,
         title="Wan image to video",
@@ -108,7 +91,7 @@ class WanImageToVideo(ContinuesImages):
             )
 
     # -- loading ------------------------------------------------------------------------------------------
-    def encode_image(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
+    def encode_images(self, pipeline: Any, inputs: PromptInputs, device: torch.device) -> Condition:
         """Input of the network beside the video's latents, "source" [mask + C, F, H, W]; and CLIP's tokens, "image"
         [tokens, E], where it attends to them."""
         added = {"source": frame_latents(pipeline, inputs, device)}

@@ -51,7 +51,7 @@ class DgpoConfig(ClampedConfig):
 def group_weights(rows: JointRows, config: DgpoConfig) -> Tensor:
     """[M] sigmoid of the logit of each row's group at its point; G is the number of the group's rows there."""
     advantage = rows.advantages.clamp(-config.advantage_clip, config.advantage_clip)
-    sums, counts = sums_together(rows, advantage * rows.scalars)
+    sums, counts = sums_together(advantage * rows.scalars, rows.groups, rows.points)
     return (config.beta * sums / counts).sigmoid()
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`gspo`: PPO's clip of the whole trajectory's ratio. Source: arXiv 2507.18071."""
 
-import torch
 from torch import Tensor
 
+from verl_digen.algorithms.objectives.matching import sums_together
 from verl_digen.algorithms.objectives.objective import BEHAVIOUR, ClipConfig, Joint, JointRows, register_objective
 from verl_digen.algorithms.objectives.ratio import behaviour_log_ratio, clipped
 from verl_digen.algorithms.rows import LossInputs, LossOutput
@@ -19,9 +19,8 @@ def trajectory_log_ratios(log_ratio: Tensor, trajectories: Tensor) -> Tensor:
     Example:
         trajectory_log_ratios(torch.tensor([1.0, 3.0, 5.0]), torch.tensor([7, 7, 2]))  # 2, 2, 5
     """
-    _, places, counts = trajectories.unique(return_inverse=True, return_counts=True)
-    sums = torch.zeros(len(counts), dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, places, log_ratio)
-    return (sums / counts)[places]
+    sums, counts = sums_together(log_ratio, trajectories)
+    return sums / counts
 
 
 def _means(rows: JointRows, config: ClipConfig) -> Tensor:

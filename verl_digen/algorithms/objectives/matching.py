@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared parts of losses at forward points: flow-matching errors, and rows of a group at one noise level."""
+"""Shared parts of losses: flow-matching errors at forward points, and sums over rows that belong together."""
 
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.objectives.objective import JointRows
 from verl_digen.algorithms.rows import LossInputs
 from verl_digen.algorithms.sde import latent_mean
 
@@ -22,8 +21,8 @@ def error_gain(rows: LossInputs) -> Tensor:
     return flow_error(rows, "velocity") - flow_error(rows, "reference_velocity")
 
 
-def sums_together(rows: JointRows, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum values [M] over the rows of each row's group at its point: (the sums [M], numbers of these rows [M])."""
-    pairs = torch.stack([rows.groups, rows.points], 1)
-    _, places, counts = pairs.unique(dim=0, return_inverse=True, return_counts=True)
+def sums_together(values: Tensor, *ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum values [M] over the rows that have all of each row's `ids`, [M] int each, e.g. its group's and its point's:
+    (the sums [M], numbers of these rows [M])."""
+    _, places, counts = torch.stack(ids, 1).unique(dim=0, return_inverse=True, return_counts=True)
     return values.new_zeros(len(counts)).index_add(0, places, values)[places], counts[places]

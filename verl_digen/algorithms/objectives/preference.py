@@ -48,14 +48,14 @@ def pair_margins(rows: JointRows, config: DpoConfig) -> Tensor:
     """[M] margin m of each row's pair: the sum over its rows of the sign of the advantage times e - e_ref. ValueError
     if a group's rows at one point are not two with advantages of opposite signs."""
     signs = rows.advantages.sign()
-    balance, counts = sums_together(rows, signs)
+    balance, counts = sums_together(signs, rows.groups, rows.points)
     if not (balance.eq(0) & counts.eq(2)).all():
         raise ValueError(
             "a loss of preference pairs needs two rows of each group at a point, with advantages of opposite signs, "
             f"got {sorted({*counts.tolist()})} rows and signs that add up to {sorted({*balance.tolist()})}; give the "
             "best and the worst sample of each group"
         )
-    return sums_together(rows, signs * rows.scalars)[0]
+    return sums_together(signs * rows.scalars, rows.groups, rows.points)[0]
 
 
 PAIRS = Joint(MARGIN, (), scalar=error_gain, combine=pair_margins, latents=ERRORS, needs_groups=True)

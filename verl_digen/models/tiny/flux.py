@@ -11,25 +11,22 @@ from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchE
 from verl_digen.models.tiny import parts
 
 CLIP_WIDTH = 16
+SHIFTED = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
 
 
 def make_dev() -> FluxPipeline:
     """Build dev: 1 MB; with guidance input and the published schedule, which is shifted by the size."""
-    return FluxPipeline(**_parts(_shifted_schedule(), takes_guidance=True))
+    return FluxPipeline(**_parts(SHIFTED, takes_guidance=True))
 
 
 def make_kontext() -> FluxKontextPipeline:
     """Build Kontext: 1 MB; every part as in dev."""
-    return FluxKontextPipeline(**_parts(_shifted_schedule(), takes_guidance=True))
+    return FluxKontextPipeline(**_parts(SHIFTED, takes_guidance=True))
 
 
 def make_schnell() -> FluxPipeline:
     """Build schnell: 1 MB; without guidance input, and with the published schedule, which is not shifted."""
     return FluxPipeline(**_parts(FlowMatchEulerDiscreteScheduler(shift=1.0), takes_guidance=False))
-
-
-def _shifted_schedule() -> FlowMatchEulerDiscreteScheduler:
-    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
 
 
 def _parts(scheduler: FlowMatchEulerDiscreteScheduler, *, takes_guidance: bool) -> dict[str, Any]:

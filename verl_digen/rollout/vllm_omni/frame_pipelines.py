@@ -75,7 +75,7 @@ class FrameRecording(WanRecording):
         encoded = super().encode_prompt(*arguments, **more)  # type: ignore[misc]
         if inputs is None:
             return encoded
-        added = self._model.encode_image(self._parts, restored(inputs), get_local_device())
+        added = self._model.encode_images(self._parts, restored(inputs), get_local_device())
         return *encoded, *cached_items(added, self.od_config.dtype)
 
     _model: WanImageToVideo | WanFirstFrame
@@ -172,7 +172,7 @@ class HunyuanVideo15ImageRecording(HunyuanVideo15Recording):
         encoded = self._pipelines_encode_prompt(prompt=prompt, **more)
         if inputs is None:
             return encoded
-        added = self._model.encode_image(self, restored(inputs), get_local_device())
+        added = self._model.encode_images(self, restored(inputs), get_local_device())
         return *encoded, *cached_items(added, self.od_config.dtype)
 
     def prompt_fields(self, recording: Recording) -> dict[str, Any]:

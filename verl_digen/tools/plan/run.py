@@ -331,9 +331,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     network = build(model.load_structure(dtypes.model)) if settings.is_lora else base
     counts, tensors, num_experts = count_network(network), list_tensors(network), len(model.experts)
     condition = empty_condition(model, prompt_tokens, geometry)
-    flops = forward_flops(
-        model, network, geometry, len(condition["embeds"]), is_guided=settings.is_guided
-    )  # before `experts` is cut to one
+    flops = forward_flops(model, network, geometry, len(condition["embeds"]), is_guided=settings.is_guided)
     model.experts = model.experts[:1]
     trace = partial(trace_activations, model, geometry=geometry, condition=condition, is_guided=settings.is_guided)
     training = trace(network if num_experts == 1 else build(model.load_structure(dtypes.model)), dtype=dtypes.compute)
