@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from verl_digen.hardware.devices import Pool
-from verl_digen.tools.simulate.cluster import Outcome, sample_s, turns_outcome
+from verl_digen.tools.simulate.cluster import SteadyRun, sample_s, turns_outcome
 from verl_digen.tools.simulate.profile import Numbers, Profile, windowed
 
 NAME = "as-verl-omni"
@@ -159,7 +159,7 @@ def even_parts(number: int, num_parts: int) -> list[int]:
     return [part for part in [smaller + 1] * num_larger + [smaller] * (num_parts - num_larger) if part]
 
 
-def run_verl_omni(profile: Profile, pool: Pool, way: Way = VERL_OMNI, reward: Reward = "in turns") -> Outcome:
+def run_verl_omni(profile: Profile, pool: Pool, way: Way = VERL_OMNI, reward: Reward = "in turns") -> SteadyRun:
     """Simulate a step as verl-omni runs it; the window is the profile's."""
     seconds = step_parts(profile, pool, way, reward)
     num_samples = profile.numbers.num_prompts * profile.numbers.group_size

@@ -21,8 +21,8 @@ from verl_digen.hardware.devices import Pool
 from verl_digen.tools.simulate.cluster import (
     COLOCATED,
     COLOCATED_TSP,
-    Outcome,
     Split,
+    SteadyRun,
     run_colocated,
     run_split,
     sample_s,
@@ -65,7 +65,7 @@ class Comparison:
     devices: str
     together: Pool
     """All devices, at the speed of the slowest type."""
-    runs: Mapping[str, Outcome]
+    runs: Mapping[str, SteadyRun]
     """Name -> run: `NAME`, `ELSEWHERE`, `COLOCATED`, `COLOCATED_TSP`, `GAP_TSP`, `STRICT`, `EVERYTHING`; on two types
     of devices `ALONE`, too."""
 
@@ -105,7 +105,7 @@ def compare(profile: Profile, pools: Sequence[Pool], *, num_steps: int = NUM_STE
     return Comparison(profile, " + ".join(str(pool) for pool in pools), everything, runs)
 
 
-def run_separate(profile: Profile, pools: Sequence[Pool], name: str, *, num_steps: int = NUM_STEPS) -> Outcome:
+def run_separate(profile: Profile, pools: Sequence[Pool], name: str, *, num_steps: int = NUM_STEPS) -> SteadyRun:
     """Simulate separate pools; `pools` as for `compare`.
 
     Args:
@@ -141,7 +141,7 @@ class Row:
     """One profile on some devices, without and with the reward model on them."""
 
     plain: Comparison
-    rewarded: Outcome
+    rewarded: SteadyRun
     """`EVERYTHING` with verl-omni's reward model on the devices that generate."""
 
     @property

@@ -13,7 +13,7 @@ from verl.experimental.agent_loop import agent_loop as verls
 
 from tests.agent_loop.worker import make_worker
 from verl_digen.agent_loop.chunks import ChunkOrder
-from verl_digen.agent_loop.server_manager import ServerClient
+from verl_digen.agent_loop.server_manager import ReplicaClient
 from verl_digen.agent_loop.single_turn import DiffusionSingleTurnAgentLoop, make_agent_loop
 from verl_digen.preflight.agent_loop import check_agent_loop
 from verl_digen.preflight.start_config import StartConfig
@@ -50,7 +50,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(registered, name, prompt):
     order = ChunkOrder(chunk_id=1, samples=(2,), row=ROW, step=1)
     worker = make_worker(name, config=OmegaConf.create({"data": {}}))
-    found = asyncio.run(worker._generate_for_chunk(order, 2, ServerClient(Server(), worker.digen)))
+    found = asyncio.run(worker._generate_for_chunk(order, 2, ReplicaClient(Server(), worker.digen)))
     assert found == ("g0", 2, prompt)
 
 

@@ -136,7 +136,7 @@ def test_the_points_of_the_joined_record_are_bitwise_those_of_the_turns(loss):
 
 def test_turns_of_two_versions_or_sizes_are_refused():
     turns = [turn.generation.trajectory for turn in long_one(make_digen()).played]
-    with pytest.raises(RuntimeError, match=r"must have one weight version, but those of sample .* have \[3, 4\]"):
+    with pytest.raises(RuntimeError, match=r"must have one weight version, but sample .* has \[3, 4\]"):
         joined([turns[0], changed(turns[1], last_version=4)])
     wide = replace(turns[1].record, latents=torch.zeros(3, 2, 4))
     with pytest.raises(RuntimeError, match="size_from_image=false"):

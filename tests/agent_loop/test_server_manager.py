@@ -16,7 +16,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from tests.chaos.loop import run_in_virtual_time
 from tests.reward.samples import LATENT
-from verl_digen.agent_loop.server_manager import DiffusionServerClient, DiffusionServerManager, ServerClient
+from verl_digen.agent_loop.server_manager import DiffusionServerClient, DiffusionServerManager, ReplicaClient
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.errors import RunStopped
 from verl_digen.processes import actors
@@ -140,7 +140,7 @@ async def test_a_request_carries_the_burst_that_it_is_sent_with():
     server.name = "one"
     asked = sample_request(DIGEN, ROW, 0, step=1, validate=True)
     for burst in (Burst("7", 4), None):
-        await ServerClient(server, DIGEN, burst=burst).generate_sample(asked)
+        await ReplicaClient(server, DIGEN, burst=burst).generate_sample(asked)
     together, alone = server.asked
     assert together == replace(asked, burst=Burst("7", 4)) and alone == asked
 

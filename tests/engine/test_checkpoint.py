@@ -55,7 +55,7 @@ def test_checkpoint_of_an_adapter_leaves_the_base_out(tiny_qwen_image: Path, tmp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": LORA, "fsdp": {"model_dtype": "bf16"}}, "for other base weights than those of .*model_dtype"),
+        ({"model": LORA, "fsdp": {"model_dtype": "bf16"}}, "for other base weights than .*model_dtype"),
         ({"model": LORA | {"lora_rank": 2}}, r"14 tensors .* got 14, which differ e\.g\. in .*lora_A"),
         ({"model": LORA | {"target_modules": ["attn.to_q"]}}, "tensors that the run trains, got 14"),
         ({}, "the 77 tensors that the run trains, got 14"),

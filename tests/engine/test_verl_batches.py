@@ -125,7 +125,7 @@ def by_verl(path: Path, case: str, loss_function: Any = None, **keys: Any) -> Tr
 
 
 def step(engine: DiffusersFSDPEngine, rows: TensorDict, loss_function: Any = None) -> Trained:
-    """One optimizer step of verl's."""
+    """One optimizer step by verl."""
     with engine.train_mode(), stepped_gradients(engine) as gradient:
         outputs = engine.train_batch(rows, loss_function)
     engine.lr_scheduler_step()
@@ -286,7 +286,7 @@ def test_mini_batches_of_verl_s_iterator_train_one_after_the_other(tiny_qwen_ima
 
 # -- a caller's loss ----------------------------------------------------------------------------------------
 def pull(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any) -> tuple[Tensor, dict[str, Any]]:
-    """FlowGRPO of the first pass, as a loss of verl's."""
+    """FlowGRPO of the first pass, as a verl loss."""
     assert dp_group is not None
     ratio = (model_output["log_probs"] - model_output["log_probs"].detach()).exp()
     total = -(data["advantages"] * ratio * data["mask"]).sum()

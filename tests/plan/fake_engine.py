@@ -49,7 +49,7 @@ from verl_digen.tools.plan.activations import run_rows
 from verl_digen.tools.plan.compose import Words, compose_run
 from verl_digen.tools.plan.networks import blocks_of
 from verl_digen.tools.plan.peak import give_fake_weights
-from verl_digen.tools.plan.run import Run, empty_condition, read_run
+from verl_digen.tools.plan.run import Job, empty_condition, read_run
 
 LOADS = "verl.workers.engine.fsdp.transformer_impl.fsdp2_load_full_state_dict"
 MAKES_MESH = "verl_digen.engine.sharded.sequence_mesh"
@@ -84,7 +84,7 @@ def shallow(repository: str, depth: Depth) -> Iterator[Path]:
         yield Path(folder)
 
 
-def plan_run(words: Sequence[str], num_ranks: int, path: str) -> Run:
+def plan_run(words: Sequence[str], num_ranks: int, path: str) -> Job:
     """The plan's own reading of a run on `num_ranks` devices."""
     own = Words(gpus=num_ranks, gpu_mem=80)
     return read_run(compose_run([*words, f"actor_rollout_ref.model.path={path}"], own), own.prompt_tokens)

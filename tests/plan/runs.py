@@ -10,7 +10,7 @@ from verl_digen.config import DigenConfig
 from verl_digen.models.flops import Flops
 from verl_digen.tools.plan.activations import Activations, BlockBytes
 from verl_digen.tools.plan.networks import Counts, Part, Tensors
-from verl_digen.tools.plan.run import Dtypes, Measured, Run, Settings
+from verl_digen.tools.plan.run import Dtypes, Job, Measured, Settings
 
 GB = 10**9
 
@@ -87,7 +87,7 @@ LORA = replace(
 """Counts of the same network, frozen in bf16 under an adapter of 0.1 B in fp32."""
 
 
-def make_run(*, lora: bool = False, digen: dict[str, Any] | None = None, **settings: Any) -> Run:
+def make_run(*, lora: bool = False, digen: dict[str, Any] | None = None, **settings: Any) -> Job:
     """A run with changed settings; `digen`: changed fields of that section."""
     changed = replace(SETTINGS, is_lora=lora, digen=replace(SETTINGS.digen, **(digen or {})), **settings)
-    return Run(changed, replace(MEASURED, counts=LORA) if lora else MEASURED)
+    return Job(changed, replace(MEASURED, counts=LORA) if lora else MEASURED)

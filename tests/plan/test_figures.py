@@ -11,7 +11,7 @@ from tests.grid import in_grid
 from tests.plan.tracker import CASES, DEVICE_BYTES, GB, tile_bytes
 from verl_digen.tools.plan.memory import Memory, plan_memory
 from verl_digen.tools.plan.output import Plan, make_plan
-from verl_digen.tools.plan.run import Run
+from verl_digen.tools.plan.run import Job
 
 pytestmark = pytest.mark.long
 
@@ -63,7 +63,7 @@ def test_a_card_trains_what_the_table_says(recipe):
     assert claimed == [peak(plan.memory), host, f"{step_s:.0f}", str(samples), f"{step_s / 36:.1f}"]
 
 
-def assert_rows_of_the_table(name: str, run: Run) -> None:
+def assert_rows_of_the_table(name: str, run: Job) -> None:
     """Compare the rows of docs/memory.md, whose runs have 64 prompts."""
     text = (ROOT / "docs" / "memory.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(rf"\| digen_{name} \| \d", line)]
@@ -72,7 +72,7 @@ def assert_rows_of_the_table(name: str, run: Run) -> None:
         number = int(ranks)
         many = {"num_trainer_devices": number, "num_generator_devices": number}
         settings = replace(run.settings, num_prompts=64, whole_base=False, **many)
-        memory = plan_memory(Run(settings, run.measured), DEVICE_BYTES)
+        memory = plan_memory(Job(settings, run.measured), DEVICE_BYTES)
         assert num_rows == str(memory.training.num_rows)
         assert recomputed == f"{memory.num_recomputed} of {memory.num_blocks}"
         assert planned == f"{tile_bytes(memory) / GB:.2f} GB"

@@ -6,14 +6,14 @@ import pytest
 from tests.plan.runs import ACTIVATIONS, BLOCK, GB, make_run
 from verl_digen.tools.plan.memory import WHOLE_BASE, Memory, may_be_whole, plan_memory
 from verl_digen.tools.plan.remedies import find_remedies
-from verl_digen.tools.plan.run import Run
+from verl_digen.tools.plan.run import Job
 
 DEVICE = 80 * GB
 BASE = 16 * GB
 """8 B frozen parameters in bf16."""
 
 
-def make(whole_base: bool | str, *, saved: int = 3 * GB, **settings) -> Run:
+def make(whole_base: bool | str, *, saved: int = 3 * GB, **settings) -> Job:
     """An adapter on a network with 8 B parameters, and the adapter's share in its blocks."""
     run = make_run(lora=True, whole_base=whole_base, is_accelerated=True, **settings)
     blocks = (replace(BLOCK, num_trained=GB // 320, saved=saved, peaks=((saved, 0),)),) * 32

@@ -14,13 +14,13 @@ from tests.tiny_models import build_tiny
 from verl_digen.tools.plan.compose import Words, compose_run
 from verl_digen.tools.plan.host import step_traffic
 from verl_digen.tools.plan.memory import plan_memory
-from verl_digen.tools.plan.run import Run, read_run
+from verl_digen.tools.plan.run import Job, read_run
 
 WITHIN = 0.05
 LORA = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["to_q", "to_out.0"]}
 
 
-def plan(path, *overrides: str) -> Run:
+def plan(path, *overrides: str) -> Job:
     """Plan of a run on one rank of this machine's platform."""
     words = (
         "recipe=digen_flowgrpo",

@@ -9,12 +9,12 @@ from verl_digen.config import RolloutConfig
 from verl_digen.tools.plan import remedies
 from verl_digen.tools.plan.memory import plan_memory
 from verl_digen.tools.plan.remedies import find_remedies
-from verl_digen.tools.plan.run import Run
+from verl_digen.tools.plan.run import Job
 
 
 def with_adapter(run):
     def read(*words):
-        return Run(replace(run.settings, is_lora=True), replace(run.measured, counts=LORA))
+        return Job(replace(run.settings, is_lora=True), replace(run.measured, counts=LORA))
 
     return read
 

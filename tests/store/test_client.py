@@ -8,7 +8,7 @@ import pytest
 import torch
 import transfer_queue as tq
 
-from verl_digen.store.client import FirstAlone, Row, put
+from verl_digen.store.client import FirstAlone, StoredRow, put
 
 TIMEOUT_S = 60
 
@@ -64,9 +64,15 @@ def test_puts_of_one_pass_are_one_call_of_each_partition_and_shape(monkeypatch: 
             raise RuntimeError("no memory is left")
 
     async def run():
-        rows = {key: Row({"tag": key}, {"x": torch.tensor(x)}) for key, x in (("a", [1]), ("b", [2]), ("c", [3, 4]))}
+        rows = {
+            key: StoredRow({"tag": key}, {"x": torch.tensor(x)}) for key, x in (("a", [1]), ("b", [2]), ("c", [3, 4]))
+        }
         puts = [put("train", {key: row}) for key, row in rows.items()]
-        puts += [put("train", {"a": Row({"is": "status"})}), put("full", {"d": Row({})}), put("full", {"e": Row({})})]
+        puts += [
+            put("train", {"a": StoredRow({"is": "status"})}),
+            put("full", {"d": StoredRow({})}),
+            put("full", {"e": StoredRow({})}),
+        ]
         return await asyncio.gather(*puts, return_exceptions=True)
 
     monkeypatch.setattr(tq, "async_kv_batch_put", store)

@@ -18,7 +18,7 @@ from verl_digen.errors import RunStopped
 from verl_digen.observe.timeline.analysis import step_metrics
 from verl_digen.observe.timeline.file import read_timeline
 from verl_digen.processes.deadlines import DeadlinesConfig
-from verl_digen.reward.scoring import Turn
+from verl_digen.reward.scoring import DeviceMove
 from verl_digen.store.samples import PromptStatus, to_listing
 from verl_digen.trainer import timelines
 from verl_digen.trainer.timelines import ColocatedTimeline
@@ -126,11 +126,11 @@ def test_every_group_of_a_batch_ends_although_groups_fail_and_are_replaced(seed)
 
 def test_metrics_are_the_mean_of_the_processes_and_memory_the_largest():
     turns = [
-        RewardTurn("r", 0, "wake", Turn(0.0, 1.0, 900)),
-        RewardTurn("r", 1, "wake", Turn(0.0, 2.0, 900)),
-        RewardTurn("r", 0, "sleep", Turn(5.0, 5.5, 3_000_000)),
-        RewardTurn("r", 1, "sleep", Turn(5.0, 5.1, 1_000_000)),
-        RewardTurn("r", 0, "wake", Turn(7.0, 8.0, 900)),
+        RewardTurn("r", 0, "wake", DeviceMove(0.0, 1.0, 900)),
+        RewardTurn("r", 1, "wake", DeviceMove(0.0, 2.0, 900)),
+        RewardTurn("r", 0, "sleep", DeviceMove(5.0, 5.5, 3_000_000)),
+        RewardTurn("r", 1, "sleep", DeviceMove(5.0, 5.1, 1_000_000)),
+        RewardTurn("r", 0, "wake", DeviceMove(7.0, 8.0, 900)),
     ]
     assert turn_metrics(turns) == pytest.approx(
         {"reward_calls/r_wake_s": 2.0, "reward_calls/r_sleep_s": 0.3, "reward_calls/r_asleep_gb": 0.003}
@@ -158,7 +158,7 @@ class Clock:
 def test_the_timeline_has_the_turns_of_a_step_in_order_and_can_be_analysed(tmp_path, monkeypatch):
     timeline = ColocatedTimeline(tmp_path, ["other", "r"], num_devices=2, after=0, host="node-1")
     samples = {f"{uid}_{index}_0": tag_of(uid) for uid in ("g", "h") for index in range(2)}
-    turns = [RewardTurn("r", 0, "wake", Turn(3.0, 4.0, 9)), RewardTurn("r", 0, "sleep", Turn(5.0, 6.0, 1))]
+    turns = [RewardTurn("r", 0, "wake", DeviceMove(3.0, 4.0, 9)), RewardTurn("r", 0, "sleep", DeviceMove(5.0, 6.0, 1))]
     monkeypatch.setattr(timelines, "time", Clock([6.0, 9.0, 9.0, 9.5]))
     with timeline.working("train"):
         pass
@@ -215,18 +215,18 @@ class Process:
         self._folder, self._error = folder, error
         self._is_awake = False
 
-    async def wake(self) -> Turn | None:
+    async def wake(self) -> DeviceMove | None:
         if self._error:
             raise ValueError(self._error)
         if self._is_awake:
             return None
         self._is_awake = True
         (self._folder / str(time.time_ns())).touch()
-        return Turn(time.time(), time.time(), 5)
+        return DeviceMove(time.time(), time.time(), 5)
 
-    async def sleep(self) -> Turn | None:
+    async def sleep(self) -> DeviceMove | None:
         self._is_awake = False
-        return Turn(time.time(), time.time(), 0)
+        return DeviceMove(time.time(), time.time(), 0)
 
     async def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

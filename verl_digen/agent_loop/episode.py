@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
-from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
+from verl_digen.agent_loop.server_manager import DiffusionServerClient, ReplicaClient
 from verl_digen.algorithms.seeds import keyed_seed
 from verl_digen.data.rows import loop_row
 from verl_digen.environments.base import PREVIOUS, Instruction, TurnResult
@@ -120,8 +120,8 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
     versions = {version for turn in facts for version in (turn.version, turn.last_version)}
     if len(versions) != 1:
         raise RuntimeError(
-            f"all turns of an episode must have one weight version, but those of sample {first.sample_index} of group "
-            f"{first.uid} have {sorted(versions)}"
+            f"all turns of an episode must have one weight version, but sample {first.sample_index} of group "
+            f"{first.uid} has {sorted(versions)}"
         )
     records = [turn.record for turn in turns]
     paths = [record for record in records if isinstance(record, PathRecord)]
@@ -158,7 +158,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
     """Stateless agent loop. Skips `AgentLoopBase.__init__`, which builds a chat-token builder from a chat tokenizer.
     `edits`: `Environment.edits` of the run's environment."""
 
-    def __init__(self, server_manager: DiffusionServerClient | ServerClient, environments: WorkerPool, *, edits: bool):
+    def __init__(self, server_manager: DiffusionServerClient | ReplicaClient, environments: WorkerPool, *, edits: bool):
         self.digen = server_manager.digen
         self.server_manager = server_manager
         self._environments, self._edits = environments, edits

@@ -22,7 +22,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl_digen.agent_loop.batch import STEP, WithConditions, all_ended, generate_batch
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode
-from verl_digen.agent_loop.server_manager import ServerClient
+from verl_digen.agent_loop.server_manager import ReplicaClient
 from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import digen_config
 from verl_digen.data.rows import ROW, loop_columns
@@ -238,7 +238,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
     async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
         """Generate samples of one group on the replica `server`; see `verl_digen.agent_loop.chunks`."""
-        client = ServerClient(
+        client = ReplicaClient(
             server, self.digen, wants_latents=self._rewards.reads_latents, burst=self._burst_of(order)
         )
         return await self._chunks.generate(order, client)
@@ -284,7 +284,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         edits = environment_class(self.digen.environment).edits
         return EnvironmentAgentLoop(client, self._environments, edits=edits)
 
-    async def _generate_for_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> Generation | Episode:
+    async def _generate_for_chunk(self, order: ChunkOrder, index: int, client: ReplicaClient) -> Generation | Episode:
         return await self._generate(client, order.row, index, order.step, validate=False)
 
     def _burst_of(self, order: ChunkOrder) -> Burst | None:
@@ -292,7 +292,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
         return Burst(str(order.chunk_id), len(order.samples)) if is_single else None
 
-    async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> None:
+    async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, client: ReplicaClient) -> None:
         try:
             await client.server.abort_request.remote(request_id(order.uid, index))
         except RayActorError:

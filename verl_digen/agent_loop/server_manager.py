@@ -56,7 +56,7 @@ class DiffusionServerClient(LLMServerClient):
         return Deadlines(self.digen.deadlines, self.digen.reward.score_s)
 
     @cached_property
-    def _clients(self) -> dict[Any, ServerClient]:
+    def _clients(self) -> dict[Any, ReplicaClient]:
         """Server -> its client."""
         return {}
 
@@ -127,9 +127,9 @@ class DiffusionServerClient(LLMServerClient):
         self._deadlines.observe("generate", replica, seconds=loop.time() - began_s)
         return generation
 
-    def _client_of(self, server: Any) -> ServerClient:
+    def _client_of(self, server: Any) -> ReplicaClient:
         if server not in self._clients:
-            self._clients[server] = ServerClient(server, self.digen, wants_latents=self._wants_latents)
+            self._clients[server] = ReplicaClient(server, self.digen, wants_latents=self._wants_latents)
         return self._clients[server]
 
     async def _require_life(self, replica: str, server: Any, waited_s: float) -> None:
@@ -142,7 +142,7 @@ class DiffusionServerClient(LLMServerClient):
         raise ActorDiedError
 
 
-class ServerClient:
+class ReplicaClient:
     """Sends samples to one given replica. `wants_latents`: a reward of the run reads latents; `burst`: the requests
     that the client's one request is sent with."""
 

@@ -16,7 +16,7 @@ from verl.experimental.agent_loop.agent_loop import (
     register,
 )
 
-from verl_digen.agent_loop.server_manager import DiffusionServerClient, ServerClient
+from verl_digen.agent_loop.server_manager import DiffusionServerClient, ReplicaClient
 from verl_digen.data.rows import loop_row
 from verl_digen.sampling.requests import SINGLE_TURN, sample_request
 from verl_digen.types import Generation
@@ -32,7 +32,7 @@ class DiffusionSingleTurnAgentLoop(AgentLoopBase):
     def __init__(
         self,
         trainer_config: DictConfigWrap,
-        server_manager: DiffusionServerClient | ServerClient,
+        server_manager: DiffusionServerClient | ReplicaClient,
         tokenizer: Any = None,
         processor: Any = None,
         dataset_cls: Any = None,

@@ -69,7 +69,7 @@ class StepCache:
         return self._threshold > 0
 
     def reusable(self, rows: Sequence[int], is_sde: Sequence[bool], sigma: float, expert: int) -> tuple[bool, ...]:
-        """True for each row that takes its last velocity again; `sigma` and `expert` are those of the step."""
+        """True for each row that takes its last velocity again; `sigma` and `expert` are the step's."""
         return tuple(
             not sde and row in self._known and self._is_near(self._known[row], sigma, expert)
             for row, sde in zip(rows, is_sde, strict=True)

@@ -209,7 +209,7 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
             base = base_fingerprint(self.model)
             if own["extra"]["base"] and base and own["extra"]["base"] != base:
                 raise ValueError(
-                    f"{local_path} holds an adapter for other base weights than those of actor_rollout_ref.model.path "
+                    f"{local_path} holds an adapter for other base weights than actor_rollout_ref.model.path has "
                     "in the dtype of actor_rollout_ref.actor.fsdp_config.model_dtype; set both to what the run began "
                     "with"
                 )

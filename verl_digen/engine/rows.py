@@ -274,7 +274,7 @@ class TileWork:
         self, scalars: Sequence[Tensor], combine: Callable[[JointRows], Tensor], exchange: Exchange
     ) -> list[Tensor]:
         """The joint column of each of this rank's tiles, [N] fp32 each, which `combine` makes of one number for each
-        row on all ranks and in all tiles, before the tiles train; `scalars`: per tile those of its rows, [N] fp32.
+        row on all ranks and in all tiles, before the tiles train; `scalars`: per tile its rows' numbers, [N] fp32.
 
         Invariant (tests/engine/test_rows.py): the column does not depend on how rows are spread over tiles and ranks.
         """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of one step, computed from the facts in the samples' tags. Pure.
 
-Their meaning and healthy values: docs/metrics.md, and docs/numerics.md for those of ratios and gradients.
+Their meaning and healthy values: docs/metrics.md; for ratios and gradients docs/numerics.md.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class Bundles(Generic[Item]):
 
     Args:
         send: items -> an outcome of each, in order; an exception is raised at its caller.
-        key: of an item; those of a bundle have the same.
-        cut_by: of an item; those of a bundle have the same where more than `size` wait.
+        key: of an item; all items of a bundle have the same.
+        cut_by: of an item; all items of a bundle have the same where more than `size` wait.
 
     Example:
         scores = Bundles(worker.score.remote, size=32)

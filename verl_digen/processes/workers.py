@@ -104,7 +104,7 @@ class WorkerPool:
     async def call_together(self, method: str, item: Any) -> Any:
         """The answer to one item of `method`, which takes items and returns their `outcomes`: in one call with others
         of the same pass of the event loop. If the worker dies, of which any of them may be the cause, in a call alone.
-        Errors: the item's, or those of `call`."""
+        Errors: the item's, or what `call` raises."""
         worker, lost = self.take(), None
         try:
             return await self._bundles.call((worker, method, item))

@@ -34,7 +34,7 @@ from verl_digen.reward.named import (
 )
 from verl_digen.reward.reward_model import ServedModel, connected, router_argument
 from verl_digen.reward.sample_rewards import MANAGER, SHARED, SampleRewards, weighted
-from verl_digen.reward.scoring import BatchScorer, Turn
+from verl_digen.reward.scoring import BatchScorer, DeviceMove
 from verl_digen.types import PartScore, RewardInput, Score
 
 CPU = torch.device("cpu")
@@ -179,11 +179,11 @@ class RewardPoolWorker(RewardProcess):
         self._scorer = scorer_of(entry, torch.device(get_platform().device_name) if has_device else CPU, *reward.limits)
         self.scorers = {name: self._scorer}
 
-    async def wake(self) -> Turn | None:
+    async def wake(self) -> DeviceMove | None:
         """Bring the weights to the device, and score what waits."""
         return await self._scorer.wake()
 
-    async def sleep(self) -> Turn | None:
+    async def sleep(self) -> DeviceMove | None:
         """Free the device memory once the running call has ended; samples wait until `wake`."""
         return await self._scorer.sleep()
 

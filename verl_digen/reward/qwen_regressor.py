@@ -99,7 +99,7 @@ class QwenConfig:
 
 
 @dataclass(frozen=True)
-class Question:
+class QwenInput:
     """One sample."""
 
     patches: Patches
@@ -137,7 +137,7 @@ class QwenRegressor:
         self._model = model.to(device=device, dtype=self._dtype).eval()
 
     @torch.no_grad()
-    def scores(self, questions: Sequence[Question]) -> Tensor:
+    def scores(self, questions: Sequence[QwenInput]) -> Tensor:
         """Scores of questions that are all of pictures, or all of videos; [B, tokens, outputs] fp32 on the CPU."""
         (is_video,) = {question.is_video for question in questions}
         pad = VIDEO_PAD if is_video else IMAGE_PAD

@@ -47,7 +47,7 @@ class ScoringError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Turn:
+class DeviceMove:
     """A change of one process from asleep to awake, or back."""
 
     start_s: float
@@ -102,7 +102,7 @@ class BatchScorer:
         self._arrived.set()
         return await answer
 
-    async def wake(self) -> Turn | None:
+    async def wake(self) -> DeviceMove | None:
         """Bring the weights to the device, and score what waits; None if it is awake already. Raises what making the
         reward raises, or `Reward.wake`."""
         async with self._turning:
@@ -115,9 +115,9 @@ class BatchScorer:
             else:
                 await asyncio.to_thread(self._made.wake)
             self._is_awake.set()
-            return Turn(start_s, time.time(), allocated_bytes())
+            return DeviceMove(start_s, time.time(), allocated_bytes())
 
-    async def sleep(self) -> Turn | None:
+    async def sleep(self) -> DeviceMove | None:
         """Wait for the running call, then free the device memory; None if it is asleep already."""
         async with self._turning:
             if not self._is_awake.is_set():
@@ -126,7 +126,7 @@ class BatchScorer:
             self._is_awake.clear()
             async with self._calling:
                 await asyncio.to_thread(self._reward.sleep)
-            return Turn(start_s, time.time(), allocated_bytes())
+            return DeviceMove(start_s, time.time(), allocated_bytes())
 
     @property
     def _num_together(self) -> int:

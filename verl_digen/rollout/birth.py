@@ -46,7 +46,7 @@ def drop_launcher_variables() -> None:
 
 class BornOnDevices:
     """Actor class for verl's `launch_servers`; each actor's process starts with its `cuda_visible_devices` visible.
-    `server_class` has verl's constructor; `options` are those of the actor, as for `ray.remote`."""
+    `server_class` has verl's constructor; `options` are the actor's, as for `ray.remote`."""
 
     def __init__(self, server_class: type[Any], **options: Any):
         self._server_class, self._options = server_class, options

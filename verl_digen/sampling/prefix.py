@@ -10,8 +10,8 @@ the group in the batch that have the same latents (a lane), and one step is take
 (an edge). At a split a lane has several edges. A step that a sample's solver passes over (`digen.sampling.outside`)
 runs nothing for it.
 
-Invariants (tests/sampling/test_prefix.py, test_tree.py): latents at a window's start equal those of a sample generated
-alone bit for bit; without a tree, a batch in which samples share these steps is bitwise the one in which each runs
+Invariants (tests/sampling/test_prefix.py, test_tree.py): latents at a window's start equal, bit for bit, a sample
+generated alone; without a tree, a batch in which samples share these steps is bitwise the one in which each runs
 them; leaves of one subtree are bitwise equal up to their split.
 """
 

@@ -174,7 +174,7 @@ class Sampler:
         )
 
     def _to_windows(self, batch: _Batch, latents: Tensor, version: int) -> Tensor:
-        """Latents [B, ...] with those of rows that wait for their window as they are at its start. Each run has one
+        """Latents [B, ...]; rows that wait for their window have theirs as they are at its start. Each run has one
         row, so that its latents do not depend on the batch (`PrefixCache`)."""
         prefix = batch.prefix
         if not prefix.waiting:

@@ -46,7 +46,7 @@ class LiveChunk:
 
 
 @dataclass(slots=True)
-class Request:
+class ChunkRequest:
     """A chunk that is being generated."""
 
     chunk: Chunk

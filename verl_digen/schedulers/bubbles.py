@@ -11,7 +11,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
-from verl_digen.schedulers.batch import Batch, LiveChunk, Request
+from verl_digen.schedulers.batch import Batch, ChunkRequest, LiveChunk
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.play import Bubble
 from verl_digen.schedulers.rules import BatchRules
@@ -28,7 +28,7 @@ def bubble_at(
     now_s: float,
     batch: Batch,
     slots: Collection[str],
-    requests: Collection[Request],
+    requests: Collection[ChunkRequest],
     live: Mapping[int, LiveChunk],
     durations: Durations,
     rules: BatchRules,

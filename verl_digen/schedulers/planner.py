@@ -44,7 +44,7 @@ task of the trainer O(slots log slots). Memory O(samples of the open batches).
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from verl_digen.schedulers.batch import Batch, Request
+from verl_digen.schedulers.batch import Batch, ChunkRequest
 from verl_digen.schedulers.bubbles import bubble_at, idle_reason
 from verl_digen.schedulers.durations import Durations
 from verl_digen.schedulers.group_book import GroupBook
@@ -100,7 +100,7 @@ class BatchPlanner:
         self._end = None if num_batches is None else first_batch + num_batches
         self._slots = SlotPool()
         self._book = GroupBook(rules)
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, ChunkRequest] = {}
         self._cancelled: list[int] = []
         self._trainer: Fragment | Assist | BatchReport | None = None
         """Current task of the trainer: training, assist, commit or None."""
@@ -196,10 +196,10 @@ class BatchPlanner:
 
     # -- samples on their way -------------------------------------------------------------------------------
     def _send(self, chunk: Chunk, generator: str, now_s: float) -> None:
-        self._requests[chunk.id] = Request(chunk, generator, now_s)
+        self._requests[chunk.id] = ChunkRequest(chunk, generator, now_s)
         self._book.batches[chunk.batch].num_requests += 1
 
-    def _end_request(self, chunk_id: int) -> Request | None:
+    def _end_request(self, chunk_id: int) -> ChunkRequest | None:
         request = self._requests.pop(chunk_id, None)
         if request is not None and request.chunk.batch in self._book.batches:
             self._book.batches[request.chunk.batch].num_requests -= 1

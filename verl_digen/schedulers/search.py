@@ -46,7 +46,7 @@ MAX_ANSWERS = 4_096
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BubbleChoice:
     """Choice at a bubble, and its predictions."""
 
     num_samples: Choice
@@ -70,19 +70,21 @@ class BubbleSearch:
 
     Example:
         search = BubbleSearch()
-        search.decide(bubble)   # Verdict(num_samples=4, makespan_s=3.1, waiting_s=3.6, ...)
+        search.decide(bubble)   # BubbleChoice(num_samples=4, makespan_s=3.1, waiting_s=3.6, ...)
         search.decide(later)    # at the next bubble; `forget()` first if the batch changed
     """
 
     _plan: list[Choice] = field(default_factory=list)
-    _answers: dict[tuple[Bubble, tuple[Choice, ...]], tuple[Verdict, tuple[Choice, ...]]] = field(default_factory=dict)
+    _answers: dict[tuple[Bubble, tuple[Choice, ...]], tuple[BubbleChoice, tuple[Choice, ...]]] = field(
+        default_factory=dict
+    )
     """Cache of verdicts: in a steady state the same bubbles recur in every batch."""
 
     def forget(self) -> None:
         """Drop the plan that is being followed: another batch begins."""
         self._plan = []
 
-    def decide(self, bubble: Bubble) -> Verdict:
+    def decide(self, bubble: Bubble) -> BubbleChoice:
         """The choice that ends the batch first under the model; to wait on a tie."""
         question = (bubble, tuple(self._plan))
         answer = self._answers.get(question)
@@ -95,7 +97,7 @@ class BubbleSearch:
         self._plan = list(plan)
         return verdict
 
-    def _decide(self, bubble: Bubble) -> tuple[Verdict, tuple[Choice, ...]]:
+    def _decide(self, bubble: Bubble) -> tuple[BubbleChoice, tuple[Choice, ...]]:
         """The verdict, and the plan that remains after it."""
         play = Play(bubble)
         root = play.root()
@@ -119,7 +121,7 @@ class BubbleSearch:
                 break
         if best >= waiting_s - EPSILON_S:
             best, plan = waiting_s, []
-        return Verdict(plan[0] if plan else WAIT, best, waiting_s, play.next_ready_s(root)), tuple(plan[1:])
+        return BubbleChoice(plan[0] if plan else WAIT, best, waiting_s, play.next_ready_s(root)), tuple(plan[1:])
 
 
 DOUBTS = 2.0
@@ -157,7 +159,7 @@ class Foresight:
         """Mean of what the errors count; 0 before the first comparison."""
         return self._error.value or 0.0
 
-    def on_verdict(self, verdict: Verdict, now_s: float) -> None:
+    def on_verdict(self, verdict: BubbleChoice, now_s: float) -> None:
         """Record a verdict of the search; `counts` says which choice was followed."""
         self.num_searches += 1
         counts = self.counts(verdict)
@@ -165,7 +167,7 @@ class Foresight:
         if self._predicted is None:
             self._predicted = now_s, now_s + (verdict.makespan_s if counts else verdict.waiting_s)
 
-    def counts(self, verdict: Verdict) -> bool:
+    def counts(self, verdict: BubbleChoice) -> bool:
         """True if the gain exceeds the error margin, or if the choice is to wait."""
         return verdict.num_samples == WAIT or verdict.gain_s > DOUBTS * self.doubt * verdict.waiting_s
 

@@ -45,7 +45,7 @@ CLIENT = FirstAlone()
 """Calls of this process that several threads may make."""
 
 
-class Row(NamedTuple):
+class StoredRow(NamedTuple):
     """Tag and columns under one key."""
 
     tag: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     """None leaves what is there."""
 
 
-Rows = tuple[str, Mapping[str, Row]]
+Rows = tuple[str, Mapping[str, StoredRow]]
 """(partition, key -> row); of one put all rows have columns, of the same names, or none has."""
 
 
@@ -79,7 +79,7 @@ async def _put_all(given: Sequence[Rows]) -> list[None]:
 _PUTS: WeakKeyDictionary[asyncio.AbstractEventLoop, Bundles[Rows]] = WeakKeyDictionary()
 
 
-async def put(partition: str, rows: Mapping[str, Row]) -> None:
+async def put(partition: str, rows: Mapping[str, StoredRow]) -> None:
     """Store rows by key. A put takes four round trips, whatever is in it: those that this process's event loop begins
     in one pass are one, which fails for all of them."""
     await _PUTS.setdefault(asyncio.get_running_loop(), Bundles(_put_all, key=_like)).call((partition, rows))

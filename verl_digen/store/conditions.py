@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import transfer_queue as tq
 from torch import Tensor
 
-from verl_digen.store.client import CLIENT, Row, put
+from verl_digen.store.client import CLIENT, StoredRow, put
 from verl_digen.store.keys import CONDITIONS, own_condition_key
 from verl_digen.types import Condition
 
@@ -37,7 +37,7 @@ def from_columns(columns: dict[str, Tensor]) -> ConditionPair:
 
 async def put_condition(key: str, positive: Condition, negative: Condition | None) -> None:
     """Store one prompt's conditions. Idempotent: the key stands for the content."""
-    await put(CONDITIONS, {key: Row({}, to_columns(positive, negative))})
+    await put(CONDITIONS, {key: StoredRow({}, to_columns(positive, negative))})
 
 
 def own_condition_keys(uids: Collection[str]) -> frozenset[str]:

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 
-from verl_digen.store.client import CLIENT, Row, put
+from verl_digen.store.client import CLIENT, StoredRow, put
 from verl_digen.store.keys import TRAIN
 from verl_digen.types import SampleTag, Trajectory
 
@@ -43,12 +43,12 @@ def from_entry(entry: Mapping[str, Any]) -> SampleTag:
 
 async def put_samples(samples: Mapping[str, tuple[Trajectory, SampleTag]], step: int) -> None:
     """Store samples, key -> trajectory and tag, for the trainer's ranks and optimizer step `step`."""
-    await put(TRAIN, {key: Row(to_entry(tag, step), one.record.columns()) for key, (one, tag) in samples.items()})
+    await put(TRAIN, {key: StoredRow(to_entry(tag, step), one.record.columns()) for key, (one, tag) in samples.items()})
 
 
 async def put_tags(partition: str, tags: Mapping[str, SampleTag], step: int) -> None:
     """Store the tags of samples that are not trained; `step` is the number of optimizer steps taken."""
-    await put(partition, {key: Row(to_entry(tag, step)) for key, tag in tags.items()})
+    await put(partition, {key: StoredRow(to_entry(tag, step)) for key, tag in tags.items()})
 
 
 def fetch_columns(partition: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, list[Tensor]]:
@@ -112,7 +112,7 @@ def submit_prompts(partition: str, uids: Sequence[str], step: int) -> None:
 
 async def publish_status(partition: str, uid: str, status: PromptStatus) -> None:
     """Replace the status of a prompt."""
-    await put(partition, {uid: Row({name: value for name, value in vars(status).items() if value})})
+    await put(partition, {uid: StoredRow({name: value for name, value in vars(status).items() if value})})
 
 
 def list_partition(partition: str) -> Listing:

@@ -73,7 +73,7 @@ class Conductor:
 
     Args:
         draw_prompts: (batch, count) -> draws `count` prompts for the batch and returns their uids.
-        replicas: those of the run's start; they have the planner's weights.
+        replicas: the run's first ones; they have the planner's weights.
         deadlines: bound of each call, which every wait has; learns from the durations of calls.
         recorder: the timeline, in which `trainer_lane`, `reward_lane` and the lanes of replicas have work and waits.
     """

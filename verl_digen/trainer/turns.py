@@ -25,7 +25,7 @@ from verl.plugin.platform import get_platform
 
 from verl_digen.errors import DeadlineMissed, RunStopped, describe
 from verl_digen.processes.deadlines import DeadlinesConfig
-from verl_digen.reward.scoring import Turn
+from verl_digen.reward.scoring import DeviceMove
 from verl_digen.store.samples import PromptStatus
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class RewardTurn:
     number: int
     """Number of the process among the reward's."""
     change: Change
-    turn: Turn
+    turn: DeviceMove
 
 
 class RewardProcesses:

@@ -213,5 +213,5 @@ def test_missing_logprobs_are_none(logprobs):
 
 
 def test_logprobs_of_another_form_are_unusable():
-    with pytest.raises(UnusableAnswer, match="not those of the chat protocol"):
+    with pytest.raises(UnusableAnswer, match="do not follow the chat protocol"):
         read_reply(body_of("Yes", logprobs=[{"token": "Yes", "logprob": -0.1}]))

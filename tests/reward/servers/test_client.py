@@ -7,11 +7,11 @@ from aiohttp import web
 
 from tests.reward.servers.local import LocalServer, refusing_url
 from verl_digen.reward.base import RewardUnavailable
-from verl_digen.reward.servers.answers import Failed, Refused, Request, Unreachable, UnusableAnswer
+from verl_digen.reward.servers.answers import Failed, HttpRequest, Refused, Unreachable, UnusableAnswer
 from verl_digen.reward.servers.client import ServerClient, ServerSettings
 
 FAST = {"backoff_s": 0.001, "max_retries": 3}
-GET = Request("/ping", None)
+GET = HttpRequest("/ping", None)
 
 
 def client_of(*urls, **changed):
@@ -22,7 +22,9 @@ def ask(client, *, times=1, read=bytes):
     """Post the number of each call at the same time -> results or errors, in order."""
 
     async def run():
-        calls = [client.send(Request("/score", str(number).encode(), "text/plain"), read) for number in range(times)]
+        calls = [
+            client.send(HttpRequest("/score", str(number).encode(), "text/plain"), read) for number in range(times)
+        ]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     found = asyncio.run(run())

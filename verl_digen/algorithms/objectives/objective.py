@@ -108,7 +108,7 @@ OLD = "old_log_prob"
 
 LossFn = Callable[[LossInputs, Any], LossOutput]
 """Function of a loss: (checked inputs, settings of the loss's own class) -> output."""
-Points = Literal["path", "forward"]
+PointKind = Literal["path", "forward"]
 """Kinds of points. path: recorded SDE transitions x -> x' of the group's window (`digen.window`), with log-probs.
 forward: clean latents x_0, noised again at training time (`digen.forward`); samples come from the ODE."""
 Policy = Literal["current", "old"]
@@ -120,18 +120,21 @@ dataset: a prompt's row brings a pair of pictures, chosen and rejected, which re
 ANY_COLUMNS = ("advantage", "reward", "sigma")
 ANY_LATENTS = ("velocity",)
 """Inputs that rows of every kind of points have."""
-COLUMNS: dict[Points, tuple[str, ...]] = {
+COLUMNS: dict[PointKind, tuple[str, ...]] = {
     "path": (*ANY_COLUMNS, "log_prob", BEHAVIOUR, OLD, "std", "noise_rate", "sigma_next", "sigma_max"),
     "forward": ANY_COLUMNS,
 }
 """Kind of points -> inputs [N] that its rows have; see the package."""
-OUTPUTS: dict[Points, tuple[str, ...]] = {"path": ("mean", *ANY_LATENTS), "forward": ANY_LATENTS}
+OUTPUTS: dict[PointKind, tuple[str, ...]] = {"path": ("mean", *ANY_LATENTS), "forward": ANY_LATENTS}
 """Kind of points -> outputs of a policy on a row, [N, ...] each."""
 TEACHER = "teacher"
 """Policy of the adapter `LossConfig.taught_by`."""
 POLICIES = ("old", "reference", TEACHER)
 """Policies that every objective may read, besides the one that trains and its own `LossConfig.copies`."""
-RECORDED: dict[Points, tuple[str, ...]] = {"path": ("latents", "next_latents"), "forward": ("clean", "noisy", "noise")}
+RECORDED: dict[PointKind, tuple[str, ...]] = {
+    "path": ("latents", "next_latents"),
+    "forward": ("clean", "noisy", "noise"),
+}
 """Kind of points -> latents [N, ...] that do not depend on a policy; see the package."""
 
 
@@ -209,7 +212,7 @@ class Objective:
     compute: LossFn
     config: type[LossConfig] = ClampedConfig
     """Class of the loss's settings; every field has a default."""
-    points: Points = "path"
+    points: PointKind = "path"
     columns: Sequence[str] = ()
     latents: Sequence[str] = ()
     homogeneous: bool = False

@@ -8,8 +8,8 @@ log-prob: a step of it is not one Gaussian around what training could replay.
 A run of solver steps begins at the start and after each stochastic step, which neither reads nor leaves a prediction:
 it is `sde_step`. The first step of a run is of first order, and so is the one that ends at sigma 0.
 
-Invariants (tests/algorithms/test_solvers.py): `euler` is bitwise `sde_step`; stochastic rows are bitwise those of
-`euler`; `dpm2`, `unipc` and `sa` are diffusers' schedulers of that kind; the error of `dpm2` falls with the square of
+Invariants (tests/algorithms/test_solvers.py): `euler` is bitwise `sde_step`; stochastic rows are bitwise `euler`'s
+rows; `dpm2`, `unipc` and `sa` are diffusers' schedulers of that kind; the error of `dpm2` falls with the square of
 the step, `unipc`'s with its cube.
 """
 

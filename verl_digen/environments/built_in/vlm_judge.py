@@ -2,7 +2,7 @@
 """A vision-language model that judges every picture and says what to change next, over the OpenAI chat protocol
 (docs/environments.md).
 
-An unusable answer never earns a 0; the detail `asked_again` counts those of the episode. One client serves all episodes
+An unusable answer never earns a 0; the detail `asked_again` counts an episode's. One client serves all episodes
 of a process, so `max_concurrency` bounds them together.
 """
 

@@ -21,7 +21,7 @@ from PIL import Image
 from verl_digen.require import In, require
 from verl_digen.reward.base import Result, Reward, base64_of, images_of
 from verl_digen.reward.judges.reading import Reply, read_reply
-from verl_digen.reward.servers.answers import Request, UnusableAnswer, json_of
+from verl_digen.reward.servers.answers import HttpRequest, UnusableAnswer, json_of
 from verl_digen.reward.servers.client import ServerClient, ServerSettings
 from verl_digen.types import PromptRow, RewardInput
 
@@ -206,7 +206,7 @@ class ChatModel:
     async def outcomes(self, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
         """Results or errors of calls at the same time."""
         if not self._model:
-            self._model = only_model(await self.client.send(Request(MODELS_PATH, None), json_of))
+            self._model = only_model(await self.client.send(HttpRequest(MODELS_PATH, None), json_of))
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def ask(
@@ -227,7 +227,7 @@ class ChatModel:
         """
         limit = 1 + self.config.max_asked_again
         asked = chat_request(self.config, self._model, pictures, question, top_logprobs)
-        request = Request(PATH, json.dumps(asked).encode(), "application/json")
+        request = HttpRequest(PATH, json.dumps(asked).encode(), "application/json")
         last = UnusableAnswer()
         for _ in range(limit):
             answer = await self.client.send(request, json_of)

@@ -91,7 +91,7 @@ def _answer_tokens(logprobs: Any) -> tuple[Token, ...] | None:
     try:
         tokens = [Token(str(entry["token"]), _top(entry["top_logprobs"])) for entry in listed]
     except (KeyError, TypeError, ValueError) as error:
-        raise UnusableAnswer(f"the judge's logprobs are not those of the chat protocol: {shown(listed)}") from error
+        raise UnusableAnswer(f"the judge's logprobs do not follow the chat protocol: {shown(listed)}") from error
     end = _end_of_thoughts("".join(token.text for token in tokens)) or 0
     starts = accumulate((len(token.text) for token in tokens), initial=0)
     return tuple(token for token, start in zip(tokens, starts, strict=False) if start >= end)

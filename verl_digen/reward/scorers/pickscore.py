@@ -5,8 +5,8 @@ Rule (model card of yuvalkirstain/PickScore_v1): s = exp(logit_scale) cos(image,
 diffusion models; the score is s / `divisor`. flow_grpo divides by 26 (flow_grpo/pickscore_scorer.py), which is the
 default here; `divisor=1` is the model card's number.
 
-Weights: yuvalkirstain/PickScore_v1, 3.9 GB in fp32; its repository holds tokenizer and picture processor, those of
-laion/CLIP-ViT-H-14-laion2B-s32B-b79K that the model card names. The model card states no licence. Paper:
+Weights: yuvalkirstain/PickScore_v1, 3.9 GB in fp32; its repository holds the tokenizer and picture processor of
+laion/CLIP-ViT-H-14-laion2B-s32B-b79K, which the model card names. The model card states no licence. Paper:
 https://arxiv.org/abs/2305.01569
 """
 

@@ -27,8 +27,8 @@ from verl_digen.reward.base import Result, Reward, checkpoint_folder, frames_of
 from verl_digen.reward.qwen_regressor import (
     FACTOR,
     TEMPORAL,
-    Question,
     QwenConfig,
+    QwenInput,
     QwenRegressor,
     patches_of,
     scaled_video,
@@ -114,11 +114,11 @@ class VideoAlign(Reward):
         values = self._model.scores([self._question(sample) for sample in batch])[..., 0].tolist()
         return [self._result(dict(zip(AXES, row, strict=True))) for row in values]
 
-    def _question(self, sample: RewardInput) -> Question:
+    def _question(self, sample: RewardInput) -> QwenInput:
         frames = frames_of(sample.pixels)
         chosen = frames[frame_numbers(len(frames), self.config.video_fps, self._data["fps"])]
         scaled = scaled_video(chosen, min_pixels=MIN_PIXELS, max_pixels=self._data["max_frame_pixels"])
-        return Question(patches_of(scaled), is_video=True, text=QUESTION.format(prompt=sample.row.text))
+        return QwenInput(patches_of(scaled), is_video=True, text=QUESTION.format(prompt=sample.row.text))
 
     def _result(self, values: dict[str, float]) -> Result:
         if self._norm is not None:
@@ -172,7 +172,7 @@ def merged(weights: Mapping[str, Tensor], *, alpha: float, rank: int, rslora: bo
         if own.endswith(FACTORS) or ".original_module." in own:
             continue
         if ".lora_" in own:
-            raise ValueError(f"LoRA weights must be those of linear layers, got {name}; merge the checkpoint with PEFT")
+            raise ValueError(f"LoRA weights must belong to linear layers, got {name}; merge the checkpoint with PEFT")
         plain[own.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".")] = weight
     for name, down in weights.items():
         if name.endswith(FACTORS[0]):

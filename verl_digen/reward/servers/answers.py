@@ -14,7 +14,7 @@ EXCERPT_CHARS = 200
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """One HTTP request."""
 
     path: str

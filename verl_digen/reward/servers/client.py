@@ -26,7 +26,15 @@ from urllib.parse import urlsplit
 import httpx
 
 from verl_digen.require import In, require
-from verl_digen.reward.servers.answers import Declined, Failed, Refused, RefusedForAll, Request, Unreachable, excerpt
+from verl_digen.reward.servers.answers import (
+    Declined,
+    Failed,
+    HttpRequest,
+    Refused,
+    RefusedForAll,
+    Unreachable,
+    excerpt,
+)
 
 SCHEMES = ("http", "https")
 
@@ -112,7 +120,7 @@ class ServerClient:
         self._connections: dict[str, httpx.AsyncClient] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def send(self, request: Request, read: Callable[[bytes], Any] = bytes) -> Any:
+    async def send(self, request: HttpRequest, read: Callable[[bytes], Any] = bytes) -> Any:
         """Send a request -> what `read` makes of the answer. `read` raises ValueError (`UnusableAnswer`) if it cannot
         be used, which is retried, and `Declined` where that would not help. ServerError: see the module."""
         settings, start = self._settings, next(self._calls)
@@ -151,7 +159,7 @@ class ServerClient:
     def _told(self, cause: str, num_attempts: int) -> str:
         return f"{self._key}: {cause} ({num_attempts} of {1 + self._settings.max_retries} attempts)"
 
-    async def _exchange(self, url: str, request: Request, read: Callable[[bytes], Any]) -> Any:
+    async def _exchange(self, url: str, request: HttpRequest, read: Callable[[bytes], Any]) -> Any:
         """One request -> what `read` makes of its answer."""
         method = "GET" if request.body is None else "POST"
         where = f"{method} {url}{request.path}"

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 
 from verl_digen.require import In
 from verl_digen.reward.base import Result, encoded, images_of
-from verl_digen.reward.servers.answers import Request, scores_of
+from verl_digen.reward.servers.answers import HttpRequest, scores_of
 from verl_digen.reward.servers.client import ServerSettings
 from verl_digen.reward.servers.pickles import pickle_of
 from verl_digen.types import PromptRow, RewardInput
@@ -51,7 +51,7 @@ class Protocol(ABC):
         return None
 
     @abstractmethod
-    def request(self, batch: Sequence[RewardInput]) -> Request:
+    def request(self, batch: Sequence[RewardInput]) -> HttpRequest:
         """Encode samples. Runs in a thread."""
 
     @abstractmethod
@@ -79,10 +79,10 @@ class PickledJpegs(Protocol):
         """Entries beside `images`."""
         return {}
 
-    def request(self, batch: Sequence[RewardInput]) -> Request:
+    def request(self, batch: Sequence[RewardInput]) -> HttpRequest:
         """Encode samples. Protocol 4 of pickles is read by Python 3.4 and newer."""
         images = [encoded(images_of(sample)[0], "JPEG", quality=self.config.jpeg_quality) for sample in batch]
-        return Request("", pickle.dumps({"images": images, **self.payload(batch)}, protocol=4))
+        return HttpRequest("", pickle.dumps({"images": images, **self.payload(batch)}, protocol=4))
 
     def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
         return [*scores_of(pickle_of(answer), self.scores, len(batch))]

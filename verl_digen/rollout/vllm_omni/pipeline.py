@@ -3,7 +3,7 @@
 `<Name>` with its recording mixin, both from `ModelSpec.vllm_omni`. A worker in another process imports it by name.
 
 Requests of a pipeline that runs step by step (Qwen-Image, `step_mode.StepRecordingMixin`) join and leave the batch at
-every step; those of the others, which run a batch in one call (a class of `request_pipelines`), begin and end together.
+every step; requests of the others, which run a batch in one call (`request_pipelines`), begin and end together.
 """
 
 from importlib import import_module

@@ -105,7 +105,7 @@ class StepRecordingMixin(RecordingPipeline):
         return velocity
 
     def _choose_together(self, states: Sequence[StepRequestState]) -> None:
-        """Choose which of the states that have taken their last step are decoded together: those of one size."""
+        """Choose which of the states that have taken their last step are decoded together: all of one size."""
         ending: dict[torch.Size, list[StepRequestState]] = {}
         for state in states:
             recording: Recording | None = state.extra.get(RECORDED)

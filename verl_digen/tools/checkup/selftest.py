@@ -57,7 +57,7 @@ ODE = Window(sde_steps=(), train_steps=())
 TRAINED = Window(sde_steps=(0, 1, 2, 3, 4), train_steps=(0, 1, 2, 3, 4))
 """Steps on both sides of the switch between Wan2.2's experts."""
 
-LOG_PROBS = "log-probs in training against those of sampling"
+LOG_PROBS = "log-probs in training against sampling"
 BROKEN_SHOWN = 6
 """Parameters without a finite gradient that are named."""
 FALL = 1e-3

@@ -2,8 +2,8 @@
 """Steps of real runs through verl's main: Ray, TransferQueue, FSDP2, replicas, weight updates.
 
 Stable Diffusion 3.5 medium and Qwen-Image run in their published size with random weights, beside what `digen plan`
-says of the same words: the transformer's weights are drawn where it is loaded (`models.checkpoint`), those of the
-encoders and the VAE are written. `python -m verl_digen.tools.checkup.training` prints the devices of `make quickstart`.
+says of the same words: the transformer's weights are drawn where it is loaded (`models.checkpoint`); weights of
+encoders and VAE are written. `python -m verl_digen.tools.checkup.training` prints the devices of `make quickstart`.
 """
 
 import json
@@ -61,7 +61,7 @@ class RunFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Run:
+class CheckRun:
     """A run that a check makes."""
 
     num_steps: int
@@ -81,13 +81,13 @@ class Run:
 
 
 RUNS = {
-    "training": Run(3, 3, checkpoint="qwen_image"),
-    "quickstart": Run(5, 1),
-    "quickstart_fp32": Run(3, 3, overrides=FP32, rewards=(0.5922, 0.5845, 0.5451)),
-    "sd3": Run(2, 1, "digen_sd3", "sd3", GROUPS_OF_16),
-    "sd3_fast": Run(2, 1, "digen_sd3+flowgrpo_fast", "sd3", GROUPS_OF_16),
-    "sd3_nft": Run(2, 1, "digen_sd3+nft", "sd3", GROUPS_OF_16),
-    "qwen_image": Run(
+    "training": CheckRun(3, 3, checkpoint="qwen_image"),
+    "quickstart": CheckRun(5, 1),
+    "quickstart_fp32": CheckRun(3, 3, overrides=FP32, rewards=(0.5922, 0.5845, 0.5451)),
+    "sd3": CheckRun(2, 1, "digen_sd3", "sd3", GROUPS_OF_16),
+    "sd3_fast": CheckRun(2, 1, "digen_sd3+flowgrpo_fast", "sd3", GROUPS_OF_16),
+    "sd3_nft": CheckRun(2, 1, "digen_sd3+nft", "sd3", GROUPS_OF_16),
+    "qwen_image": CheckRun(
         *(2, 1, "digen_qwen_image", "qwen_image"), ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=8")
     ),
 }
@@ -150,7 +150,7 @@ def read_steps(run_dir: Path) -> tuple[Mapping[str, float], ...]:
     return tuple(row for row in read_lines(run_dir / METRICS) if "perf/step_s" in row)
 
 
-def _words(setting: Setting, run: Run) -> tuple[str, ...]:
+def _words(setting: Setting, run: CheckRun) -> tuple[str, ...]:
     """The run's overrides, besides its devices'; writes the checkpoint and the prompts that they name."""
     if run.checkpoint is None:
         return run.overrides
@@ -170,14 +170,14 @@ def _words(setting: Setting, run: Run) -> tuple[str, ...]:
     )
 
 
-def _recipe(run: Run) -> str:
+def _recipe(run: CheckRun) -> str:
     """Recipes of the run; on a CPU that was asked for in spite of an accelerator, with the one that says so."""
     is_forced = get_platform().device_name == "cpu" and torch_has_accelerator_support(torch_facts())
     first, *parts = run.recipe.split("+")
     return "+".join([first, *(["digen_cpu"] if is_forced else []), *parts])
 
 
-def plan_command(setting: Setting, run: Run, words: Sequence[str]) -> list[str]:
+def plan_command(setting: Setting, run: CheckRun, words: Sequence[str]) -> list[str]:
     """Command line that plans the run on the devices that it takes; where there are none, on an H100."""
     program = "import sys; from verl_digen.cli import main; sys.exit(main())"
     devices = (f"gpus={quickstart_devices(setting.num_devices)}", *(("device=H100",) if setting.is_cpu else ()))

@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from verl_digen.tools.plan.networks import Tensors
-from verl_digen.tools.plan.run import Run
+from verl_digen.tools.plan.run import Job
 
 Items = dict[str, int]
 """Name -> bytes."""
 PROMPT_CACHE = "prompt cache"
 
 
-def host_memory(run: Run, resident: Items, networks: Items, *, in_turns: bool, input_bytes: int) -> Items:
-    """Items of the fullest node. `resident`: state of a trainer rank (`memory.trainer_state`); `networks`: those of a
+def host_memory(run: Job, resident: Items, networks: Items, *, in_turns: bool, input_bytes: int) -> Items:
+    """Items of the fullest node. `resident`: state of a trainer rank (`memory.trainer_state`); `networks`: of a
     replica (`memory.replica`); `in_turns`: encoders and transformer wait for one another on the host; `input_bytes`:
     inputs of blocks that wait for recomputation, of one trainer rank."""
     settings = run.settings
@@ -44,12 +44,12 @@ def host_memory(run: Run, resident: Items, networks: Items, *, in_turns: bool, i
     return queue | trainer | generator
 
 
-def cached_prompts(run: Run) -> int:
+def cached_prompts(run: Job) -> int:
     """Bytes of a replica's prompt cache, full."""
     return run.settings.digen.rollout.embed_cache_size * run.measured.embedding_bytes
 
 
-def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
+def _waiting(run: Job, networks: Items, *, in_turns: bool) -> int:
     """Host copies of the replicas of a node that sleep, or whose encoders take turns with the transformer: of
     `vllm_omni` all networks; of `diffusers` what no update has, once per node on GPUs, else per replica, and what
     trains where encoders take turns."""
@@ -67,7 +67,7 @@ def _waiting(run: Run, networks: Items, *, in_turns: bool) -> int:
     return own + settings.generator_devices_per_node * server
 
 
-def _offloaded(run: Run, resident: Items) -> Items:
+def _offloaded(run: Job, resident: Items) -> Items:
     """State of a node's trainer ranks between two trainings. A frozen base that ranks hold whole has one copy per node,
     and copies of the weights (EMA, `old`, reference, teacher) are not page-locked."""
     settings, tensors = run.settings, run.measured.tensors
@@ -88,14 +88,14 @@ def _offloaded(run: Run, resident: Items) -> Items:
     return items
 
 
-def _keeps_base(run: Run) -> bool:
+def _keeps_base(run: Job) -> bool:
     """True if an offload leaves the frozen base in a host copy of the node, see `verl_digen.engine.offload`."""
     settings = run.settings
     is_whole = settings.is_lora and settings.num_shards == 1
     return is_whole and settings.param_offload and settings.is_accelerated and settings.shares_host_copies
 
 
-def _shards(run: Run, tensors: Iterable[Tensors]) -> int:
+def _shards(run: Job, tensors: Iterable[Tensors]) -> int:
     """Bytes that one rank's shards of these tensors take in host memory."""
     total = 0
     for tensor in tensors:
@@ -110,7 +110,7 @@ def page_locked_bytes(num_bytes: int) -> int:
 
 
 # -- wire and disk ---------------------------------------------------------------------------------------------
-def update_bytes(run: Run) -> int:
+def update_bytes(run: Job) -> int:
     """Bytes of one weight update to one replica."""
     settings, counts = run.settings, run.measured.counts
     if settings.draws:
@@ -121,7 +121,7 @@ def update_bytes(run: Run) -> int:
     return whole * settings.dtypes.rollout.itemsize
 
 
-def _queue(run: Run) -> Items:
+def _queue(run: Job) -> Items:
     settings, measured = run.settings, run.measured
     return {
         "trajectories": settings.num_begun * settings.num_turns * measured.trajectory_bytes,
@@ -129,12 +129,12 @@ def _queue(run: Run) -> Items:
     }
 
 
-def step_traffic(run: Run) -> Items:
+def step_traffic(run: Job) -> Items:
     """Bytes that move in a step."""
     return _queue(run) | {"weights to all replicas": update_bytes(run) * run.settings.num_replicas}
 
 
-def checkpoint_bytes(run: Run) -> int:
+def checkpoint_bytes(run: Job) -> int:
     """Bytes of a checkpoint: trained weights, optimizer, copies that follow, and the export if configured."""
     counts, settings = run.measured.counts, run.settings
     exported = (counts.trained_bytes if settings.is_lora else counts.param_bytes) if settings.exports else 0

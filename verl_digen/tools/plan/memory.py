@@ -22,7 +22,7 @@ from verl_digen.engine.memory import MARGIN, gradients_may_wait
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tiles import choose_tile, prefers_whole_base
 from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
-from verl_digen.tools.plan.run import Run
+from verl_digen.tools.plan.run import Job
 
 WAITING = "trainer that waits"
 WHOLE_BASE = "frozen base, whole"
@@ -112,7 +112,7 @@ class Memory:
         return sum(self.host.values())
 
 
-def plan_memory(run: Run, device_bytes: int | None) -> Memory:
+def plan_memory(run: Job, device_bytes: int | None) -> Memory:
     """Plan a run's memory on devices of `device_bytes` bytes each; None if unknown."""
     limit = None if device_bytes is None else int(device_bytes * (1 - MARGIN))
     resident = trainer_state(run)
@@ -141,7 +141,7 @@ def plan_memory(run: Run, device_bytes: int | None) -> Memory:
     )
 
 
-def _generating(run: Run, items: Items, limit: int | None) -> Phase:
+def _generating(run: Job, items: Items, limit: int | None) -> Phase:
     """A batch of samples; with `max_batch_size=auto` of as many as fit."""
     settings, sample = run.settings, run.measured.sampling.largest_block
     most = settings.digen.rollout.batch_size
@@ -152,7 +152,7 @@ def _generating(run: Run, items: Items, limit: int | None) -> Phase:
     return Phase(items, sample, most, "samples of a batch")
 
 
-def _gathered_to_generate(run: Run, *, is_whole: bool) -> Items:
+def _gathered_to_generate(run: Job, *, is_whole: bool) -> Items:
     """Parameters that a rank gathers for a forward; all of them only where there is room."""
     if not run.settings.draws:
         return {}
@@ -160,7 +160,7 @@ def _gathered_to_generate(run: Run, *, is_whole: bool) -> Items:
     return max(found, key=lambda items: sum(items.values()))
 
 
-def _decoding(run: Run, items: Items, limit: int | None) -> Phase:
+def _decoding(run: Job, items: Items, limit: int | None) -> Phase:
     """Samples that are decoded together; one in tiles where a whole one does not fit."""
     whole, tiled, rollout = run.measured.decoding_bytes, run.measured.tiled_bytes, run.settings.digen.rollout
     takes_tiles = run.settings.is_ours and tiled < whole
@@ -170,7 +170,7 @@ def _decoding(run: Run, items: Items, limit: int | None) -> Phase:
     return Phase(items, whole, together, "samples decoded together")
 
 
-def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:
+def _runtime(run: Job, *, trains: bool, generates: bool) -> Items:
     """Memory of a device that no tensor of ours takes, by the processes on it."""
     if not run.settings.is_accelerated:
         return {}
@@ -178,7 +178,7 @@ def _runtime(run: Run, *, trains: bool, generates: bool) -> Items:
     return {RUNTIME: (trains + generates + num_rewards) * CONTEXT_BYTES + trains * NCCL_BYTES}
 
 
-def _assistant(run: Run) -> Items:
+def _assistant(run: Job) -> Items:
     """The VAE of a trainer rank that also generates (`verl_digen.engine.assistant`), and what decodes sound."""
     if run.settings.digen.tag.policy == "off":
         return {}
@@ -187,7 +187,7 @@ def _assistant(run: Run) -> Items:
 
 
 # -- a trainer's device ---------------------------------------------------------------------------------------
-def trainer_state(run: Run) -> Items:
+def trainer_state(run: Job) -> Items:
     """Parameters, gradients, optimizer and copies of one rank while it trains, all on the device. The reference of an
     adapter is the bare model, which is no copy."""
     settings, counts, following = run.settings, run.measured.counts, run.settings.policies_that_follow
@@ -206,7 +206,7 @@ def trainer_state(run: Run) -> Items:
     return items
 
 
-def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | None) -> tuple[Phase, int, bool]:
+def _choose_tile(run: Job, resident: Items, beside: Items, device_bytes: int | None) -> tuple[Phase, int, bool]:
     """(training, number of recomputed blocks, True if the base is whole) with the engine's choice of a tile, from
     planned bytes in place of measured ones. `beside`: what else the device holds."""
     settings, activations = run.settings, run.measured.training
@@ -248,7 +248,7 @@ def _choose_tile(run: Run, resident: Items, beside: Items, device_bytes: int | N
     return Phase(items, row_bytes, num_rows, "rows of a tile"), fixed + choice.num_recomputed, is_whole
 
 
-def may_be_whole(run: Run) -> bool:
+def may_be_whole(run: Job) -> bool:
     """True if the base may be kept whole: `whole_base` is not false, and there is a base that is sharded. auto follows
     the engine's rule (`verl_digen.engine.whole_base`), from planned bytes."""
     settings = run.settings
@@ -257,13 +257,13 @@ def may_be_whole(run: Run) -> bool:
     return settings.whole_base is True or (settings.num_shards > 1 and FSDP2_HAS_SEVERAL_GROUPS)
 
 
-def whole_base_bytes(run: Run) -> int:
+def whole_base_bytes(run: Job) -> int:
     """Bytes of the frozen base on one device, if it is whole."""
     counts = run.measured.counts
     return (counts.num_params - counts.num_trained) * run.settings.dtypes.compute.itemsize
 
 
-def gathered(run: Run, block: int, *, is_whole: bool) -> Items:
+def gathered(run: Job, block: int, *, is_whole: bool) -> Items:
     """Unsharded parameters while a block runs backward: its own, the previous one's, which are prefetched, and
     those outside all blocks. Before the first block come those that are sharded as blocks and never recomputed. Beside
     a whole base they are trained ones alone."""
@@ -280,7 +280,7 @@ def gathered(run: Run, block: int, *, is_whole: bool) -> Items:
     return base | {GATHERED: number * run.settings.dtypes.compute.itemsize}
 
 
-def _offloaded_inputs(run: Run, num_rows: int, num_recomputed: int) -> int:
+def _offloaded_inputs(run: Job, num_rows: int, num_recomputed: int) -> int:
     """Host memory of one rank for the inputs of recomputed blocks."""
     if not run.settings.offloads_activations:
         return 0
@@ -288,7 +288,7 @@ def _offloaded_inputs(run: Run, num_rows: int, num_recomputed: int) -> int:
     return num_rows * -(-inputs // run.settings.sequence_parallel)
 
 
-def _recomputed_blocks(run: Run, device_bytes: int | None) -> tuple[int, int]:
+def _recomputed_blocks(run: Job, device_bytes: int | None) -> tuple[int, int]:
     """(blocks that are recomputed in any case, number of further ones that memory decides)."""
     wanted, all_blocks = run.settings.recompute, len(run.measured.training.blocks)
     if isinstance(wanted, int):
@@ -299,7 +299,7 @@ def _recomputed_blocks(run: Run, device_bytes: int | None) -> tuple[int, int]:
     return all_blocks if recomputes else 0, 0
 
 
-def _when_to_reduce(run: Run, resident: Items, device_bytes: int | None) -> str:
+def _when_to_reduce(run: Job, resident: Items, device_bytes: int | None) -> str:
     """Value of `digen.tsp.reduce`; "auto" follows the engine's own rule."""
     settings = run.settings
     if settings.digen.tsp.reduce != "auto":
@@ -309,7 +309,7 @@ def _when_to_reduce(run: Run, resident: Items, device_bytes: int | None) -> str:
     return "batch" if settings.is_lora or (free is not None and gradients_may_wait(unreduced, free)) else "tile"
 
 
-def _unreduced(run: Run, resident: Items, when: str, block: int, gradients: int) -> Items:
+def _unreduced(run: Job, resident: Items, when: str, block: int, gradients: int) -> Items:
     """Unreduced gradients while a block runs backward: those that it has made, and those that wait."""
     counts, itemsize = run.measured.counts, run.settings.dtypes.reduce.itemsize
     if when == "tile":  # of the block that ran before, in a buffer of the reduction
@@ -326,7 +326,7 @@ def _without(items: Items, names: Collection[str]) -> Items:
 
 
 # -- a replica's device ---------------------------------------------------------------------------------------
-def replica(run: Run) -> Items:
+def replica(run: Job) -> Items:
     """Networks of one device of a replica; the transformer alone is sharded. A rank that generates adds the others."""
     settings, measured = run.settings, run.measured
     if settings.draws:
@@ -342,7 +342,7 @@ def replica(run: Run) -> Items:
     return items
 
 
-def _parts(run: Run, *, decode: bool) -> Items:
+def _parts(run: Job, *, decode: bool) -> Items:
     """Networks of a replica that decode, or those that encode; no encoders if prompts were encoded before the run."""
     if not decode and run.settings.is_ours and run.settings.digen.rollout.encoders == "before":
         return {}
@@ -350,14 +350,14 @@ def _parts(run: Run, *, decode: bool) -> Items:
     return {name.replace("_", " "): part.num_bytes for name, part in of_kind.items()}
 
 
-def encoders_take_turns(run: Run, device_bytes: int | None) -> bool:
+def encoders_take_turns(run: Job, device_bytes: int | None) -> bool:
     """True if a replica's encoders are on its device for an encoding alone, in place of its other networks."""
     settings, size = run.settings, run.measured.transformer_bytes + sum(_parts(run, decode=False).values())
     moves = settings.is_accelerated and settings.is_ours
     return moves and settings.digen.rollout.hosts_encoders(size, device_bytes)
 
 
-def _shared_devices(run: Run, resident: Items, encoder_bytes: int) -> tuple[Items, Items]:
+def _shared_devices(run: Job, resident: Items, encoder_bytes: int) -> tuple[Items, Items]:
     """(items a replica leaves on its device during training, items the trainer leaves during generation).
     `encoder_bytes`: of encoders that stay with the replica."""
     settings = run.settings

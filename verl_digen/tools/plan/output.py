@@ -13,7 +13,7 @@ from verl_digen.tools.plan.compose import Words, compose_run, device_of, mfu_of,
 from verl_digen.tools.plan.host import Items, checkpoint_bytes, step_traffic
 from verl_digen.tools.plan.memory import Memory, Phase, plan_memory
 from verl_digen.tools.plan.remedies import Remedy, find_remedies
-from verl_digen.tools.plan.run import Run, read_run
+from verl_digen.tools.plan.run import Job, read_run
 from verl_digen.tools.plan.split import SplitPlan, StepTime, plan_split, plan_time, split_lines
 from verl_digen.tools.simulate.splits import POOL_KEYS
 
@@ -22,7 +22,7 @@ from verl_digen.tools.simulate.splits import POOL_KEYS
 class Plan:
     """All results of the plan."""
 
-    run: Run
+    run: Job
     memory: Memory
     time: StepTime
     device: str | None
@@ -46,7 +46,7 @@ def make_plan(words: Sequence[str]) -> Plan:
     """Plan the run that these words would start. ValueError if a config, checkpoint or setting cannot be planned."""
     own, overrides = split_words(words)
 
-    def read(*more: str) -> Run:
+    def read(*more: str) -> Job:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # verl warns about every engine whose library is missing
             config = check_words([*overrides, *more], own)

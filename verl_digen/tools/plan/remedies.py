@@ -13,7 +13,7 @@ from typing import Any
 
 from verl_digen.rollout.registry import TRAINER
 from verl_digen.tools.plan.memory import Memory, plan_memory
-from verl_digen.tools.plan.run import Run, Settings
+from verl_digen.tools.plan.run import Job, Settings
 
 MAX_DOUBLINGS = 6
 """Maximum number of times the devices are doubled."""
@@ -42,11 +42,11 @@ class Remedy:
 class _Change:
     override: str
     """Override as typed; empty: the number of devices changes."""
-    apply: Callable[[Run], Run]
-    """Run -> changed run; the same run where there is nothing to change."""
+    apply: Callable[[Job], Job]
+    """Job -> changed job; the same one where there is nothing to change."""
 
 
-def find_remedies(run: Run, device_bytes: int, read: Callable[..., Run]) -> list[Remedy]:
+def find_remedies(run: Job, device_bytes: int, read: Callable[..., Job]) -> list[Remedy]:
     """Find changes, in order; empty if the run fits or nothing helps. The last one says if they suffice. `read` plans
     the same run with more words."""
     changes: list[_Change] = []
@@ -68,7 +68,7 @@ def find_remedies(run: Run, device_bytes: int, read: Callable[..., Run]) -> list
     return list(_describe(run, device_bytes, changes))
 
 
-def _describe(run: Run, device_bytes: int, changes: list[_Change]) -> Iterator[Remedy]:
+def _describe(run: Job, device_bytes: int, changes: list[_Change]) -> Iterator[Remedy]:
     for change in changes:
         run = change.apply(run)
         memory = plan_memory(run, device_bytes)
@@ -82,7 +82,7 @@ def _excess(memory: Memory) -> int:
     return sum(max(0, phase.total - memory.limit_bytes) for phase in memory.phases)
 
 
-def _candidates(has_adapter: bool, read: Callable[..., Run]) -> Iterator[_Change]:
+def _candidates(has_adapter: bool, read: Callable[..., Job]) -> Iterator[_Change]:
     model, rollout = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
     actor = "actor_rollout_ref.actor.fsdp_config"
 
@@ -123,7 +123,7 @@ def _candidates(has_adapter: bool, read: Callable[..., Run]) -> Iterator[_Change
         yield _Change("", _double)
 
 
-def _set(run: Run, **values: Any) -> Run:
+def _set(run: Job, **values: Any) -> Job:
     """The run with other settings; a mapping has the changed values of a section of `digen`."""
     digen, own = run.settings.digen, dict[str, Any]()
     for name, value in values.items():
@@ -139,23 +139,23 @@ def _may_draw(settings: Settings) -> bool:
     return settings.is_ours and not (settings.draws or settings.is_split or timeshared or is_fp8)
 
 
-def _keeping(run: Run, lora: Run) -> Run:
+def _keeping(run: Job, lora: Job) -> Job:
     """The run `lora` with the settings that earlier changes made to `run`."""
     kept = replace(run.settings, is_lora=True, dtypes=lora.settings.dtypes, merges_lora=lora.settings.merges_lora)
     return replace(lora, settings=kept)
 
 
-def _in_int8(run: Run, read: Callable[[], Run]) -> Run:
+def _in_int8(run: Job, read: Callable[[], Job]) -> Job:
     return replace(run, measured=read().measured) if run.settings.draws and run.settings.is_lora else run
 
 
-def _tensor_parallel(size: int, run: Run) -> Run:
+def _tensor_parallel(size: int, run: Job) -> Job:
     settings = run.settings
     if settings.is_ours or size <= settings.tensor_parallel or settings.num_generator_devices % size:
         return run
     return _set(run, tensor_parallel=size)
 
 
-def _double(run: Run) -> Run:
+def _double(run: Job) -> Job:
     trainer, generator = run.settings.num_trainer_devices, run.settings.num_generator_devices
     return _set(run, num_trainer_devices=2 * trainer, num_generator_devices=2 * generator)

@@ -227,7 +227,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Run:
+class Job:
     settings: Settings
     measured: Measured
 
@@ -243,14 +243,14 @@ class Run:
         return self.settings.num_trained_samples * self.rows_per_sample
 
 
-def read_run(config: DictConfig, prompt_tokens: int) -> Run:
+def read_run(config: DictConfig, prompt_tokens: int) -> Job:
     """Read the settings of a composed config that `preflight` has checked, and measure its networks. ValueError names
     the key that cannot be planned."""
     digen = digen_config(config)
     with checkpoint_folder(config.actor_rollout_ref.model.path) as folder:
         model_config = DiffusionModelConfig.of(config, path=str(folder), digen=digen)
         settings = _settings(config, digen, model_config)
-        return Run(settings, _measure(folder, settings, model_config, prompt_tokens))
+        return Job(settings, _measure(folder, settings, model_config, prompt_tokens))
 
 
 def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfig) -> Settings:

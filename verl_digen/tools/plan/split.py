@@ -25,7 +25,7 @@ from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.sampling.requests import batch_rules
 from verl_digen.tools.plan.host import update_bytes
 from verl_digen.tools.plan.memory import Memory, plan_memory
-from verl_digen.tools.plan.run import Run, Settings
+from verl_digen.tools.plan.run import Job, Settings
 from verl_digen.tools.simulate.cluster import COLOCATED_TSP, Split, baselines, run_split
 from verl_digen.tools.simulate.profile import NEVER, Numbers, Profile
 from verl_digen.tools.simulate.splits import (
@@ -66,7 +66,7 @@ class StepTime:
 
 
 def plan_time(
-    run: Run, device: str | None, mfu: float, recomputed: float, generator_device: str | None = None
+    run: Job, device: str | None, mfu: float, recomputed: float, generator_device: str | None = None
 ) -> StepTime:
     """Time a step on devices of type `device` that reach the share `mfu` of their peak; `recomputed`: share of the
     blocks that backward recomputes; `generator_device`: type of the generator's devices, if another."""
@@ -147,7 +147,7 @@ class SplitPlan:
 
 
 def plan_split(
-    run: Run, types: tuple[str, str], device_bytes: int | None, mfu: float, reward_s: float = 0.0
+    run: Job, types: tuple[str, str], device_bytes: int | None, mfu: float, reward_s: float = 0.0
 ) -> SplitPlan | None:
     """Search the best split; None for runs whose generation the plan cannot time. `types`: of the trainer's and the
     generator's devices; `device_bytes`: the smaller memory of both, None: any split fits; `reward_s`: from a chunk's
@@ -161,7 +161,7 @@ def plan_split(
     nodes = pooled_nodes(pools, (settings.trainer_devices_per_node, settings.generator_devices_per_node))
     limits = Limits(settings.fsdp_size, settings.sequence_parallel, settings.tensor_parallel)
 
-    def profile_of(run: Run) -> tuple[Profile, bool]:
+    def profile_of(run: Job) -> tuple[Profile, bool]:
         """(profile, True unless the run does not fit)."""
         memory = plan_memory(run, device_bytes)
         return run_profile(run, memory, types[0], mfu, reward_s), memory.fits is not False
@@ -187,7 +187,7 @@ def plan_split(
     )
 
 
-def with_split(run: Run, placed: Placed) -> Run:
+def with_split(run: Job, placed: Placed) -> Job:
     """The run on separate pools of other sizes."""
     settings = replace(
         run.settings,
@@ -202,14 +202,14 @@ def with_split(run: Run, placed: Placed) -> Run:
     return replace(run, settings=settings)
 
 
-def _in_turns(run: Run, number: int) -> Run:
+def _in_turns(run: Job, number: int) -> Job:
     """The run in one pool."""
     pool = {"num_trainer_devices": number, "num_generator_devices": number, "is_split": False}
     frees_replica = run.settings.frees_replica or run.settings.is_split
     return replace(run, settings=replace(run.settings, frees_replica=frees_replica, **pool))
 
 
-def _split_s(run: Run, profile: Profile, split: Split) -> float:
+def _split_s(run: Job, profile: Profile, split: Split) -> float:
     settings = run.settings
     rules = batch_rules(
         settings.digen,
@@ -220,7 +220,7 @@ def _split_s(run: Run, profile: Profile, split: Split) -> float:
     return run_split(profile, split, rules.techniques, num_steps=SEARCH_STEPS, rules=rules).step_s
 
 
-def run_profile(run: Run, memory: Memory, device: str, mfu: float, reward_s: float = 0.0) -> Profile:
+def run_profile(run: Job, memory: Memory, device: str, mfu: float, reward_s: float = 0.0) -> Profile:
     """The run as a profile for devices of type `device`: its rows and steps together take what the plan says."""
     settings, counts = run.settings, run.measured.counts
     time = plan_time(run, device, mfu, memory.recomputed_share)

@@ -59,7 +59,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SteadyRun:
     """A run in its steady state."""
 
     name: str
@@ -101,7 +101,7 @@ def simulated_rules(profile: Profile, split: Split, techniques: Collection[str])
 
 def run_split(
     profile: Profile, split: Split, techniques: Collection[str], *, num_steps: int, rules: BatchRules | None = None
-) -> Outcome:
+) -> SteadyRun:
     """Simulate a disaggregated run by the live planner (`schedulers.simulation.PlannerRun`), under `rules` or
     `simulated_rules`; with "tcss", all of a batch may be begun early. ValueError: an unknown technique, too few steps,
     or a trainer that is too small."""
@@ -159,7 +159,7 @@ def durations_of(
     )
 
 
-def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str], run: PlannerRun) -> Outcome:
+def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str], run: PlannerRun) -> SteadyRun:
     """Outcome of a run that was played, over its steady steps."""
     num_prompts, num_slots = profile.numbers.num_prompts, split.generator.num_devices
     num_samples = num_prompts * profile.numbers.group_size
@@ -173,7 +173,7 @@ def _steady_outcome(profile: Profile, split: Split, techniques: Collection[str],
     window_s = run.commits_s[last] - run.commits_s[first]
     busy_s = {pool: seconds - run.busy_at_commit_s[first][pool] for pool, seconds in run.busy_at_commit_s[last].items()}
     num_steady, reports = last - first, run.reports[first + 1 : last + 1]
-    return Outcome(
+    return SteadyRun(
         name="+".join(technique for technique in TECHNIQUES if technique in techniques) or BARRIER,
         devices=str(split),
         split=split,
@@ -216,7 +216,7 @@ def _generated_ahead(run: PlannerRun, slot_sample_s: float, num_samples: int) ->
     return ahead
 
 
-def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str | None = None) -> Outcome:
+def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str | None = None) -> SteadyRun:
     """Simulate a baseline: all devices generate, the last samples are scored, all devices train, and so on.
 
         replicas   ceil(P*G / N) * (T step_s + decode_s) + switch_s: weights move to the host and back in every step
@@ -242,10 +242,10 @@ def run_colocated(profile: Profile, pool: Pool, *, has_tsp: bool, devices: str |
 
 def turns_outcome(
     profile: Profile, pool: Pool, name: str, *, step_s: float, busy_s: float, devices: str | None = None
-) -> Outcome:
+) -> SteadyRun:
     """Outcome of a run in which all devices of `pool` do one part of a step after the other. `busy_s`: seconds of a
     step in which a device works, mean over the devices."""
-    return Outcome(
+    return SteadyRun(
         name=name,
         devices=f"{pool} together" if devices is None else devices,
         split=None,
@@ -258,7 +258,7 @@ def turns_outcome(
     )
 
 
-def baselines(profile: Profile, pools: Sequence[Pool]) -> list[Outcome]:
+def baselines(profile: Profile, pools: Sequence[Pool]) -> list[SteadyRun]:
     """Colocated runs: all devices of `pools` together, without and with TSP. Devices of two types together run at the
     slower type's speed; each type alone is a baseline too, if it holds the training state."""
     everything = together(profile, pools)
@@ -279,7 +279,7 @@ def together(profile: Profile, pools: Sequence[Pool]) -> Pool:
     return Pool(sum(pool.num_devices for pool in pools), slowest)
 
 
-def best_baseline(runs: Iterable[Outcome]) -> Outcome:
+def best_baseline(runs: Iterable[SteadyRun]) -> SteadyRun:
     """The fastest run without overlap: one of `baselines`, or the barrier."""
     return min((run for run in runs if run.name in BASELINES), key=lambda run: run.step_s)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from verl_digen.require import require
 from verl_digen.schedulers.simulation import TECHNIQUES
-from verl_digen.tools.simulate.cluster import Outcome, Split, baselines, best_baseline, ladder, run_split
+from verl_digen.tools.simulate.cluster import Split, SteadyRun, baselines, best_baseline, ladder, run_split
 from verl_digen.tools.simulate.profile import Profile, load_profile, profile_names, windowed
 from verl_digen.tools.simulate.splits import WORTH_CHANGING, best_split, parse_pool
 
@@ -98,7 +98,7 @@ def resized(profile: Profile, num_prompts: int | None, group_size: int | None) -
     return profile
 
 
-def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
+def simulate_all(profile: Profile, args: Namespace) -> list[SteadyRun]:
     """Simulate the baselines, then one technique more at a time; each at its own best split unless one is given."""
     techniques = [name for name in args.techniques.split(",") if name]
     for name in techniques:
@@ -132,7 +132,7 @@ def simulate_all(profile: Profile, args: Namespace) -> list[Outcome]:
     return runs
 
 
-def table(profile: Profile, runs: Sequence[Outcome]) -> str:
+def table(profile: Profile, runs: Sequence[SteadyRun]) -> str:
     """The runs as a text table, each compared with the fastest baseline."""
     numbers, best = profile.numbers, best_baseline(runs)
     width = max(len(outcome.devices) for outcome in runs) + 1
@@ -164,7 +164,7 @@ def table(profile: Profile, runs: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _advice(runs: Sequence[Outcome], best: Outcome) -> str:
+def _advice(runs: Sequence[SteadyRun], best: SteadyRun) -> str:
     """The placement to choose, in a line: separate pools where they are faster by more than `WORTH_CHANGING`, and stale
     samples where they bring as much again."""
     chosen = best

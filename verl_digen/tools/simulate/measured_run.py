@@ -122,7 +122,7 @@ def _gather_s(assists: Sequence[tuple[int, float]], num_ranks: int, num_steps: i
 
 
 def step_parts(intervals: Iterable[Interval], step: int) -> StepParts | None:
-    """Work that served `step`, from its intervals and those of the step before, in which its first chunks may lie; None
+    """Work that served `step`, from its intervals and the step before's, in which its first chunks may lie; None
     if it has no extent, chunk or fragment."""
     own = [interval for interval in join_parts(intervals) if interval.step == step]
     seconds = {kind: sum(part.duration_s for part in own if part.kind == kind) for kind in ("step", "save")}

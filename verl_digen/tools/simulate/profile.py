@@ -128,7 +128,7 @@ def parse_profile(name: str, text: str) -> Profile:
             entry,
             "say where the number comes from",
         )
-    with refusing(f"numbers of profile {name} must be those of the shipped ones", list(entries), "see the cause"):
+    with refusing(f"profile {name} must have the numbers of the shipped ones", list(entries), "see the cause"):
         numbers = Numbers(**{key: entry["value"] for key, entry in entries.items()})
     found = Profile(name, **about, numbers=numbers)
     check_fields(numbers, f"profile {name}: ")

@@ -142,7 +142,7 @@ class Run:
         return [Image.fromarray((filmstrip(one) if one.ndim == 4 else one).cpu().numpy()) for one in drawn]
 
     def export(self, **options: Any) -> Path:
-        """Export a checkpoint -> the folder that was written; options are those of `formats.export`."""
+        """Export a checkpoint -> the folder that was written; options as of `formats.export`."""
         import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
 
         from verl_digen.tools.export.formats import export
@@ -180,7 +180,7 @@ def train(
 
     Args:
         recipe: such as "digen_sd3+nft".
-        prompts: texts, or rows as those of a prompt file; the recipe's files if left out.
+        prompts: texts, or rows as in a prompt file; the recipe's files if left out.
         reward: a name, "FILE.py:NAME", a mapping as `digen.reward.functions`, or a function or class, which is pickled
             with the globals that it uses if a notebook, script or function defines it. The recipe's if left out.
         val_prompts: the same as `prompts` if left out.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl_digen.reward.base import Result, base64_of, images_of
-from verl_digen.reward.servers.answers import Declined, Request, entry_of, json_of, numbers_of
+from verl_digen.reward.servers.answers import Declined, HttpRequest, entry_of, json_of, numbers_of
 from verl_digen.reward.servers.protocol import Protocol, ProtocolSettings
 from verl_digen.types import RewardInput
 
@@ -31,7 +31,7 @@ class FlowFactory(Protocol):
         """Pictures and videos go separately, and so do prompts with and without images."""
         return sample.pixels.ndim, bool(sample.row.images)
 
-    def request(self, batch: Sequence[RewardInput]) -> Request:
+    def request(self, batch: Sequence[RewardInput]) -> HttpRequest:
         frames = [[base64_of(image) for image in images_of(sample)] for sample in batch]
         is_video = batch[0].pixels.ndim == 4
         conditions = [[base64_of(image) for image in sample.sources()] for sample in batch]
@@ -43,7 +43,7 @@ class FlowFactory(Protocol):
             "condition_videos": None,
             "extra": self.config.extra,
         }
-        return Request("/compute", json.dumps(payload).encode(), "application/json")
+        return HttpRequest("/compute", json.dumps(payload).encode(), "application/json")
 
     def read(self, answer: bytes, batch: Sequence[RewardInput]) -> list[Result]:
         found = json_of(answer)
