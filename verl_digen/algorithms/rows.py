@@ -8,8 +8,6 @@ losses and gradients equal the batch's. Padding rows add nothing to a loss, a gr
 columns hold, NaN included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -46,7 +44,7 @@ class Metric:
     """[] fp32, detached."""
     reduce: Reduce = "mean"
 
-    def scaled(self, factor: float) -> Metric:
+    def scaled(self, factor: float) -> "Metric":
         """A share of a mean over `factor` times fewer rows; other values stay."""
         return Metric(self.value * factor, self.reduce) if self.reduce in ("mean", "first") else self
 
@@ -122,7 +120,7 @@ class LossInputs:
     @classmethod
     def check(
         cls, consumer: str, inputs: Mapping[str, Tensor], *, columns: Sequence[str] = (), latents: Sequence[str] = ()
-    ) -> LossInputs:
+    ) -> "LossInputs":
         """Select `columns` [N] and `latents` [N, ...] of any float dtype from `inputs`.
 
         `inputs` may hold `mask` [N], 0 or False in padding rows (default: no padding), and `num_rows`, the unmasked

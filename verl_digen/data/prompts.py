@@ -2,8 +2,6 @@
 """Read prompts from files (`verl_digen.data.splits`), interpret the columns of a row (docs/data.md has the table of
 them), and find prompts that are longer than the model reads."""
 
-from __future__ import annotations
-
 import os.path
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +43,7 @@ class Columns:
     images: str = "images"
 
     @staticmethod
-    def of(data: DictConfig) -> Columns:
+    def of(data: DictConfig) -> "Columns":
         """The names in the `data:` section. ValueError for an empty or equal one, or one that has another meaning."""
         names = [data[key] for key in NAMED_BY]
         for key, name in zip(NAMED_BY, names, strict=True):

@@ -14,8 +14,6 @@ For path points `behaviour_log_prob` is always recorded at generation, and `Dige
 Invariant: losses of tiles add up to the logical batch's, because every mean divides by its `num_rows`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -47,11 +45,11 @@ class LossTerms:
     def total(self) -> Tensor:
         return self.scaled if self.fixed is None else self.scaled + self.fixed
 
-    def detach(self) -> LossTerms:
+    def detach(self) -> "LossTerms":
         """Copy without the autograd graph."""
         return LossTerms(self.scaled.detach(), None if self.fixed is None else self.fixed.detach(), self.metrics)
 
-    def divide(self, divisor: float) -> LossTerms:
+    def divide(self, divisor: float) -> "LossTerms":
         """The terms as if advantages had been divided by `divisor`."""
         scaled = self.scaled / divisor
         return replace(self, scaled=scaled, metrics={**self.metrics, "policy_loss": Metric(scaled)})

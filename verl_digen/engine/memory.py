@@ -20,8 +20,6 @@ Invariants (tests/engine/test_memory.py, test_tight_device.py): the rows that fi
 not. No rehearsal beyond what its measurements allow. All ranks have the same numbers: the most of any.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

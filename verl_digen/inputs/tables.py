@@ -10,8 +10,6 @@
 - Only the row group that holds the row is read, and a process keeps the last `KEPT_GROUPS` of them.
 """
 
-from __future__ import annotations
-
 import os.path
 import re
 from bisect import bisect_right
@@ -44,7 +42,7 @@ class HubName:
     """A split or a slice of one, in the library's notation."""
 
     @staticmethod
-    def parse(text: str, key: str) -> HubName:
+    def parse(text: str, key: str) -> "HubName":
         """Read `HUB_FORM`; "datasets/" in front of the owner, as in the hub's own addresses, is ignored. ValueError for
         another form.
 
@@ -97,7 +95,7 @@ class TableImage:
     item: int = 0
 
     @staticmethod
-    def parse(reference: str) -> TableImage:
+    def parse(reference: str) -> "TableImage":
         """Inverse of `str`. Raises ValueError for another form."""
         match = TABLE_IMAGE.fullmatch(reference)
         if match is None:
@@ -109,7 +107,7 @@ class TableImage:
     def __str__(self) -> str:
         return f"{TABLE}{self.source}#{self.column}[{self.row}][{self.item}]"
 
-    def relative_to(self, folder: Path) -> TableImage:
+    def relative_to(self, folder: Path) -> "TableImage":
         """A copy whose source is absolute; a relative one lies in `folder`."""
         if self.source.startswith(HUB):
             return self

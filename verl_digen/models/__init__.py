@@ -4,8 +4,6 @@
 The transformer's class says too little: `FluxPipeline` and `FluxKontextPipeline` have the same one and other inputs.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -82,7 +80,7 @@ def read_index(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> type[DiffusionModel]:
+def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> "type[DiffusionModel]":
     """The model file's class for a diffusers pipeline; imports the file, and torch and diffusers with it. `index`:
     content of the checkpoint's `model_index.json`, which may name a variant; None: the class in `MODELS`. ValueError
     for a pipeline without a model file (lists those that have one), or one that needs a newer transformers."""
@@ -101,7 +99,7 @@ def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> type[D
     return getattr(importlib.import_module(module), name)
 
 
-def load_model(path: str | Path) -> DiffusionModel:
+def load_model(path: str | Path) -> "DiffusionModel":
     """The model object for the checkpoint in `path`; loads no weights. ValueError for a missing or incomplete
     checkpoint, or one of a pipeline without a model file."""
     index = read_index(path)

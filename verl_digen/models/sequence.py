@@ -14,8 +14,6 @@ Invariants (tests/models/test_sequence.py, tests/engine/test_sequence.py): the v
 one device's, to 1e-5, with masks and padding, with an adapter and with recomputation.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +36,7 @@ MESH_DIMS = ("ring", "ulysses")
 """Names that diffusers gives the dimensions of its mesh; the first has size 1."""
 
 
-def check_sequence(model: DiffusionModel, size: int, geometry: Geometry) -> None:
+def check_sequence(model: "DiffusionModel", size: int, geometry: Geometry) -> None:
     """Check that `size` devices can share a row of this checkpoint. ValueError for a network that cannot be split, or
     one whose heads or tokens `size` does not divide."""
     if size == 1:
@@ -88,7 +86,7 @@ def _divisors(count: int, most: int) -> str:
     return f"choose one of {', '.join(valid)}"
 
 
-def split_networks(model: DiffusionModel, module: nn.Module, mesh: DeviceMesh) -> None:
+def split_networks(model: "DiffusionModel", module: nn.Module, mesh: DeviceMesh) -> None:
     """Make the forwards of `module`'s networks, in peft's wrapper or none, run on one share of the tokens per device of
     `mesh` (`MESH_DIMS`), which must all run the same forwards on equal rows. Call it once, after an adapter was added
     and before FSDP2 shards: hooks belong on the layers that run."""

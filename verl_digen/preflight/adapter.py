@@ -2,8 +2,6 @@
 """Rules for the adapter that trains: before Ray starts it is built on the meta device, as every rank will build it, and
 compared with the headers of the files that it starts from. A teacher (`digen.loss.teacher`) is an adapter, too."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Iterable, Mapping
@@ -58,7 +56,7 @@ def check_adapter(run: StartConfig) -> None:
         _compare(Path(model_config.lora_adapter_path), shapes)
 
 
-def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> PeftModel:
+def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> "PeftModel":
     """The adapter around a network on the meta device. ValueError if peft refuses it, or it trains more than that."""
     from verl_digen.engine.build import add_adapter
 
@@ -85,7 +83,7 @@ def _listed(names: Any) -> Any:
     return names if isinstance(names, str) else sorted(names)
 
 
-def _check_settings(model_config: DiffusionModelConfig, given: LoraConfig) -> None:
+def _check_settings(model_config: DiffusionModelConfig, given: "LoraConfig") -> None:
     """Require settings of a file that train an adapter alone."""
     from peft import LoraConfig
 

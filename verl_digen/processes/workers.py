@@ -13,8 +13,6 @@
 Invariant (tests/processes/test_workers.py): a call gets its own answer or an error, never another call's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import random
@@ -60,7 +58,7 @@ class RestartingActor:
             **options,
         }
 
-    def options(self, **options: Any) -> RestartingActor:
+    def options(self, **options: Any) -> "RestartingActor":
         """A copy with further actor options."""
         derived = copy(self)
         derived._options = {**self._options, **options}

@@ -9,8 +9,6 @@ Invariants (tests/reward/test_clip_scorers.py): a batch scores as its samples do
 dropout is off.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from abc import abstractmethod
@@ -126,7 +124,7 @@ class ClipEncoder(PictureEncoder):
         *,
         processor: str | None = None,
         has_text: bool = True,
-    ) -> ClipEncoder:
+    ) -> "ClipEncoder":
         """Load a checkpoint in transformers' format, which the setting `key` named; without `has_text` the text encoder
         is dropped. Tokenizer and picture processor come from the folder or repository `processor`, None for `path`.
         ValueError if it cannot be fetched, or is no whole CLIP checkpoint."""

@@ -20,8 +20,6 @@ A reward that does not score a sample (`RewardEntry.scores`) is not called, and 
 driver bounds the wait for a chunk's scores (`RewardConfig.score_s`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
@@ -91,7 +89,7 @@ class SampleRewards:
         return any(pool.reads_latents for pool in self._pools)
 
     @classmethod
-    def of_run(cls, config: DictConfig, handles: Mapping[str, Sequence[Any]], digen: DigenConfig) -> SampleRewards:
+    def of_run(cls, config: DictConfig, handles: Mapping[str, Sequence[Any]], digen: DigenConfig) -> "SampleRewards":
         weights = digen.reward.weights(has_custom=has_custom(config))
         if not has_own_manager(config):
             weights = {MANAGER: 1.0, **{name: weights[name] for name in weights if name in handles}}

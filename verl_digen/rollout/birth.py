@@ -6,8 +6,6 @@ A driver reads the visible-devices variable once, when it starts, and importing 
 `torch.cuda.is_available()` at import. So the process is started with the variable; setting it later has no effect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import Sequence
@@ -51,7 +49,7 @@ class BornOnDevices:
     def __init__(self, server_class: type[Any], **options: Any):
         self._server_class, self._options = server_class, options
 
-    def options(self, **options: Any) -> BornOnDevices:
+    def options(self, **options: Any) -> "BornOnDevices":
         """An actor class with more options."""
         return BornOnDevices(self._server_class, **(self._options | options))
 

@@ -11,8 +11,6 @@ A batch that runs out of memory runs again in halves: noise is a function of the
 later batch of its kind has more. On a CPU memory does not limit a batch: nothing is measured.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -60,7 +58,7 @@ class Fitting:
         """Samples that fitted together at the last batch; None before the first one, or where nothing is measured."""
 
     @classmethod
-    def of(cls, config: RolloutConfig, device: torch.device) -> Fitting:
+    def of(cls, config: RolloutConfig, device: torch.device) -> "Fitting":
         """Make the one of a replica."""
         return cls(measures=config.fits_batches and device.type != "cpu", most=MOST_AUTO)
 

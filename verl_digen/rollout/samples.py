@@ -11,8 +11,6 @@ takes no memory beside the denoising of the next one. Answers are the same as wi
 of one sample.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +73,7 @@ class SampleMaker:
     @classmethod
     def of_network(
         cls, network: LoadedNetwork, look_up: LookUp, digen: DigenConfig, prefixes: PrefixCache | None = None
-    ) -> SampleMaker:
+    ) -> "SampleMaker":
         """The one of a replica's network, with decoders. `prefixes`: see `Sampler`."""
         model, dtype, device = network.model, network.dtype, network.device
         sampler = Sampler(

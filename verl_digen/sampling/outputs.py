@@ -19,8 +19,6 @@ the negative prompt's as `negative_prompt_...`; and without tensors `uid`, `samp
 `data_source`, `ground_truth`, the `PromptRow` as `row`, its `Sampling` as `sampling`, and `audio` of videos with sound.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -54,7 +52,7 @@ class ImageOutput(Generation):
     """A replica's answer with the RFC's names beside ours."""
 
     @classmethod
-    def of(cls, generation: Generation) -> ImageOutput:
+    def of(cls, generation: Generation) -> "ImageOutput":
         """Give a replica's answer the RFC's names."""
         return cls(**vars(generation))
 
@@ -100,7 +98,7 @@ class FinishedSample:
     reward: float | None = None
 
     @classmethod
-    def of(cls, generation: Generation, row: PromptRow, reward: float | None) -> FinishedSample:
+    def of(cls, generation: Generation, row: PromptRow, reward: float | None) -> "FinishedSample":
         """A generation that carries its conditions."""
         if generation.condition is None:
             raise RuntimeError(f"a sample of group {row.uid} has no conditions; request it with wants_condition=True")
@@ -116,7 +114,7 @@ class FinishedSample:
         )
 
 
-def finished_samples(batch: KVBatchMeta) -> list[FinishedSample]:
+def finished_samples(batch: "KVBatchMeta") -> list[FinishedSample]:
     """The samples of a finished batch of training, from TransferQueue, in order; for runs that record paths.
     RuntimeError if one is not there, ValueError for episodes, which have a prompt per turn."""
     tags = from_batch(batch)

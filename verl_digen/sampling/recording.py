@@ -5,8 +5,6 @@ Records own their memory: a view of a batch would be sent with the whole batch. 
 thread, when the numbers of a batch have come to the host (`Denoised.moved`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -88,7 +86,7 @@ class Denoised:
     num_skipped: Sequence[int]
     """See `SampleFacts`."""
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> Denoised:
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "Denoised":
         """A copy whose tensors of the device are moved by `move`."""
         path = {step: move(latents) for step, latents in self.path.items()}
         return replace(self, path=path, log_probs_TB=move(self.log_probs_TB), latents=move(self.latents))

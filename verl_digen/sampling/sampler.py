@@ -19,8 +19,6 @@ Invariants (tests/sampling/test_sampler.py, test_outside.py)
 - A clean record holds bitwise the final latents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
@@ -68,7 +66,7 @@ class _Batch:
         """`sigmas` as numbers."""
         return tuple(self.sigmas.tolist())
 
-    def memory(self) -> _Memory:
+    def memory(self) -> "_Memory":
         """Empty memory, before the first step."""
         outside = self.sampling.outside
         return _Memory(StepCache(outside.cache, outside.cache_max_skips))

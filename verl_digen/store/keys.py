@@ -6,8 +6,6 @@ The weight version is part of the key, so that a sample which is generated again
 remains of its first attempt.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from verl_digen.types import SampleFacts
@@ -28,7 +26,7 @@ class SampleName(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, facts: SampleFacts) -> SampleName:
+    def of(cls, facts: SampleFacts) -> "SampleName":
         """Name a sample by its facts; the version is its first step's."""
         return cls(facts.uid, facts.sample_index, facts.version)
 

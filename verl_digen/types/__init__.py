@@ -7,8 +7,6 @@ Notation, used in names and docstrings everywhere: `P` prompts of a logical batc
 transformer reads ("packed"), written `...`; a sigma of 1 is noise and 0 is the picture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -221,7 +219,7 @@ class Generation:
     """The prompt's condition, if the request asked for it."""
     negative_condition: Condition | None = None
     """The negative prompt's condition, if the request asked for it and guidance is on."""
-    latents: SampleLatents | None = None
+    latents: "SampleLatents | None" = None
     """Input of rewards that read latents, if the request asked for it."""
     audio: Audio | None = None
     """Sound of the video; None where the model makes none."""
@@ -393,13 +391,13 @@ class TrainingRows:
     def __len__(self) -> int:
         return self.latents.shape[0]
 
-    def __getitem__(self, tile: slice) -> TrainingRows:
+    def __getitem__(self, tile: slice) -> "TrainingRows":
         sliced = {name: value[tile] for name, value in vars(self).items() if isinstance(value, (Tensor, Sequence))}
         part = {name: value[tile] for name, value in vars(self.point).items() if value is not None}
         point = replace(self.point, **part)
         return replace(self, point=point, **sliced)
 
-    def to(self, device: torch.device) -> TrainingRows:
+    def to(self, device: torch.device) -> "TrainingRows":
         """Copy on `device`; rows of one prompt still share their conditions. Sigmas stay on the host, where the SDE
         step reads them: on a device each would cost a synchronisation."""
         moved: dict[int, Condition] = {}

@@ -6,8 +6,6 @@ is loaded by its path. Remove when the package can be imported without vLLM: a c
 Beside it is a zmq socket whose waits end: by a timeout, or when a check raises.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
@@ -56,7 +54,7 @@ class BoundedSocket(zmq.Socket):
     timeout_s: float
 
     @classmethod
-    def open(cls, context: Any, kind: int, *, check: Callable[[], None], timeout_s: float) -> BoundedSocket:
+    def open(cls, context: Any, kind: int, *, check: Callable[[], None], timeout_s: float) -> "BoundedSocket":
         """A socket of the zmq type `kind`."""
         socket = context.socket(kind, socket_class=cls)
         socket.check, socket.timeout_s = check, timeout_s

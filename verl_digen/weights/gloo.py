@@ -16,8 +16,6 @@ closes its channel so that others do not block on it. With verl's `nccl` such an
 Invariant (tests/weights/test_gloo.py): the update after one in which a receiver died reaches the others.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket
@@ -55,7 +53,7 @@ class Bucket:
         return json.dumps([plain, self.is_last]).encode()
 
     @classmethod
-    def of(cls, header: bytes, data: Tensor) -> Bucket:
+    def of(cls, header: bytes, data: Tensor) -> "Bucket":
         """Inverse of `header`; ValueError if it is malformed, or does not fit `data`."""
         try:
             plain, is_last = json.loads(header)
@@ -145,7 +143,7 @@ class MeetingPoint:
     """Host and port of the store; only the sender knows it before the update."""
 
     @classmethod
-    def of(cls, known: list[MeetingPoint]) -> MeetingPoint:
+    def of(cls, known: "list[MeetingPoint]") -> "MeetingPoint":
         """The group that all ranks, the sender first, are already in, or a new generation."""
         generations = {one.generation for one in known}
         kept = len(generations) == 1 and generations != {0}

@@ -6,8 +6,6 @@ Policies besides the one that trains follow from the names of the inputs: a loss
 `old` evaluated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +30,7 @@ class LossConfig:
         """Advantages are clamped to +- this by the loss; inf: they are not."""
         return math.inf
 
-    def unclamped(self) -> LossConfig:
+    def unclamped(self) -> "LossConfig":
         """Copy for advantages that are divided by their scale later, and must not be clamped before. A loss that is not
         homogeneous never trains on such."""
         return self
@@ -74,7 +72,7 @@ class ClampedConfig(LossConfig):
     def advantage_bound(self) -> float:
         return self.advantage_clip
 
-    def unclamped(self) -> ClampedConfig:
+    def unclamped(self) -> "ClampedConfig":
         return replace(self, advantage_clip=math.inf)
 
 

@@ -10,8 +10,6 @@
 intervals are held, and lost ones are counted; an exception passes, and its interval is noted with `failed`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -80,7 +78,7 @@ class Recorder:
         self._open: dict[int, OpenInterval] = {}
         self._num_lost = 0
 
-    def begin(self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[IntervalFacts]) -> OpenInterval:
+    def begin(self, kind: Kind, lane: Lane, *, step: int, **work: "Unpack[IntervalFacts]") -> OpenInterval:
         """Open an interval now; close it with `end`."""
         now_s = self.now_s()
         opened = OpenInterval(Interval(kind, lane, step, now_s, now_s, **work))
@@ -97,7 +95,7 @@ class Recorder:
 
     @contextmanager
     def interval(
-        self, kind: Kind, lane: Lane, *, step: int, **work: Unpack[IntervalFacts]
+        self, kind: Kind, lane: Lane, *, step: int, **work: "Unpack[IntervalFacts]"
     ) -> Iterator[dict[str, str | int | float | bool]]:
         """Record the body as an interval; yields the `detail` to fill."""
         opened = self.begin(kind, lane, step=step, **work)

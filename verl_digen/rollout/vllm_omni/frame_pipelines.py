@@ -16,8 +16,6 @@ replica's. While a recorded request runs, its condition replaces the image that 
 Both libraries step a given first frame of TI2V-5B with the others and overwrite it; here it is not sampled.
 """
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from functools import cached_property
 from typing import Any
@@ -55,7 +53,7 @@ def cached_items(added: Condition, dtype: torch.dtype) -> list[tuple[str, Tensor
     return [(name, tensor.to(dtype)) for name, tensor in added.items()]
 
 
-def recorded_inputs(recording: WanImageRecording | HunyuanVideo15ImageRecording) -> Any:
+def recorded_inputs(recording: "WanImageRecording | HunyuanVideo15ImageRecording") -> Any:
     """Inputs of the network from the images of running requests, see `image_inputs` of the model file."""
     schedule, model = recording._schedule, recording._model
     assert schedule is not None

@@ -13,8 +13,6 @@ latents, as in the model file, and take one step of the project's SDE.
 | its guidance has other defaults, such as 7 for the sound | one scale for both, the other guidance is off |
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -46,7 +44,7 @@ class VelocityGuidance(LTXGuidanceExecutor):
     """vLLM-Omni's passes of the network; while recorded requests run, their velocities are combined in fp32.
     `pipeline`: the recording pipeline."""
 
-    def __init__(self, pipeline: LTX2Recording):
+    def __init__(self, pipeline: "LTX2Recording"):
         self._pipeline = pipeline
 
     def _guide_modality(self, sample: Tensor, splits: Any, sigma: Tensor, guidance: Any, **more: Any) -> Tensor:  # type: ignore[override]

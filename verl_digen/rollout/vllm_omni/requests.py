@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of a sample's request to vLLM-Omni's prompt and sampling parameters, and the records of weight updates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +24,7 @@ class RecordingOrder:
     latents_dtype: torch.dtype
     """Dtype of the latents between steps and in the record."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RecordingOrder:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RecordingOrder":
         """Itself: nothing changes an order, and vLLM-Omni copies a request's parameters when it begins."""
         return self
 

@@ -7,8 +7,6 @@ A `source` begins with `measured:` (by `digen simulate --run`, or docs/gpu_resul
 `sd3.5-medium` rests on a measured step, the others on none.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -76,7 +74,7 @@ class Profile:
     """Type of device that the seconds are for."""
     numbers: Numbers
 
-    def changed(self, **numbers: float) -> Profile:
+    def changed(self, **numbers: float) -> "Profile":
         """The profile with other numbers."""
         return replace(self, numbers=replace(self.numbers, **numbers))
 

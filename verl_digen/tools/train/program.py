@@ -9,8 +9,6 @@ run.sample(["a red circle"], step=run.best)[0].show()
 run.export(format="peft")                             # the folder that was written
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +43,7 @@ class Picture:
     """A PNG; of a video its filmstrip."""
 
     @property
-    def image(self) -> Image:
+    def image(self) -> "Image":
         """The picture."""
         from PIL import Image
 
@@ -74,7 +72,7 @@ class Run:
         return line_of(self.folder.resolve().name, self.folder)
 
     @property
-    def metrics(self) -> DataFrame:
+    def metrics(self) -> "DataFrame":
         """A row per step, a column per metric (docs/metrics.md); NaN where a step has none."""
         from pandas import DataFrame
 
@@ -125,7 +123,7 @@ class Run:
         step: int | None = None,
         policy: str = "current",
         **changes: Any,
-    ) -> list[Image]:
+    ) -> "list[Image]":
         """Draw `num` pictures of each prompt in this process, as `digen sample` does; of a video its filmstrip. `step`:
         of the checkpoint, the newest one by default; `changes`: `seed`, `num_steps` and `size_px`."""
         import verl  # noqa: F401 - loads the plugin, and with it the classes that a config names
