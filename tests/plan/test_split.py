@@ -182,6 +182,13 @@ def test_seconds_of_two_types_are_each_of_its_own():
     assert two.generating_s == pytest.approx(one.generating_s * PEAK_TFLOPS["H800"] / PEAK_TFLOPS["A100"])
 
 
+def test_a_split_is_proposed_where_one_pool_does_not_fit():
+    found = replace(plan_split(make_run(), H800, None, MFU), together_s=None, together="")
+    said = split_lines(found, "WORDS")
+    assert found.is_proposed and said[0].endswith("not measured: one pool does not fit")
+    assert said[1].startswith(f"  best split: {found.best.split.trainer} train") and said[2] == "    WORDS"
+
+
 def test_it_says_so_where_in_turns_is_faster():
     (first, *rest) = split_lines(plan_split(two_pools(1, 15), H800, None, MFU), "WORDS")
     assert "1xH800 + 15xH800 takes" in first and "16xH800 together, in turns" in first

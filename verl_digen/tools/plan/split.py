@@ -134,7 +134,8 @@ class SplitPlan:
 
     @property
     def is_proposed(self) -> bool:
-        return self.gain is not None and self.gain >= WORTH_CHANGING
+        """True if the best split is faster by enough, or one pool, as it is configured, does not fit."""
+        return self.best is not None and (self.gain is None or self.gain >= WORTH_CHANGING)
 
     @property
     def overrides(self) -> list[str]:
@@ -254,6 +255,8 @@ def split_lines(plan: SplitPlan, words: str) -> list[str]:
     ways = [] if plan.given is None else [f"{plan.given} takes {plan.given_s:.1f} s a step"]
     if plan.together_s is not None:
         ways.append(f"{plan.together}, in turns, {plan.together_s:.1f} s")
+    elif plan.given is None:
+        ways.append("one pool does not fit")
     lines = [f"simulated on these seconds, not measured: {'; '.join(ways)}"]
     known = [seconds for seconds in (plan.given_s, plan.best_s) if seconds is not None]
     if plan.given is not None and plan.together_s is not None and plan.together_s * WORTH_CHANGING <= min(known):
