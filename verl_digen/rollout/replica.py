@@ -71,7 +71,6 @@ class DiffusersReplica(PlacedReplica):
                 num_threads=num_threads if platform.device_name == "cpu" else 0,
             )
         )
-        await server.ready.remote()
         await self.require_devices(await server.visible_devices.remote())
         self.servers = [server]
         self._server_handle = server
