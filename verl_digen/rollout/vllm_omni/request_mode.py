@@ -3,8 +3,7 @@
 
     forward          encodes each prompt separately, passes conditions and initial noise to the pipeline's own
                      `forward`, which denoises a static batch of requests from first step to last; then the records
-    scheduler        replaced by ours meanwhile: the model file's sigmas, and ONE `sde_step` per step for all requests
-                     (`RecordedSchedule`)
+    scheduler        replaced by ours meanwhile: the model file's sigmas, and the project's steps (`RecordedSchedule`)
 
 - Requests whose groups share the steps before a window (`recorder.py`) run from there, in one call per start.
 - Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ. An
