@@ -31,7 +31,7 @@ BARRIER = frozenset({"commit_weights"})
 """Worker methods that change the weights that trajectories are generated with."""
 
 
-ASIDE = frozenset({"begin_update", "seal_weights", "encode", "prompt_cache_stats", "device_name"})
+ASIDE = frozenset({"begin_update", "seal_weights", "encode", "state"})
 """Worker methods that do not change anything a running batch reads."""
 
 

@@ -2,7 +2,7 @@
 """Recording mixin for vLLM-Omni pipelines with step execution: steps with the project's SDE and records the path.
 
     prepare_encode   the pipeline's own, then: initial noise from the sample's seed, schedule, copies of the conditions
-    denoise_step     the pipeline's own velocity for all requests in the batch, then one `denoise_step` per kind of sampling
+    denoise_step     the pipeline's own velocity for all requests in the batch, then one step per kind of sampling
     step_scheduler   uses the latents of that step
     post_decode      the pipeline's own pixels, of several requests that end at once together, plus the trajectory
 
