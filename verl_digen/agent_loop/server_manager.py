@@ -200,16 +200,8 @@ class DiffusionServerManager(LLMServerManager):
     def adopt(cls, manager: LLMServerManager, *, keeps_one_server: bool) -> DiffusionServerManager:
         """Take over the replicas that verl's trainer launched through `manager`. `keeps_one_server`: one server that is
         never replaced needs no balancer, whose process would import verl to count to one."""
-        adopted = cls(
-            manager.config,
-            worker_group=manager.worker_group,
-            rollout_resource_pool=manager.rollout_resource_pool,
-            start_rank=manager.start_rank,
-        )
-        adopted.rollout_replicas = manager.rollout_replicas
-        adopted.server_handles = manager.server_handles
-        adopted.server_addresses = manager.server_addresses
-        adopted.global_load_balancer = manager.global_load_balancer
+        adopted = cls.__new__(cls)
+        vars(adopted).update(vars(manager))
         if keeps_one_server:
             ray.kill(manager.global_load_balancer)
             adopted.global_load_balancer = None
