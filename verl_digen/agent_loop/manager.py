@@ -83,13 +83,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self._environments = environment_pool(self.llm_client.environments, self.digen.deadlines) if is_played else None
         self._run_dir = Path(self.config.trainer.default_local_dir)
         self._group_pictures = GroupPictures(self._run_dir)
-        self._chunks = ChunkRunner(
-            self._generate_for_chunk,
-            self._withdraw_from_chunk,
-            self._score_for_chunk,
-            self._publish_chunk,
-            on_settled=self._on_settled,
-        )
+        self._chunks = ChunkRunner(self)
 
     async def generate_sequences(self, batch: TensorDict | DataProto) -> DataProto | None:
         """Generate samples in one of verl's two forms.
@@ -284,29 +278,35 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         edits = environment_class(self.digen.environment).edits
         return EnvironmentAgentLoop(client, self._environments, edits=edits)
 
-    async def _generate_for_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> Generation | Episode:
-        return await self._generate(client, order.row, index, order.step, validate=False)
-
     def _burst_of(self, order: ChunkOrder) -> Burst | None:
         """All samples of a chunk reach the replica together; None with an environment or a custom agent loop."""
         is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
         return Burst(str(order.chunk_id), len(order.samples)) if is_single else None
 
-    async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, client: ServerClient) -> None:
+    # -- samples of a chunk, called by its runner ----------------------------------------------------------
+    async def generate_sample(self, order: ChunkOrder, index: int, client: ServerClient) -> Generation | Episode:
+        """Generate a sample on the replica of `client`."""
+        return await self._generate(client, order.row, index, order.step, validate=False)
+
+    async def withdraw_sample(self, order: ChunkOrder, index: int, client: ServerClient) -> None:
+        """Cancel a sample on the replica."""
         try:
             await client.server.abort_request.remote(request_id(order.uid, index))
         except RayActorError:
             logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
 
-    async def _score_for_chunk(self, order: ChunkOrder, generation: Generation | Episode) -> ScoredSample:
+    async def score_sample(self, order: ChunkOrder, generation: Generation | Episode) -> ScoredSample:
+        """Score a generated sample."""
         return await self._finish(generation, order.row, order.step, validate=False)
 
-    def _on_settled(self, order: ChunkOrder) -> None:
-        self._rewards.settled(order.uid, order.samples)
-
-    async def _publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
+    async def publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
+        """Put the samples' rows into TransferQueue for the trainer ranks -> their tags."""
         await self._publish_rows(list(scored.values()), order.step)
         return {index: sample.tag for index, sample in scored.items()}
+
+    def on_settled(self, order: ChunkOrder) -> None:
+        """Forget failures: every sample of the chunk has its outcome, or it is discarded."""
+        self._rewards.settled(order.uid, order.samples)
 
 
 DiffusionAgentLoopWorkerBase = DiffusionAgentLoopWorker
