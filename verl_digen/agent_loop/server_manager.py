@@ -170,6 +170,18 @@ class ServerClient:
         return [found[one.samples][one.place] if isinstance(one, Stored) else one for one in answers]
 
 
+class WithConditions:
+    """Client whose samples all carry their prompts' conditions; in a run one sample of each group does."""
+
+    def __init__(self, client: DiffusionServerClient):
+        self.digen = client.digen
+        self._client = client
+
+    async def generate_sample(self, request: SampleRequest) -> Generation:
+        """Generate one sample by the client."""
+        return await self._client.generate_sample(replace(request, wants_condition=True))
+
+
 class AsyncDiffusionServerManager(DiffusionServerClient):
     """The RFC's client over given replicas, with verl's balancer in this process: the least-loaded replica, and the
     same one again for a `request_id`, as long as it is among the `max_cache_size` last used. verl's class of that kind
