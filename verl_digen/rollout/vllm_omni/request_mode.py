@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
 from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.diffusion.request import OmniDiffusionRequest
@@ -36,7 +35,7 @@ from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptCheck
 from verl_digen.models.text import only_text
 from verl_digen.rollout.vllm_omni.recorder import Recording, RecordingPipeline, take_steps
-from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
+from verl_digen.rollout.vllm_omni.requests import ORDER
 from verl_digen.types import Condition, Sampling, move_condition
 
 
@@ -197,25 +196,21 @@ class RequestRecordingMixin(RecordingPipeline):
 
     def _begin_or_refuse(self, params: OmniDiffusionSamplingParams) -> Recording | DiffusionOutput:
         """Begin a recording -> it, or the error output if the encoder refuses the prompt."""
+        start_s, order = time.time(), params.extra_args[ORDER]
+        request, sampling = order.request, order.request.sampling
         try:
-            return self._begin(params.extra_args[ORDER], params.lora_request)
+            return self.begin_recording(
+                order,
+                shape=self._model.latent_shape(sampling.geometry),
+                sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
+                device=get_local_device(),
+                condition=self._encode(request.inputs),
+                negative_condition=self._encode(request.negative_inputs) if sampling.is_guided else None,
+                start_s=start_s,
+                adapter=params.lora_request,
+            )
         except ValueError as error:
             return DiffusionOutput.from_exception(error)
-
-    def _begin(self, order: RecordingOrder, adapter: LoRARequest | None) -> Recording:
-        start_s = time.time()
-        request = order.request
-        sampling = request.sampling
-        return self.begin_recording(
-            order,
-            shape=self._model.latent_shape(sampling.geometry),
-            sigmas=self._model.sigmas(sampling.num_steps, sampling.geometry),
-            device=get_local_device(),
-            condition=self._encode(request.inputs),
-            negative_condition=self._encode(request.negative_inputs) if sampling.is_guided else None,
-            start_s=start_s,
-            adapter=adapter,
-        )
 
     def _encode(self, inputs: PromptInputs) -> Condition:
         with self._encoding:
