@@ -45,6 +45,11 @@ class Fp8Layers:
         """Layers that multiply in fp8."""
         self._copies: list[tuple[Tensor, Tensor]] = []
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all copies, once they are made; scales left out."""
+        return sum(layer.weight.numel() for layer in self.layers)
+
     def clear(self) -> None:
         """Free the copies; the next use makes new ones. Call it when weights change, or leave the device."""
         self._copies = []
@@ -85,7 +90,7 @@ def require_fp8(layers: Fp8Layers, device: torch.device) -> None:
     logger.info(
         "outside the window %d linear layers multiply in fp8; copies of %.2f GB",
         len(layers.layers),
-        sum(layer.weight.numel() for layer in layers.layers) / 1e9,
+        layers.num_bytes / 1e9,
     )
 
 
