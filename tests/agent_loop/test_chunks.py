@@ -2,6 +2,7 @@
 """Chunks with fake functions for replicas, reward workers and TransferQueue."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError
@@ -12,6 +13,16 @@ from verl_digen.errors import RunStopped
 from verl_digen.types import PromptRow
 
 ORDER = ChunkOrder(chunk_id=7, samples=(0, 1, 2), row=PromptRow("a cat", "test", None, uid="p0"), step=1)
+
+
+async def withdraw(order, index, server):
+    raise AssertionError("nobody withdrew anything")
+
+
+def runner_of(generate=None, withdraw=withdraw, score=None, publish=None, on_settled=lambda order: None):
+    """A runner of a worker with these methods."""
+    named = {"generate_sample": generate, "withdraw_sample": withdraw, "score_sample": score}
+    return ChunkRunner(SimpleNamespace(**named, publish_chunk=publish, on_settled=on_settled))
 
 
 def run_chunk(*, generating=None, scoring=None):
@@ -40,12 +51,8 @@ def run_chunk(*, generating=None, scoring=None):
         generated = await runner.generate(ORDER, "server")
         return generated, None if generated.is_slot_lost else await runner.collect(ORDER.chunk_id)
 
-    runner = ChunkRunner(generate, withdraw, score, publish)
+    runner = runner_of(generate, score=score, publish=publish)
     return *asyncio.run(run()), published, runner
-
-
-async def withdraw(order, index, server):
-    raise AssertionError("nobody withdrew anything")
 
 
 async def test_a_cancelled_chunk_tells_its_replica_and_ends_with_failures_also_where_it_waits_for_an_environment():
@@ -57,7 +64,7 @@ async def test_a_cancelled_chunk_tells_its_replica_and_ends_with_failures_also_w
     async def withdraw(order, index, server):
         withdrawn.append((order.uid, index, server))
 
-    runner = ChunkRunner(generate, withdraw, None, None)
+    runner = runner_of(generate, withdraw)
     waiting = asyncio.ensure_future(runner.generate(ORDER, "server"))
     await asyncio.sleep(0)
     await runner.cancel(ORDER.chunk_id)
@@ -76,7 +83,7 @@ async def test_a_cancelled_chunk_does_not_wait_for_scores_that_wait_for_samples_
     async def score(order, index):
         await asyncio.Event().wait()  # for the others of its group
 
-    runner = ChunkRunner(generate, withdraw, score, None)
+    runner = runner_of(generate, score=score)
     await runner.generate(ORDER, "server")
     collected = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
     await asyncio.sleep(0)
@@ -92,7 +99,7 @@ async def test_samples_that_somebody_else_generated_are_scored_and_published_too
     async def publish(order, scored):
         return {index: make_tag(reward) for index, reward in scored.items()}
 
-    runner = ChunkRunner(None, withdraw, score, publish)
+    runner = runner_of(score=score, publish=publish)
     adopted = runner.adopt(ORDER, {0: 0, 2: 2}, "the encoder refused")
     scored = await runner.collect(ORDER.chunk_id)
     assert adopted.failures == {1: "the encoder refused"}
@@ -132,7 +139,7 @@ async def test_of_a_discarded_chunk_nothing_is_scored_or_published_from_then_on(
         scored.append(index)
         await asyncio.Event().wait()
 
-    runner = ChunkRunner(generate, withdraw, score, None)
+    runner = runner_of(generate, score=score)
     generating = asyncio.ensure_future(runner.generate(ORDER, "server"))
     first.set()
     while not scored:
@@ -153,7 +160,7 @@ async def test_a_chunk_discarded_while_it_is_collected_is_not_published():
     async def publish(order, scored):
         raise AssertionError("published")
 
-    runner = ChunkRunner(None, withdraw, score, publish)
+    runner = runner_of(score=score, publish=publish)
     runner.adopt(ORDER, {0: 0})
     collecting = asyncio.ensure_future(runner.collect(ORDER.chunk_id))
     await asyncio.sleep(0)
@@ -169,7 +176,7 @@ async def test_a_chunk_is_settled_once_its_outcome_is_there_or_it_is_discarded_a
         assert settled == []
         raise RuntimeError("no score")
 
-    runner = ChunkRunner(None, withdraw, score, None, on_settled=settled.append)
+    runner = runner_of(score=score, on_settled=settled.append)
     runner.adopt(ORDER, {0: 0, 1: 1})
     await runner.collect(ORDER.chunk_id)
     assert settled == [ORDER]

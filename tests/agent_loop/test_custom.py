@@ -50,7 +50,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(registered, name, prompt):
     order = ChunkOrder(chunk_id=1, samples=(2,), row=ROW, step=1)
     worker = make_worker(name, config=OmegaConf.create({"data": {}}))
-    found = asyncio.run(worker._generate_for_chunk(order, 2, ReplicaClient(Server(), worker.digen)))
+    found = asyncio.run(worker.generate_sample(order, 2, ReplicaClient(Server(), worker.digen)))
     assert found == ("g0", 2, prompt)
 
 

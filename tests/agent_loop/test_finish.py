@@ -69,7 +69,7 @@ def test_the_samples_of_a_chunk_come_in_one_call_and_say_how_many_they_are(is_si
         worker._make_loop = partial(make_agent_loop, SINGLE_TURN, worker)
         worker._environments = object()
 
-    worker._chunks = ChunkRunner(worker._generate_for_chunk, *[Any] * 3)
+    worker._chunks = ChunkRunner(worker)
     failed = asyncio.run(worker.generate_chunk(order, server)).failures
     expected = Burst("7", 3) if is_single else None
     (requests,) = server.requests

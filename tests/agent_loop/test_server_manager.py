@@ -195,11 +195,7 @@ def test_one_server_that_is_never_replaced_has_no_process_that_balances(monkeypa
     killed: list[Any] = []
     monkeypatch.setattr(ray, "kill", killed.append)
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "trainer", "nnodes": 1}, "model": {}}})
-    config.actor_rollout_ref.rollout.disaggregation = {"enabled": False}
-    given: Any = SimpleNamespace(config=config, worker_group=object(), rollout_resource_pool=None, start_rank=0)
-    given.rollout_replicas, given.server_handles, given.server_addresses = [], ["server"], ["address"]
-    given.global_load_balancer = "balancer"
-    monkeypatch.setattr("verl.workers.rollout.llm_server.get_rollout_replica_class", lambda *args, **kwargs: object)
+    given: Any = SimpleNamespace(config=config, server_handles=["server"], global_load_balancer="balancer")
     client: Any = DiffusionServerManager.adopt(given, keeps_one_server=keeps_one_server).get_client()
     client = pickle.loads(cloudpickle.dumps(client))  # as it travels to agent loop workers
     if keeps_one_server:

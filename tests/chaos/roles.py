@@ -256,13 +256,7 @@ class Agent(DiffusionAgentLoopWorker):
         self.tokenizer = self.processor = self.hf_model_type = self.dataset_cls = None
         self._environments = None
         self._run_dir = Path("unused")
-        self._chunks = ChunkRunner(
-            self._generate_for_chunk,
-            self._withdraw_from_chunk,
-            self._score_for_chunk,
-            self._publish_chunk,
-            on_settled=self._on_settled,
-        )
+        self._chunks = ChunkRunner(self)
 
     async def validate(self, uid: str, step: int) -> None:
         """Generate and score one prompt of the validation set, in the background, as verl's `generate_sequences`."""

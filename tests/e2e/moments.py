@@ -92,11 +92,12 @@ def interfere(moments: Moments) -> None:
 def _interfere_with_replicas(moments: Moments) -> None:
     from verl_digen.rollout.server import DiffusersServer
 
-    ready, generate, activate = DiffusersServer.ready, DiffusersServer._generate, DiffusersServer.activate_weights
+    devices = DiffusersServer.visible_devices
+    generate, activate = DiffusersServer._generate, DiffusersServer.activate_weights
 
     async def note_start(self: Any) -> Any:
         (moments.run_dir / f"started_{os.getpid()}").touch()
-        return await ready(self)
+        return await devices(self)
 
     def signal_and_generate(self: Any, requests: Sequence[Any], should_stop: Callable[[], bool]) -> Any:
         moments.happen_beside_another("validation" if requests[0].uid.startswith("val") else "generation")
@@ -109,7 +110,7 @@ def _interfere_with_replicas(moments: Moments) -> None:
         moments.own_weights.touch()
         return activated
 
-    DiffusersServer.ready = note_start
+    DiffusersServer.visible_devices = note_start
     DiffusersServer._generate, DiffusersServer.activate_weights = signal_and_generate, signal_and_activate
 
 

@@ -58,7 +58,7 @@ def engine_of(path: Path, **options: Any) -> Any:
 
 async def drawn(server: TrainerServer, requests: Any, version: int = 3) -> list[Any]:
     """Samples that were asked for before the server had weights."""
-    asked = [asyncio.create_task(server.generate("id", [], {"request": one})) for one in requests]
+    asked = [asyncio.create_task(server._batcher.submit(one)) for one in requests]
     await asyncio.sleep(0)
     await server.activate(version)
     return await asyncio.gather(*asked)
@@ -114,7 +114,7 @@ async def test_a_prompt_that_the_encoder_refuses_fails_alone(one_rank, tiny_qwen
     monkeypatch.setattr(rank.generator._encoders.prompts, "_encode", refuse)
     server = server_of(rank)
     await server.activate(0)
-    asked = [server.generate("id", [], {"request": one}) for one in requests]
+    asked = [server._batcher.submit(one) for one in requests]
     first, second, third = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(second, ValueError) and str(second) == "too long"
     assert [one.trajectory.facts.uid for one in (first, third)] == ["p1", "p3"]
@@ -148,7 +148,7 @@ async def test_no_batch_runs_before_there_are_weights_and_while_the_ranks_train(
     server, request = server_of(ranks), make_requests()[0]
 
     def ask() -> asyncio.Task[Any]:
-        return asyncio.create_task(server.generate("id", [], {"request": request}))
+        return asyncio.create_task(server._batcher.submit(request))
 
     early = ask()
     await asyncio.sleep(0.05)
@@ -184,7 +184,7 @@ async def test_a_lost_rank_is_no_lost_replica():
     server = server_of(ranks)
     await server.activate(0)
     with pytest.raises(RuntimeError, match="a rank of the trainer was lost while it generated") as error:
-        await server.generate("id", [], {"request": make_requests()[0]})
+        await server._batcher.submit(make_requests()[0])
     assert not isinstance(error.value, RayError), "the sample cannot go to another replica"
 
 

@@ -76,7 +76,7 @@ def validated(run: SavedRun, sent: dict[str, Tensor], prompts: Path, folder: Pat
         made = []
         for first in range(0, len(asked), num):  # prompt by prompt, as the command draws them
             requests = asked[first : first + num]
-            made += await asyncio.gather(*[server.generate("id", [], {"request": request}) for request in requests])
+            made += await asyncio.gather(*[server._batcher.submit(request) for request in requests])
         return made
 
     for request, made in zip(asked, asyncio.run(generate()), strict=True):

@@ -125,7 +125,7 @@ def test_log_probs_are_of_the_frames_that_are_made(
 
 def test_a_replica_answers_with_the_whole_video(model: DiffusionModel, images: tuple[SourceImage, ...]) -> None:
     request = replace(request_of(model, images), wants_condition=True, wants_latents=True)
-    made = asyncio.run(make_server(Path(model.path)).generate("id", [], {"request": request}))
+    made = asyncio.run(make_server(Path(model.path))._batcher.submit(request))
     assert made.pixels.shape == (9, 32, 64, 3)
     given = made.condition["source"]
     torch.testing.assert_close(made.latents.final[:, :1], given.to(made.latents.final.dtype))

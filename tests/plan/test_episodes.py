@@ -57,7 +57,7 @@ class Client:
 
     async def generate_sample(self, request: SampleRequest) -> Any:
         self.requests.append(request)
-        return await self.server.generate("", [], {"request": request})
+        return await self.server._batcher.submit(request)
 
 
 def play(client: Client, folder: Path) -> list[Episode]:

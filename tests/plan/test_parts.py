@@ -18,7 +18,7 @@ from verl_digen.models import load_model
 from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.sampling.fp8 import Fp8Layers
-from verl_digen.sampling.requests import num_points, sample_request
+from verl_digen.sampling.requests import rows_per_group, sample_request
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.tools.plan.networks import count_parts, transformer_bytes
 from verl_digen.tools.plan.run import empty_condition, record_bytes
@@ -97,4 +97,4 @@ def test_a_record_is_as_large_as_a_real_one(tiny_qwen_image, digen, dtype):
         (made,), _ = sampler.sample([asked], conditions, None, version=0)
         latent_bytes = prod(model.latent_shape(asked.sampling.geometry)) * dtype.itemsize
         assert record_bytes(asked, latent_bytes) == sum(column.nbytes for column in made.record.columns().values())
-        assert num_points(digen) == len(made.record.sigmas)
+        assert rows_per_group(digen, 1) == len(made.record.sigmas)

@@ -47,7 +47,7 @@ def note_turns(networks: dict[str, Any], held: Callable[[Any], int], *, on_host:
 
 async def generate(server: DiffusersServer, asked: list[SampleRequest], text: str) -> list[Generation]:
     requests = [replace(one, inputs=PromptInputs(f"{one.uid} {text}")) for one in asked]
-    return await asyncio.gather(*[server.generate("", [], {"request": one}) for one in requests])
+    return await asyncio.gather(*[server._batcher.submit(one) for one in requests])
 
 
 async def serve(name: str, path: Path, encoders: str) -> tuple[list[Generation], list[str]]:

@@ -5,6 +5,7 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,8 @@ def takes(sample: float) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("device", [sample], indirect=True)
 
 
-def fitting(most: int = 64) -> Fitting:
-    return Fitting(measures=True, most=most)
+def fitting() -> Fitting:
+    return Fitting(True, torch.device("meta"))
 
 
 @takes(6)
@@ -103,8 +104,9 @@ def test_two_samples_do_not_run_where_twice_the_first_does_not_fit(device: Devic
 
 
 @takes(0.1)
-def test_small_samples_have_a_most(device: Device):
-    fitting(most=5).make("a", range(12), device.make)
+def test_small_samples_have_a_most(device: Device, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fitting_module, "_Kind", partial(fitting_module._Kind, most=5))
+    fitting().make("a", range(12), device.make)
     assert device.sizes == [1, 2, 5, 4]
 
 
@@ -129,7 +131,7 @@ def test_one_sample_that_does_not_fit_is_an_error(device: Device):
 
 @takes(6)
 def test_nothing_is_measured_where_memory_does_not_limit(device: Device):
-    fits = Fitting(measures=False, most=64)
+    fits = Fitting(False, torch.device("meta"))
     assert fits.make("a", range(9), device.make) == [tuple(range(9))] and fits.size is None
 
 
@@ -140,7 +142,7 @@ def test_memory_is_measured_on_one_accelerator_with_auto_alone():
         "a number": (RolloutConfig(max_batch_size=8), accelerator),
         "a CPU": (auto, torch.device("cpu")),
     }
-    measures = {way: Fitting.of(*given)._measures for way, given in ways.items()}
+    measures = {way: Fitting(config.fits_batches, device)._measures for way, (config, device) in ways.items()}
     assert [way for way, does in measures.items() if does] == ["auto"]
 
 

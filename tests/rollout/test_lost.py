@@ -2,9 +2,11 @@
 """A trainer rank's handle of a replica that is out of reach, dies, and is replaced, in virtual time."""
 
 import os
+from types import SimpleNamespace
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from verl.workers.rollout.replica import RolloutMode
 
 from tests.chaos.loop import run_in_virtual_time
 from verl_digen.rollout.birth import cpu_threads, drop_launcher_variables
@@ -78,10 +80,13 @@ def test_a_dead_server_is_not_asked_again_until_another_one_has_its_name(monkeyp
 
 def test_replicas_share_the_cores_with_those_that_compute_at_the_same_time(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
-    assert cpu_threads(num_neighbours=2, num_devices=2, is_standalone=True) == 4
-    assert cpu_threads(num_neighbours=0, num_devices=1, is_standalone=False) == 16, "taking turns with the trainer"
-    assert cpu_threads(num_neighbours=2, num_devices=4, is_standalone=False) == 4, "replicas work at the same time"
-    assert cpu_threads(num_neighbours=16, num_devices=16, is_standalone=True) == 1
+    standalone, hybrid = RolloutMode.STANDALONE, RolloutMode.HYBRID
+    assert cpu_threads(2, 2, standalone) == 4
+    assert cpu_threads(0, 1, hybrid) == 16, "taking turns with the trainer"
+    assert cpu_threads(2, 4, hybrid) == 4, "replicas work at the same time"
+    assert cpu_threads(16, 16, standalone) == 1
+    monkeypatch.setattr("verl_digen.rollout.birth.get_platform", lambda: SimpleNamespace(device_name="cuda"))
+    assert cpu_threads(2, 2, standalone) == 0, "an accelerator computes: torch's default"
 
 
 def test_a_replica_drops_the_process_group_of_the_job_that_started_ray(monkeypatch):

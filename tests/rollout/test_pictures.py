@@ -20,7 +20,7 @@ from verl_digen.data.prompts import read_prompts
 from verl_digen.data.rows import loop_columns, loop_row
 from verl_digen.models import load_model
 from verl_digen.models.pixels import fitted
-from verl_digen.sampling.requests import condition_key, num_points, sample_request
+from verl_digen.sampling.requests import condition_key, rows_per_group, sample_request
 from verl_digen.sampling.sampler import Sampler
 from verl_digen.types import CleanRecord
 
@@ -62,7 +62,7 @@ def test_the_samples_of_a_group_are_the_two_pictures_under_one_noise_level(rows)
         ]
         assert chosen.noise_levels == rejected.noise_levels and len(chosen.noise_levels.steps) == 2
         assert chosen.condition_key == condition_key(DIGEN, row)
-    assert num_points(DIGEN) == 2
+    assert rows_per_group(DIGEN, 1) == 2
     assert [request.picture for request in ask(rows, validate=True)] == [None] * 6
     other = replace(DIGEN, loss={"name": "online_dpo"})
     assert sample_request(other, rows[0], 1, step=0, validate=False).picture is None

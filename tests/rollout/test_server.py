@@ -76,7 +76,7 @@ def weights_of(server, factor=1.0):
 
 
 async def ask(server, requests, **how):
-    return await asyncio.gather(*[server.generate("id", [], {"request": asked}) for asked in requests], **how)
+    return await asyncio.gather(*[server._batcher.submit(asked) for asked in requests], **how)
 
 
 def generate(server, requests, **how):
@@ -229,7 +229,7 @@ async def test_after_a_refused_update_the_old_weights_serve_if_it_was_staged(tin
         with pytest.raises(RuntimeError, match=name):
             await server.seal_update(manifest)
         await server.resume_generation()
-        return (await server.generate("id", [], {"request": make_requests()[0]})).trajectory
+        return (await server._batcher.submit(make_requests()[0])).trajectory
 
     after = await refused(is_live=False)
     assert torch.equal(before.trajectory.record.latents, after.record.latents) and after.facts.version == 0
@@ -283,9 +283,9 @@ def test_later_batches_of_a_group_begin_at_its_window_under_the_weights_that_ser
     other = weights_of(server, 1.1)
 
     async def run():
-        before = [await server.generate("id", [], {"request": asked}) for asked in late_windows()]
+        before = [await server._batcher.submit(asked) for asked in late_windows()]
         await update(server, other, 0)
-        return before, [await server.generate("id", [], {"request": asked}) for asked in late_windows()]
+        return before, [await server._batcher.submit(asked) for asked in late_windows()]
 
     before, after = asyncio.run(run())
     for batches in (before, after):
@@ -294,7 +294,7 @@ def test_later_batches_of_a_group_begin_at_its_window_under_the_weights_that_ser
     assert_bitwise(before, alone)
     fresh = make_server(tiny_qwen_image, max_batch_size=1)
     asyncio.run(update(fresh, other, 0))
-    assert_bitwise(after[:1], [asyncio.run(fresh.generate("id", [], {"request": late_windows()[0]}))])
+    assert_bitwise(after[:1], [asyncio.run(fresh._batcher.submit(late_windows()[0]))])
     assert not torch.equal(after[0].trajectory.record.latents, before[0].trajectory.record.latents)
 
 

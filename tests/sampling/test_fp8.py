@@ -63,7 +63,9 @@ def test_a_layer_multiplies_the_dequantised_factors(has_bias):
     network, tokens = Network().requires_grad_(False), torch.randn(2, 5, 48) * torch.logspace(-3, 3, 5)[:, None]
     exact = [network.block.layer(tokens), network.block.odd(tokens), network.head(tokens)]
     layers = Fp8Layers(network)
-    assert (layers.num_layers, layers.num_bytes) == (1, 48 * 32), "of a block, and of sizes that kernels take"
+    assert (layers.layers, layers.num_bytes) == ([network.block.layer], 48 * 32), (
+        "of a block, and of sizes that kernels take"
+    )
     with layers.active():
         found = [network.block.layer(tokens), network.block.odd(tokens), network.head(tokens)]
     expected = dequantised(tokens.reshape(-1, 48)) @ dequantised(network.block.layer.weight).T

@@ -11,7 +11,7 @@ from verl_digen.algorithms.tree import BranchesConfig, Tree
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig, digen_config
 from verl_digen.sampling.recording import initial_seed
-from verl_digen.sampling.requests import batch_rules, num_points, rows_per_group, sample_request
+from verl_digen.sampling.requests import batch_rules, rows_per_group, sample_request
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
 from verl_digen.schedulers.types import Fragment
@@ -56,7 +56,7 @@ def test_a_request_for_forward_points_has_its_groups_noise_levels_and_no_stochas
     ],
 )
 def test_every_group_has_as_many_points_as_planners_count(digen, expected):
-    assert num_points(digen) == expected and rows_per_group(digen, 8) == 8 * expected
+    assert rows_per_group(digen, 8) == 8 * expected
     for uid in ("p1", "p2", "p3"):
         request = ask(digen, uid)
         levels = request.noise_levels

@@ -10,10 +10,10 @@ from verl.utils.config import omega_conf_to_dataclass
 from tests.models.cases import draw_image
 from tests.tiny_models import build_tiny
 from tests.vllm_omni.conftest import compose_actor_rollout, compose_config
-from verl_digen.models import load_model
+from verl_digen.models import MODELS, load_model, model_class
 from verl_digen.preflight.pools import check_vllm_omni
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.rollout.vllm_omni.settings import require_served, served_pipelines
+from verl_digen.rollout.vllm_omni.settings import require_served
 from verl_digen.sampling.requests import inputs_of
 from verl_digen.types import Geometry
 
@@ -61,7 +61,8 @@ def test_every_pipeline_that_is_served_has_its_recorder_and_vllm_omni_has_it():
     from verl_digen.rollout.vllm_omni.pipeline import recording_class
     from verl_digen.rollout.vllm_omni.recorder import RecordingPipeline
 
-    for name in served_pipelines():
+    served = [name for name in MODELS if model_class(name).spec.vllm_omni is not None]
+    for name in served:
         assert require_served(name).pipeline in DiffusionModelRegistry.models
         assert issubclass(recording_class(name), RecordingPipeline)
 

@@ -9,18 +9,15 @@ generation. Bound: the driver has at most one chunk per slot in generation, and 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ray.exceptions import RayActorError
 
 from verl_digen.errors import RunStopped, describe
 from verl_digen.schedulers.types import Chunk
 from verl_digen.types import GroupTags, PromptRow
-
-Generated = TypeVar("Generated")
-Scored = TypeVar("Scored")
 
 
 @dataclass(frozen=True)
@@ -60,38 +57,30 @@ class ScoredChunk:
     """Sample index -> why it was not scored."""
 
 
-@dataclass
-class ChunkRunner(Generic[Generated, Scored]):
-    """Chunks of one worker. Generating, scoring and publishing are callables, so that this class needs no actors.
+class ChunkRunner:
+    """Chunks of one `worker`, which generates, withdraws, scores and publishes their samples.
 
     Example:
-        runner = ChunkRunner(generate, withdraw, score, publish)
+        runner = ChunkRunner(worker)
         await runner.generate(order, client)    # GeneratedChunk(failures={}, is_slot_lost=False)
         await runner.collect(order.chunk_id)    # ScoredChunk(tags={0: {...}, 1: {...}}, failures={})
     """
 
-    generate_sample: Callable[[ChunkOrder, int, Any], Awaitable[Generated]]
-    """(order, sample index, client of the replica) -> the sample."""
-    withdraw_sample: Callable[[ChunkOrder, int, Any], Awaitable[None]]
-    """(order, sample index, client): cancels the sample on the replica."""
-    score_sample: Callable[[ChunkOrder, Generated], Coroutine[Any, Any, Scored]]
-    publish: Callable[[ChunkOrder, Mapping[int, Scored]], Awaitable[GroupTags]]
-    """Puts the samples' rows into TransferQueue for the trainer ranks -> their tags."""
-    on_settled: Callable[[ChunkOrder], None] = lambda order: None
-    """Called when every sample of a chunk has its outcome, or the chunk is discarded."""
-    _generating: dict[int, tuple[ChunkOrder, Any, Sequence[asyncio.Task[None]]]] = field(default_factory=dict)
-    """Chunk id -> its order, the replica's client, and a task per sample."""
-    _scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Scored]]]] = field(default_factory=dict)
+    def __init__(self, worker: Any):
+        self._worker = worker
+        self._generating: dict[int, tuple[ChunkOrder, Any, Sequence[asyncio.Task[None]]]] = {}
+        """Chunk id -> its order, the replica's client, and a task per sample."""
+        self._scoring: dict[int, tuple[ChunkOrder, dict[int, asyncio.Task[Any]]]] = {}
 
     async def generate(self, order: ChunkOrder, client: Any) -> GeneratedChunk:
         """Generate the samples of `order` concurrently by `client`; each is scored as soon as it is generated."""
-        scoring: dict[int, asyncio.Task[Scored]] = {}
+        scoring: dict[int, asyncio.Task[Any]] = {}
         self._scoring[order.chunk_id] = order, scoring
 
         async def run(index: int) -> None:
-            generated = await self.generate_sample(order, index, client)
+            generated = await self._worker.generate_sample(order, index, client)
             if order.chunk_id in self._scoring:  # else discarded
-                scoring[index] = asyncio.create_task(self.score_sample(order, generated))
+                scoring[index] = asyncio.create_task(self._worker.score_sample(order, generated))
 
         tasks = [asyncio.create_task(run(index)) for index in order.samples]
         self._generating[order.chunk_id] = order, client, tasks
@@ -114,7 +103,7 @@ class ChunkRunner(Generic[Generated, Scored]):
         more."""
         if chunk_id in self._generating:
             order, client, tasks = self._generating[chunk_id]
-            await asyncio.gather(*(self.withdraw_sample(order, index, client) for index in order.samples))
+            await asyncio.gather(*(self._worker.withdraw_sample(order, index, client) for index in order.samples))
             for task in tasks:
                 task.cancel()
         elif chunk_id in self._scoring:
@@ -127,11 +116,13 @@ class ChunkRunner(Generic[Generated, Scored]):
         for task in scoring.values():
             task.cancel()
         if order is not None:
-            self.on_settled(order)
+            self._worker.on_settled(order)
 
-    def adopt(self, order: ChunkOrder, generated: Mapping[int, Generated], failure: str = "") -> GeneratedChunk:
+    def adopt(self, order: ChunkOrder, generated: Mapping[int, Any], failure: str = "") -> GeneratedChunk:
         """Take samples of `order` that were generated elsewhere, and score them; `failure`: why others are missing."""
-        scoring = {index: asyncio.create_task(self.score_sample(order, sample)) for index, sample in generated.items()}
+        scoring = {
+            index: asyncio.create_task(self._worker.score_sample(order, sample)) for index, sample in generated.items()
+        }
         self._scoring[order.chunk_id] = order, scoring
         missing = [index for index in order.samples if index not in generated]
         return GeneratedChunk(dict.fromkeys(missing, failure), is_slot_lost=False)
@@ -142,9 +133,9 @@ class ChunkRunner(Generic[Generated, Scored]):
         order, scoring = self._scoring[chunk_id]
         outcomes = await asyncio.gather(*scoring.values(), return_exceptions=True)
         del self._scoring[chunk_id]
-        self.on_settled(order)
+        self._worker.on_settled(order)
         _raise_stop(outcomes)
-        scored: dict[int, Scored] = {}
+        scored: dict[int, Any] = {}
         failures: dict[int, str] = {}
         for index, outcome in zip(scoring, outcomes, strict=True):
             if isinstance(outcome, BaseException):
@@ -153,7 +144,7 @@ class ChunkRunner(Generic[Generated, Scored]):
                 scored[index] = outcome
         if not scored:
             return ScoredChunk({}, failures)
-        return ScoredChunk(await self.publish(order, scored), failures)
+        return ScoredChunk(await self._worker.publish_chunk(order, scored), failures)
 
 
 def _reason(error: BaseException) -> str:

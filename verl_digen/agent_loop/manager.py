@@ -5,11 +5,11 @@ failed sample fails its group, whose status (`store.samples`) has the reason."""
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import ray
@@ -19,13 +19,12 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from verl_digen.agent_loop.batch import STEP, WithConditions, all_ended, generate_batch
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner, GeneratedChunk, ScoredChunk
 from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode
-from verl_digen.agent_loop.server_manager import ReplicaClient
+from verl_digen.agent_loop.server_manager import ReplicaClient, WithConditions
 from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import digen_config
-from verl_digen.data.rows import ROW, loop_columns
+from verl_digen.data.rows import ROW, dataproto_rows, is_validation, loop_columns, sample_indices
 from verl_digen.environments.built_in import environment_class
 from verl_digen.environments.episodes import environment_pool, start_environments
 from verl_digen.errors import describe
@@ -33,6 +32,7 @@ from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
 from verl_digen.reward.sample_rewards import SampleRewards
+from verl_digen.sampling.outputs import FinishedSample, to_dataproto
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
 from verl_digen.store.conditions import ConditionPair, put_condition
 from verl_digen.store.keys import TRAIN, VAL, SampleName, group_number, own_condition_key
@@ -51,6 +51,11 @@ from verl_digen.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+STEP = "global_steps"
+"""verl's name, in `meta_info` and in an agent loop's columns, of the optimizer step that samples are for."""
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -83,26 +88,53 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self._environments = environment_pool(self.llm_client.environments, self.digen.deadlines) if is_played else None
         self._run_dir = Path(self.config.trainer.default_local_dir)
         self._group_pictures = GroupPictures(self._run_dir)
-        self._chunks = ChunkRunner(
-            self._generate_for_chunk,
-            self._withdraw_from_chunk,
-            self._score_for_chunk,
-            self._publish_chunk,
-            on_settled=self._on_settled,
-        )
+        self._chunks = ChunkRunner(self)
 
     async def generate_sequences(self, batch: TensorDict | DataProto) -> DataProto | None:
         """Generate samples in one of verl's two forms.
 
         A TensorDict of prompts: their groups are begun, None is returned at once, and they go to TransferQueue when
-        they are finished. A DataProto of samples (`generate_batch`): the columns of `to_dataproto` once all are
+        they are finished. A DataProto of samples (`_generate_batch`): the columns of `to_dataproto` once all are
         finished, with `rm_scores` if the worker has handles of reward workers.
         """
         if not isinstance(batch, DataProto):
             return await super().generate_sequences(batch)
+        return await self._generate_batch(batch)
+
+    async def _generate_batch(self, batch: DataProto) -> DataProto:
+        """Generate a sample per row, in order; one that fails fails all, once all have ended.
+
+        `batch` has columns as in `data.rows.loop_row` and optionally `sample_index`. Its `meta_info` may have
+        `validate` (False without it), and `global_steps` (0 without it), which moves a MixGRPO window. ValueError: a
+        column is missing, or the run has an environment.
+        """
+        if self.digen.environment.is_on:
+            raise ValueError("digen.environment.name must be left out for a DataProto: an episode has several prompts")
+        rows, validate, step = dataproto_rows(batch), is_validation(batch), batch.meta_info.get(STEP, 0)
+        indices, sizes = sample_indices(rows, batch), Counter(row.uid for row in rows)
         rewards = None if self.reward_loop_worker_handles is None else self._rewards
-        generate = partial(self._generate, WithConditions(self.llm_client))
-        return await generate_batch(batch, self.digen, generate, rewards, self._score)
+        client = WithConditions(self.llm_client)
+
+        async def finish(row: PromptRow, index: int) -> FinishedSample:
+            try:
+                generation: Any = await self._generate(client, row, index, step, validate=validate)
+            except Exception as error:
+                if rewards is not None:
+                    rewards.fail(row.uid, index, describe(error))
+                raise
+            if rewards is None:
+                return FinishedSample.of(generation, row, None)
+            scored, _ = await self._score(generation, row, sizes[row.uid], validate=validate)
+            return FinishedSample.of(generation, row, scored.total)
+
+        tasks = [asyncio.create_task(finish(row, index)) for row, index in zip(rows, indices, strict=True)]
+        samples, failures = await all_ended(tasks)
+        if rewards is not None:
+            for uid in sizes:
+                rewards.settled(uid, indices)
+        if failures:
+            raise failures[0]
+        return to_dataproto(samples)
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -284,29 +316,35 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         edits = environment_class(self.digen.environment).edits
         return EnvironmentAgentLoop(client, self._environments, edits=edits)
 
-    async def _generate_for_chunk(self, order: ChunkOrder, index: int, client: ReplicaClient) -> Generation | Episode:
-        return await self._generate(client, order.row, index, order.step, validate=False)
-
     def _burst_of(self, order: ChunkOrder) -> Burst | None:
         """All samples of a chunk reach the replica together; None with an environment or a custom agent loop."""
         is_single = self.rollout_config.agent.default_agent_loop == SINGLE_TURN and self._environments is None
         return Burst(str(order.chunk_id), len(order.samples)) if is_single else None
 
-    async def _withdraw_from_chunk(self, order: ChunkOrder, index: int, client: ReplicaClient) -> None:
+    # -- samples of a chunk, called by its runner ----------------------------------------------------------
+    async def generate_sample(self, order: ChunkOrder, index: int, client: ReplicaClient) -> Generation | Episode:
+        """Generate a sample on the replica of `client`."""
+        return await self._generate(client, order.row, index, order.step, validate=False)
+
+    async def withdraw_sample(self, order: ChunkOrder, index: int, client: ReplicaClient) -> None:
+        """Cancel a sample on the replica."""
         try:
             await client.server.abort_request.remote(request_id(order.uid, index))
         except RayActorError:
             logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
 
-    async def _score_for_chunk(self, order: ChunkOrder, generation: Generation | Episode) -> ScoredSample:
+    async def score_sample(self, order: ChunkOrder, generation: Generation | Episode) -> ScoredSample:
+        """Score a generated sample."""
         return await self._finish(generation, order.row, order.step, validate=False)
 
-    def _on_settled(self, order: ChunkOrder) -> None:
-        self._rewards.settled(order.uid, order.samples)
-
-    async def _publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
+    async def publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:
+        """Put the samples' rows into TransferQueue for the trainer ranks -> their tags."""
         await self._publish_rows(list(scored.values()), order.step)
         return {index: sample.tag for index, sample in scored.items()}
+
+    def on_settled(self, order: ChunkOrder) -> None:
+        """Forget failures: every sample of the chunk has its outcome, or it is discarded."""
+        self._rewards.settled(order.uid, order.samples)
 
 
 DiffusionAgentLoopWorkerBase = DiffusionAgentLoopWorker
@@ -320,6 +358,14 @@ def noting(samples: Sequence[ScoredSample], num_failed: int) -> list[ScoredSampl
         return list(samples)
     episode = replace(first.tag.episode, num_failed=num_failed)
     return [replace(first, tag=replace(first.tag, episode=episode)), *others]
+
+
+async def all_ended(tasks: Sequence[asyncio.Task[Result]]) -> tuple[list[Result], list[BaseException]]:
+    """Wait until all tasks have ended -> results of those that succeeded, in order, and errors of those that failed."""
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    results = [one for one in ended if not isinstance(one, BaseException)]
+    errors = [one for one in ended if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError)]
+    return results, errors
 
 
 def _key(sample: ScoredSample) -> str:

@@ -170,6 +170,18 @@ class ReplicaClient:
         return [found[one.samples][one.place] if isinstance(one, Stored) else one for one in answers]
 
 
+class WithConditions:
+    """Client whose samples all carry their prompts' conditions; in a run one sample of each group does."""
+
+    def __init__(self, client: DiffusionServerClient):
+        self.digen = client.digen
+        self._client = client
+
+    async def generate_sample(self, request: SampleRequest) -> Generation:
+        """Generate one sample by the client."""
+        return await self._client.generate_sample(replace(request, wants_condition=True))
+
+
 class AsyncDiffusionServerManager(DiffusionServerClient):
     """The RFC's client over given replicas, with verl's balancer in this process: the least-loaded replica, and the
     same one again for a `request_id`, as long as it is among the `max_cache_size` last used. verl's class of that kind
@@ -200,16 +212,8 @@ class DiffusionServerManager(LLMServerManager):
     def adopt(cls, manager: LLMServerManager, *, keeps_one_server: bool) -> DiffusionServerManager:
         """Take over the replicas that verl's trainer launched through `manager`. `keeps_one_server`: one server that is
         never replaced needs no balancer, whose process would import verl to count to one."""
-        adopted = cls(
-            manager.config,
-            worker_group=manager.worker_group,
-            rollout_resource_pool=manager.rollout_resource_pool,
-            start_rank=manager.start_rank,
-        )
-        adopted.rollout_replicas = manager.rollout_replicas
-        adopted.server_handles = manager.server_handles
-        adopted.server_addresses = manager.server_addresses
-        adopted.global_load_balancer = manager.global_load_balancer
+        adopted = cls.__new__(cls)
+        vars(adopted).update(vars(manager))
         if keeps_one_server:
             ray.kill(manager.global_load_balancer)
             adopted.global_load_balancer = None

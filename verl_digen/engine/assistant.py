@@ -48,7 +48,7 @@ class Assistant:
         is_alone = dist.get_world_size() == 1  # and decides for itself how many forwards it takes
         self.decoder = engine.model.load_decoder(decoder_dtype, device)
         self.audio_decoder = engine.model.load_audio_decoder(decoder_dtype, device)
-        self.fitting = Fitting.of(rollout, device) if is_alone else Fitting(measures=False, most=rollout.batch_size)
+        self.fitting = Fitting(rollout.fits_batches and is_alone, device)
         self._sampler = _RankSampler(
             engine,
             # of several ranks `auto` is one forward: a tile of a row, both branches with gradients, fits

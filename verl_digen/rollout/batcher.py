@@ -252,17 +252,6 @@ class BatchingServer:
         """Run a batch -> its answers, for which the next batch does not wait."""
         raise NotImplementedError
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: list[int],
-        sampling_params: dict[str, Any],
-        image_data: list[Any] | None = None,
-        video_data: list[Any] | None = None,
-    ) -> Generation:
-        """Generate one sample. The request is `sampling_params["request"]`; the signature is verl's."""
-        return await self._batcher.submit(sampling_params["request"])
-
     async def generate_all(self, requests: Sequence[SampleRequest]) -> list[Any]:
         """Generate samples -> `outcomes`."""
         return await outcomes([self._batcher.submit(request) for request in requests])
@@ -289,7 +278,3 @@ class BatchingServer:
         """No-op: generation is profiled through verl's profiler of the trainer ranks."""
 
     stop_profile = start_profile
-
-    async def ready(self) -> bool:
-        """True once the constructor is done."""
-        return True

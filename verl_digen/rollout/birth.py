@@ -150,9 +150,11 @@ class PlacedReplica(RolloutReplica):
         require_same_devices(f"replica {self.replica_rank}", reserved, seen)
 
 
-def cpu_threads(*, num_neighbours: int, num_devices: int, is_standalone: bool) -> int:
-    """CPU threads per device of a replica, on a machine whose devices are its CPU's cores. `num_neighbours`: trainer
-    ranks on the node. `num_devices`: devices of the node's replicas. `is_standalone`: False where replicas and trainer
-    alternate; then the running replicas have all cores."""
-    num_sharing = num_devices + (num_neighbours if is_standalone else 0)
+def cpu_threads(num_neighbours: int, num_devices: int, mode: RolloutMode) -> int:
+    """CPU threads per device of a replica, on a machine whose devices are its CPU's cores; 0 on others: torch's
+    default. `num_neighbours`: trainer ranks on the node. `num_devices`: devices of the node's replicas. Where replicas
+    and trainer alternate, the running replicas have all cores."""
+    if get_platform().device_name != "cpu":
+        return 0
+    num_sharing = num_devices + (num_neighbours if mode == RolloutMode.STANDALONE else 0)
     return max(1, len(os.sched_getaffinity(0)) // num_sharing)

@@ -18,7 +18,6 @@ from typing import TypeVar
 
 import torch
 
-from verl_digen.config import RolloutConfig
 from verl_digen.config.rollout import MOST_AUTO
 from verl_digen.platforms import device_memory
 from verl_digen.platforms.device_memory import MARGIN
@@ -38,7 +37,7 @@ class _Kind:
     """Peak with one sample."""
     sample: int
     """Memory that each further sample takes; `one` until two have run."""
-    most: int
+    most: int = MOST_AUTO
     """Samples of the largest batch that may run: less than one that ran out of memory."""
     has_two: bool = False
     """True once two have run together."""
@@ -49,18 +48,13 @@ class _Kind:
 
 
 class Fitting:
-    """Cuts batches into parts that fit, of at most `most` samples; without `measures` a batch is made as it is."""
+    """Cuts batches into parts that fit; where nothing `measures`, as on a CPU, a batch is made as it is."""
 
-    def __init__(self, *, measures: bool, most: int):
-        self._measures, self._most = measures, most
+    def __init__(self, measures: bool, device: torch.device):
+        self._measures = measures and device.type != "cpu"
         self._kinds: dict[Hashable, _Kind] = {}
         self.size: int | None = None
         """Samples that fitted together at the last batch; None before the first one, or where nothing is measured."""
-
-    @classmethod
-    def of(cls, config: RolloutConfig, device: torch.device) -> "Fitting":
-        """Make the one of a replica."""
-        return cls(measures=config.fits_batches and device.type != "cpu", most=MOST_AUTO)
 
     def make(self, kind: Hashable, places: Sequence[int], make: Callable[[Sequence[int]], Made]) -> list[Made]:
         """Call `make` with parts of `places`, in order; returns the results. Batches of one `kind` take the same memory
@@ -103,7 +97,7 @@ class Fitting:
         peak = device_memory.peak_of(lambda: results.append(make(part)))
         taken = peak - kept
         if found is None:
-            self._kinds[kind] = _Kind(one=taken, peak=peak, sample=taken, most=self._most)
+            self._kinds[kind] = _Kind(one=taken, peak=peak, sample=taken)
         else:  # the difference of the peaks holds where some of `one` stayed, the other one where some was freed
             found.sample, found.has_two = max(peak - found.peak, taken - found.one, 1), True
             logger.info(

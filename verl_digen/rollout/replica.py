@@ -16,12 +16,10 @@ import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
-from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import is_support_ipc
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import BaseRollout
-from verl.workers.rollout.replica import RolloutMode
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_digen.processes.actors import retried
@@ -45,13 +43,8 @@ class DiffusersReplica(PlacedReplica):
 
     async def launch_servers(self) -> None:
         """Start the server on the node and device of the replica's worker, and wait until the model is loaded."""
-        platform = get_platform()
         model_config = omega_conf_to_dataclass(self.model_config)
-        num_threads = cpu_threads(
-            num_neighbours=model_config.digen.rollout.num_neighbours,
-            num_devices=self.gpus_per_node,
-            is_standalone=self.rollout_mode is RolloutMode.STANDALONE,
-        )
+        num_threads = cpu_threads(model_config.digen.rollout.num_neighbours, self.gpus_per_node, self.rollout_mode)
         (worker,) = self.workers
         node_id, device = await worker.__ray_call__.remote(
             lambda _: (ray.get_runtime_context().get_node_id(), reserved_device().name)
@@ -65,13 +58,8 @@ class DiffusersReplica(PlacedReplica):
                 max_concurrency=self.max_concurrency,
                 num_cpus=0,
             )
-            .remote(
-                config=self.config,
-                model_config=model_config,
-                num_threads=num_threads if platform.device_name == "cpu" else 0,
-            )
+            .remote(config=self.config, model_config=model_config, num_threads=num_threads)
         )
-        await server.ready.remote()
         await self.require_devices(await server.visible_devices.remote())
         self.servers = [server]
         self._server_handle = server

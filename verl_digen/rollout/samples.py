@@ -91,7 +91,7 @@ class SampleMaker:
             look_up,
             model.load_decoder(dtype, device),
             model.load_audio_decoder(dtype, device),
-            fitting=Fitting.of(digen.rollout, device),
+            fitting=Fitting(digen.rollout.fits_batches, device),
             batch_size=digen.rollout.decode_batch_size,
         )
 

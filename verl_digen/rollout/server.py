@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 from verl.plugin.platform import get_platform
@@ -115,14 +116,9 @@ class DiffusersServer(BatchingServer):
     async def begin_update(self, handle: str, use_shm: bool, is_live: bool) -> None:
         """Start to receive an update (arguments as in `verl_digen.weights.sending.Wire`), in place of an unfinished
         one. A live update starts between two batches, and no other starts before it is committed. Idempotent."""
-        if not is_live:
-            return await self._receive(handle, use_shm, is_live)
-        self._batcher.pause()
-        async with self._batcher.exclusive():
-            await self._receive(handle, use_shm, is_live)
-
-    async def _receive(self, handle: str, use_shm: bool, is_live: bool) -> None:
-        async with self._updating:
+        if is_live:
+            self._batcher.pause()
+        async with self._batcher.exclusive() if is_live else nullcontext(), self._updating:
             if self._receiving is not None:
                 if self._receiving.handle == handle:
                     return  # a retry: the first answer was lost

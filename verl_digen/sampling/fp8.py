@@ -37,22 +37,18 @@ class Fp8Layers:
     which are made at the first use after `clear`, from the current weights."""
 
     def __init__(self, network: nn.Module):
-        self._layers = [
+        self.layers = [
             layer
             for layer in repeated_linears(network)
             if layer.in_features % MULTIPLE == layer.out_features % MULTIPLE == 0
         ]
-        self._copies: list[tuple[Tensor, Tensor]] = []
-
-    @property
-    def num_layers(self) -> int:
         """Layers that multiply in fp8."""
-        return len(self._layers)
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all copies, once they are made; scales left out."""
-        return sum(layer.weight.numel() for layer in self._layers)
+        return sum(layer.weight.numel() for layer in self.layers)
 
     def clear(self) -> None:
         """Free the copies; the next use makes new ones. Call it when weights change, or leave the device."""
@@ -62,13 +58,13 @@ class Fp8Layers:
     def active(self) -> Iterator[None]:
         """Context in which the layers multiply in fp8. Not for a forward with gradients."""
         if not self._copies:
-            self._copies = [_quantised(layer.weight.detach()) for layer in self._layers]
+            self._copies = [_quantised(layer.weight.detach()) for layer in self.layers]
         try:
-            for layer, (weight, scale) in zip(self._layers, self._copies, strict=True):
+            for layer, (weight, scale) in zip(self.layers, self._copies, strict=True):
                 vars(layer)["forward"] = _forward(layer, weight, scale)
             yield
         finally:
-            for layer in self._layers:
+            for layer in self.layers:
                 vars(layer).pop("forward", None)  # the class's own is found again
 
 
@@ -76,7 +72,7 @@ def require_fp8(layers: Fp8Layers, device: torch.device) -> None:
     """Require layers that can multiply in fp8, and multiply two small matrices in fp8 on `device`. ValueError if there
     is no such layer, or the device cannot."""
     require(
-        layers.num_layers > 0,
+        bool(layers.layers),
         "digen.sampling.outside.fp8 must be false with a network whose blocks have no linear layer with sizes that are "
         f"multiples of {MULTIPLE}",
         True,
@@ -93,7 +89,7 @@ def require_fp8(layers: Fp8Layers, device: torch.device) -> None:
         ) from error
     logger.info(
         "outside the window %d linear layers multiply in fp8; copies of %.2f GB",
-        layers.num_layers,
+        len(layers.layers),
         layers.num_bytes / 1e9,
     )
 

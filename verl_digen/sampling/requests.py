@@ -56,20 +56,14 @@ def condition_key(digen: DigenConfig, row: PromptRow) -> str:
     return plain_request(digen, row, 0, step=0, validate=False).condition_key
 
 
-def num_points(digen: DigenConfig) -> int:
-    """Rows of one training sample, equal for all groups: its trained steps, or its forward points."""
-    request = plain_request(digen, PromptRow("", "", None), 0, step=0, validate=False)
-    if request.noise_levels is not None:
-        return len(request.noise_levels.steps)
-    return len(request.window.train_steps)
-
-
 def rows_per_group(digen: DigenConfig, group_size: int) -> int:
-    """Rows of the samples of a group: each one's, or the trained edges of its tree."""
+    """Rows of the samples of a group, equal for all groups: each one's trained steps or forward points, or the trained
+    edges of its tree."""
     request = plain_request(digen, PromptRow("", "", None), 0, step=0, validate=False)
-    if request.tree is None:
-        return group_size * num_points(digen)
-    return request.tree.num_edges(request.window.train_steps)
+    if request.tree is not None:
+        return request.tree.num_edges(request.window.train_steps)
+    points = request.window.train_steps if request.noise_levels is None else request.noise_levels.steps
+    return group_size * len(points)
 
 
 def sample_request(

@@ -31,7 +31,7 @@ BARRIER = frozenset({"commit_weights"})
 """Worker methods that change the weights that trajectories are generated with."""
 
 
-ASIDE = frozenset({"begin_update", "seal_weights", "encode", "prompt_cache_stats", "device_name"})
+ASIDE = frozenset({"begin_update", "seal_weights", "encode", "state"})
 """Worker methods that do not change anything a running batch reads."""
 
 
@@ -144,18 +144,11 @@ class VersionedEngine(DiffusionEngine):
         super()._init_runtime_state()
         self._rpc_queue = BarrierQueue(self.scheduler)
 
-    def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        unique_reply_rank: int | None = None,
-    ) -> Any:
+    def collective_rpc(self, method: str, *args: Any, **kwargs: Any) -> Any:
         is_stepwise = self.execution_mode == DiffusionExecutionMode.STEP_BATCH
         if method in ASIDE and not is_stepwise and isinstance(self.executor, UniProcDiffusionExecutor):
-            return self.executor.collective_rpc(method, timeout, args, kwargs, unique_reply_rank)
-        return super().collective_rpc(method, timeout, args, kwargs, unique_reply_rank)
+            return self.executor.collective_rpc(method, *args, **kwargs)
+        return super().collective_rpc(method, *args, **kwargs)
 
     def _fail_pending_rpcs(self, exc: BaseException) -> None:
         self._rpc_queue.is_closing = True

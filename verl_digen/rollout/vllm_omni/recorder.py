@@ -35,7 +35,7 @@ from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.data import DiffusionOutput
 
 from verl_digen.algorithms.noise import INITIAL_LATENTS, step_noise
-from verl_digen.algorithms.solvers import NOISY, Prediction, SolverNoise, denoise_step
+from verl_digen.algorithms.solvers import NOISY, Prediction, denoise_step
 from verl_digen.hardware.transfers import to_device
 from verl_digen.inputs.audio import Audio
 from verl_digen.inputs.images import PromptInputs
@@ -43,7 +43,7 @@ from verl_digen.models.pixels import to_pixels
 from verl_digen.rollout.vllm_omni.requests import RecordingOrder
 from verl_digen.sampling.prefix import Prefix, PrefixCache, prefix_of
 from verl_digen.sampling.recording import initial_seed, noise_seed, not_finite, record_trajectory, trained_latents
-from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, move_condition
+from verl_digen.types import Condition, Generation, SampleLatents, SampleRequest, Sampling, move_condition
 
 RECORDED = "digen_recorded"
 """Key of a finished request's record in vLLM-Omni's trajectory outputs."""
@@ -231,28 +231,23 @@ def _waiting_prefix(recording: Recording) -> Prefix | None:
 
 
 def take_steps(entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
-    """Take one `denoise_step` per law and solver in `entries`: (recording, step, velocity dx/dsigma [1, ...])."""
-    alike: dict[tuple[str, str, SolverNoise, bool], list[tuple[Recording, int, Tensor]]] = {}
+    """Take one `denoise_step` per kind of sampling in `entries`: (recording, step, velocity dx/dsigma [1, ...])."""
+    alike: dict[tuple[Sampling, bool], list[tuple[Recording, int, Tensor]]] = {}
     for entry in entries:
-        sampling = entry[0].request.sampling
-        kind = (sampling.law, sampling.solver, sampling.solver_noise, entry[0].predicted is None)
-        alike.setdefault(kind, []).append(entry)
-    for (law, solver, solver_noise, _), of_kind in alike.items():
-        _take_steps_of_kind(law, solver, solver_noise, of_kind)
+        alike.setdefault((entry[0].request.sampling, entry[0].predicted is None), []).append(entry)
+    for (sampling, _), of_kind in alike.items():
+        _take_steps_of_kind(sampling, of_kind)
 
 
-def _take_steps_of_kind(
-    law: str, solver: str, solver_noise: SolverNoise, entries: Sequence[tuple[Recording, int, Tensor]]
-) -> None:
-    noise, noise_levels, is_sde = [], [], []
+def _take_steps_of_kind(sampling: Sampling, entries: Sequence[tuple[Recording, int, Tensor]]) -> None:
+    noise, is_sde = [], []
     for recording, step, _ in entries:
         if step in recording.kept_steps:
             recording.path[step] = recording.latents[0]
         is_sde.append(step in recording.request.window.sde_steps)
-        noise_levels.append(recording.request.sampling.noise_level)
         shape = recording.latents.shape
         seed = noise_seed(recording.order.run_seed, recording.request, step)
-        noise.append(step_noise(seed, step, shape) if is_sde[-1] or solver in NOISY else torch.zeros(shape))
+        noise.append(step_noise(seed, step, shape) if is_sde[-1] or sampling.solver in NOISY else torch.zeros(shape))
     latents = _joined([recording.latents for recording, _, _ in entries])
     known = [recording.predicted for recording, _, _ in entries if recording.predicted is not None]
     taken, predicted = denoise_step(
@@ -260,15 +255,15 @@ def _take_steps_of_kind(
         latents,
         tuple(recording.schedule[step] for recording, step, _ in entries),
         tuple(recording.schedule[step + 1] for recording, step, _ in entries),
-        solver=solver,
+        solver=sampling.solver,
         is_sde=is_sde,
         previous=Prediction.join(known),
-        law=law,
-        noise_level=tuple(noise_levels),
-        sigma_max=tuple(recording.schedule[1] for recording, _, _ in entries),
+        law=sampling.law,
+        noise_level=sampling.noise_level,
+        sigma_max=entries[0][0].schedule[1],
         noise=to_device(_joined(noise), latents.device),
         storage_dtype=latents.dtype,
-        solver_noise=solver_noise,
+        solver_noise=sampling.solver_noise,
     )
     for index, (recording, _, _) in enumerate(entries):
         recording.latents = taken.next_sample[index : index + 1]

@@ -3,8 +3,7 @@
 
     forward          encodes each prompt separately, passes conditions and initial noise to the pipeline's own
                      `forward`, which denoises a static batch of requests from first step to last; then the records
-    scheduler        replaced by ours meanwhile: the model file's sigmas, and ONE `sde_step` per step for all requests
-                     (`RecordedSchedule`)
+    scheduler        replaced by ours meanwhile: the model file's sigmas, and the project's steps (`RecordedSchedule`)
 
 - Requests whose groups share the steps before a window (`recorder.py`) run from there, in one call per start.
 - Requests of a batch share their size, number of steps and guidance; windows, laws and noise levels may differ. An
@@ -36,7 +35,7 @@ from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel, PromptCheck
 from verl_digen.models.text import only_text
 from verl_digen.rollout.vllm_omni.recorder import Recording, RecordingPipeline, take_steps
-from verl_digen.rollout.vllm_omni.requests import ORDER, RecordingOrder
+from verl_digen.rollout.vllm_omni.requests import ORDER
 from verl_digen.types import Condition, Sampling, move_condition
 
 
@@ -197,10 +196,8 @@ class RequestRecordingMixin(RecordingPipeline):
 
     def _begin(self, params: OmniDiffusionSamplingParams) -> Recording | DiffusionOutput:
         """Begin a recording -> it, or the error output if the encoder refuses the prompt."""
-        start_s = time.time()
-        order: RecordingOrder = params.extra_args[ORDER]
-        request = order.request
-        sampling = request.sampling
+        start_s, order = time.time(), params.extra_args[ORDER]
+        request, sampling = order.request, order.request.sampling
         try:
             return self.begin_recording(
                 order,

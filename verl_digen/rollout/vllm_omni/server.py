@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.replica import RolloutMode
@@ -82,14 +81,9 @@ class vLLMOmniHttpServer(vLLMHttpServer):
         self._sends_adapter = self.model_config.adapter_config() is not None
         self._init_state()
         send_as_bytes()
-        if get_platform().device_name == "cpu":
-            torch.set_num_threads(
-                cpu_threads(
-                    num_neighbours=self.digen.rollout.num_neighbours,
-                    num_devices=self.config.n_gpus_per_node,
-                    is_standalone=self.rollout_mode == RolloutMode.STANDALONE,
-                )
-            )
+        num_threads = cpu_threads(self.digen.rollout.num_neighbours, self.config.n_gpus_per_node, self.rollout_mode)
+        if num_threads:
+            torch.set_num_threads(num_threads)
         arguments = engine_arguments(
             self.config, self.model_config, can_sleep=self.rollout_mode != RolloutMode.STANDALONE
         )
@@ -362,8 +356,7 @@ class vLLMOmniHttpServer(vLLMHttpServer):
     async def check_health(self) -> dict[str, Any]:
         """State of this replica; raises if its engine is dead."""
         await self.engine.check_health()
-        (cache,) = await self._call_workers("prompt_cache_stats")
-        device, *_ = await self._call_workers("device_name")
+        (cache, device), *_ = await self._call_workers("state")
         return {
             "version": self.global_steps,
             "received_version": self._sealed.version,

@@ -75,18 +75,14 @@ REFUSED: dict[str, str] = {
 or split a replica in another way than by tensors."""
 
 
-def served_pipelines() -> tuple[str, ...]:
-    """Pipelines of `MODELS` that vLLM-Omni serves; imports every model file."""
-    return tuple(name for name in MODELS if model_class(name).spec.vllm_omni is not None)
-
-
 def require_served(pipeline: str) -> VllmOmniServing:
     """How vLLM-Omni serves `pipeline`, a key of `MODELS`. ValueError, which lists those it serves, if it does not."""
     serving = model_class(pipeline).spec.vllm_omni
     if serving is None:
+        served = [name for name in MODELS if model_class(name).spec.vllm_omni is not None]
         raise ValueError(
             "actor_rollout_ref.rollout.name=vllm_omni needs a checkpoint of one of "
-            f"{', '.join(served_pipelines())}, got {pipeline!r}; set actor_rollout_ref.rollout.name=diffusers"
+            f"{', '.join(served)}, got {pipeline!r}; set actor_rollout_ref.rollout.name=diffusers"
         )
     return serving
 

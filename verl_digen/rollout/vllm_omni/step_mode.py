@@ -2,8 +2,8 @@
 """Recording mixin for vLLM-Omni pipelines with step execution: steps with the project's SDE and records the path.
 
     prepare_encode   the pipeline's own, then: initial noise from the sample's seed, schedule, copies of the conditions
-    denoise_step     the pipeline's own velocity for all requests in the batch, then ONE `sde_step` for all of them
-    step_scheduler   uses the latents of that `sde_step`
+    denoise_step     the pipeline's own velocity for all requests in the batch, then one step per kind of sampling
+    step_scheduler   uses the latents of that step
     post_decode      the pipeline's own pixels, of several requests that end at once together, plus the trajectory
 
 Before its first step in a batch a request is brought to its window, if its group shares the steps there

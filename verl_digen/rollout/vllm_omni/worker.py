@@ -305,19 +305,15 @@ class vLLMOmniColocateWorkerExtension(CustomPipelineWorkerExtension):
         """Conditions of prompts; computed between two steps of the running batch, or concurrently (`engine.ASIDE`)."""
         return [self._pipeline.encode_condition(inputs) for inputs in prompts]
 
-    def prompt_cache_stats(self) -> dict[str, int]:
-        """`hits`, `misses` and `size` of the cache of prompt embeddings."""
-        return self.model_runner.get_prompt_embed_cache_stats()
+    def state(self) -> tuple[dict[str, int], str | None]:
+        """(`hits`, `misses` and `size` of the cache of prompt embeddings, the accelerator's name or None on a CPU)."""
+        return self.model_runner.get_prompt_embed_cache_stats(), accelerator_name()
 
     def visible_devices(self) -> list[SeenDevice]:
         """Devices of the replica's workers, by rank; on a CPU, logical ones. vLLM-Omni returns only rank 0's answer."""
         devices = [visible_device(self.local_rank)] * self.od_config.num_gpus
         torch.distributed.all_gather_object(devices, devices[0])
         return devices
-
-    def device_name(self) -> str | None:
-        """The accelerator's name; None on a CPU."""
-        return accelerator_name()
 
     @property
     def _is_whole(self) -> bool:
