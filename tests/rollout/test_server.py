@@ -2,6 +2,7 @@
 """The server of a `diffusers` replica, in this process, with a tiny random Qwen-Image."""
 
 import asyncio
+import threading
 import random
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -215,6 +216,28 @@ async def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qw
     assert {got.trajectory.facts.version for got in meanwhile} == {5 if is_live else 0}
     assert {got.trajectory.facts.version for got in after} == {5}
     assert not torch.equal(before[0].trajectory.record.latents, after[0].trajectory.record.latents)
+
+
+async def test_a_live_update_begins_once_the_running_batch_has_ended(tiny_qwen_image, tmp_path):
+    server, has_begun, may_end = make_server(tiny_qwen_image), threading.Event(), threading.Event()
+    generate = server._generate
+
+    def held(*arguments):
+        has_begun.set()
+        may_end.wait()
+        return generate(*arguments)
+
+    server._generate = held
+    running = asyncio.ensure_future(ask(server, make_requests()[:2]))
+    await asyncio.to_thread(has_begun.wait)
+    begun = asyncio.ensure_future(server.begin_update(f"ipc://{tmp_path}/s", True, True))
+    await asyncio.wait([begun], timeout=0.1)
+    is_early = begun.done()
+    may_end.set()
+    await running
+    await begun
+    await asyncio.to_thread(server._receiving.abandon)
+    assert not is_early
 
 
 async def test_after_a_refused_update_the_old_weights_serve_if_it_was_staged(tiny_qwen_image):
