@@ -2,8 +2,8 @@
 """The server of a `diffusers` replica, in this process, with a tiny random Qwen-Image."""
 
 import asyncio
-import threading
 import random
+import threading
 from dataclasses import replace
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
