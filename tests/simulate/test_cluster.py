@@ -278,7 +278,7 @@ def test_a_file_is_a_profile_too(tmp_path):
     ("change", "message"),
     [
         (lambda data: data.update(device="TPU"), "device of profile p must be one of RTX3090.*got 'TPU'"),
-        (lambda data: data["numbers"].pop("row_s"), "numbers of profile p must be .* missing 1 .*'row_s'"),
+        (lambda data: data["numbers"].pop("row_s"), "profile p must have the numbers .* missing 1 .*'row_s'"),
         (lambda data: data["numbers"].update(row_s=1.0), "row_s of profile p must have a value and a source, got 1.0"),
         (lambda data: data["numbers"]["row_s"].update(value=-1), "profile p: row_s must be >= 0 and finite, got -1"),
         (
