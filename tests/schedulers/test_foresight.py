@@ -7,11 +7,11 @@ import pytest
 
 from tests.schedulers.flat import make_rules
 from verl_digen.schedulers.durations import KnownDurations
-from verl_digen.schedulers.search import BubbleChoice, Foresight
+from verl_digen.schedulers.search import Foresight, SearchVerdict
 from verl_digen.schedulers.simulation import PlannerRun
 
-ASSIST = BubbleChoice(1, makespan_s=9.0, waiting_s=10.0, wait_until_s=2.0)
-WAIT = BubbleChoice(0, makespan_s=10.0, waiting_s=10.0, wait_until_s=2.0)
+ASSIST = SearchVerdict(1, makespan_s=9.0, waiting_s=10.0, wait_until_s=2.0)
+WAIT = SearchVerdict(0, makespan_s=10.0, waiting_s=10.0, wait_until_s=2.0)
 
 
 def foresight_of(*ends_s: float) -> Foresight:

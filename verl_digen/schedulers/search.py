@@ -46,7 +46,7 @@ MAX_ANSWERS = 4_096
 
 
 @dataclass(frozen=True)
-class BubbleChoice:
+class SearchVerdict:
     """Choice at a bubble, and its predictions."""
 
     num_samples: Choice
@@ -70,12 +70,12 @@ class BubbleSearch:
 
     Example:
         search = BubbleSearch()
-        search.decide(bubble)   # BubbleChoice(num_samples=4, makespan_s=3.1, waiting_s=3.6, ...)
+        search.decide(bubble)   # SearchVerdict(num_samples=4, makespan_s=3.1, waiting_s=3.6, ...)
         search.decide(later)    # at the next bubble; `forget()` first if the batch changed
     """
 
     _plan: list[Choice] = field(default_factory=list)
-    _answers: dict[tuple[Bubble, tuple[Choice, ...]], tuple[BubbleChoice, tuple[Choice, ...]]] = field(
+    _answers: dict[tuple[Bubble, tuple[Choice, ...]], tuple[SearchVerdict, tuple[Choice, ...]]] = field(
         default_factory=dict
     )
     """Cache of verdicts: in a steady state the same bubbles recur in every batch."""
@@ -84,7 +84,7 @@ class BubbleSearch:
         """Drop the plan that is being followed: another batch begins."""
         self._plan = []
 
-    def decide(self, bubble: Bubble) -> BubbleChoice:
+    def decide(self, bubble: Bubble) -> SearchVerdict:
         """The choice that ends the batch first under the model; to wait on a tie."""
         question = (bubble, tuple(self._plan))
         answer = self._answers.get(question)
@@ -97,7 +97,7 @@ class BubbleSearch:
         self._plan = list(plan)
         return verdict
 
-    def _decide(self, bubble: Bubble) -> tuple[BubbleChoice, tuple[Choice, ...]]:
+    def _decide(self, bubble: Bubble) -> tuple[SearchVerdict, tuple[Choice, ...]]:
         """The verdict, and the plan that remains after it."""
         play = Play(bubble)
         root = play.root()
@@ -121,7 +121,7 @@ class BubbleSearch:
                 break
         if best >= waiting_s - EPSILON_S:
             best, plan = waiting_s, []
-        return BubbleChoice(plan[0] if plan else WAIT, best, waiting_s, play.next_ready_s(root)), tuple(plan[1:])
+        return SearchVerdict(plan[0] if plan else WAIT, best, waiting_s, play.next_ready_s(root)), tuple(plan[1:])
 
 
 DOUBTS = 2.0
@@ -159,7 +159,7 @@ class Foresight:
         """Mean of what the errors count; 0 before the first comparison."""
         return self._error.value or 0.0
 
-    def on_verdict(self, verdict: BubbleChoice, now_s: float) -> None:
+    def on_verdict(self, verdict: SearchVerdict, now_s: float) -> None:
         """Record a verdict of the search; `counts` says which choice was followed."""
         self.num_searches += 1
         counts = self.counts(verdict)
@@ -167,7 +167,7 @@ class Foresight:
         if self._predicted is None:
             self._predicted = now_s, now_s + (verdict.makespan_s if counts else verdict.waiting_s)
 
-    def counts(self, verdict: BubbleChoice) -> bool:
+    def counts(self, verdict: SearchVerdict) -> bool:
         """True if the gain exceeds the error margin, or if the choice is to wait."""
         return verdict.num_samples == WAIT or verdict.gain_s > DOUBTS * self.doubt * verdict.waiting_s
 
