@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 from verl.plugin.platform import get_platform
 
 from tests.grid import IN_GRID
@@ -47,6 +48,24 @@ def in_a_thread() -> ThreadPoolExecutor:
 def test_the_self_test_holds_in_both_dtypes(tmp_path: Path):
     figure = selftest.check_numerics(setting(tmp_path))
     assert figure.startswith("sd3: 6 numbers hold") and "in float32" in figure and "in bfloat16" in figure
+
+
+def test_the_self_test_runs_the_kernels_of_a_run_and_rounds_no_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before, seen = torch.get_float32_matmul_precision(), set()
+
+    def look(*_: Any) -> None:
+        cudnn = torch.backends.cudnn
+        seen.add((cudnn.enabled, cudnn.allow_tf32, torch.get_float32_matmul_precision()))
+
+    torch.set_float32_matmul_precision("high")
+    hook = register_module_forward_pre_hook(look)
+    try:
+        selftest.check_numerics(setting(tmp_path))
+    finally:
+        hook.remove()
+        torch.set_float32_matmul_precision(before)
+    assert seen == {(True, False, "highest")}
 
 
 def test_a_network_that_computes_something_else_in_training_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -33,7 +33,7 @@ from verl_digen.hardware.attention import NATIVE
 from verl_digen.inputs.images import DEFAULT_IMAGE_PX, PromptInputs, SourceImage, generated_image
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
-from verl_digen.models.kernels import set_kernels
+from verl_digen.models.kernels import compute_exactly, set_kernels
 from verl_digen.models.tiny import BUILDERS, build_tiny
 from verl_digen.sampling.requests import geometry_of, inputs_of
 from verl_digen.sampling.sampler import Sampler, score_rows
@@ -130,10 +130,9 @@ def check_architectures(setting: Setting) -> str:
 
 def _test(architecture: str) -> str:
     device, checks = own_device(get_platform().device_name), []
-    with torch.backends.cudnn.flags(allow_tf32=False):  # convolutions round fp32 to 10 bits otherwise
-        for dtype in DTYPES:
-            name = str(dtype).removeprefix("torch.")
-            checks += [(name, check) for check in run_selftest(architecture, device, dtype)]
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        checks += [(name, check) for check in run_selftest(architecture, device, dtype)]
     failed = [
         f"{check.what} in {dtype}: {check.value:.1e}, at most {check.bound:.0e}"
         + f" ({check.cause})" * bool(check.cause)
@@ -163,6 +162,7 @@ def check_model(
     least, most = model.spec.num_images
     images = tuple(_draw_image(number) for number in range(max(least, min(1, most))))
     bounds = IN_BF16 if dtype != torch.float32 else ON_CPU if device.type == "cpu" else ON_ACCELERATOR
+    compute_exactly(torch.float32)  # in bf16 the reference's gradient
     model.compute_dtype = dtype
     transformer = model.load_transformer(dtype).to(device)
     set_kernels(model, transformer, side="trainer", attention=NATIVE, compiles=False)
