@@ -160,7 +160,7 @@ def kept_in_fp32(name: str, architecture: str) -> bool:
 
 
 def in_one_dtype(network: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The network, with all parameters in `dtype`, those that diffusers keeps in fp32, too."""
+    """The network, with all parameters in `dtype`, those kept in fp32, too; buffers, angles of positions, stay fp32."""
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype)
     return network

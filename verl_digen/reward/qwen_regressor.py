@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
+from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.require import OneOf
 from verl_digen.reward.base import checkpoint_folder
 from verl_digen.reward.encoders import DESCRIPTIONS, DTYPES, clip_pixels, load_state, renamed
@@ -134,7 +135,7 @@ class QwenRegressor:
         load_state(self._head, own_head, f"{name}: path", "rm_head", "its head")
         self._head = self._head.to(device=device, dtype=torch.float32).eval()
         self._device, self._dtype = device, DTYPES[config.dtype]
-        self._model = model.to(device=device, dtype=self._dtype).eval()
+        self._model = in_one_dtype(model, self._dtype).to(device).eval()
 
     @torch.no_grad()
     def scores(self, questions: Sequence[QwenInput]) -> Tensor:

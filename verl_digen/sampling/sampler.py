@@ -199,9 +199,8 @@ class Sampler:
         self, batch: _Batch, lanes: Lanes, edges: Lanes, latents: Tensor, step: int, memory: _Memory
     ) -> SdeStep:
         """Take one denoising step of the rows that run, stochastic for the requests whose window says so, the solver's
-        for the others -> steps of the edges [R]; `memory` is then this step's.
-        Lanes and edges are in numbers of `batch`'s rows, and latents and memory those of the rows in their
-        `lane_of`."""
+        for the others -> steps of the edges [R]; `memory` is then this step's. Lanes and edges are in numbers of
+        `batch`'s rows, and latents and memory those of the rows in their `lane_of`."""
         if batch.should_stop is not None and batch.should_stop():
             raise SamplingStopped(f"stopped before denoise step {step} of {batch.sampling.num_steps}")
         velocity = self._velocities(batch, lanes, latents, step, memory.cache)
@@ -314,7 +313,6 @@ def _stochastic(batch: _Batch, rows: Sequence[int], step: int) -> list[bool]:
 
 def _of_all_rows(predicted: Prediction, edges: Lanes, previous: Prediction | None) -> Prediction:
     """The prediction of each row's edge. A row that does not run keeps what it has: before its window none, count 0."""
-
     made: dict[str, Tensor] = vars(predicted)
     none = {name: of.new_zeros(len(edges.lane_of), *of.shape[1:]) for name, of in made.items()}
     before = none if previous is None else vars(previous)
