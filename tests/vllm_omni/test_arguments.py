@@ -10,6 +10,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from tests.models.cases import draw_image
 from tests.tiny_models import build_tiny
 from tests.vllm_omni.conftest import compose_actor_rollout, compose_config
+from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import MODELS, load_model, model_class
 from verl_digen.preflight.pools import check_vllm_omni
 from verl_digen.preflight.start_config import StartConfig
@@ -135,3 +136,18 @@ def test_clip_encodes_in_fp32_where_the_network_runs_in_bf16(one_worker, tmp_pat
     found = pipeline.encode_condition(inputs)
     assert found["image"].dtype == torch.bfloat16 and torch.equal(found["image"], expected["image"])
     assert torch.equal(found["embeds"], expected["embeds"])
+
+
+def test_a_text_encoder_in_bf16_has_the_angles_of_positions_in_fp32(one_worker, tmp_path):
+    """Tokens equal those of a `diffusers` replica bit for bit."""
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+
+    from verl_digen.rollout.vllm_omni.pipeline import recording_class
+
+    path = build_tiny("flux2_klein", tmp_path / "checkpoint")
+    config = OmniDiffusionConfig.from_kwargs(model=str(path), dtype="bfloat16")
+    config.enrich_config()
+    pipeline = recording_class("Flux2KleinPipeline")(od_config=config)
+    inputs = PromptInputs("a red circle on a blue table")
+    (expected,) = load_model(path).load_encoder(torch.bfloat16, torch.device("cpu"))([inputs])
+    assert torch.equal(pipeline.encode_condition(inputs)["embeds"], expected["embeds"])

@@ -13,6 +13,7 @@ from vllm_omni.diffusion.distributed.utils import get_local_device
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
 from verl_digen.models import flux, sd3, wan, z_image
+from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.patches import vllm_omni_z_image_sizes
 from verl_digen.rollout.vllm_omni.recorder import Recording
 from verl_digen.rollout.vllm_omni.request_mode import RequestRecordingMixin
@@ -167,7 +168,7 @@ class HunyuanVideo15Recording(HandsOverEncoded):
 def cast_encoders(pipeline: Any) -> None:
     """Cast the text encoders of one of vLLM-Omni's pipelines, which loads them in the dtype of their files."""
     for folder in pipeline._encoder_modules:
-        getattr(pipeline, folder).to(pipeline._model.part_dtype(folder, pipeline.od_config.dtype))
+        in_one_dtype(getattr(pipeline, folder), pipeline._model.part_dtype(folder, pipeline.od_config.dtype))
 
 
 def _name_packed_layers(transformer: Any) -> None:
