@@ -116,6 +116,7 @@ def test_words_are_the_plans_and_overrides_are_hydras():
     words, overrides = split_words(["recipe=a", "gpus=8", "gpu_mem=79.5", "+b.c=1", "~d"])
     assert words == Words(gpus=8, gpu_mem=79.5)
     assert overrides == ["recipe=a", "+b.c=1", "~d"]
+    assert split_words(["a+b", "gpus=8"]) == split_words(["recipe=a+b", "gpus=8"])
     assert split_words(["gpus=8xH100"])[0] == Words(gpus=8, device="H100")
     assert split_words(["gpus=2x24GB"])[0] == Words(gpus=2, gpu_mem=24)
     assert split_words(["gpus=1xRTX4090"])[0].types == ("RTX4090", "RTX4090")
@@ -201,7 +202,7 @@ def test_prompts_and_rewards_are_checked_where_they_are_named(tiny_qwen_image, c
         (("recipe=digen_flowgrpo", "device=CPU"), "device must be one of RTX3090, RTX4090"),
         (("recipe=digen_flowgrpo", "mfu=2"), "mfu must lie in (0, 1], got 2.0"),
         ((*WAN_14B, "digen.sampling.num_frames=80", "gpus=8"), "num_frames must be 1 plus a multiple of 4"),
-        (("digen_flowgrpo",), "words must be KEY=VALUE, got 'digen_flowgrpo'"),
+        (("digen_flowgrpo", "gpu24"), "words must be KEY=VALUE, got 'gpu24'"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_exit_code_2(words, message, capsys):

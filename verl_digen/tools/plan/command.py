@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calculate before the first out-of-memory whether a run fits its devices, what it moves, and how long a step takes.
 
-The words are overrides as verl's main takes them, and those below. Nothing is downloaded for a local folder, or for a
+The words are those of `digen train`, and those below. Nothing is downloaded for a local folder, or for a
 checkpoint that this knows.
   gpus=8              devices of the whole run (separate pools share them), in place of the pools' own keys; also
                       gpus=8xH100, gpus=2x24GB, or of two types gpus=20xH800+24xA100, which train and which generate
@@ -12,8 +12,8 @@ checkpoint that this knows.
   prompt_tokens=128   length of a prompt
   reward_s=0          seconds from a sample's pixels to its rewards, for the split below
 
-    digen plan recipe=digen_qwen_image gpus=8 gpu_mem=80
-    digen plan recipe=digen_flowgrpo actor_rollout_ref.model.path=Wan-AI/Wan2.1-T2V-14B-Diffusers \\
+    digen plan digen_qwen_image gpus=8 gpu_mem=80
+    digen plan digen_flowgrpo actor_rollout_ref.model.path=Wan-AI/Wan2.1-T2V-14B-Diffusers \\
         digen.sampling.height_px=480 digen.sampling.width_px=832 digen.sampling.num_frames=81 gpus=8 device=H100
 
 With a type of device it also says which split of the same devices into trainer and generator is the fastest one that
@@ -32,7 +32,7 @@ NAME = "plan"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("words", nargs="+", metavar="KEY=VALUE", help="overrides of verl's main, and the words above")
+    parser.add_argument("words", nargs="+", metavar="WORD", help="RECIPE KEY=VALUE ..., and the words above")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 

@@ -91,15 +91,17 @@ class Words:
 
 
 def split_words(arguments: Sequence[str]) -> tuple[Words, list[str]]:
-    """Split command-line words into the plan's own and Hydra's overrides. ValueError: a word is not KEY=VALUE, or a
-    value is not a number.
+    """Split command-line words into the plan's own and Hydra's overrides. ValueError: a word after the first is not
+    KEY=VALUE, or a value is not a number.
 
     Example:
-        split_words(["recipe=digen_qwen_image", "gpus=8"])  # Words(gpus=8), ["recipe=digen_qwen_image"]
+        split_words(["digen_qwen_image", "gpus=8"])  # Words(gpus=8), ["recipe=digen_qwen_image"]
     """
     kinds = {name: (get_args(kind) or (kind,))[0] for name, kind in get_type_hints(Words).items() if name != "pools"}
     own: dict[str, Any] = {}
     overrides = []
+    if arguments and arguments[0][:1].isalpha() and "=" not in arguments[0]:  # as `digen train` takes it
+        arguments = [f"recipe={arguments[0]}", *arguments[1:]]
     for argument in arguments:
         key, separator, value = argument.partition("=")
         require(
