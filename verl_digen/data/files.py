@@ -159,9 +159,10 @@ def _decode(path: Path, key: str) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         number = content[: error.start].count(b"\n") + 1
+        encoding = "utf-16" if content.startswith((b"\xff\xfe", b"\xfe\xff")) else "latin1"
         raise ValueError(
             f"{key}: line {number} of {str(path)!r} must be UTF-8, got the byte 0x{content[error.start]:02x}; save the "
-            f"file as UTF-8, e.g. with iconv -f latin1 -t utf-8 {os.path.basename(path)}"
+            f"file as UTF-8, e.g. with iconv -f {encoding} -t utf-8 {os.path.basename(path)}"
         ) from error
 
 

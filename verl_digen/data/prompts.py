@@ -25,7 +25,6 @@ UNREADABLE = re.compile("[\0\ud800-\udfff]")
 """Characters that no tokenizer takes."""
 QUOTED = re.compile(r'"([^"]*)"|“([^”]*)”|„([^“”]*)[“”]')
 
-
 PAIR = ("chosen", "rejected")
 """Columns of a preference pair."""
 FIXED = ("negative_prompt", "reward_model", "ground_truth", "extra_info", *PAIR)
@@ -241,8 +240,8 @@ def _mapping(row: Mapping[str, Any], column: str, where: str) -> dict[str, Any]:
     value = row.get(column)
     if not (value is None or isinstance(value, dict)):
         raise ValueError(
-            f"{where} must have a {column} that is an object, got {shown(value)}; write an object of names and values, "
-            "or leave the column out"
+            f"{where} must have an object as {column}, got {shown(value)}; write an object of names and values, or "
+            "leave the column out"
         )
     return value or {}
 
