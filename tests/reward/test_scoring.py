@@ -198,8 +198,9 @@ def test_a_function_with_a_pool_is_called_once_per_sample_with_its_arguments():
         (lambda **sample: 1 / 0, "ZeroDivisionError"),
         (lambda **sample: float("nan"), "finite"),
         (lambda **sample: {"value": 1.0}, "'score'"),
-        (lambda **sample: None, "TypeError"),
-        (lambda **sample: np.ones(2), "TypeError"),
+        (lambda **sample: None, "reward 'r' must return a number or a dict with 'score', got None; return float(...)"),
+        (lambda **sample: np.ones(2), "a dict with 'score', got array([1., 1.]); return float(...)"),
+        (lambda **sample: {"score": "good"}, "a dict with 'score', got {'score': 'good'}; return float(...)"),
     ],
 )
 def test_a_function_that_keeps_failing_fails_the_sample_and_never_scores_zero(function, message, size):

@@ -244,18 +244,17 @@ class BatchScorer:
 
 def read_result(name: str, result: Any) -> tuple[float, dict[str, float]]:
     """(score, numeric details) from a reward function's result."""
-    details: dict[str, float] = {}
-    score = result
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            raise ValueError(f"reward {name!r} must return a number or a dict with 'score', got {dict(result)!r}")
-        score = result["score"]
-        details = {
-            key: float(value)
-            for key, value in result.items()
-            if key != "score" and isinstance(value, Real) and not isinstance(value, bool)
-        }
-    value = float(score)
+    named = result if isinstance(result, Mapping) else {"score": result}
+    try:
+        value = float(named["score"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        rule = f"reward {name!r} must return a number or a dict with 'score'"
+        raise ValueError(f"{rule}, got {result!r}; return float(...)") from error
+    details = {
+        key: float(number)
+        for key, number in named.items()
+        if key != "score" and isinstance(number, Real) and not isinstance(number, bool)
+    }
     if not math.isfinite(value):
         raise ValueError(f"reward {name!r} must return a finite number, got {value}")
     return value, details
