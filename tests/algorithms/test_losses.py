@@ -303,12 +303,19 @@ def test_a_registered_loss_is_found_checked_and_called():
         register_objective("flow_grpo", columns=("log_prob",))(mine)
 
 
+def test_a_loss_that_returns_a_tensor_is_told_what_to_return():
+    register_objective("mine", columns=("reward",))(lambda rows, config: rows["reward"].sum())
+    with pytest.raises(ValueError, match=r"policy loss 'mine' must return a LossOutput, got 'Tensor'; write return"):
+        policy_loss("mine", {"reward": torch.ones(2)}, ClampedConfig())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (dict(columns=("log_probs",)), "columns of the objective 'mine' must be one of advantage, .*, got 'log_probs'"),
         (dict(latents=("new_mean",)), "latents of the objective 'mine' must be one of latents, .*, got 'new_mean'"),
         (dict(columns=("mean",)), "columns of the objective 'mine' must be one of"),
+        (dict(columns=("reward",), points="paths"), "points of the objective 'mine' must be one of path, forward, got"),
         (dict(), "an objective must have a name and an input"),
     ],
 )

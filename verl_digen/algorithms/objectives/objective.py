@@ -261,6 +261,7 @@ class Objective:
 
     def check_inputs(self, settings: LossConfig) -> None:
         """ValueError unless training has the inputs with these settings, and copies for the policies among them."""
+        require_one_of(f"points of the objective {self.name!r}", self.points, OUTPUTS)
         require(
             self.source == "policy" or self.points == "forward",
             f"points of the objective {self.name!r} must be forward with source={self.source}: a picture has no path",
@@ -342,4 +343,9 @@ def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> 
     objective = find_objective(name)
     columns, latents = objective.columns_for(config), objective.latents_for(config)
     rows = LossInputs.check(f"policy loss {name!r}", inputs, columns=columns, latents=latents)
-    return objective.compute(rows, config)
+    output = objective.compute(rows, config)
+    remedy = "write return LossOutput(rows.mean(...), {})"
+    require(
+        isinstance(output, LossOutput), f"policy loss {name!r} must return a LossOutput", type(output).__name__, remedy
+    )
+    return output
