@@ -197,6 +197,11 @@ WITHOUT_EFFECT = [
     *_each("digen.placement.generator_accelerator", "H100"),
     *_each("critic.enable", "true", "maybe"),
     *_each("reward.reward_model.enable", "true", "maybe"),
+    *_all("skip.rollout.enable skip.rollout_tq.enable skip.async_rollout.enable", "true"),
+    *_all(f"{ROLLOUT}.prometheus.enable actor_rollout_ref.ref.fsdp_config.param_offload", "true"),
+    *_each(f"{ROLLOUT}.quantization", "fp8"),
+    *_each(f"{ROLLOUT}.trace.backend", "mlflow"),
+    *_each(f"{ACTOR}.optim.warmup_style", "cosine", "nosuch"),
     *_each("algorithm.adv_estimator", "gae", "nosuch", "null"),
 ]
 """Keys that are read, but not in this run; and features that our runs do not have."""

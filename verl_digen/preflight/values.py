@@ -172,6 +172,7 @@ VALUES: dict[str, Value] = {
         Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)], "[0.9,0.999] is usual"
     ),
     f"{ACTOR}.optim.lr_scheduler_type": Value(Literal["constant", "cosine"], "choose one of these"),
+    f"{ACTOR}.optim.warmup_style": Value(None, f"set {ACTOR}.optim.lr_scheduler_type, its name now"),
     f"{ACTOR}.optim.lr_warmup_steps": Value(Warmup | None, "-1 takes the ratio"),
     f"{ACTOR}.optim.lr_warmup_steps_ratio": Value(Fraction, "give the share of all steps, 0 to 1"),
     f"{ACTOR}.optim.min_lr_ratio": Value(Fraction | None, "give the share of the learning rate, 0 to 1"),
@@ -280,20 +281,19 @@ UNUSED: Mapping[str, str] = {
     "the model's own limit on a prompt is checked before the run starts": (
         f"{ROLLOUT}: prompt_length max_model_len; data: max_prompt_length"
     ),
-    "longer prompts than the model reads are refused, or left out with data.filter_overlong_prompts=true": (
-        "data: truncation"
-    ),
+    "longer prompts are refused, or left out with data.filter_overlong_prompts=true": "data: truncation",
     "a diffusion run makes no text, leave it out": (
         f"{ROLLOUT}: response_length ignore_eos disaggregation.enabled enable_rollout_routing_replay; data: "
         "max_response_length"
     ),
-    "digen.rollout.max_batch_size is what a replica denoises together": (
-        f"{ROLLOUT}: max_num_batched_tokens max_num_seqs enable_chunked_prefill"
-    ),
     "digen.rollout.embed_cache_size prompts stay encoded": f"{ROLLOUT}: enable_prefix_caching",
     "digen.rollout.max_batch_size is what a replica denoises together; `digen plan` says what fits": (
-        f"{ROLLOUT}: gpu_memory_utilization"
+        f"{ROLLOUT}: max_num_batched_tokens max_num_seqs enable_chunked_prefill gpu_memory_utilization"
     ),
+    "digen.sampling.outside.fp8 multiplies in fp8": f"{ROLLOUT}: quantization quantization_config_file",
+    "metrics.jsonl and `digen timeline` show what generation does": f"{ROLLOUT}: trace.backend prometheus.enable",
+    f"{ACTOR}.fsdp_config.param_offload is for both": "actor_rollout_ref.ref.fsdp_config: param_offload",
+    "it keeps batches of text; leave it out": "skip: rollout.enable rollout_tq.enable async_rollout.enable",
     "log-probs are always recorded; digen.loss.old_log_probs says which ones count": f"{ROLLOUT}: calculate_log_probs",
     "digen.sde.law says what a log-prob is": f"{ROLLOUT}: logprobs_mode",
     "digen.queue.extra_prompts begins groups beyond the batch": f"{ROLLOUT}: over_sample_rate; data: gen_batch_size",
