@@ -2,14 +2,22 @@
 """Save all or nothing, resume bitwise."""
 
 import resource
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from tests.engine.harness import LORA, RefusesToBeWritten, assert_equal, make_batch, make_engine, train, weights
+from verl_digen.config import DigenConfig
 from verl_digen.engine.saved_state import METADATA, SavedState
+from verl_digen.errors import RunStopped
+from verl_digen.observe.run_files import newest_checkpoint
+from verl_digen.trainer.colocated import ColocatedTrainer
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -167,3 +175,43 @@ def test_full_disk_raises_and_leaves_nothing(tiny_qwen_image: Path, tmp_path: Pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == []
+
+
+class Saving(ColocatedTrainer):
+    """The project's trainer that keeps one checkpoint, with one real engine as its ranks."""
+
+    def __init__(self, run_dir: Path, engine: Any):
+        trainer = {"max_actor_ckpt_to_keep": 1}
+        checkpoint = {
+            "actor": {"checkpoint": {"save_contents": []}},
+            "model": {"path": None, "lora_adapter_path": None},
+        }
+        self.config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": checkpoint})
+        self.digen, self.run_dir = DigenConfig(), run_dir
+        self._num_prompts_drawn, self._drawn, self.train_dataset = 0, [], SimpleNamespace(prompts=[])
+        self.train_dataloader: Any = SimpleNamespace(state_dict=dict)
+        self.actor_rollout_wg: Any = SimpleNamespace(save_checkpoint=engine.save_checkpoint)
+        self._supervision: Any = SimpleNamespace(watch=lambda *what: nullcontext())
+        self._timeline: Any = SimpleNamespace(working=lambda what: nullcontext())
+        self.checkpoint_callback: Any = SimpleNamespace(on_save=lambda **save: None)
+
+    def save(self, step: int) -> list[int]:
+        self.global_steps = step
+        self._save_checkpoint()
+        return self.saved
+
+    @property
+    def saved(self) -> list[int]:
+        return sorted(int(path.parent.name.removeprefix("global_step_")) for path in self.run_dir.glob("*/actor"))
+
+
+def test_the_only_checkpoint_stays_until_the_next_one_is_whole(tiny_qwen_image: Path, tmp_path: Path):
+    trainer = Saving(tmp_path, make_engine(tiny_qwen_image))
+    assert trainer.save(1) == [1]
+    in_the_way = tmp_path / "global_step_2" / "data.pt"  # the ranks can write their part, the driver cannot
+    in_the_way.mkdir(parents=True)
+    with pytest.raises(RunStopped, match=r"of step 2 could not be written .* the previous checkpoint is intact"):
+        trainer.save(2)
+    assert newest_checkpoint(tmp_path) == tmp_path / "global_step_1" and 1 in trainer.saved
+    in_the_way.rmdir()
+    assert trainer.save(2) == [2] and trainer.save(3) == [3]

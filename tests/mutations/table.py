@@ -255,7 +255,7 @@ ENGINE: tuple[Line, ...] = (
     ("fsdp2.forwards", given(keeps="False"), "an assist gathers the weights at every step", "assistant: gathers"),
     ("checkpoint.base_fingerprint", result("''"), "an adapter is resumed on any base", ": refused"),
     ("checkpoint.clear", skip(), "a save that failed leaves a folder", ": full_disk"),
-    ("checkpoint._remove_earlier", skip(), "earlier checkpoints stay", ": earlier_starts"),
+    ("checkpoint.remove_earlier", skip(), "earlier checkpoints stay", ": earlier_starts"),
     ("checkpoint._load_extra", swap("'rng' in extra", "False"), "random states are not restored", ": bitwise"),
     (
         "checkpoint._load_own",

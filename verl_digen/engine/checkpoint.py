@@ -17,6 +17,7 @@ fails on any rank raises on every rank and leaves no folder behind; so does a lo
 import logging
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -81,8 +82,8 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
         if local_path is None:
             return
         folder, num_kept = Path(local_path).absolute(), max_ckpt_to_keep or 0
-        if num_kept > 1:
-            self._remove_earlier(folder, num_kept - 1)
+        if num_kept > 1 and self.rank == 0:
+            remove_earlier(folder, num_kept - 1, self.kept)
         writer = WholeFolder(folder)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
@@ -94,19 +95,10 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
                 f"the checkpoint {folder} could not be written ({cause_of(error)}); make room on the disk, or let "
                 "trainer.default_local_dir name another one, which all nodes mount; older checkpoints are untouched"
             ) from error
-        if num_kept == 1:  # the one before stays until this one is there
-            self._remove_earlier(folder, 0)
+        if num_kept == 1 and self.rank == 0:  # the one before stays until this one is there
+            remove_earlier(folder, 0, self.kept)
         if self.rank == 0:
             logger.info("saved checkpoint %s", local_path)
-
-    def _remove_earlier(self, folder: Path, num_kept: int) -> None:
-        """Rank 0: remove the run's checkpoints of earlier steps than `folder`'s, but for the newest `num_kept`."""
-        prefix, own = folder.parent.name.rstrip("0123456789"), _number(folder.parent)
-        kept = {Path(path).absolute() for path in self.kept}
-        earlier = [path for path in folder.parent.parent.glob(f"{prefix}*/{folder.name}") if path not in kept]
-        numbered = sorted((number, path) for path in earlier if 0 <= (number := _number(path.parent)) < own)
-        for _, path in numbered[: max(0, len(numbered) - num_kept)] if self.rank == 0 else ():
-            shutil.rmtree(path, ignore_errors=True)
 
     def _state(self) -> dict[str, Any]:
         """This rank's part of what is saved, by entry; collective."""
@@ -312,6 +304,18 @@ class WholeFolder(FileSystemWriter):
             self._folder.rename(old)
         self._partial.rename(self._folder)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_earlier(folder: Path, num_kept: int, besides: Iterable[str]) -> None:
+    """Remove the run's checkpoints of earlier steps than `folder`'s, except the newest `num_kept` and `besides`."""
+    prefix, own = folder.parent.name.rstrip("0123456789"), _number(folder.parent)
+    kept = {Path(path).absolute() for path in besides}
+    found = (path.absolute() for path in folder.parent.parent.glob(f"{prefix}*/{folder.name}"))
+    numbered = sorted(
+        (number, path) for path in found if path not in kept and 0 <= (number := _number(path.parent)) < own
+    )
+    for _, path in numbered[: max(0, len(numbered) - num_kept)]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _number(step_dir: Path) -> int:

@@ -28,6 +28,7 @@ from verl_digen.config.placement import TypedPools, check_placement
 from verl_digen.config.pool_sizes import has_reward_model
 from verl_digen.data.rows import prompt_rows
 from verl_digen.data.splits import name_splits
+from verl_digen.engine.checkpoint import remove_earlier
 from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.engine.driver_checkpoint import (
     DriverState,
@@ -372,15 +373,14 @@ class DiffusionTrainer(PPOTrainerSync):
                     self._save_checkpoint()
 
     def _save_checkpoint(self) -> None:
-        """Write verl's checkpoint; the pointer is replaced only when everything is on disk."""
+        """Write verl's checkpoint; the pointer is replaced only when everything is on disk, and an only checkpoint is
+        removed only after that."""
         step_dir = checkpoint_dir(self.run_dir, self.global_steps)
+        num_kept = self.config.trainer.max_actor_ckpt_to_keep
         try:
             with self._supervision.watch("files", "writing the checkpoint"):
                 self.actor_rollout_wg.save_checkpoint(
-                    str(step_dir / "actor"),
-                    None,
-                    self.global_steps,
-                    max_ckpt_to_keep=self.config.trainer.max_actor_ckpt_to_keep,
+                    str(step_dir / "actor"), None, self.global_steps, max_ckpt_to_keep=num_kept and max(num_kept, 2)
                 )
             driver = DriverState(self._num_prompts_drawn, digest(self.train_dataset.prompts))
             save_driver_state(step_dir, driver, self.train_dataloader.state_dict(), self._open_prompts())
@@ -388,6 +388,9 @@ class DiffusionTrainer(PPOTrainerSync):
             if "hf_model" in self.config.actor_rollout_ref.actor.checkpoint.save_contents:
                 export_checkpoint(step_dir)
             publish(self.run_dir, self.global_steps)
+            if num_kept == 1:
+                kept = self._watch.kept_checkpoints if self.digen.reward.stop_on_hacking else ()
+                remove_earlier(step_dir / "actor", 0, kept)
         except DeadlineMissed:
             raise
         except (OSError, RuntimeError) as error:
