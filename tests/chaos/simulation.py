@@ -346,6 +346,7 @@ def in_place_of_ray(simulation: Simulation) -> Iterator[None]:
     functions: list[tuple[Any, Sequence[str], Any]] = [
         (ray, ("get", "get_actor", "kill", "nodes"), cluster),
         (ray._private.state, ("actors",), cluster),
+        (ray.util, ("list_named_actors",), cluster),
         (tq, ("async_kv_put", "async_kv_batch_put", "async_kv_clear", "kv_batch_put", "kv_clear", "kv_list"), client),
     ]
     patches = [

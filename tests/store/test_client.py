@@ -5,10 +5,11 @@ import asyncio
 import threading
 
 import pytest
+import ray
 import torch
 import transfer_queue as tq
 
-from verl_digen.store.client import FirstAlone, StoredRow, put
+from verl_digen.store.client import FirstAlone, StoredRow, processes, put
 
 TIMEOUT_S = 60
 
@@ -86,3 +87,9 @@ def test_puts_of_one_pass_are_one_call_of_each_partition_and_shape(monkeypatch: 
             ("full", {"d": {}, "e": {}}, None),
         ]
         calls.clear()
+
+
+def test_the_controller_and_each_storage_unit_can_be_watched(queue):
+    found = processes()
+    assert sorted(found) == ["TransferQueue's controller", "TransferQueue's storage unit 0"]
+    assert len(ray.get([process.__ray_ready__.remote() for process in found.values()])) == 2

@@ -3,8 +3,9 @@
 
 - TransferQueue makes the client in a process's first call, and other threads see it before it can be used: a second
   call meanwhile fails with "Storage manager not initialized". So the first call of a process runs alone.
-- Its client waits for the controller without a deadline, so a controller that died or hangs would stop every process
-  that calls it. The driver asks for heartbeats (`verl_digen.processes.supervision`) and cancels its own calls here.
+- Its client waits for the controller forever, and ten minutes for a storage unit, so one that died or hangs would stop
+  every process that calls it. The driver asks for heartbeats (`verl_digen.processes.supervision`) and cancels its own
+  calls here.
 
 Invariant (tests/store/test_client.py): no call begins before the first one has ended; later ones run side by side.
 """
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import ray
+import ray.util
 import transfer_queue as tq
 from torch import Tensor
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -95,8 +97,12 @@ def close() -> None:
     tq.close()
 
 
-def controller() -> Any:
-    return ray.get_actor("TransferQueueController", namespace="transfer_queue")
+def processes() -> dict[str, Any]:
+    """TransferQueue's controller and storage units by name; the units are in the namespace of the run."""
+    units = [name for name in ray.util.list_named_actors() if name.startswith("TransferQueueStorageUnit#")]
+    named = {f"TransferQueue's storage unit {name.partition('#')[2]}": ray.get_actor(name) for name in units}
+    controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
+    return {"TransferQueue's controller": controller, **named}
 
 
 def cancel_calls() -> None:

@@ -30,7 +30,7 @@ from verl_digen.processes.actors import retried, silence
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.relays import FAN_OUT, Route, Together, Work
 from verl_digen.processes.supervision import LoopThread
-from verl_digen.store.client import controller
+from verl_digen.store import client
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ def end_processes(replica: Any) -> None:
 def required_processes(agent_loop_workers: Sequence[Any]) -> dict[str, Any]:
     """Processes beside the replicas without which the run ends and that no deadline covers, by name."""
     named = {f"agent loop worker {number}": worker for number, worker in enumerate(agent_loop_workers)}
-    return {"TransferQueue's controller": controller(), **named}
+    return {**client.processes(), **named}
 
 
 def _end_replica_of(error: ActorUnavailableError, replicas: Sequence[Any]) -> bool:
