@@ -35,19 +35,24 @@ def _clip(ratio: Tensor, advantage: float, low: float, high: float) -> Tensor:
     return 0 * ratio - advantage * bounded if is_cut else -advantage * ratio
 
 
+def _bounds(config: Any) -> tuple[float, float]:
+    above = config.clip_range if config.clip_range_high is None else config.clip_range_high
+    return 1 - config.clip_range, 1 + above
+
+
 def _ratio_to(row: Row, column: str) -> float:
     return math.exp(row["log_prob"].item() - row[column].item())
 
 
 def _flow_grpo(row: Row, config: Any) -> Tensor:
     ratio = torch.exp(row["log_prob"] - row["old_log_prob"])
-    return _clip(ratio, _advantage(row, config), *config.ratio_range)
+    return _clip(ratio, _advantage(row, config), *_bounds(config))
 
 
 def _grpo_guard(row: Row, config: Any) -> Tensor:
     drift = ((row["mean"] - row["old_mean"]) ** 2).mean() / (2 * row["std"] ** 2)
     ratio = torch.exp((row["log_prob"] - row["old_log_prob"] + drift) * row["std"])
-    return _clip(ratio, _advantage(row, config), *config.ratio_range) / (row["sigma"] - row["sigma_next"])
+    return _clip(ratio, _advantage(row, config), *_bounds(config)) / (row["sigma"] - row["sigma_next"])
 
 
 def _flow_dppo(row: Row, config: Any) -> Tensor:
@@ -117,7 +122,7 @@ def _gspo(rows: Sequence[Row], config: Any) -> Tensor:
     losses = []
     for own in trajectories.values():
         ratio = torch.stack([row["log_prob"] - row["behaviour_log_prob"] for row in own]).mean().exp()
-        losses += [_clip(ratio, _advantage(own[0], config), *config.ratio_range)] * len(own)
+        losses += [_clip(ratio, _advantage(own[0], config), *_bounds(config))] * len(own)
     return torch.stack(losses).mean()
 
 
