@@ -46,12 +46,19 @@ def _error(row: Row, velocity: str = "velocity") -> Tensor:
     return ((row[velocity] - (row["noise"] - row["clean"])) ** 2).mean()
 
 
+POWERS = {"uniform": (1.0, 0), "t": (1.0, 1), "t**2": (1.0, 2), "huber": (0.5, 1)}
+"""AWM's weighting -> powers of the error and of sigma in its log-prob; ghuber has its own."""
+
+
 def _awm(rows: Sequence[Row], config: Any) -> Tensor:
-    """With weighting ghuber or t, and uniform distances."""
+    """With a weighting of `POWERS`, and uniform distances."""
 
     def log_prob(row: Row, velocity: str) -> Tensor:
-        error, power = _error(row, velocity), config.power if config.weighting == "ghuber" else 1.0
-        return -(error**power) * row["sigma"] / power
+        error, sigma = _error(row, velocity), row["sigma"]
+        if config.weighting == "ghuber":
+            return -(error**config.power) * sigma / config.power
+        of_error, of_sigma = POWERS[config.weighting]
+        return -(error**of_error) * sigma**of_sigma
 
     losses = []
     for row in rows:

@@ -139,6 +139,7 @@ def some_rows() -> dict[str, Tensor]:
         ("awm", {"clip_range": 0.02, "kl_coef": 0.0, "advantage_max": 3.0}),
         ("awm", {"weighting": "t", "ema_kl_coef": 0.0, "kl_coef": 0.7}),
         ("awm", {"power": 0.6, "clip_range": 0.01}),
+        *(("awm", {"weighting": weighting, "clip_range": 0.02}) for weighting in ("uniform", "t**2", "huber")),
         ("awm_off_policy", {"clip_range": 0.02}),
         ("awm_off_policy", {"kl_coef": 0.0, "ema_kl_coef": 0.0}),
         ("diffusion_nft", {"beta": 0.1, "kl_coef": 0.0}),
