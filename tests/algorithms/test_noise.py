@@ -42,7 +42,8 @@ def test_noise_of_different_keys_is_independent_standard_normal():
 def test_seeds_of_different_samples_differ_and_fit_63_bits():
     keys = list(itertools.product(range(3), ("", "1", "1,1", "g'", "g\n"), range(40)))
     seeds = [sample_seed(*key) for key in keys]
-    assert len(set(seeds)) == len(keys)
+    turns = [sample_seed(0, "1", index, turn) for index in range(40) for turn in (1, 2)]
+    assert len({*seeds, *turns}) == len(keys) + len(turns)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**60
 
