@@ -214,6 +214,31 @@ def test_surplus_groups_are_withdrawn_and_are_no_failures(caplog):
     assert "failed" not in caplog.text
 
 
+@pytest.mark.parametrize("generator", ["slot", "trainer"])
+def test_the_scores_of_a_chunk_that_was_withdrawn_while_it_was_generated_are_cancelled_too(generator):
+    pools, cancelled = Pools(), set()
+    pools.hangs_until_withdrawn = {"p001"}
+
+    async def cancel(chunk):
+        if chunk.id in pools.done:  # it is generated, and its scores are under way
+            cancelled.add(chunk.id)
+        await Pools.cancel(pools, chunk)
+
+    async def collect(chunk):
+        for _ in range(100):
+            if chunk.uid != "p001" or chunk.id in cancelled:
+                return await Pools.collect(pools, chunk)
+            await asyncio.sleep(0)
+        raise AssertionError("a reward of groups waits for the samples that were withdrawn")
+
+    pools.cancel, pools.collect = cancel, collect
+    assist = "off" if generator == "slot" else "always"
+    conductor = make_conductor(pools, num_prompts=3, extra_prompts=1, slots=("s0", "s1", "s2"), assist=assist)
+    run(conductor, drains=True)
+    assert any(call[0] == "assist" and call[1][0] == "p001" for call in pools.calls) == (generator == "trainer")
+    assert cancelled and not conductor._chunks
+
+
 def test_what_was_published_for_nothing_is_handed_out_to_be_cleared():
     pools = Pools()
     pools.fail = {("p001", 2)}

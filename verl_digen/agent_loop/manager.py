@@ -364,7 +364,7 @@ async def all_ended(tasks: Sequence[asyncio.Task[Result]]) -> tuple[list[Result]
     """Wait until all tasks have ended -> results of those that succeeded, in order, and errors of those that failed."""
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     results = [one for one in ended if not isinstance(one, BaseException)]
-    errors = [one for one in ended if isinstance(one, BaseException) and not isinstance(one, asyncio.CancelledError)]
+    errors = [one for one in ended if isinstance(one, BaseException)]
     return results, errors
 
 

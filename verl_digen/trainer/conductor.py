@@ -187,9 +187,11 @@ class Conductor:
                 self._calls.spawn(self._way_of_chunk(decision))
         for chunk_id in sorted(self._chunks.keys() & self.planner.take_cancelled()):
             self._withdrawn.add(chunk_id)
-            # a hung replica is detected by the bound of its chunk
-            cancelling = self.generator.cancel(self._chunks[chunk_id])
-            self._calls.tell(cancelling, f"cancelling chunk {chunk_id}", may_be_late=True)
+            self._cancel(self._chunks[chunk_id])
+
+    def _cancel(self, chunk: Chunk) -> None:
+        # a hung replica is detected by the bound of its chunk
+        self._calls.tell(self.generator.cancel(chunk), f"cancelling chunk {chunk.id}", may_be_late=True)
 
     # -- the trainer --------------------------------------------------------------------------------------
     async def _train_batch(self) -> BatchOutcome | None:
@@ -316,6 +318,8 @@ class Conductor:
         await self._score(chunk, generated, condition_key)
 
     def _on_generated(self, chunk: Chunk, generated: GeneratedChunk) -> None:
+        if chunk.id in self._withdrawn:  # the scores of what it generated may wait for samples that nobody generates
+            self._cancel(chunk)
         self.planner.on_generated(chunk.id, self.recorder.now_s())
         self._on_failed(chunk, generated.failures)
 
