@@ -126,6 +126,7 @@ def test_what_once_went_wrong_goes_well(name):
 
 
 ALL_DIE = tuple(Fault(f"server {number}", "generate_all", 1, Kind.DIES_BEFORE) for number in (0, 1))
+ALL_DIE_LATER = tuple(Fault(f"server {number}", "generate_all", 2, Kind.DIES_BEFORE) for number in (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,8 @@ ALL_DIE = tuple(Fault(f"server {number}", "generate_all", 1, Kind.DIES_BEFORE) f
     [
         World(num_prompts=3, num_batches=2, faults=ALL_DIE),
         World(num_prompts=3, num_batches=3, max_versions=1, assist="always", faults=ALL_DIE),
+        World(num_prompts=3, num_batches=3, assist="bts", faults=ALL_DIE),
+        World(num_prompts=3, num_batches=3, chunk_size=1, assist="always", faults=ALL_DIE_LATER),
         World(
             num_prompts=3,
             num_batches=3,
@@ -143,7 +146,7 @@ ALL_DIE = tuple(Fault(f"server {number}", "generate_all", 1, Kind.DIES_BEFORE) f
             faults=tuple(Fault(f"engine {number}", "update_weights", 0, Kind.DIES_BEFORE) for number in (0, 1)),
         ),
     ],
-    ids=["in a step", "with stale samples", "twice", "in a publication"],
+    ids=["in a step", "with stale samples", "assisted", "while they encode", "twice", "in a publication"],
 )
 def test_a_run_that_lost_every_replica_waits_for_one_that_is_started(world):
     verdict = simulate(world)

@@ -635,7 +635,7 @@ def test_an_assist_has_a_chunk_of_each_of_the_oldest_groups_and_the_trainer_is_f
 
 def test_a_group_that_is_dropped_in_the_middle_of_an_assist_leaves_its_others():
     rules = changed(STRICT, num_prompts=2, assist="always", num_trainer_ranks=8)
-    planner = planner_with(rules)
+    planner = planner_with(rules, "a")
     assist = planner.next_for_trainer(0.0)
     assert isinstance(assist, Assist)
     lost, kept = assist.chunks

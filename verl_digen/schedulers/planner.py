@@ -349,7 +349,8 @@ class BatchPlanner:
         self._wait_until_s = None
 
     def _at_bubble(self, batch: Batch, now_s: float) -> Assist | Wait:
-        if self.rules.tag.policy == "off" or self._book.oldest_on_policy(self.batch) is None:
+        # without a slot no replica encodes prompts for the trainer, and the caller waits for one that is started
+        if self.rules.tag.policy == "off" or not self._slots or self._book.oldest_on_policy(self.batch) is None:
             has_unissued = self._book.has_unissued(batch.number)
             return Wait(idle_reason(batch, has_slots=bool(self._slots), has_unissued=has_unissued))
         smallest = self.rules.assist_sizes(len(self._slots))[0]

@@ -167,9 +167,9 @@ class DisaggregatedTrainer(DiffusionTrainer):
     async def _start_replica(self, number: int) -> Any:
         return await start_replica(self.llm_server_manager, number, self.digen.deadlines.first_s, on_ranks=False)
 
-    async def _end_replica(self, address: str) -> None:
+    async def _end_replica(self, hung: Joining) -> None:
         for replica in self.checkpoint_manager.replicas:
-            if replica.server_address == address:
+            if replica.server_address == hung.replica:
                 end_processes(replica)
 
     def _draw_prompts(self, batch: int, count: int) -> list[str]:

@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 class GeneratorPool:
     """Agent loop workers in front of replicas, and in front of the trainer's ranks when those assist.
 
-    `end_replica` ends the processes of the replica with this address, `condition_key` is the key of a prompt's
-    conditions.
+    `end_replica` kills the processes of a hung replica, whose devices are free then; `condition_key` is the key of a
+    prompt's conditions.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class GeneratorPool:
         workers: Sequence[Any],
         trainer: TrainerRanks,
         *,
-        end_replica: Callable[[str], Awaitable[None]],
+        end_replica: Callable[[Joining], Awaitable[None]],
         condition_key: Callable[[PromptRow], str],
         deadlines: DeadlinesConfig,
     ):
         self._workers = list(workers)
-        self._end_replica, self._deadlines = end_replica, deadlines
+        self.end_replica, self._deadlines = end_replica, deadlines
         self._slots: dict[str, Joining] = {}
         """Slot -> its replica."""
         self._trainer, self._condition_key = trainer, condition_key
@@ -86,10 +86,6 @@ class GeneratorPool:
         """Drop the chunk, in whatever state it is: none of its samples is published from now on."""
         await self._worker(chunk).discard_chunk.remote(chunk.id)
 
-    async def end_replica(self, replica: Joining) -> None:
-        """Kill the processes of a hung replica; its devices are free then."""
-        await self._end_replica(replica.replica)
-
     def join(self, replica: Joining) -> None:
         """Add the slots of a replica."""
         self._slots |= dict.fromkeys(replica.slots, replica)
@@ -116,13 +112,13 @@ class GeneratorPool:
         )
 
     async def _prepare_assist(self, chunk: Chunk, number: int) -> tuple[Sequence[SampleRequest], str]:
-        """Requests of the chunk that the ranks are to generate, or none and the reason why the encoder refuses the
-        prompt. A replica encodes it, the first time; each chunk of an assist, by its number, asks another replica
-        first."""
+        """Requests of the chunk that the ranks are to generate, or none and the reason: the encoder refuses the prompt,
+        or every replica died just now. A replica encodes it, the first time; each chunk of an assist, by its number,
+        asks another replica first."""
         order, worker = self._order(chunk), self._worker(chunk)
         try:
             return await self._make_requests(order, worker, number), ""
-        except ValueError as error:
+        except (ValueError, ReplicasLost) as error:
             return (), describe(error)
 
     async def _make_requests(self, order: ChunkOrder, worker: Any, number: int) -> Sequence[SampleRequest]:
