@@ -182,7 +182,8 @@ from verl_digen.observe.trackers import log_to_wandb
 folder = Path(sys.argv[1])
 with wandb.init(mode="offline", dir=folder, project="digen", settings=wandb.Settings(x_disable_stats=True)):
     shown = [Shown(folder / "a.png", "a cat", 0.5), Shown(folder / "b.png", "a dog", 0.25)]
-    log_to_wandb(wandb, 10, {"val/pictures": shown}, {"distribution/reward": [0.0, 0.5, 1.0]})
+    values = {"distribution/reward": [0.0, 0.5, 1.0], "distribution/equal_but_for_rounding": [0.1 + 0.2, 0.3]}
+    log_to_wandb(wandb, 10, {"val/pictures": shown}, values)
 """
 
 

@@ -97,6 +97,14 @@ def test_shares_of_a_distribution_lie_in_bins_that_all_steps_have(tmp_path):
         assert sum(shares) == pytest.approx(1, abs=1e-4)
 
 
+def test_rewards_that_differ_by_rounding_share_a_bin(tmp_path):
+    make_run(tmp_path)
+    add_groups(tmp_path, 4, rewards=(0.1 + 0.2, 0.3, 0.3))
+    add_groups(tmp_path, 2, rewards=(0.3,))
+    for shares in distributions(tmp_path, 4)["rewards"]["reward"]["shares"]:
+        assert [share for share in shares if share] == [1.0]
+
+
 def test_a_timeline_shows_its_steps_with_words(tmp_path):
     make_run(tmp_path)
     found = timelines.timelines(tmp_path)

@@ -61,7 +61,9 @@ def log_to_wandb(
 ) -> None:
     """Log lists of pictures, each also as a table NAME_table, and histograms of `values`, by name, for optimizer step
     `step`, with the module `wandb` of a run; nothing if both are empty."""
-    data: dict[str, Any] = {name: wandb.Histogram(list(numbers)) for name, numbers in values.items()}
+    # in float32: numpy has no bins between values that are equal but for the last bits of a float64
+    rounded = {name: np.array(numbers, np.float32).tolist() for name, numbers in values.items()}
+    data: dict[str, Any] = {name: wandb.Histogram(numbers) for name, numbers in rounded.items()}
     for name, shown in pictures.items():
         if shown:
             # of a video the filmstrip: a column of W&B's has one kind of media

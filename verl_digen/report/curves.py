@@ -77,10 +77,10 @@ def distributions(run_dir: Path, last_step: int) -> dict[str, Any]:
 def _binned(of_steps: Sequence[Sequence[float]]) -> dict[str, Any]:
     import numpy as np  # here alone: every `digen` command imports this module
 
-    everything = np.array([value for values in of_steps for value in values if isfinite(value)], dtype=float)
-    edges = np.histogram_bin_edges(everything, NUM_BINS)
-    shares = []
-    for values in of_steps:
-        counts, _ = np.histogram([value for value in values if isfinite(value)], edges)
+    # rounded: numpy has no bins between values that are equal but for the last bits
+    shown = [[one for one in map(rounded, values) if one is not None] for values in of_steps]
+    edges, shares = np.histogram_bin_edges([value for values in shown for value in values], NUM_BINS), []
+    for values in shown:
+        counts, _ = np.histogram(values, edges)
         shares.append([rounded(share) for share in counts / counts.sum()] if counts.sum() else None)
     return {"edges": [rounded(float(edge)) for edge in edges], "shares": shares}
