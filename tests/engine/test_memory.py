@@ -35,17 +35,34 @@ def test_rows_that_fit_do_and_one_more_would_not():
         device = Device(rng.randint(0, 50), rng.randint(1, 9), left_behind=rng.randint(0, 20))
         limit = rng.randint(1, 500)
         later = rng.choice([0, rng.randint(1, 50)])
-        found = memory.measure_tiles(device.peak_bytes, limit, kept_bytes=device.kept_bytes, later_bytes=later)
+        found = memory.measure_tiles(
+            device.peak_bytes, limit, num_rows=64, kept_bytes=device.kept_bytes, later_bytes=later
+        )
         rows = found.rows(0)
         room = int(limit * (1 - memory.MARGIN)) - later
         measured = list(device.tiles)
-        assert measured == ([1, 1, 2] if device.peak_bytes(2) <= room else [1, 1])
+        doubled = [count for count in (2, 4, 8, 16, 32, 64) if device.peak_bytes(count) <= room]
+        assert measured == [1, 1, *doubled]
         assert rows == 0 or device.peak_bytes(rows) <= room
         assert device.peak_bytes(rows + 1) > room
 
 
 def test_a_device_on_which_rows_cost_nothing_does_not_divide_by_zero():
-    assert memory.measure_tiles(lambda rows: 10, 100, kept_bytes=int).rows(0) == 1 + 80
+    assert memory.measure_tiles(lambda rows: 10, 100, num_rows=2, kept_bytes=int).rows(0) == 2 + 80
+
+
+def test_a_peak_that_grows_faster_with_more_rows():
+    """One row's peak is where a gradient of 60 bytes is made, beside 1 byte a row; from 16 rows on it is 5 a row."""
+    tiles: list[int] = []
+
+    def peak_bytes(rows: int) -> int:
+        tiles.append(rows)
+        return max(60 + rows, 5 * rows)
+
+    assert memory.measure_tiles(peak_bytes, 1000, num_rows=500, kept_bytes=int).rows(0) == 900 // 5
+    assert tiles == [1, 1, 2, 4, 8, 16, 32, 64, 128]
+    assert memory.measure_tiles(peak_bytes, 1000, num_rows=3, kept_bytes=int).rows(0) > 3
+    assert tiles[9:] == [1, 1, 2, 4]
 
 
 def beside(device: Device, *theirs: list[int]) -> memory.TileMemory:
@@ -55,7 +72,7 @@ def beside(device: Device, *theirs: list[int]) -> memory.TileMemory:
     def most(values: Sequence[int]) -> list[int]:
         return [max(pair) for pair in zip(values, next(told), strict=True)]
 
-    return memory.measure_tiles(device.peak_bytes, 80, kept_bytes=device.kept_bytes, most=most)
+    return memory.measure_tiles(device.peak_bytes, 80, num_rows=2, kept_bytes=device.kept_bytes, most=most)
 
 
 def test_what_one_rank_cannot_rehearse_none_does_and_the_fullest_one_decides():
@@ -86,7 +103,7 @@ def test_rows_by_blocks_that_are_not_recomputed():
         tiles.append((rows, min(blocks.num_blocks, 4)))
         return 10 + rows * (5 + sum((27, 18, 9)[min(blocks.num_blocks, 4) :]))
 
-    found = memory.measure_tiles(peak_bytes, 50, kept_bytes=lambda: 10, blocks=blocks)
+    found = memory.measure_tiles(peak_bytes, 50, num_rows=2, kept_bytes=lambda: 10, blocks=blocks)
     assert tiles == [(1, 4), (1, 4), (2, 4), (1, 1)]  # 35 bytes are free: 5, and 30 of blocks 1 and 2
     assert found == memory.TileMemory(room=45, base=10, row=5, kept=(0, 9, 18, 27))
     assert [found.rows(number) for number in range(5)] == [0, 1, 2, 7, 7]
@@ -99,7 +116,7 @@ def test_nothing_is_rehearsed_where_nothing_can_be_kept():
         tiles.append(rows)
         return 10 + 30 * rows
 
-    found = memory.measure_tiles(peak_bytes, 50, kept_bytes=lambda: 10, blocks=blocks)
+    found = memory.measure_tiles(peak_bytes, 50, num_rows=2, kept_bytes=lambda: 10, blocks=blocks)
     assert tiles == [1, 1] and [found.rows(number) for number in range(3)] == [0, 1, 1]
 
 
@@ -125,7 +142,10 @@ def test_measured_rows_fit_a_gpu():
 
     limit = torch.cuda.memory_allocated() + (2 << 30)
     rows = memory.measure_tiles(
-        lambda count: device_memory.peak_of(lambda: run(count)), limit, kept_bytes=device_memory.allocated_bytes
+        lambda count: device_memory.peak_of(lambda: run(count)),
+        limit,
+        num_rows=1000,
+        kept_bytes=device_memory.allocated_bytes,
     ).rows(0)
     assert rows > 4
     assert device_memory.peak_of(lambda: run(rows)) <= limit

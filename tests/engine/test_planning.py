@@ -166,10 +166,10 @@ def test_a_rank_of_several_that_runs_out_of_memory_raises(
         if len(rows) == 2:
             raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    samples = [described(str(number), "g", 0.0, 1) for number in range(2)]
+    samples = [described(str(number), "g", 0.0, 1) for number in range(4)]
     plan = planner(monkeypatch, TspConfig(), num_ranks=2, rehearse=rehearse)
     with pytest.raises(RuntimeError, match=r"a rehearsed tile of 2 row.*2 GiB.*set digen.tsp.samples_per_tile=1"):
-        plan.deal(samples, torch.zeros(2), fetch)
+        plan.deal(samples, torch.zeros(4), fetch)
 
 
 # -- order of samples by their texts, and how much of what the network reads is padding ----------------------

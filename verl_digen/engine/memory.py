@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of tiles as measured, and whether gradients may stay unreduced.
 
-- Rows: the peak of one forward/backward grows linearly with its rows. So the peaks of 1 row and of 2 give the rows that
-  fit, less a margin for what varies from call to call (fragmentation), and less the optimizer's state, which the first
-  step makes and which then stays on the device beside every tile.
+- Rows: the peak of a forward/backward is the largest of several moments, each linear in its rows, so it grows faster
+  with more rows: with few, it may be at a moment with many gradients and few activations. So 1, 2, 4, ... rows are
+  rehearsed, and the last two peaks give the rows that fit, less a margin for what varies from call to call, and less
+  the optimizer's state, which the first step makes and which then stays on the device beside every tile.
 - Blocks: rows are measured with all blocks recomputed. What each block saves is seen while it is recomputed; one more
   rehearsal, with one row and as few blocks recomputed as that shows to fit, scales these numbers to what they are
   outside of recomputation.
-- Two rows are rehearsed only where the peak of one shows, on every rank, that they fit: at most, all that the first row
-  took beyond what was allocated before comes again.
+- Twice as many rows are rehearsed only where the peak shows, on every rank, that they fit: at most, all that was taken
+  beyond what was allocated before comes again.
 - A rehearsal that runs out of memory on the only rank leaves one row, or with kept blocks fewer of them. On one of
   several ranks it ends the run: the other ranks wait in a collective of FSDP2.
 - A tile that trains and runs out of memory ends the run, with the settings of a tile of half the rows. Rolling it back
@@ -88,6 +89,7 @@ def measure_tiles(
     peak_bytes: Callable[[int], int],
     limit_bytes: int,
     *,
+    num_rows: int,
     kept_bytes: Callable[[], int],
     later_bytes: int = 0,
     blocks: Recomputation | None = None,
@@ -97,15 +99,17 @@ def measure_tiles(
 
     Args:
         peak_bytes: rows -> the peak of their forward/backward; called with 1 twice, the first time to allocate what
-            stays (workspaces), with 2 where every rank can hold two, and with 1 where not all blocks are recomputed.
+            stays (workspaces), with 2, 4, ... where every rank can hold them, and with 1 where not all blocks are
+            recomputed.
         limit_bytes: memory this process can use in all.
+        num_rows: rows that there are: once as many were rehearsed, no more are. The same on all ranks.
         kept_bytes: memory that is allocated between two tiles.
         later_bytes: memory for what comes later and stays.
         blocks: decides which blocks are recomputed; None: that is not to be chosen.
         most: maximum of all ranks' values, one by one. Collective.
 
     Example: 8 GB kept and 2 GB per call and per row, 80 GB
-        measure_tiles(lambda rows: (10 + 2 * rows) * GB, 80 * GB, kept_bytes=lambda: 8 * GB).rows(0)
+        measure_tiles(lambda rows: (10 + 2 * rows) * GB, 80 * GB, num_rows=64, kept_bytes=lambda: 8 * GB).rows(0)
         # 31 = (80 * 0.9 - 10) / 2
     """
     if blocks is not None:
@@ -125,10 +129,12 @@ def measure_tiles(
             later_bytes / 1e9,
             SMALLER_ROWS,
         )
-    row = one - kept
-    if not any(most([one + row > room])):
-        row = max(peak_bytes(2) - one, 1)
-    tightest, base, row, *sizes = most([-room, one - row, row, *sizes])
+    rows, peak, row = 1, one, one - kept
+    while rows < max(num_rows, 2) and not any(most([2 * peak - kept > room])):
+        less, peak = peak, peak_bytes(2 * rows)
+        row = max(-(-(peak - less) // rows), 1)
+        rows *= 2
+    tightest, base, row, *sizes = most([-room, peak - rows * row, row, *sizes])
     found = TileMemory(-tightest, base, row, (0, *sizes[1:]) if sizes else ())
     if blocks is not None and any(found.kept):
         found = _scaled(found, peak_bytes, blocks, most)

@@ -106,7 +106,7 @@ class Planner:
             return replace(choose(lambda unused: memory.CPU_ROWS, num_blocks=0), num_recomputed=fixed)
         key = self._key(samples, picks)
         if key not in self._measured:
-            self._measured[key] = self.base.measured_without(lambda: self._measure(samples, picks, key))
+            self._measured[key] = self.base.measured_without(lambda: self._measure(samples, picks, key, num_rows))
         found = self._measured[key]
         choice = self.base.choose(found, choose, num_rows)
         choice = choice if fixed is None else replace(choice, num_recomputed=fixed)
@@ -126,11 +126,12 @@ class Planner:
         step = TEXT_STEP if self.model.spec.condition.num_tokens is None else 1
         return sample.generated_with(point).sampling, -(-memory.most_of_ranks(longest) // step) * step
 
-    def _measure(self, samples: Samples, picks: Picks, key: Key) -> TileMemory:
+    def _measure(self, samples: Samples, picks: Picks, key: Key, num_rows: int) -> TileMemory:
         longest = max(picks, key=lambda pick: _text_tokens(samples, pick))
         return memory.measure_tiles(
-            lambda num_rows: self._peak_bytes(_rehearsal(self.points, samples, longest, num_rows, key[1])),
+            lambda count: self._peak_bytes(_rehearsal(self.points, samples, longest, count, key[1])),
             device_memory.limit_bytes(),
+            num_rows=num_rows,
             kept_bytes=device_memory.allocated_bytes,
             later_bytes=memory.state_to_come(self._engine.optimizer),
             blocks=self.recomputation if self.recomputation.fixed is None else None,
@@ -138,8 +139,8 @@ class Planner:
         )
 
     def _peak_bytes(self, rows: TrainingRows) -> int:
-        """Peak memory of a dry run of `rows`; more than there is if it ran out of it with more than the smallest tile
-        (one row, all blocks recomputed), on the only rank."""
+        """Peak memory of a dry run of `rows`; as if each row took the device if it ran out of memory with more than the
+        smallest tile (one row, all blocks recomputed), on the only rank."""
         try:
             return device_memory.peak_of(lambda: self.rehearse(rows))
         except torch.OutOfMemoryError:
@@ -149,7 +150,7 @@ class Planner:
                 remedy = memory.SMALLER_ROWS if len(rows) == 1 else SMALLEST_TILE
                 with memory.shortage_explained("a rehearsed tile", len(rows), lambda: remedy):
                     raise
-            return device_memory.limit_bytes()
+            return len(rows) * device_memory.limit_bytes()
 
     def rehearse(self, rows: TrainingRows) -> None:
         """Run one tile (forward, and backward if the engine trains) as in training, to measure memory, and discard the

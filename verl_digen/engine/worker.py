@@ -26,7 +26,7 @@ import torch
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_name, set_expandable_segments
 from verl.utils.distributed import initialize_global_process_group_ray
 from verl.utils.profiler import DistProfiler
 from verl.utils.torch_dtypes import PrecisionType
@@ -97,6 +97,9 @@ class DiffusionWorker(ActorRolloutRefWorker):
         share_cpu_cores(0 if self._is_rollout else self.config.rollout.n_gpus_per_node)
         super().init_model()
         if self._is_actor:
+            # else tiles of many sizes leave gaps that no tensor fits into; verl's update_weights does the same, but is
+            # not called without replicas on these devices
+            set_expandable_segments(True)
             self.trainer.set_loss_fn(own_objective)
             name = self.config.rollout.name
             self.engine.shares_device = self._is_rollout and name != TRAINER
