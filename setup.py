@@ -20,7 +20,7 @@ of the README lead there; without it, they are plain words on a package index.""
 IMAGE_OR_LINK = re.compile(r"(!?)\[([^][]*)\]\((?!https?:)([^)]+)\)")
 """Markdown of an image or of a link to a file of the repository."""
 
-REWARDS = ["ftfy>=6", "onnxruntime", "rapidfuzz>=3,<4", "rapidocr>=3.10,<4"]
+REWARDS = ["onnxruntime", "rapidfuzz>=3,<4", "rapidocr>=3.10,<4"]
 
 
 def description_for_indexes(readme: str) -> str:
@@ -90,6 +90,7 @@ setup(
         "accelerate",
         "datasets",
         "diffusers>=0.40,<0.43",  # vLLM-Omni 0.28 pins 0.40.0
+        "ftfy>=6",  # diffusers' pipelines of Wan call it, installed or not
         "httpx>=0.27,<1",
         "hydra-core>=1.3,<1.4",
         "numpy>=2.0.0",

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import ftfy
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from verl_digen.require import require
 from verl_digen.reward import encoders
-from verl_digen.reward.base import checkpoint_file, checkpoint_folder, imported
+from verl_digen.reward.base import checkpoint_file, checkpoint_folder
 
 WEIGHTS_FILE = "HPS_v2.1_compressed.pt"
 STATE = "state_dict"
@@ -65,7 +66,6 @@ class HpsV2Config(encoders.EncoderConfig):
 
 class HpsV2(encoders.CosineReward):
     config_class = HpsV2Config
-    packages = ("ftfy",)
 
     def __init__(self, config: HpsV2Config, device: torch.device):
         super().__init__(config, device)
@@ -74,7 +74,6 @@ class HpsV2(encoders.CosineReward):
         base = checkpoint_folder(config.base, "hpsv2: base", encoders.DESCRIPTIONS)
         weights = encoders.load_weights(checkpoint_file(config.path, WEIGHTS_FILE, "hpsv2: path"), "hpsv2: path")
         require(STATE in weights, f"hpsv2: path must hold {STATE}", config.path, "check that it is the right file")
-        ftfy = imported("ftfy", "hpsv2")
         clip = CLIPConfig.from_pretrained(base)
         model = encoders.load_model(
             CLIPModel, None, "hpsv2: path", config=clip, state_dict=to_transformers(weights[STATE])
