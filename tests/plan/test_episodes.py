@@ -24,6 +24,7 @@ from verl_digen.models import load_model
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.schedulers.rules import QueueConfig
 from verl_digen.store.conditions import to_columns
+from verl_digen.tools.plan.compose import MFU
 from verl_digen.tools.plan.host import step_traffic
 from verl_digen.tools.plan.output import make_plan
 from verl_digen.tools.plan.run import turn_geometry
@@ -115,7 +116,7 @@ def test_by_hand():
     assert step_traffic(episodes)["trajectories"] == 3 * 4 * 8 * 10**7
     assert step_traffic(episodes)["conditions"] == (4 + 4 * 8 * 2) * 10**6
     assert step_traffic(plain)["conditions"] == 4 * 10**6
-    long, short = plan_time(episodes, "H100", 0.4, 1.0), plan_time(plain, "H100", 0.4, 1.0)
+    long, short = plan_time(episodes, "H100", MFU, 1.0), plan_time(plain, "H100", MFU, 1.0)
     assert (long.generating_flops, long.training_flops) == (3 * short.generating_flops, 3 * short.training_flops)
 
 

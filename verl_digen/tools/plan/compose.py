@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import verl  # noqa: F401 - loads the plugin, and with it the recipes
 from hydra import compose, initialize_config_module
@@ -32,12 +32,22 @@ from verl_digen.tools.simulate.splits import (
 
 GB = 10**9
 
-MFU = 0.4
-"""Assumed share of the peak in bf16: verl-omni's generation of Qwen-Image on 4 H800 reaches 0.41 (derived from its
-published 107.9 s), its updates 0.19 to 0.24."""
-MEASURED_MFU = {"Stable Diffusion 3, SD3Transformer2DModel": (3e9, 0.21)}
-"""Title of a network -> (its most parameters, share of an H100's peak that a run of it reached in generation and in
-training, docs/gpu_results.md), in place of the assumed one."""
+
+class Mfu(NamedTuple):
+    """Shares of a device's peak in bf16."""
+
+    training: float
+    generating: float
+
+
+MFU = Mfu(0.4, 0.4)
+"""Assumed: verl-omni's generation of Qwen-Image on 4 H800 reaches 0.41 (derived from its published 107.9 s)."""
+MEASURED_MFU = {
+    "SD3Transformer2DModel": (range(3 * 10**9), Mfu(0.21, 0.21)),
+    "QwenImageTransformer2DModel": (range(15 * 10**9, 25 * 10**9), Mfu(0.15, 0.37)),
+}
+"""Network -> (its parameters, what a LoRA run of it reached on an H100 or H200, docs/gpu_results.md), in place of what
+is assumed."""
 PROMPT_TOKENS = 128
 """Assumed length of a prompt, for networks that read prompts without padding."""
 
@@ -56,8 +66,8 @@ class Words:
     """Type of device; None: this machine's."""
     host_mem: Annotated[float | None, In("(0, inf]"), "e.g. 1000"] = None
     """GB of host memory of one node; None: no verdict."""
-    mfu: Annotated[float | None, In("(0, 1]"), f"{MFU} is assumed without it"] = None
-    """Share of the peak; None: the measured one of the network, else `MFU`."""
+    mfu: Annotated[float | None, In("(0, 1]"), f"{MFU.training} is assumed without it"] = None
+    """Share of the peak; None: the measured ones of the network, else `MFU`."""
     prompt_tokens: Annotated[int, In("[1, inf]")] = PROMPT_TOKENS
     reward_s: Annotated[float, In("[0, inf)"), "give seconds"] = 0.0
     """From a sample's pixels to its rewards: a VLM judge or a server takes seconds."""
@@ -216,10 +226,10 @@ def platform_of(words: Words) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def mfu_of(title: str, num_params: int) -> float:
-    """Share of its device's peak that a network reaches: measured, else `MFU`."""
-    most_params, share = MEASURED_MFU.get(title, (0, MFU))
-    return share if num_params <= most_params else MFU
+def mfu_of(network: str, num_params: int) -> Mfu:
+    """Shares of its device's peak that a network reaches: measured, else `MFU`."""
+    sizes, shares = MEASURED_MFU.get(network, ((), MFU))
+    return shares if num_params in sizes else MFU
 
 
 def device_of(words: Words) -> tuple[str | None, int | None]:

@@ -9,7 +9,7 @@ from typing import Any
 from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.preflight.rules import check_plannable, check_plannable_model
-from verl_digen.tools.plan.compose import Words, compose_run, device_of, mfu_of, platform_of, split_words
+from verl_digen.tools.plan.compose import Mfu, Words, compose_run, device_of, mfu_of, platform_of, split_words
 from verl_digen.tools.plan.host import Items, checkpoint_bytes, step_traffic
 from verl_digen.tools.plan.memory import Memory, Phase, plan_memory
 from verl_digen.tools.plan.remedies import Remedy, find_remedies
@@ -27,8 +27,8 @@ class Plan:
     time: StepTime
     device: str | None
     device_bytes: int | None
-    mfu: float
-    """Share of the device's peak, measured or assumed."""
+    mfu: Mfu
+    """Measured or assumed."""
     words: Words
     remedies: list[Remedy]
     split: SplitPlan | None
@@ -58,7 +58,8 @@ def make_plan(words: Sequence[str]) -> Plan:
     device, device_bytes = device_of(own)
     memory = plan_memory(planned, device_bytes)
     types = own.types or (None if device is None else (device, device))
-    mfu = own.mfu or mfu_of(planned.measured.title, planned.measured.counts.num_weights)
+    found = mfu_of(planned.measured.title.rpartition(", ")[2], planned.measured.counts.num_weights)
+    mfu = found if own.mfu is None else Mfu(own.mfu, own.mfu)
     split = None if types is None else plan_split(planned, types, device_bytes, mfu, own.reward_s)
     return Plan(
         run=planned,
@@ -196,12 +197,12 @@ def _seconds(plan: Plan) -> list[str]:
     )
     if plan.device is None or time.generating_s is None or time.training_s is None or time.step_s is None:
         return [work, "no seconds: the peak of this device is not known; device=H100 plans for one"]
+    shares = dict.fromkeys(f"{share:.0%}" for share in (plan.mfu.generating, plan.mfu.training))
     return [
         work,
-        f"calculated, not measured, at {plan.mfu:.0%} of the peak of "
-        f"{' and '.join(dict.fromkeys(plan.words.types or (plan.device,)))}: "
-        f"{time.generating_s:.1f} s to generate, {time.training_s:.1f} s to train, "
-        f"a step in {time.step_s:.1f} s or more",
+        f"calculated, not measured: {time.generating_s:.1f} s to generate, {time.training_s:.1f} s to train, a step in "
+        f"{time.step_s:.1f} s or more, at {' and '.join(shares)} of the peak of "
+        f"{' and '.join(dict.fromkeys(plan.words.types or (plan.device,)))}",
         time.run_words(plan.run.settings),
     ]
 
@@ -299,7 +300,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "checkpoint_bytes": checkpoint_bytes(plan.run),
         "forward_flops": measured.flops.forward,
         "time": asdict(plan.time),
-        "mfu": plan.mfu,
+        "mfu": plan.mfu._asdict(),
         "limit_bytes": memory.limit_bytes,
         "fits": memory.fits,
         "remedies": [asdict(remedy) for remedy in plan.remedies],

@@ -23,6 +23,7 @@ from verl_digen.algorithms.outside import mean_steps_taken
 from verl_digen.config import DigenConfig
 from verl_digen.hardware.devices import PEAK_TFLOPS, Pool
 from verl_digen.sampling.requests import batch_rules
+from verl_digen.tools.plan.compose import Mfu
 from verl_digen.tools.plan.host import update_bytes
 from verl_digen.tools.plan.memory import Memory, plan_memory
 from verl_digen.tools.plan.run import Job, Settings
@@ -66,10 +67,10 @@ class StepTime:
 
 
 def plan_time(
-    run: Job, device: str | None, mfu: float, recomputed: float, generator_device: str | None = None
+    run: Job, device: str | None, mfu: Mfu, recomputed: float, generator_device: str | None = None
 ) -> StepTime:
-    """Time a step on devices of type `device` that reach the share `mfu` of their peak; `recomputed`: share of the
-    blocks that backward recomputes; `generator_device`: type of the generator's devices, if another."""
+    """Time a step on devices of type `device`; `recomputed`: share of the blocks that backward recomputes;
+    `generator_device`: type of the generator's devices, if another."""
     settings, measured = run.settings, run.measured
     num_pictures = settings.num_begun * settings.num_turns
     generating = num_pictures * _generation_steps(settings.digen) * measured.flops.forward
@@ -78,12 +79,18 @@ def plan_time(
     training = run.num_trained_rows * row
     if device is None:
         return StepTime(generating, training, None, None, None)
-    trains, generates = (PEAK_TFLOPS[kind] * 1e12 * mfu for kind in (device, generator_device or device))
+    trains, generates = rates(device, mfu)[0], rates(generator_device or device, mfu)[1]
     generating_s = generating / generates / settings.num_generator_devices
     training_s = training / trains / settings.num_trainer_devices
     overlaps = settings.is_split and settings.digen.gap.enable
     step_s = max(generating_s, training_s) if overlaps else generating_s + training_s
     return StepTime(generating, training, generating_s, training_s, step_s)
+
+
+def rates(device: str, mfu: Mfu) -> tuple[float, float]:
+    """FLOP/s of a device of this type in training and in generation."""
+    peak = PEAK_TFLOPS[device] * 1e12
+    return peak * mfu.training, peak * mfu.generating
 
 
 def _generation_steps(digen: DigenConfig) -> float:
@@ -148,7 +155,7 @@ class SplitPlan:
 
 
 def plan_split(
-    run: Job, types: tuple[str, str], device_bytes: int | None, mfu: float, reward_s: float = 0.0
+    run: Job, types: tuple[str, str], device_bytes: int | None, mfu: Mfu, reward_s: float = 0.0
 ) -> SplitPlan | None:
     """Search the best split; None for runs whose generation the plan cannot time. `types`: of the trainer's and the
     generator's devices; `device_bytes`: the smaller memory of both, None: any split fits; `reward_s`: from a chunk's
@@ -221,11 +228,11 @@ def _split_s(run: Job, profile: Profile, split: Split) -> float:
     return run_split(profile, split, rules.techniques, num_steps=SEARCH_STEPS, rules=rules).step_s
 
 
-def run_profile(run: Job, memory: Memory, device: str, mfu: float, reward_s: float = 0.0) -> Profile:
+def run_profile(run: Job, memory: Memory, device: str, mfu: Mfu, reward_s: float = 0.0) -> Profile:
     """The run as a profile for devices of type `device`: its rows and steps together take what the plan says."""
     settings, counts = run.settings, run.measured.counts
     time = plan_time(run, device, mfu, memory.recomputed_share)
-    reached = PEAK_TFLOPS[device] * 1e12 * mfu
+    trains, generates = rates(device, mfu)
     num_steps = settings.digen.num_generation_steps
     num_rows = max(1, round(run.num_trained_rows / settings.num_samples))
     gathers = settings.num_shards > 1 and settings.reshard
@@ -239,9 +246,9 @@ def run_profile(run: Job, memory: Memory, device: str, mfu: float, reward_s: flo
         rows_per_tile=max(1, memory.training.num_rows),
         min_trainer_devices=1,
         min_gathering_devices=NEVER,
-        step_s=time.generating_flops / settings.num_begun / num_steps / reached,
+        step_s=time.generating_flops / settings.num_begun / num_steps / generates,
         decode_s=0.0,
-        row_s=time.training_flops / (settings.num_samples * num_rows) / reached,
+        row_s=time.training_flops / (settings.num_samples * num_rows) / trains,
         gather_s=shard_bytes / GATHER_BYTES_PER_S if gathers else 0.0,
         score_s=reward_s,
         commit_s=update_bytes(run) / NETWORK_BYTES_PER_S,
