@@ -10,8 +10,8 @@
   outside of recomputation.
 - Twice as many rows are rehearsed only where the peak shows, on every rank, that they fit: at most, all that was taken
   beyond what was allocated before comes again.
-- A rehearsal that runs out of memory on the only rank leaves one row, or with kept blocks fewer of them. On one of
-  several ranks it ends the run: the other ranks wait in a collective of FSDP2.
+- A rehearsal that runs out of memory on the only rank leaves half of its rows, or with kept blocks fewer of them. On
+  one of several ranks it ends the run: the other ranks wait in a collective of FSDP2.
 - A tile that trains and runs out of memory ends the run, with the settings of a tile of half the rows. Rolling it back
   would take a second copy of the gradient beside every tile, of all weights where gradients wait.
 - On a CPU memory does not limit a tile, and a process's peak memory cannot be reset: tiles have a fixed number of rows,
