@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of a loaded network: attention by diffusers' dispatcher, repeated blocks compiled one by one, exact fp32, and
-frozen weights in int8 under an adapter.
+"""Kernels of a loaded network: attention by diffusers' dispatcher, PyTorch's RMS norm, repeated blocks compiled one by
+one, exact fp32, and frozen weights in int8 under an adapter.
 
 - Only a block's forward is compiled. Hooks around it (FSDP2), recomputation in backward and the loop over blocks stay
   as they are; names of parameters, too. Compiled code reads parameters at each call, so weights may change in place, be
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
@@ -47,6 +48,7 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
     model.takes_masks = ATTENTION_BACKENDS[attention].takes_masks
     networks = networks_of(network)
     for each in networks:
+        fuse_norms(each)
         if (attention, DIFFUSERS_ATTN_BACKEND) != (NATIVE, NATIVE):  # diffusers' own default else, without a warning
             with attention_backend(NATIVE):  # it also sets all other networks' of the process: undone
                 each.set_attention_backend(attention)
@@ -58,6 +60,24 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
         ", texts of one length in each forward" if model.keeps_lengths_apart else "",
         f"{num_blocks} blocks compiled, at most {MAX_VARIANTS} variants each" if compiles else "blocks not compiled",
     )
+
+
+def fuse_norms(network: nn.Module) -> None:
+    """Turn diffusers' RMS norms in `network` into PyTorch's."""
+    for module in network.modules():
+        if type(module) is RMSNorm:
+            module.__class__ = FusedNorm
+
+
+class FusedNorm(RMSNorm):
+    """diffusers' RMS norm, computed by PyTorch's: one kernel on a GPU, in place of a chain that keeps fp32 copies for
+    backward; made by `fuse_norms`."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.weight is not None and self.weight.dtype != hidden_states.dtype:  # the output has another dtype
+            return super().forward(hidden_states)  # type: ignore[no-any-return]
+        found = F.rms_norm(hidden_states, self.dim, self.weight, self.eps)
+        return found if self.bias is None else found + self.bias
 
 
 def compute_exactly(dtype: torch.dtype) -> None:
