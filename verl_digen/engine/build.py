@@ -24,6 +24,7 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype, kept_in_fp32, networks_of
 from verl_digen.models.flops import forward_flops
 from verl_digen.models.kernels import set_kernels, store_int8
+from verl_digen.models.lora_layer import fuse_adapter
 from verl_digen.sampling.requests import planned_geometry
 
 
@@ -67,20 +68,18 @@ def add_adapter(module: nn.Module, model_config: DiffusionModelConfig, rank: int
     verl's own builder needs a transformers model, and rounds the adapter to the base's dtype. The adapter stays fp32
     here: an update of 3e-4 is lost on bf16 weights.
     """
-    config = model_config.lora_config()
-    if model_config.lora_adapter_path is not None and model_config.lora_file is None and rank == 0:
-        return PeftModel.from_pretrained(
-            module,  # type: ignore[arg-type]
-            model_config.lora_adapter_path,
-            is_trainable=True,
-            config=config,
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(model_config.digen.seed)
-        adapted = get_peft_model(module, config)  # type: ignore[arg-type]
-    if model_config.lora_file is not None and rank == 0:
-        set_peft_model_state_dict(adapted, model_config.read_lora_file().tensors)
-    return adapted
+    config, path = model_config.lora_config(), model_config.lora_adapter_path
+    adapted: Any
+    if path is not None and model_config.lora_file is None and rank == 0:
+        adapted = PeftModel.from_pretrained(module, path, is_trainable=True, config=config)  # type: ignore[arg-type]
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(model_config.digen.seed)
+            adapted = get_peft_model(module, config)  # type: ignore[arg-type]
+        if model_config.lora_file is not None and rank == 0:
+            set_peft_model_state_dict(adapted, model_config.read_lora_file().tensors)
+    fuse_adapter(adapted)
+    return adapted  # type: ignore[no-any-return]
 
 
 def keep_input_dtypes(module: nn.Module) -> None:

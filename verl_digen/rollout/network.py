@@ -12,6 +12,7 @@ from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.models.kernels import compute_exactly, set_kernels, store_int8
+from verl_digen.models.lora_layer import fuse_adapter
 from verl_digen.sampling.fp8 import Fp8Layers, require_fp8
 from verl_digen.weights.receiver import WeightReceiver
 from verl_digen.weights.sending import own_device
@@ -66,4 +67,5 @@ def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:
     if digen.sampling.outside.fp8:
         require_fp8(fp8, device)
     weights = WeightReceiver(transformer, model_config.adapter_config())
+    fuse_adapter(weights.module)
     return LoadedNetwork(*checkpoint, weights, fp8)
