@@ -74,3 +74,9 @@ def test_a_failure_is_loud_and_filed_and_lets_verl_go_on(capsys, monkeypatch):
     assert "verl-digen: its engine could not be registered (ImportError: no module named diffusers)" in message
     assert "digen doctor" in message
     assert len(plugin.FAILURES) == 1
+
+
+def test_a_program_may_import_our_trainers_before_verl():
+    code = "import verl_digen.trainer.base, verl_digen.plugin as plugin; print(plugin.FAILURES)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout == "[]\n", done.stderr
