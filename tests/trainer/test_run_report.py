@@ -54,7 +54,7 @@ def tasks():
 
 @pytest.fixture
 def report(tmp_path, tasks, clock, monkeypatch):
-    monkeypatch.setattr(run_output, "begin_beside", lambda work, run_dir: tasks)
+    monkeypatch.setattr(run_output, "begin_beside", lambda work, run_dir: tasks.future())
     monkeypatch.setattr(run_output, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     return RunReport(tmp_path, wait_s=7.0)
 

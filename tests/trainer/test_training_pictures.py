@@ -2,11 +2,14 @@
 """The pictures and distributions of a step and of a validation: what is drawn, and what TensorBoard reads."""
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.tags import make_tag
@@ -14,10 +17,12 @@ from verl_digen.config import DigenConfig
 from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
+from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import SampleName, group_uid
 from verl_digen.trainer import run_output
 from verl_digen.trainer.run_output import TrainingPictures, distributions, draw
 from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_uid
+from verl_digen.trainer.validation_run import Validation
 
 DIGEN = DigenConfig(num_logged_groups=2, logged_groups_every=5)
 
@@ -140,3 +145,19 @@ def test_a_validation_has_a_grid_with_its_rewards_and_the_last_one_is_compared_w
     assert (grid.step, grid.encoded_image_string) == (10, (tmp_path / "images" / "step_000010.png").read_bytes())
     table = read.Tensors("val/rewards/text_summary")[-1].tensor_proto.string_val[0].decode()
     assert "| prompt 1 | 0.6000 |" in table
+
+
+def test_pictures_that_cannot_be_drawn_cost_a_warning_not_the_run(tmp_path, monkeypatch, caplog):
+    failed: Future[None] = Future()
+    failed.set_exception(RayTaskError("draw", "traceback", OSError("cannot open resource")))
+    monkeypatch.setattr(run_output, "begin_beside", lambda work, *arguments: failed)
+    pictures = make_pictures(tmp_path)
+    pictures.log(5, step_samples(tmp_path, 5), None)
+    pictures.log(10, step_samples(tmp_path, 10), None)
+    pictures.finish()
+    said = "train/best_and_worst could not be written (OSError: cannot open resource); the run goes on"
+    assert [record.message for record in caplog.records] == [f"the last {said}"] * 2
+    validation = Validation(DIGEN, tmp_path, cast(Supervision, None), num_samples=1, to_tensorboard=False)
+    validation._pictures = failed
+    validation.finish_pictures()
+    assert caplog.messages[2:] == [f"pictures of the last validation {said.partition(' ')[2]}"]

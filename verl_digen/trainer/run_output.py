@@ -45,9 +45,18 @@ from verl_digen.types import SampleTag
 PICTURES = "train/best_and_worst"
 
 
-def begin_beside(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Start a task beside the run -> its Ray reference."""
-    return ray.remote(num_cpus=0)(work).remote(*arguments)
+def begin_beside(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Start a task beside the run."""
+    return ray.remote(num_cpus=0)(work).remote(*arguments).future()
+
+
+def wait_beside(task: Future[Any] | None, wait_s: float, what: object, remedy: str = "") -> Any:
+    """Wait for a task of `begin_beside` -> its result; None without a task, and for one that failed, which is a warning
+    that names what it writes."""
+    try:
+        return None if task is None else task.result(wait_s)
+    except (RayError, TimeoutError) as error:
+        logger.warning("%s could not be written (%s); the run goes on%s", what, describe(error), remedy)
 
 
 class TrainingPictures:
@@ -64,7 +73,7 @@ class TrainingPictures:
     ):
         self._digen, self._run_dir, self._num_prompts = digen, run_dir, num_prompts
         self._rewards, self._to_tensorboard = tuple(rewards), to_tensorboard
-        self._drawn: Any = None
+        self._drawn: Future[None] | None = None
 
     def log(self, step: int, samples: Mapping[str, SampleTag], wandb: Any | None) -> None:
         """Show the groups of `step`, if it is one of those that are shown. `samples`: key -> tag; `wandb`: the module,
@@ -89,8 +98,8 @@ class TrainingPictures:
 
     def finish(self) -> None:
         """Wait until the last ones are drawn."""
-        if self._drawn is not None:
-            ray.get(self._drawn, timeout=self._digen.deadlines.setup_s)
+        drawn, self._drawn = self._drawn, None
+        wait_beside(drawn, self._digen.deadlines.setup_s, f"the last {PICTURES}")
 
 
 def distributions(tags: Sequence[SampleTag], rewards: Sequence[str]) -> dict[str, list[float]]:
@@ -238,22 +247,16 @@ class RunReport:
     def _start(self) -> None:
         self._began_s = time.monotonic()
         self._due_s = self._began_s + MIN_INTERVAL_S
-        self._running = begin_beside(refresh_report, self._run_dir).future()
+        self._running = begin_beside(refresh_report, self._run_dir)
 
     def _end(self) -> None:
         """Wait for the task, if there is one."""
         task, self._running = self._running, None
-        if task is None:
-            return
-        try:
-            spent_s = task.result(self._wait_s)
-        except (RayError, TimeoutError) as error:
-            logger.warning(
-                "%s could not be written (%s); the run goes on, and `digen report %s` writes it",
-                *(self._run_dir / REPORT, describe(error), self._run_dir),
-            )
-            return
-        self._due_s = max(self._due_s, self._began_s + spent_s / MAX_SHARE)
+        spent_s = wait_beside(
+            task, self._wait_s, self._run_dir / REPORT, f", and `digen report {self._run_dir}` writes it"
+        )
+        if spent_s is not None:
+            self._due_s = max(self._due_s, self._began_s + spent_s / MAX_SHARE)
 
 
 def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:

@@ -4,11 +4,11 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import ray
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 
@@ -20,6 +20,7 @@ from verl_digen.processes.supervision import Supervision
 from verl_digen.store.keys import VAL
 from verl_digen.store.samples import PromptStatus, clear, list_partition, submit_prompts
 from verl_digen.trainer.replay_buffer import POLL_INTERVAL_S
+from verl_digen.trainer.run_output import begin_beside, wait_beside
 from verl_digen.trainer.turns import num_events
 from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_metrics, validation_uid
 from verl_digen.types import PromptRow, SampleTag
@@ -44,7 +45,7 @@ class Validation:
         self._digen, self._run_dir, self._supervision = digen, run_dir, supervision
         self._num_samples, self._to_tensorboard = num_samples, to_tensorboard
         self._poll_s = poll_s
-        self._pictures: Any = None
+        self._pictures: Future[None] | None = None
         self.on_batch: Callable[[], None] = lambda: None
         """Called before a batch of prompts goes to the agent loops."""
         self.on_poll: Callable[[Iterable[PromptStatus]], None] = lambda prompts: None
@@ -74,8 +75,7 @@ class Validation:
                 raise RunStopped(f"validation at step {step}: every prompt failed; the last: {reasons[-1]}")
         self.finish_pictures()
         if shown := shown_samples(self._run_dir, step, tags, self._digen.num_logged_images):
-            draw = ray.remote(num_cpus=0)(draw_pictures)
-            self._pictures = draw.remote(self._run_dir, step, shown, self._to_tensorboard)
+            self._pictures = begin_beside(draw_pictures, self._run_dir, step, shown, self._to_tensorboard)
         if wandb is not None:
             log_to_wandb(wandb, step, {"val/pictures": list(shown.values())}, {})
         metrics = validation_metrics(tags, num_samples)
@@ -100,8 +100,8 @@ class Validation:
 
     def finish_pictures(self) -> None:
         """Wait for the pictures of the last validation, if there was one."""
-        if self._pictures is not None:
-            ray.get(self._pictures, timeout=self._digen.deadlines.setup_s)
+        drawn, self._pictures = self._pictures, None
+        wait_beside(drawn, self._digen.deadlines.setup_s, "pictures of the last validation")
 
     def _wait(self, uids: list[str], tags: dict[str, SampleTag]) -> dict[str, str]:
         """Wait for the prompts, move their samples' tags into `tags`, clear them -> uid: reason, of those that failed.
