@@ -117,7 +117,7 @@ def test_the_command_compares_and_writes_one_file(tmp_path, monkeypatch, capsys)
     assert names == [str(tmp_path / "one" / "run"), str(tmp_path / "two" / "run"), "c"]
     assert cli.main(["report", "c", "nowhere"]) == 2
     assert "RUN must be the folder of a run, with a metrics.jsonl, got 'nowhere'" in capsys.readouterr().err
-    assert cli.main(["report", "c", "c"]) == 2 and "RUN must be given 2 to 12 times" in capsys.readouterr().err
+    assert cli.main(["report", "c", "c"]) == 2 and "RUN must name 2 to 12 folders, got 1" in capsys.readouterr().err
 
 
 def test_a_run_in_a_notebook_shows_what_its_folder_holds(tmp_path):

@@ -32,7 +32,7 @@ def named(run_dirs: Sequence[Path]) -> dict[str, Path]:
 def compare(runs: Mapping[str, Path]) -> dict[str, Any]:
     """All that the page shows of the runs, name -> folder. ValueError: fewer than 2 or more than `MAX_RUNS`, a folder
     is no run's, or a file in it is broken."""
-    require(2 <= len(runs) <= MAX_RUNS, f"RUN must be given 2 to {MAX_RUNS} times", len(runs), "name other folders")
+    require(2 <= len(runs) <= MAX_RUNS, f"RUN must name 2 to {MAX_RUNS} folders", len(runs), "name other folders")
     for path in runs.values():
         require(is_run(path), f"RUN must be the folder of a run, with a {METRICS}", str(path), "name another folder")
     rows = {name: read_rows(path / METRICS) for name, path in runs.items()}
