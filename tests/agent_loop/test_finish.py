@@ -156,3 +156,19 @@ async def test_a_group_is_generated_once_each_of_its_samples_has_ended(monkeypat
     failed.set_exception(ValueError("no picture"))
     await telling
     assert told == [("val", "g", PromptStatus("running", is_generated=True))]
+
+
+def test_a_sample_whose_agent_loop_cancels_itself_fails_those_of_its_group_that_wait_for_it():
+    failed: list[Any] = []
+    worker = make_worker(_rewards=SimpleNamespace(fail=lambda *told: failed.append(told)))
+
+    async def cancelled() -> Any:
+        raise asyncio.CancelledError("of the user's own")
+
+    async def finish() -> None:
+        row = PromptRow("a cat", "test", None, uid="g0")
+        await worker._finish_generated(asyncio.create_task(cancelled()), row, 2, 4, validate=False)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(finish())
+    assert failed == [("g0", 2, "CancelledError: of the user's own")]

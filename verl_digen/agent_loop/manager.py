@@ -190,7 +190,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Score one sample once it is generated. If it fails, so do the samples of its group that wait for it."""
         try:
             return await self._finish(await generated, row, step, validate=validate)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # an agent loop of the user's may raise that one, too
             self._rewards.fail(row.uid, index, describe(error))
             raise
 
