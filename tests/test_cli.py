@@ -4,6 +4,7 @@
 import atexit
 import gc
 import inspect
+import io
 import logging
 import os
 import signal
@@ -116,6 +117,21 @@ def test_the_console_collects_garbage_rarely_and_not_at_exit_and_a_caller_keeps_
         with pytest.raises(SystemExit):
             cli.main(argv)
         assert done == expected
+
+
+def test_a_console_that_lacks_a_letter_refuses_nothing(monkeypatch):
+    def tell(args):
+        print("reward 0.5 ±0.1")
+        return 0
+
+    said = io.BytesIO()
+    command = SimpleNamespace(NAME="tell", __doc__="Tell.", add_arguments=lambda parser: None, run=tell)
+    monkeypatch.setattr(cli, "COMMANDS", (command,))
+    monkeypatch.setattr(cli, "_collect_rarely", lambda: None)
+    monkeypatch.setattr(cli, "_without_torchvision_notes", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["digen", "tell"])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(said, encoding="ascii"))
+    assert cli.main() == 0 and said.getvalue() == b"reward 0.5 ?0.1\n"
 
 
 def test_what_transformers_says_of_torchvision_is_left_out_and_the_rest_is_not():

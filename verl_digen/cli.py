@@ -24,6 +24,7 @@ from typing import NoReturn
 
 from verl_digen.observe.timeline import command as timeline
 from verl_digen.report import report_command as report
+from verl_digen.require import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TERMINATED
 from verl_digen.tools import bench
 from verl_digen.tools.checkup import command as doctor
 from verl_digen.tools.export import export_command as export
@@ -34,11 +35,6 @@ from verl_digen.tools.simulate import command as simulate
 from verl_digen.tools.train import train_command as train
 from verl_digen.tools.watch import command as watch
 from verl_digen.user_modules import import_user_modules
-
-EXIT_REFUSED = 2
-"""The command line cannot be carried out."""
-EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143
-"""128 + the number of the signal, as in shells."""
 
 COMMANDS: tuple[ModuleType, ...] = (
     *(train, watch, report, sample, export),
@@ -100,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         _collect_rarely()
         _without_torchvision_notes()
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr] # a console without the letter prints ?
     args = make_parser().parse_args(argv)
     try:
         import_user_modules()
@@ -113,9 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as stopped:
         print(f"digen {args.command}: interrupted", file=sys.stderr)
         return EXIT_TERMINATED if isinstance(stopped, Terminated) else EXIT_INTERRUPTED
-    except ValueError as error:  # rule, value and remedy
-        print(f"digen {args.command}: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    except OSError as error:  # a named file or folder cannot be read or written
-        print(f"digen {args.command}: {error}; name another file or folder", file=sys.stderr)
+    except (ValueError, OSError) as error:  # rule, value and remedy; a named file or folder cannot be read or written
+        remedy = "; name another file or folder" if isinstance(error, OSError) else ""
+        print(f"digen {args.command}: {error}{remedy}", file=sys.stderr)
         return EXIT_REFUSED

@@ -17,6 +17,11 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
+EXIT_REFUSED = 2
+"""Exit code of a command line or a config that cannot be carried out."""
+EXIT_INTERRUPTED, EXIT_BROKEN_PIPE, EXIT_TERMINATED = 130, 141, 143
+"""128 + the number of the signal, as in shells."""
+
 
 @dataclass(frozen=True)
 class In:

@@ -25,6 +25,7 @@
 | Ray `ActorUnavailableError`, `ActorDiedError`, `RayActorError` | agent_loop/, trainer/ | kinds (tests/chaos) |
 | Ray `_private.state.actors` | processes/actors.py | an actor that starts again (tests/processes/test_workers.py) |
 | Ray `_private.services.find_bootstrap_address`, `_private.utils.get_num_cpus` | processes/cluster.py | two functions |
+| Ray `_private.worker._post_init_hooks` | preflight/callback.py | called after Ray has taken SIGTERM |
 | Ray `setup_worker.py`, and its `os.execvp` | processes/forks.py | run by `sys.executable` (tests/e2e) |
 | Ray `ActorHandle._actor_id` | trainer/replicas.py | the id that an ActorUnavailableError names |
 | Ray `ActorHandle.__ray_call__` | trainer/timelines.py | runs a function in an actor (tests/trainer/test_replicas.py) |
@@ -47,6 +48,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -257,6 +260,20 @@ def test_a_replicas_server_is_what_its_properties_return():
 
 
 # -- Hydra and diffusers --------------------------------------------------------------------------------------------
+TERMINATED = """
+import os, signal, sys, ray
+from ray._private.worker import _post_init_hooks
+_post_init_hooks.append(lambda: signal.signal(signal.SIGTERM, lambda *given: sys.exit(7)))
+ray.init(num_cpus=1, include_dashboard=False)
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_ray_calls_its_hooks_after_it_has_taken_sigterm():
+    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 7, done.stderr
+
+
 def test_hydra_keeps_the_exception_of_a_job_without_raising_it():
     from hydra.core.utils import JobReturn, JobStatus
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from hydra import initialize_config_module
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import OmegaConf
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from verl_digen.engine.driver_checkpoint import (
     RUN_FILE,
@@ -167,8 +169,20 @@ def test_a_file_system_without_locks_is_told(begin, monkeypatch):
     assert "has no locks (Operation not supported)" in claim(begin())[1][0]
 
 
+@pytest.fixture
+def hooks(monkeypatch):
+    """Hooks that Ray calls once it has started. SIGTERM is handled as before after the test."""
+    before, found = signal.getsignal(signal.SIGTERM), []
+    monkeypatch.setattr("verl_digen.preflight.callback._post_init_hooks", found)
+    yield found
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("by", "code"), [("Ctrl-C", 130), ("SIGTERM", 143)])
 @pytest.mark.parametrize("is_saved", [True, False])
-def test_ctrl_c_ends_with_the_command_that_goes_on(begin, saved, tmp_path, monkeypatch, capsys, is_saved):
+def test_an_interrupted_run_ends_with_the_command_that_goes_on(
+    begin, saved, tmp_path, monkeypatch, capsys, hooks, is_saved, by, code
+):
     words = ["python", "-m", "verl.trainer.main_ppo", "recipe=a b", "trainer.resume_mode=disable"]
     monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", *words[1:]])
     config = begin() if is_saved else begin(f"trainer.default_local_dir={tmp_path / 'new'}")
@@ -176,12 +190,16 @@ def test_ctrl_c_ends_with_the_command_that_goes_on(begin, saved, tmp_path, monke
     monkeypatch.setattr("ray.shutdown", lambda: None)
     with initialize_config_module("verl.trainer.config", version_base=None):
         Preflight().on_job_start(config)
-    with pytest.raises(SystemExit, match="130"):
+    hooks[-1]()
+    if by == "SIGTERM":
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(SystemExit, match=str(code)):
         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     said = capsys.readouterr().err
     assert said.endswith("python -m verl.trainer.main_ppo 'recipe=a b'\n") and len(said.splitlines()) == 1
     ended = json.loads((tmp_path / ("run" if is_saved else "new") / END).read_text())
-    assert ended == {"state": "stopped", "reason": "Ctrl-C"}
+    assert ended == {"state": "stopped", "reason": by}
     assert ("global_step_6 is saved; this continues" in said) == is_saved, said
     assert ("no checkpoint is saved yet; this begins again" in said) != is_saved, said
     sys.excepthook(OSError, OSError(), None)
@@ -212,3 +230,25 @@ def test_a_run_leaves_how_it_ended_and_the_next_start_removes_it(
     assert is_new == (status == JobStatus.FAILED), "the report of a run that took all steps says so already"
     claim(config)
     assert not (saved / END).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (ActorDiedError(), "ActorDiedError"),
+        (RayTaskError("run", "traceback", ActorDiedError()).as_instanceof_cause(), "ActorDiedError"),
+        (OutOfMemoryError("killed"), "OutOfMemoryError"),
+    ],
+    ids=["task runner", "rank", "memory"],
+)
+def test_a_lost_process_is_said_with_the_command_that_goes_on(begin, saved, monkeypatch, capsys, error, name):
+    monkeypatch.setattr("sys.orig_argv", ["python", "own_main.py", "recipe=a", "trainer.resume_mode=disable"])
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    done = JobReturn(status=JobStatus.FAILED)
+    done.return_value = error
+    with pytest.raises(SystemExit, match="1"):
+        Preflight().on_job_end(begin("trainer.total_training_steps=9"), done)
+    said = capsys.readouterr().err
+    assert said.startswith(f"verl-digen: the run stopped: a process is lost ({name}: ") and len(said.splitlines()) == 1
+    assert said.endswith("global_step_6 is saved; this continues after it: python own_main.py recipe=a\n")
+    assert json.loads((saved / END).read_text())["reason"] in said

@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke, 130 for
-Ctrl-C. A run leaves in its folder what it was given (`save_start`), and how it ended."""
+"""Hydra's callback: one paragraph in place of a traceback; exit code 2 for what cannot run, 1 for what broke, 130
+after Ctrl-C, 143 after SIGTERM. A run leaves in its folder what it was given (`save_start`), and how it ended."""
 
 import json
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import ray
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from ray._private.worker import _post_init_hooks
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 from verl_digen.errors import RunStopped, describe, plain
 from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint, replace_text
@@ -24,10 +27,9 @@ from verl_digen.preflight.rules import check, notes
 from verl_digen.preflight.run_folder import claim, save_start
 from verl_digen.processes.cluster import fork_workers
 from verl_digen.report.page import refresh_report
+from verl_digen.require import EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_TERMINATED
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-INTERRUPTED = 130
-"""Exit code of shells for a command that Ctrl-C ended."""
 
 
 class Preflight(Callback):
@@ -49,10 +51,15 @@ class Preflight(Callback):
         save_start(config, self._notes)
         # Hydra passes a KeyboardInterrupt on, and Ray raises nothing else out of its waits
         sys.excepthook = partial(_end_interrupted, Path(config.trainer.default_local_dir), sys.excepthook)
+        _post_init_hooks.append(partial(signal.signal, signal.SIGTERM, _terminate))  # Ray takes the signal at its start
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Write how the run ended. Print a `RunStopped` as one paragraph, not as a traceback of Ray's."""
+        """Write how the run ended. Print a `RunStopped`, or that a process is lost while the run starts or with verl's
+        task runner, as one paragraph, not as a traceback of Ray's."""
         run_dir, error = Path(config.trainer.default_local_dir), job_return._return_value
+        if isinstance(error, RayActorError | OutOfMemoryError):
+            lost = f"a process is lost ({describe(error)}): look for the reason above, out of memory is common"
+            error = RunStopped(f"{lost}; {_way_on(run_dir)}")
         if job_return.status != JobStatus.FAILED:
             _leave(run_dir, "ended", "")
             if config.hydra.mode == RunMode.MULTIRUN:
@@ -75,13 +82,13 @@ class Preflight(Callback):
             self._notes, self._lock = checked(config)
         except ValueError as error:
             print(f"verl-digen: this config cannot run.\n{error}", file=sys.stderr)
-            raise SystemExit(2) from None
+            raise SystemExit(EXIT_REFUSED) from None
         except Exception:
             traceback.print_exc()
             raise SystemExit(1) from None
         except KeyboardInterrupt:
             print("verl-digen: interrupted before the run began", file=sys.stderr)
-            raise SystemExit(INTERRUPTED) from None
+            raise SystemExit(EXIT_INTERRUPTED) from None
         run_dir = config.trainer.default_local_dir
         shown = [f"its report is {run_dir}/{REPORT}"] if config.digen.report else []
         shown = [f"verl-digen: {note}" for note in (*shown, *self._notes)]
@@ -108,21 +115,30 @@ def _leave(run_dir: Path, state: str, reason: object) -> None:
         print(f"verl-digen: how the run ended could not be written to {run_dir} ({error})", file=sys.stderr)
 
 
+def _terminate(number: int, frame: object) -> NoReturn:
+    """Handler of SIGTERM: end as at Ctrl-C. Ray raises a KeyboardInterrupt of its own out of its waits, so what tells
+    them apart is that the signal is ignored from now on."""
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def _end_interrupted(
     run_dir: Path, otherwise: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Python's excepthook of a run: end at Ctrl-C with one paragraph; `otherwise` shows other exceptions."""
+    """Python's excepthook of a run: end at Ctrl-C or SIGTERM with one paragraph; `otherwise` shows other exceptions."""
     if not issubclass(kind, KeyboardInterrupt):
         otherwise(kind, error, trace)
         return
+    is_terminated = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    cause, code = ("SIGTERM", EXIT_TERMINATED) if is_terminated else ("Ctrl-C", EXIT_INTERRUPTED)
     ray.shutdown()
-    _leave(run_dir, "stopped", "Ctrl-C")
-    print(f"verl-digen: the run stopped: Ctrl-C; {_way_on(run_dir)}", file=sys.stderr, flush=True)
-    raise SystemExit(INTERRUPTED)
+    _leave(run_dir, "stopped", cause)
+    print(f"verl-digen: the run stopped: {cause}; {_way_on(run_dir)}", file=sys.stderr, flush=True)
+    raise SystemExit(code)
 
 
 def _way_on(run_dir: Path) -> str:
-    """How to go on after Ctrl-C, with the command that was typed."""
+    """How to go on, with the command that was typed."""
     words = [word for word in sys.orig_argv[1:] if not word.lstrip("+").startswith("trainer.resume_")]
     command = shlex.join(["python", *words])
     checkpoint = newest_checkpoint(run_dir)

@@ -217,7 +217,6 @@ class RunReport:
 
     - `refresh` never waits. It starts the task, unless one runs or the last one began too short ago: at least
       `MIN_INTERVAL_S`, and so that writing takes at most `MAX_SHARE` of one core's time.
-    - A report that cannot be written is a warning, and the run goes on. The page that is there stays.
     - The task imports `verl_digen.report.page`: what that imports costs each run seconds of a core.
 
     `wait_s` bounds `finish`, which writes once more.

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from verl_digen.observe.run_files import FOLDER_LINE, LOG, METRICS, REPORT, STOP, newest_checkpoint, read_lines
+from verl_digen.require import EXIT_REFUSED
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 PROCESS = re.compile(
@@ -117,7 +118,6 @@ POLL_S = 0.25
 """Time between two looks at signals while the run says nothing."""
 NUM_LAST_LINES = 30
 """Lines of the output that are shown of a run that failed without a word of ours."""
-EXIT_REFUSED = 2
 HYDRA_REFUSES = "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace."
 """Last line where Hydra refuses a word, with exit code 1."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
