@@ -110,6 +110,20 @@ def test_prompts_belong_to_files_by_name_place_or_neighbour(folder):
     assert [row.text for row in prompts_of(pictures, prompt=None, prompt_file=None)] == ["p0", "beside", "p2", "p3"]
 
 
+def test_a_prompt_is_found_beside_a_file_in_the_current_folder(folder, monkeypatch):
+    (folder / "out.json").write_text('{"prompt": "of the run", "file_name": "0.png"}')
+    (folder / "v1.json").write_text("of another folder")
+    out = (folder / "out").rename(folder / "v1.5")
+    (out / "1.txt").write_bytes("\ufeffbeside".encode())
+    monkeypatch.chdir(out)
+    assert [row.text for row in prompts_of([Path("1.png")], prompt=None, prompt_file=None)] == ["beside"]
+    (folder / "out.json").rename(folder / "v1.5.json")
+    assert [row.text for row in prompts_of([Path("0.png")], prompt=None, prompt_file=None)] == ["of the run"]
+    (out / "2.txt").write_bytes("café".encode("latin1"))
+    with pytest.raises(ValueError, match=r"the prompt of a file: line 1 of '2\.txt' must be UTF-8"):
+        prompts_of([Path("2.png")], prompt=None, prompt_file=None)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -173,13 +187,15 @@ def pixels():
 
 
 def test_files_come_in_natural_order_and_folders_are_searched(tmp_path, pixels):
-    (tmp_path / "sub").mkdir()
-    for name in ("10.png", "2.PNG", "sub/1.png"):
+    in_order = ["2.PNG", "10.png", "sub/1.png", "²/1.png"]
+    for name in sorted(in_order):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         save(pixels, tmp_path / name)
     (tmp_path / "notes.txt").write_text("no picture")
-    assert [str(path.relative_to(tmp_path)) for path in files.find([str(tmp_path)])] == ["2.PNG", "10.png", "sub/1.png"]
+    assert [str(path.relative_to(tmp_path)) for path in files.find([str(tmp_path)])] == in_order
     named = [str(tmp_path / "10.png"), str(tmp_path)]
-    assert [path.name for path in files.find(named)] == ["10.png", "2.PNG", "1.png"], "each once, in the order given"
+    names = [path.name for path in files.find(named)]
+    assert names == ["10.png", "2.PNG", "1.png", "1.png"], "each once, in the order given"
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def _require_content(path: Path, key: str) -> None:
 
 
 def _text_rows(path: Path, kind: str, key: str) -> Iterator[tuple[str, Any]]:
-    text = _decode(path, key)
+    text = decode(path, key)
     if kind == ".txt":
         yield from ((place, line.strip()) for place, line in _lines(text))
         return
@@ -146,7 +146,8 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
             yield f"line {number}", line.rstrip("\n")
 
 
-def _decode(path: Path, key: str) -> str:
+def decode(path: Path, key: str) -> str:
+    """Text of a file, without its byte order mark. ValueError: it is not UTF-8."""
     content = path.read_bytes()
     if path.suffix.lower() == COMPRESSED:
         try:

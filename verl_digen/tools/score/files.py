@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence
 
 from verl_digen.data.files import SUFFIXES as PROMPT_SUFFIXES
+from verl_digen.data.files import decode
 from verl_digen.data.prompts import default_ground_truth, read_prompts
 from verl_digen.inputs.images import in_8_bits
 from verl_digen.require import require
@@ -53,7 +54,7 @@ def find(paths: Iterable[str]) -> list[Path]:
 def natural_order(path: Path) -> tuple[object, ...]:
     """Sorting key by which 2.png comes before 10.png, and files before files of folders below."""
     words = [[word for word in re.split(r"([0-9]+)", part) if word] for part in path.parts]
-    return (len(words), *(tuple((not w.isdigit(), int(w) if w.isdigit() else w) for w in part) for part in words))
+    return (len(words), *(tuple((not w.isdecimal(), int(w) if w.isdecimal() else w) for w in part) for part in words))
 
 
 def read(path: Path) -> NDArray[np.uint8]:
@@ -170,7 +171,7 @@ def _beside(files: Sequence[Path]) -> list[PromptRow]:
     for file in files:
         text = file.with_suffix(".txt")
         if text.is_file():
-            rows.append(_of_text(text.read_text(encoding="utf-8").strip()))
+            rows.append(_of_text(decode(text, "the prompt of a file").strip()))
         elif file.parent in tables:
             (row,) = _from_file([file], str(tables[file.parent]), "the prompts of")
             rows.append(row)
@@ -185,4 +186,5 @@ def _beside(files: Sequence[Path]) -> list[PromptRow]:
 def _table(folder: Path) -> Path | None:
     """The prompts of a folder's files; beside the folder for pictures of a run's validation."""
     paths = [folder / f"metadata{suffix}" for suffix in PROMPT_SUFFIXES if suffix != ".txt"]
-    return next((path for path in (*paths, folder.with_suffix(".json")) if path.is_file()), None)
+    beside = folder.absolute().parent / f"{folder.absolute().name}.json"
+    return next((path for path in (*paths, beside) if path.is_file()), None)
