@@ -87,7 +87,7 @@ def test_words_are_those_of_verls_main():
     ]
     assert words_of(["~x", "--config-name", "job"]) == ["~x", "--config-name", "job"]
     assert words_of(["x=1"], needs_recipe=False) == ["x=1"]
-    for given in ([], ["x.y=1"]):
+    for given in ([], [""], ["x.y=1"]):
         with pytest.raises(ValueError, match="the first word must be a recipe, got"):
             words_of(given)
     for given, meant in (

@@ -55,13 +55,13 @@ def words_of(given: Sequence[str], *, needs_recipe: bool = True) -> list[str]:
         words_of(["digen_sd3+nft", "trainer.nnodes=2"])  # ["recipe=digen_sd3+nft", "trainer.nnodes=2"]
     """
     words = list(given)
-    if words and "=" not in words[0] and words[0][0] not in "-~":
+    if words and "=" not in words[0] and words[0][:1] not in ("", "-", "~", "+"):
         if needs_recipe and not any("searchpath" in word or word.startswith("--config-") for word in words):
             _check_recipes(words[0].split("+"))
         words[0] = f"recipe={words[0]}"
     if needs_recipe and not any(word.lstrip("+").startswith(("recipe=", "--config-")) for word in words):
         raise ValueError(
-            f"the first word must be a recipe, got {words[0] if words else 'none'}; e.g. digen train digen_quickstart, "
+            f"the first word must be a recipe, got {repr(words[0]) if words else 'none'}; e.g. digen train digen_quickstart, "
             f"and {ALL_RECIPES}"
         )
     return words
