@@ -50,8 +50,8 @@ def test_a_line_that_is_being_written_is_left_out_and_no_file_is_no_warning(tmp_
     assert read_lines(path) == []
     path.write_text('{"step": 1}\n{"st')
     assert read_lines(path) == [{"step": 1}]
-    for broken in ("no json", "[]", '{"a": 1}'):
-        path.write_text('{"step": 1}\n' + broken + "\n")
+    for broken in (b"no json", b"[]", b'{"a": 1}', b'{"step": null}', b"\xff\x00"):
+        path.write_bytes(b'{"step": 1}\n' + broken + b"\n")
         with pytest.raises(ValueError, match=r"line 2 must be a JSON object with a step, got .* delete that line"):
             read_lines(path)
 

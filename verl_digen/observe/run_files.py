@@ -97,14 +97,14 @@ def replace_text(path: Path, text: str) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """JSON objects of `metrics.jsonl` or `warnings.jsonl`, in order; [] without a file. A last line without its end is
     left out: it is being written, or the disk was full. ValueError if another is no JSON object with a step."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     found = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             value = json.loads(line)
         except ValueError:
             value = None
-        if not isinstance(value, dict) or "step" not in value:
+        if not isinstance(value, dict) or not isinstance(value.get("step"), int | float):
             raise ValueError(
                 f"{path}: line {number} must be a JSON object with a step, got {line[:60]!r}; delete that line"
             )

@@ -61,8 +61,8 @@ def words_of(given: Sequence[str], *, needs_recipe: bool = True) -> list[str]:
         words[0] = f"recipe={words[0]}"
     if needs_recipe and not any(word.lstrip("+").startswith(("recipe=", "--config-")) for word in words):
         raise ValueError(
-            f"the first word must be a recipe, got {repr(words[0]) if words else 'none'}; e.g. digen train digen_quickstart, "
-            f"and {ALL_RECIPES}"
+            f"the first word must be a recipe, got {repr(words[0]) if words else 'none'}; e.g. digen train "
+            f"digen_quickstart, and {ALL_RECIPES}"
         )
     return words
 
