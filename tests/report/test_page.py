@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.runs import HOSTILE, PROMPTS, add_groups, add_validation, make_run, metrics_of
 from verl_digen import cli
-from verl_digen.observe.run_files import METRICS, REPORT, START, image_path
+from verl_digen.observe.run_files import END, METRICS, REPORT, START, image_path
 from verl_digen.observe.timeline.file import NAME
 from verl_digen.report import page, pictures, timelines
 from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions
@@ -261,3 +261,21 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(tmp_path, capsys, monkey
     assert cli.main(["report", *words]) == 2
     assert capsys.readouterr().err.startswith("digen report: ") and not Path("no_such_run").exists()
     assert cli.main(["report", *words]) == 2 and said in capsys.readouterr().err
+
+
+def test_a_damaged_file_of_a_run_is_named(tmp_path):
+    make_run(tmp_path)
+    for name, content, form in (
+        (START, b"{}", "an object with words, .*, got b'{}'"),
+        (END, b"\0\0", "an object with state, reason, got"),
+        ("images/step_000000.json", b'{"', "a list, got"),
+        ("images/train_000002.json", b"\xff", "an object with values, got"),
+    ):
+        path = tmp_path / name
+        whole = path.read_bytes() if path.exists() else None
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} must be JSON, {form}.*; delete it"):
+            page.collect(tmp_path)
+        path.unlink()
+        if whole is not None:
+            path.write_bytes(whole)

@@ -112,6 +112,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def read_json(path: Path, *keys: str) -> Any:
+    """The JSON object with these keys, without any the list, in a file of a run. ValueError: it is damaged."""
+    content = path.read_bytes()
+    try:
+        found = json.loads(content)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict if keys else list) or not all(key in found for key in keys):
+        form = f"an object with {', '.join(keys)}" if keys else "a list"
+        raise ValueError(f"{path} must be JSON, {form}, got {content[:60]!r}; delete it")
+    return found
+
+
 def append_line(path: Path, line: Mapping[str, Any]) -> None:
     """Append a JSON object."""
     with open(path, "a", encoding="utf-8") as file:

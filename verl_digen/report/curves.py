@@ -5,14 +5,13 @@
 among them; no value is changed but by rounding to `DIGITS` digits; what is not finite is None.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_digen.observe.health import RULES, VALIDATION
-from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps, read_lines
+from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps, read_json, read_lines
 
 MAX_ROWS, MAX_COLUMNS = 500, 250
 MAX_DISTRIBUTIONS = 40
@@ -66,7 +65,7 @@ def distributions(run_dir: Path, last_step: int) -> dict[str, Any]:
     reward."""
     found = [step for step in pictured_steps(run_dir, TRAINING) if step <= last_step]
     steps = thinned(found, MAX_DISTRIBUTIONS)
-    values = [json.loads(group_dir(run_dir, step).with_suffix(".json").read_text())["values"] for step in steps]
+    values = [read_json(group_dir(run_dir, step).with_suffix(".json"), "values")["values"] for step in steps]
     names = list(dict.fromkeys(name for of_step in values for name in of_step))[:MAX_REWARDS]
     rewards = {
         name.removeprefix("distribution/"): _binned([of_step.get(name, ()) for of_step in values]) for name in names

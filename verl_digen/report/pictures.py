@@ -6,7 +6,6 @@ Steps are thinned out evenly until the pictures fit; a video is shown as its fil
 *Invariants:* the pictures take at most `VALIDATION_CHARS` and `TRAINING_CHARS`; the first and the last step are shown.
 """
 
-import json
 from base64 import b64encode
 from collections.abc import Callable, Sequence
 from io import BytesIO
@@ -15,7 +14,15 @@ from typing import Any
 
 from PIL import Image
 
-from verl_digen.observe.run_files import TRAINING, VALIDATION, group_dir, image_path, pictured_steps, step_dir
+from verl_digen.observe.run_files import (
+    TRAINING,
+    VALIDATION,
+    group_dir,
+    image_path,
+    pictured_steps,
+    read_json,
+    step_dir,
+)
 from verl_digen.report.curves import rounded, thinned
 
 VALIDATION_CHARS, TRAINING_CHARS = 3_000_000, 1_000_000
@@ -90,12 +97,12 @@ def groups(run_dir: Path, last_step: int) -> dict[str, Any]:
 
 def entries(folder: Path) -> list[Any]:
     """Samples of a validation, each with `uid`, `prompt` and `reward`."""
-    return json.loads(folder.with_suffix(".json").read_text())
+    return read_json(folder.with_suffix(".json"))
 
 
 def _shown(folder: Path) -> list[Any]:
     """Entries of the first groups of a step."""
-    entries = json.loads(folder.with_suffix(".json").read_text())["shown"]
+    entries = read_json(folder.with_suffix(".json"), "shown")["shown"]
     uids = list(dict.fromkeys(_uid(entry) for entry in entries))[:MAX_GROUPS]
     return [entry for entry in entries if _uid(entry) in uids]
 

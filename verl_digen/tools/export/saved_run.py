@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One checkpoint in a run's folder, and the config that the run had when it saved it, `run.json`."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +13,7 @@ from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
-from verl_digen.observe.run_files import CHECKPOINT, POINTER, checkpoint_dir
+from verl_digen.observe.run_files import CHECKPOINT, POINTER, checkpoint_dir, read_json
 from verl_digen.require import require
 
 
@@ -95,7 +94,7 @@ def _read_config(folder: Path, step: int) -> tuple[DictConfig, dict[str, str]]:
     """(config, versions). Weights that the run named by a path from its working directory are found from any other."""
     path = checkpoint_dir(folder, step) / RUN_FILE
     require(path.is_file(), f"{str(path)!r} must be there, the config of the run", "nothing", "take another checkpoint")
-    found = json.loads(path.read_text())
+    found = read_json(path, "config", "versions")
     config = OmegaConf.create(found["config"])
     assert isinstance(config, DictConfig)
     for key in WEIGHTS:

@@ -13,7 +13,6 @@ does not say is assumed:
 Invariant (tests/simulate/test_measured_run.py): the profile gives back the durations that a timeline holds.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from omegaconf import OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
-from verl_digen.observe.run_files import START
+from verl_digen.observe.run_files import START, read_json
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.observe.timeline.file import read_timeline
 from verl_digen.observe.timeline.interval import Interval, join_parts
@@ -60,7 +59,7 @@ def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
     known_device("--device", device)
     for name in (START, TIMELINE):
         require((run_dir / name).is_file(), f"--run must be a run's folder, with a {name}", str(run_dir), "name it")
-    config: Any = OmegaConf.create(json.loads((run_dir / START).read_text(encoding="utf-8"))["config"])
+    config: Any = OmegaConf.create(read_json(run_dir / START, "config")["config"])
     num_ranks, num_generators = num_trainer_devices(config), num_generator_devices(config)
     steps = _steps(run_dir, {"trainer": num_ranks, "generator": num_generators})
     require(
