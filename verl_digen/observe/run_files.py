@@ -112,7 +112,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_json(path: Path, *keys: str) -> Any:
+def json_in(path: Path, *keys: str) -> Any:
     """The JSON object with these keys, without any the list, in a file of a run. ValueError: it is damaged."""
     content = path.read_bytes()
     try:

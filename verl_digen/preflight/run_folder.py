@@ -40,8 +40,8 @@ from verl_digen.observe.run_files import (
     START,
     STOP,
     WARNINGS,
+    json_in,
     newest_checkpoint,
-    read_json,
     replace_text,
 )
 from verl_digen.observe.timeline.file import NAME as TIMELINE
@@ -236,7 +236,7 @@ def _differences(checkpoint: Path, keys: tuple[str, ...], config: DictConfig) ->
     """(key, value of the run that wrote the checkpoint, value of this start) where they differ. A key that the run did
     not have is not compared: it is of a newer version."""
     path = checkpoint / RUN_FILE
-    known = read_json(path, "config") if path.is_file() else {"config": {}}
+    known = json_in(path, "config") if path.is_file() else {"config": {}}
     written, recorded = OmegaConf.create(known["config"]), known.get("weights", {})
     for key in keys:
         before, after = _values(written, key), _values(config, key)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_digen.observe.health import RULES, VALIDATION
-from verl_digen.observe.run_files import TRAINING, group_dir, pictured_steps, read_json, read_lines
+from verl_digen.observe.run_files import TRAINING, group_dir, json_in, pictured_steps, read_lines
 
 MAX_ROWS, MAX_COLUMNS = 500, 250
 MAX_DISTRIBUTIONS = 40
@@ -65,7 +65,7 @@ def distributions(run_dir: Path, last_step: int) -> dict[str, Any]:
     reward."""
     found = [step for step in pictured_steps(run_dir, TRAINING) if step <= last_step]
     steps = thinned(found, MAX_DISTRIBUTIONS)
-    values = [read_json(group_dir(run_dir, step).with_suffix(".json"), "values")["values"] for step in steps]
+    values = [json_in(group_dir(run_dir, step).with_suffix(".json"), "values")["values"] for step in steps]
     names = list(dict.fromkeys(name for of_step in values for name in of_step))[:MAX_REWARDS]
     rewards = {
         name.removeprefix("distribution/"): _binned([of_step.get(name, ()) for of_step in values]) for name in names

@@ -14,15 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from verl_digen.observe.run_files import (
-    TRAINING,
-    VALIDATION,
-    group_dir,
-    image_path,
-    pictured_steps,
-    read_json,
-    step_dir,
-)
+from verl_digen.observe.run_files import TRAINING, VALIDATION, group_dir, image_path, json_in, pictured_steps, step_dir
 from verl_digen.report.curves import rounded, thinned
 
 VALIDATION_CHARS, TRAINING_CHARS = 3_000_000, 1_000_000
@@ -97,12 +89,12 @@ def groups(run_dir: Path, last_step: int) -> dict[str, Any]:
 
 def entries(folder: Path) -> list[Any]:
     """Samples of a validation, each with `uid`, `prompt` and `reward`."""
-    return read_json(folder.with_suffix(".json"))
+    return json_in(folder.with_suffix(".json"))
 
 
 def _shown(folder: Path) -> list[Any]:
     """Entries of the first groups of a step."""
-    entries = read_json(folder.with_suffix(".json"), "shown")["shown"]
+    entries = json_in(folder.with_suffix(".json"), "shown")["shown"]
     uids = list(dict.fromkeys(_uid(entry) for entry in entries))[:MAX_GROUPS]
     return [entry for entry in entries if _uid(entry) in uids]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from verl_digen.observe.run_files import CHECKPOINT, END, IMAGES, LOCK, METRICS, START, WARNINGS, read_json
+from verl_digen.observe.run_files import CHECKPOINT, END, IMAGES, LOCK, METRICS, START, WARNINGS, json_in
 from verl_digen.report.curves import VALIDATION, read_rows, rounded, thinned
 from verl_digen.report.summary import RECENT, health, planned_steps, read_start
 
@@ -101,7 +101,7 @@ def state_of(run_dir: Path, step: int, steps: int | None) -> tuple[str, str]:
     """(state, reason) after `step` of the planned `steps`: from `end.json`, else by the lock on `run.lock` running, or
     starting before there are numbers; else the process is gone."""
     if (run_dir / END).is_file():
-        found = read_json(run_dir / END, "state", "reason")
+        found = json_in(run_dir / END, "state", "reason")
         return found["state"], found["reason"]
     if _is_held(run_dir):
         return ("running" if step else "starting"), ""

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from verl_digen.observe.health import Health
-from verl_digen.observe.run_files import CHECKPOINT, START, WARNINGS, read_json, read_lines
+from verl_digen.observe.run_files import CHECKPOINT, START, WARNINGS, json_in, read_lines
 from verl_digen.report.curves import VALIDATION, rounded
 
 CHECKPOINT_FILE = f"{CHECKPOINT}*/run.json"
@@ -25,7 +25,7 @@ def read_start(run_dir: Path) -> dict[str, Any]:
     leaf, as texts. What is not known is empty; `at_s` and `changes` are None."""
     path = run_dir / START
     known = ("words", "recipes", "notes", "versions", "at_s")
-    found = read_json(path, *known, "changes", "config") if path.is_file() else _of_checkpoint(run_dir)
+    found = json_in(path, *known, "changes", "config") if path.is_file() else _of_checkpoint(run_dir)
     changes = found["changes"]
     return {
         **{name: found[name] for name in known},
@@ -37,7 +37,7 @@ def read_start(run_dir: Path) -> dict[str, Any]:
 def _of_checkpoint(run_dir: Path) -> dict[str, Any]:
     """Config and versions of the newest checkpoint, for a run without `start.json`, which a user's program started."""
     written = sorted(run_dir.glob(CHECKPOINT_FILE), key=lambda path: path.stat().st_mtime)
-    known = read_json(written[-1], "config", "versions") if written else {"config": {}, "versions": {}}
+    known = json_in(written[-1], "config", "versions") if written else {"config": {}, "versions": {}}
     return {**known, "words": [], "recipes": [], "notes": [], "changes": None, "at_s": None}
 
 

@@ -13,7 +13,7 @@ from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
-from verl_digen.observe.run_files import CHECKPOINT, POINTER, checkpoint_dir, read_json
+from verl_digen.observe.run_files import CHECKPOINT, POINTER, checkpoint_dir, json_in
 from verl_digen.require import require
 
 
@@ -94,7 +94,7 @@ def _read_config(folder: Path, step: int) -> tuple[DictConfig, dict[str, str]]:
     """(config, versions). Weights that the run named by a path from its working directory are found from any other."""
     path = checkpoint_dir(folder, step) / RUN_FILE
     require(path.is_file(), f"{str(path)!r} must be there, the config of the run", "nothing", "take another checkpoint")
-    found = read_json(path, "config", "versions")
+    found = json_in(path, "config", "versions")
     config = OmegaConf.create(found["config"])
     assert isinstance(config, DictConfig)
     for key in WEIGHTS:

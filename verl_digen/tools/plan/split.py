@@ -79,18 +79,12 @@ def plan_time(
     training = run.num_trained_rows * row
     if device is None:
         return StepTime(generating, training, None, None, None)
-    trains, generates = rates(device, mfu)[0], rates(generator_device or device, mfu)[1]
-    generating_s = generating / generates / settings.num_generator_devices
-    training_s = training / trains / settings.num_trainer_devices
+    peak, peak_of_generator = (PEAK_TFLOPS[one] * 1e12 for one in (device, generator_device or device))
+    generating_s = generating / (peak_of_generator * mfu.generating) / settings.num_generator_devices
+    training_s = training / (peak * mfu.training) / settings.num_trainer_devices
     overlaps = settings.is_split and settings.digen.gap.enable
     step_s = max(generating_s, training_s) if overlaps else generating_s + training_s
     return StepTime(generating, training, generating_s, training_s, step_s)
-
-
-def rates(device: str, mfu: Mfu) -> tuple[float, float]:
-    """FLOP/s of a device of this type in training and in generation."""
-    peak = PEAK_TFLOPS[device] * 1e12
-    return peak * mfu.training, peak * mfu.generating
 
 
 def _generation_steps(digen: DigenConfig) -> float:
@@ -232,7 +226,7 @@ def run_profile(run: Job, memory: Memory, device: str, mfu: Mfu, reward_s: float
     """The run as a profile for devices of type `device`: its rows and steps together take what the plan says."""
     settings, counts = run.settings, run.measured.counts
     time = plan_time(run, device, mfu, memory.recomputed_share)
-    trains, generates = rates(device, mfu)
+    peak = PEAK_TFLOPS[device] * 1e12
     num_steps = settings.digen.num_generation_steps
     num_rows = max(1, round(run.num_trained_rows / settings.num_samples))
     gathers = settings.num_shards > 1 and settings.reshard
@@ -246,9 +240,9 @@ def run_profile(run: Job, memory: Memory, device: str, mfu: Mfu, reward_s: float
         rows_per_tile=max(1, memory.training.num_rows),
         min_trainer_devices=1,
         min_gathering_devices=NEVER,
-        step_s=time.generating_flops / settings.num_begun / num_steps / generates,
+        step_s=time.generating_flops / settings.num_begun / num_steps / (peak * mfu.generating),
         decode_s=0.0,
-        row_s=time.training_flops / (settings.num_samples * num_rows) / trains,
+        row_s=time.training_flops / (settings.num_samples * num_rows) / (peak * mfu.training),
         gather_s=shard_bytes / GATHER_BYTES_PER_S if gathers else 0.0,
         score_s=reward_s,
         commit_s=update_bytes(run) / NETWORK_BYTES_PER_S,

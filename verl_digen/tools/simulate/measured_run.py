@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 from verl_digen.config import digen_config
 from verl_digen.config.pool_sizes import num_generator_devices, num_replica_devices, num_trainer_devices
-from verl_digen.observe.run_files import START, read_json
+from verl_digen.observe.run_files import START, json_in
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.observe.timeline.file import read_timeline
 from verl_digen.observe.timeline.interval import Interval, join_parts
@@ -59,7 +59,7 @@ def run_profile(run_dir: Path, device: str) -> tuple[Profile, int]:
     known_device("--device", device)
     for name in (START, TIMELINE):
         require((run_dir / name).is_file(), f"--run must be a run's folder, with a {name}", str(run_dir), "name it")
-    config: Any = OmegaConf.create(read_json(run_dir / START, "config")["config"])
+    config: Any = OmegaConf.create(json_in(run_dir / START, "config")["config"])
     num_ranks, num_generators = num_trainer_devices(config), num_generator_devices(config)
     steps = _steps(run_dir, {"trainer": num_ranks, "generator": num_generators})
     require(

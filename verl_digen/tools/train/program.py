@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_digen.observe.run_files import METRICS, START, VALIDATION, image_path, pictured_steps, read_json, step_dir
+from verl_digen.observe.run_files import METRICS, START, VALIDATION, image_path, json_in, pictured_steps, step_dir
 from verl_digen.report.curves import read_rows
 from verl_digen.report.pictures import entries
 from verl_digen.report.runs import is_run, line_of
@@ -104,7 +104,7 @@ class Run:
         from omegaconf import OmegaConf
 
         path = self.folder / START
-        return OmegaConf.create(read_json(path, "config")["config"] if path.is_file() else {})
+        return OmegaConf.create(json_in(path, "config")["config"] if path.is_file() else {})
 
     @property
     def checkpoints(self) -> list[int]:
