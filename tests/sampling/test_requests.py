@@ -10,7 +10,7 @@ from verl_digen.algorithms.solvers import SolverNoise
 from verl_digen.algorithms.tree import BranchesConfig, Tree
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, SamplingConfig, digen_config
-from verl_digen.sampling.recording import initial_seed
+from verl_digen.sampling.recording import initial_seed, noise_seed
 from verl_digen.sampling.requests import batch_rules, rows_per_group, sample_request
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.planner import BatchPlanner
@@ -23,9 +23,9 @@ DIGEN = DigenConfig(sampling=SAMPLING)
 FORWARD = DigenConfig(loss={"name": "diffusion_nft"}, sampling=SAMPLING, forward=ForwardConfig(fraction=0.5))
 
 
-def ask(digen=DIGEN, uid="p1", index=0, validate=False, negative=None):
+def ask(digen=DIGEN, uid="p1", index=0, validate=False, negative=None, step=1):
     row = PromptRow("a cat", "test", None, negative, uid=uid)
-    return sample_request(digen, row, index, step=1, validate=validate)
+    return sample_request(digen, row, index, step=step, validate=validate)
 
 
 def test_a_group_shares_one_window_and_groups_differ():
@@ -33,6 +33,17 @@ def test_a_group_shares_one_window_and_groups_differ():
     windows = {uid: {ask(digen, uid, index).window for index in range(4)} for uid in ("p1", "p2", "p3", "p4")}
     assert all(len(shared) == 1 for shared in windows.values())
     assert len(set.union(*windows.values())) > 1
+
+
+def test_the_window_of_a_request_moves_with_the_optimizer_step():
+    digen = replace(DIGEN, window=WindowConfig(kind="consecutive", size=2, range=(0, 2), shift_every=3))
+    assert [ask(digen, step=step).window.sde_steps[0] for step in (0, 2, 3, 6)] == [0, 0, 1, 2]
+
+
+def test_each_turn_of_an_episode_has_noise_of_its_own():
+    turns = [replace(ask(index=index), turn=turn) for index in range(2) for turn in range(3)]
+    for seeds in ([initial_seed(7, one) for one in turns], [noise_seed(7, one, 1) for one in turns]):
+        assert len({*seeds}) == 6
 
 
 def test_a_request_for_forward_points_has_its_groups_noise_levels_and_no_stochastic_step():
@@ -165,6 +176,11 @@ def test_an_assist_spans_groups_unless_their_samples_share_or_pass_over_steps(se
     rules = batch_rules(digen, num_prompts=4, group_size=12, num_trainer_ranks=32)
     assert rules.assist_spans_groups is spans
     assert rules.assist_sizes(8) == ((32,) if spans else (12,))
+
+
+def test_validation_evaluates_the_network_at_every_step():
+    digen = digen_config(OmegaConf.create({"digen": CHEAP}))
+    assert [ask(digen, validate=validate).sampling.outside.passes_over for validate in (False, True)] == [True, False]
 
 
 def trainer_rules(digen: dict):

@@ -112,6 +112,15 @@ def test_rounding_to_storage_dtype_comes_before_the_log_prob(model, network, enc
 # -- what a sample depends on -----------------------------------------------------------------------------
 
 
+def test_guidance_leads_each_sample_away_from_its_own_negative_prompt(sample):
+    one = request(sampling(4.0), uid="g")
+    asked = [replace(one, negative_inputs=PromptInputs(text)) for text in (NEGATIVE, PROMPTS[1])]
+    _, latents = sample(asked)
+    for row, alone in enumerate(asked):
+        close(latents[row], sample([alone])[1][0])
+    assert (latents[0] - latents[1]).abs().max() > 1e-3
+
+
 def test_a_solver_with_noise_draws_it_for_each_sample_and_step(model, network, encode, sample):
     """Equal in any batch, and to the solver's steps one by one with that noise."""
     how = replace(sampling(1.0), solver="sa", solver_noise=SolverNoise(0.8, 0.0, 1.0))
