@@ -13,7 +13,7 @@ from tests.engine.harness import SAMPLING
 from verl_digen.algorithms.rows import Metric, combine_tiles, combine_updates, numbers
 from verl_digen.algorithms.sde import LAWS, SdeStep, sde_step
 from verl_digen.config import DigenConfig, KlConfig, SdeConfig
-from verl_digen.engine.loss import DiffusionLoss
+from verl_digen.engine.loss import DiffusionLoss, rollout_gap
 from verl_digen.engine.policies import Evaluated
 from verl_digen.types import TrainingRows, Transitions
 
@@ -116,6 +116,23 @@ def test_divergences_are_divided_by_the_spread_of_their_law(law):
 def test_longcats_kl_is_refused_with_laws_that_its_weight_does_not_fit(law):
     with pytest.raises(ValueError, match=r"digen.sde.law must be flow or flow_clipped with digen.kl.kind=longcat, got"):
         DigenConfig(sde=SdeConfig(law=law), kl=KlConfig(coef=0.1, kind="longcat"))
+
+
+def test_the_gap_to_generation_is_measured_over_rows_that_train():
+    rows = {"log_prob": torch.tensor([0.2, -0.3, 0.0, 9.0]), "recorded": torch.zeros(4)}
+    found = numbers(rollout_gap(rows | {"mask": torch.tensor([1.0, 1.0, 1.0, 0.0])}))
+    expected = {
+        "gap_mean": 0.5 / 3,
+        "gap_max": 0.3,
+        "ratio": (math.exp(0.2) + math.exp(-0.3) + 1) / 3,
+        "ratio_above_fraction": 1 / 3,
+        "ratio_below_fraction": 1 / 3,
+        "ratio_deviation_max": 1 - math.exp(-0.3),
+    }
+    names = {name: f"rollout_log_prob_{name}" if name.startswith("gap") else f"rollout_{name}" for name in expected}
+    assert found == pytest.approx({names[name]: value for name, value in expected.items()})
+    tiny = {"log_prob": torch.tensor([1e-9]), "recorded": torch.zeros(1)}
+    assert numbers(rollout_gap(tiny))["rollout_ratio_deviation_max"] == pytest.approx(1e-9)
 
 
 def metrics(**values: float) -> dict[str, Metric]:

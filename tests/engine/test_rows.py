@@ -158,6 +158,15 @@ def test_noise_of_a_forward_row_is_that_of_its_sample_and_point():
     assert not torch.equal(alone.latents[0], other.latents[0])
 
 
+def test_a_forward_row_of_an_episode_has_the_clean_latents_of_its_own_turn():
+    turns = tuple(Turn(num_steps, SAMPLING, "", (0.0, 1.0), 0.0, 0.0) for num_steps in (2, 1))
+    samples = [described("0", "g", 0.0, 3, turns=turns)]
+    clean = torch.stack([torch.full((3, 2), 1.0), torch.full((3, 2), 2.0)])
+    columns = {"clean": [clean.flatten(0, 1)], "sigmas": [torch.tensor([0.5, 0.25, 0.75])]}
+    _, sigmas, made = ForwardPoints(run_seed=7).make(samples, columns, [(0, [2, 0, 1])])
+    assert torch.equal(made.clean, clean[[1, 0, 0]]) and sigmas.tolist() == [0.75, 0.5, 0.25]
+
+
 def assert_invariants(samples, places, tiles):
     """Every row of the samples is in one tile, with its own old log-prob; fillers have mask 0."""
     found = []
