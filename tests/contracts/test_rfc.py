@@ -509,6 +509,12 @@ def test_trained_steps_that_are_not_consecutive_have_positions(server):
     found = to_dataproto([of_steps(0, 2), of_steps(0, 1)])
     assert found.batch["positions"].tolist() == [[0, 2], [0, 1]] and found.batch["latent_samples"].shape[:2] == (2, 4)
     assert not found.batch["latent_samples"][1, 3].any() and found.batch["latent_samples"][0, 3].any()
+    found.batch["rm_scores"], found.batch["sigma_max"] = torch.tensor([[0.5], [2.0]]), torch.tensor([[0.9], [0.8]])
+    rows = training_rows(found)
+    assert torch.equal(rows.latents, path.latents[[0, 2, 0, 1]])
+    assert torch.equal(rows.point.next_latents, path.latents[[1, 3, 1, 2]])
+    assert rows.rewards.tolist() == [0.5, 0.5, 2.0, 2.0]
+    torch.testing.assert_close(rows.point.sigma_max, torch.tensor([0.9, 0.9, 0.8, 0.8]))
 
 
 @pytest.mark.parametrize("scale", [1.0, 3.0], ids=["plain", "guided"])
