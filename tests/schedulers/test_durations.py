@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from verl_digen.schedulers.durations import NEWEST_WEIGHT, MeasuredDurations
+from verl_digen.schedulers.durations import NEWEST_WEIGHT, KnownDurations, MeasuredDurations
 
 
 def test_nothing_is_known_before_it_was_measured():
@@ -38,10 +38,9 @@ def test_fixed_and_proportional_parts_of_training_are_told_apart_by_fragments_of
 
 def test_training_that_gets_cheaper_with_size_by_chance_is_taken_as_proportional():
     durations = MeasuredDurations()
-    durations.on_trained(1, 2.0)
-    durations.on_trained(3, 1.0)
-    call_s, group_s = durations.train_s()
-    assert call_s == 0.0 and 0 < group_s < 2.0
+    for num_groups, seconds in ((1, 2.0), (1, 2.0), (3, 1.0)):  # the first one is forgotten
+        durations.on_trained(num_groups, seconds)
+    assert durations.train_s() == pytest.approx((0.0, 1.5 / 2))
 
 
 def test_an_assist_that_takes_the_same_time_for_any_number_of_rounds_is_learnt_as_such():
@@ -49,6 +48,11 @@ def test_an_assist_that_takes_the_same_time_for_any_number_of_rounds_is_learnt_a
     for num_rounds in (4, 4, 1, 4):
         durations.on_assisted(num_rounds, 5.0)
     assert durations.assist_s() == pytest.approx((5.0, 0.0))
+
+
+def test_given_durations_of_calls_are_a_line_through_the_smallest_and_the_largest():
+    given = KnownDurations({"a": 1.0}, [4.0], 0.0, [1.0, 1.7, 2.0])
+    assert given.train_s() == pytest.approx((0.5, 0.5)) and given.assist_s() == pytest.approx((0.0, 4.0))
 
 
 def test_slots_differ_and_an_unmeasured_one_is_taken_for_average():

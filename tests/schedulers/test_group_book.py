@@ -124,6 +124,14 @@ def test_the_example_of_the_docstring():
     assert not book.groups and not book.batches and not book.live
 
 
+def test_a_restart_counts_the_samples_that_had_been_issued():
+    book = GroupBook(make_rules(1, 3, max_versions=1))
+    book.add(0, ["p0"])
+    chunk = book.issue(book.groups["p0"], 0, size=2)
+    assert book.restart(0) == [chunk.id] and book.groups["p0"].unissued == [0, 1, 2]
+    assert book.batches[0].counts.num_reissued == 2
+
+
 def durations_of(sample_s):
     """Slots and durations: groups train for 2 s."""
     durations = MeasuredDurations()

@@ -48,6 +48,35 @@ def test_a_large_fragment_has_at_most_a_sample_per_rank_and_a_quarter_of_the_bat
     assert replace(rules, num_trainer_ranks=2 * num_ranks).largest_fragment >= groups
 
 
+@pytest.mark.parametrize(
+    ("max_versions", "fraction", "allowed"),
+    [
+        (0, 1.0, [10, 0]),
+        (1, 0.4, [10, 4, 0]),  # 10 x 0.4 is 3.999... in floating point
+        (1, 1.0, [10, 10, 0]),
+        (3, 0.7, [10, 10, 10, 7, 0]),
+    ],
+)
+def test_a_share_of_a_batch_may_be_as_stale_as_allowed_and_all_of_it_one_version_less(max_versions, fraction, allowed):
+    rules = make_rules(10, 4, max_versions=max_versions, fraction=fraction)
+    assert [rules.stale_allowance(age) for age in range(len(allowed))] == allowed
+
+
+@pytest.mark.parametrize(
+    ("group_size", "num_ranks", "changes", "sizes"),
+    [
+        (12, 24, {}, (24, 48, 96)),  # all of the batch
+        (16, 4, {}, (4, 8, 16, 32)),
+        (16, 4, {"assist_spans_groups": False}, (4, 8, 16)),
+        (16, 4, {"assist_chunk_size": 500}, (128,)),
+        (12, 1, {}, (2, 4, 8)),  # a slot's chunk, up to `max_chunk_size`
+    ],
+)
+def test_an_assist_has_a_sample_for_each_rank_or_twice_as_many_up_to_the_bounds(group_size, num_ranks, changes, sizes):
+    rules = changed(make_rules(8, group_size, num_trainer_ranks=num_ranks, max_chunk_size=8), **changes)
+    assert rules.assist_sizes(num_slots=8) == sizes
+
+
 def step_s(devices: tuple[int, int], num_prompts: int, most: int | None) -> float:
     """Simulated seconds of a strict step with assists."""
     profile = load_profile("flux1-12b")

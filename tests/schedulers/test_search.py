@@ -10,6 +10,7 @@ import pytest
 from tests.schedulers.flat import make_rules
 from tests.schedulers.workload import Costs, Workload, simulate
 from verl_digen.schedulers import search
+from verl_digen.schedulers.batch import ChunkRequest
 from verl_digen.schedulers.bubbles import MAX_STREAM, bubble_at, bundles
 from verl_digen.schedulers.durations import KnownDurations
 from verl_digen.schedulers.group_book import GroupBook
@@ -213,6 +214,33 @@ def test_an_assist_takes_samples_of_as_many_groups_as_it_has_ranks_for():
     # one group each time: two assists of 4 samples, two groups trained, the third assist
     alone = BubbleSearch().decide(replace(ASKED, spans_groups=False))
     assert alone.makespan_s == pytest.approx(2 * 2.5 + 2 * 1.0 + 2.5 + 0.25 + 1.0)
+
+
+def test_each_call_that_trains_has_its_fixed_part():
+    # two assists of 2.5 s, and a call for each of three groups: the first is ready before the second assist has ended
+    verdict = BubbleSearch().decide(replace(ASKED, train_call_s=0.5))
+    assert verdict.num_samples == 6 and verdict.makespan_s == pytest.approx(2 * 2.5 + 3 * 1.5)
+
+
+def test_an_overdue_slot_is_free_now_and_groups_beyond_the_batch_are_left_out():
+    rules = make_rules(2, 2, extra_prompts=1)
+    book = GroupBook(rules)
+    book.add(0, ["p0", "p1", "p2"])
+    trained, begun = (book.issue(book.groups[uid], 0, 2) for uid in ("p0", "p1"))
+    book.accept(trained.id, {0: 0.0, 1: 1.0})
+    book.complete(book.groups["p0"])
+    book.take_ready(book.batches[0], 1)
+    asked = bubble_at(
+        9.0,
+        batch=book.batches[0],
+        slots=["a", "b"],
+        requests=[ChunkRequest(begun, "a", since_s=0.0)],
+        live=book.live,
+        durations=KnownDurations({"a": 2.0, "b": 2.0}, [1.0], 0.5, [1.0]),
+        rules=rules,
+    )
+    assert asked is not None and asked.free_in_s == (0.0, 0.0)
+    assert (asked.unissued, asked.ready_in_s) == ((0,), (0.5,)), "p1 alone; 2 x 2 s after 0 were long ago"
 
 
 def test_the_number_of_rounds_is_the_one_that_ends_first():
