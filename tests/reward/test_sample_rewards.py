@@ -123,6 +123,21 @@ def test_the_reward_is_the_weighted_sum_over_functions_pools_and_groups(mine):
         assert [call.reward for call in score.calls] == ["length", "bright", "diversity"] and start_s <= end_s
 
 
+class Places(RewardProcess):
+    """Worker of a reward of groups: each sample's index."""
+
+    async def score_one(self, names: Any, samples: Any) -> Any:
+        call = RewardCall("diversity", 0.0, 1.0, len(samples), 0)
+        return {"diversity": [PartScore(float(one.sample_index), {}, call) for one in samples]}
+
+
+async def test_each_sample_of_a_group_has_its_own_score_and_a_negative_weight_lowers_the_reward():
+    digen = DigenConfig(reward=RewardConfig({"diversity": {"weight": -2.0}}))
+    rewards = SampleRewards({"diversity": [Handle(Places())]}, {"diversity": -2.0}, digen)
+    asked = [rewards.score(make_sample(index), version=0, group_size=3) for index in (2, 0, 1)]
+    assert [score.total for score, _ in await asyncio.gather(*asked)] == [-4.0, 0.0, -2.0]
+
+
 async def test_latents_reach_the_rewards_that_read_them_and_no_other(mine):
     named = {"final": {"weight": 1.0, "reward": f"{mine}:Final"}, "blind": {"weight": 1.0, "reward": f"{mine}:Blind"}}
     digen = DigenConfig(reward=RewardConfig(named))

@@ -44,7 +44,7 @@ class Recorder(Reward):
         values = [int(sample.pixels[0, 0, 0]) for sample in batch]
         if BAD in values:
             return [float("nan") if value == BAD else value / 100 for value in values]
-        return [{"score": value / 100, "raw": value} for value in values]
+        return [{"score": value / 100, "raw": value, "is_dark": value < 50} for value in values]
 
 
 class GroupRecorder(Recorder):
