@@ -8,8 +8,9 @@ from threading import Barrier, BrokenBarrierError
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -61,6 +62,19 @@ def test_merging_equals_peft_s_and_changes_nothing(tiny_qwen_image: Path, batch:
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
     assert_equal(weights(engine), found)
+
+
+def test_a_merged_weight_of_a_bf16_base_is_rounded_once():
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(64, 64, bias=False)).bfloat16()
+    module = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["0"]))
+    layer = module.get_submodule("base_model.model.0")
+    nn.init.normal_(layer.get_parameter("lora_B.default.weight"))
+    down, up = (layer.get_parameter(f"lora_{name}.default.weight").double() for name in "AB")
+    assert up.any()
+    expected = layer.get_parameter("base_layer.weight").double() + 8 / 4 * up @ down
+    found = dict(export.full_weights(module, merge_lora=True))
+    assert found.keys() == {"0.weight"} and torch.equal(found["0.weight"], expected.bfloat16())
 
 
 def test_adapter_alone_has_peft_s_names_and_config(tiny_qwen_image: Path):

@@ -16,6 +16,7 @@ def test_it_is_the_sum_of_the_bit_patterns():
     assert checksum([torch.tensor([1.0])]) == 0x3F800000
     assert checksum([torch.tensor([1.0]), torch.tensor([1.0, 1.0])]) == 3 * 0x3F800000
     assert checksum([]) == 0
+    assert checksum([torch.tensor([-1])]) == 2**64 - 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -103,10 +103,10 @@ def test_a_receiver_tries_to_connect_again_at_once(handle):
 
 def test_numbers_travel_in_the_dtype_of_the_wire_and_counters_in_their_own(handle):
     receiving, update = receive(handle)
-    count = torch.arange(3)
+    count = torch.tensor([1, 257])  # bf16 has no 257
     total = send(handle, [("a", torch.tensor([1.0, 2.0])), ("count", count)], dtype=torch.bfloat16)
     receiving.finish(Manifest(1, 2, total.value))
-    assert update.staged["a"].dtype == torch.bfloat16 and torch.equal(update.staged["count"], count)
+    assert update.staged["a"].dtype == torch.bfloat16 and update.staged["count"].tolist() == [1, 257]
 
 
 def test_an_interrupted_update_is_abandoned_and_the_next_one_arrives(handle):
