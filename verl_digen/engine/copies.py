@@ -113,11 +113,10 @@ class PolicyCopies(dict[str, ShadowWeights]):
 
     def follow_batch(self, k: int) -> None:
         """Update the policies that follow batches, after the last optimizer step on a batch; `k` steps in all."""
-        if k > self._followed:
-            before, self._followed = self._followed, k
-            for policy, decay in self._decays.items():
-                if decay.is_due(before, k):
-                    self._update(policy, decay.at(k))
+        before, self._followed = self._followed, k
+        for policy, decay in self._decays.items():
+            if decay.is_due(before, k):
+                self._update(policy, decay.at(k))
 
     def _update(self, policy: str, decay: float) -> None:
         ema_update_(self[policy].shards.values(), local_shards(self._module).values(), decay)
