@@ -14,7 +14,7 @@ from tests.tags import SAMPLING, make_facts, make_tag
 from verl_digen.agent_loop.manager import DiffusionAgentLoopWorker
 from verl_digen.algorithms.outside import Outside
 from verl_digen.schedulers.types import BatchReport
-from verl_digen.store.conditions import own_condition_keys, put_condition
+from verl_digen.store.conditions import fetch_conditions, own_condition_keys, put_condition
 from verl_digen.store.keys import CONDITIONS, TRAIN, VAL, SampleName, own_condition_key
 from verl_digen.store.samples import (
     Listing,
@@ -127,6 +127,23 @@ def test_a_partition_lists_prompts_and_samples_apart_until_they_are_cleared(queu
 
 
 # -- conditions in a real TransferQueue: those of a group alone are found and cleared, told by a tag or not --
+def test_conditions_come_back_under_their_keys_with_both_branches(queue):
+    pairs = {
+        key: ({"embeds": torch.full((2, 3), value)}, {"embeds": torch.full((1, 3), -value)})
+        for key, value in (("hash b", 2.0), ("hash a", 1.0))
+    }
+    for key, pair in pairs.items():
+        asyncio.run(put_condition(key, *pair))
+    try:
+        found = fetch_conditions(["hash a", "hash b", "hash a"])
+    finally:
+        clear(CONDITIONS, list(pairs))
+    assert list(found) == ["hash a", "hash b"]
+    for key, branches in found.items():
+        for branch, expected in zip(branches, pairs[key], strict=True):
+            assert branch is not None and torch.equal(branch["embeds"], expected["embeds"])
+
+
 REPORT = BatchReport(0)
 
 
