@@ -32,6 +32,7 @@ from tests.engine.harness import (
     with_advantages,
 )
 from tests.engine.teacher import teacher_folder
+from verl_digen.algorithms.advantages import group_advantages
 from verl_digen.algorithms.objectives import ClampedConfig, register_objective
 from verl_digen.algorithms.rows import LossInputs, LossOutput, numbers
 from verl_digen.engine import gradients
@@ -71,7 +72,7 @@ def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(
     def squared(rows: LossInputs, config: ClampedConfig) -> LossOutput:
         return LossOutput(rows.mean(rows["log_prob"] * rows["advantage"].square()), {})
 
-    digen = {"loss": {"name": "squared_for_test"}}
+    digen = {"loss": {"name": "squared_for_test", "advantage_clip": 1.0}}
     engine, other = make_engine(tiny_qwen_image, digen=digen), make_engine(tiny_qwen_image, digen=digen)
     groups = begin(engine, batch, REWARDS)
     assert "digen.loss.name=squared_for_test is not proportional" in caplog.text
@@ -79,7 +80,10 @@ def test_a_loss_that_is_not_homogeneous_trains_with_the_last_group(
     assert engine.accumulate(fragment(groups, "g2")) == {"num_rows": 0, "num_held_samples": 6}
     assert engine.accumulate(fragment(groups, "g1")) == {"num_rows": 18, "num_held_samples": 0}
     with stepped_gradients(engine) as found:
-        assert numbers(engine.commit()["metrics"])["num_late_samples"] == 6
+        metrics = numbers(engine.commit()["metrics"])
+        assert metrics["num_late_samples"] == 6 and metrics["advantage_num_nonzero"] == 8, "one is its group's mean"
+        sizes = group_advantages(torch.tensor(REWARDS), [number // 3 for number in range(9)]).abs().clamp(max=1)
+        assert metrics["advantage_effective_samples"] == pytest.approx((sizes.sum() ** 2 / (sizes**2).sum()).item())
     with stepped_gradients(other) as expected:
         train(other, with_advantages(batch, REWARDS, "batch", math.inf))
     assert_close(found, expected, 1e-5)
