@@ -240,6 +240,39 @@ def test_trainer_and_replica_hold_the_frozen_base_once_and_copy_it_once(
     on_pretend(_one_copy, str(tiny_qwen_image), str(tmp_path), trainer_first)
 
 
+def _int8_base(path: str, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from tests.pretend import copies
+    from verl_digen.models.kernels import Int8Linear
+
+    def base(engine: Any) -> list[Any]:
+        layers = [module for module in engine.module.modules() if isinstance(module, Int8Linear)]
+        return [tensor for layer in layers for tensor in (layer.weight, layer.scale)]
+
+    dist.init_process_group("cpu:gloo,pretend:gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    model, fsdp = {**harness.LORA, "int8_base": True}, {"param_offload": True, "optimizer_offload": True}
+    expected = [tensor.cpu() for tensor in base(harness.make_engine(path, model=model))]
+    engine = harness.make_engine(path, model=model, fsdp=fsdp)
+    places = [tensor.data_ptr() for tensor in base(engine)]
+    copied: list[int] = []
+    to_host = copies.to_host
+    copies.to_host = lambda target, *others: (copied.append(target.nbytes), to_host(target, *others))
+    for _ in range(2):
+        engine.to("pretend")
+        assert all(torch.equal(found.cpu(), each) for found, each in zip(base(engine), expected, strict=True))
+        copied.clear()
+        engine.to("cpu")
+        assert sum(copied) < sum(tensor.nbytes for tensor in expected)
+        assert [tensor.data_ptr() for tensor in base(engine)] == places
+        assert all(map(torch.equal, base(engine), expected))
+
+
+def test_a_base_in_int8_is_copied_to_the_host_once(tiny_qwen_image: Path, tmp_path: Path) -> None:
+    on_pretend(_int8_base, str(tiny_qwen_image), str(tmp_path))
+
+
 def _train_in_turns(path: str, folder: str) -> None:
     import torch
 
