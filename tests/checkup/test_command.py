@@ -67,14 +67,15 @@ def test_what_only_full_runs_passes_here(tmp_path: Path):
     assert "All checks passed" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.parametrize("name", TRUE_SIZES)
 def test_a_checkpoint_of_published_size_has_the_configs_and_every_weight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     """Tiny configs in place of the published ones; encoders and VAE are written, the transformer is drawn."""
-    tiny = build_tiny("sd3", tmp_path / "tiny")
+    tiny = build_tiny(name, tmp_path / "tiny")
     monkeypatch.setattr(training, "write_configs", lambda repository, folder: _copy_configs(tiny, folder))
-    folder = training.write_checkpoint("sd3", tmp_path / "made")
-    assert not list(folder.glob("transformer/*.safetensors")) and training.write_checkpoint("sd3", folder) == folder
+    folder = training.write_checkpoint(name, tmp_path / "made")
+    assert not list(folder.glob("transformer/*.safetensors")) and training.write_checkpoint(name, folder) == folder
     model = load_model(folder)
     (condition,) = model.load_encoder(torch.float16, torch.device("cpu"))([PromptInputs("a red circle")])
     assert condition["embeds"].isfinite().all() and condition["embeds"].std() > 0

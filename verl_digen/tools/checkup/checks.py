@@ -112,6 +112,8 @@ CHECKS: dict[str, CheckSpec] = {
     "qwen_image": _run(
         "Qwen-Image of published size (20 B), LoRA, 512 px; its text encoder has one layer", 3600.0, 240.0
     ),
+    "flux": _run("FLUX.1-dev of published size (12 B), LoRA, 512 px, 3 steps trained", 3600.0, 200.0),
+    "wan": _run("Wan2.1 1.3B of published size, LoRA, 33 frames of 240 x 416 px, guidance", 1800.0, 180.0),
     "architectures": CheckSpec(
         *("the self-test of every architecture, in fp32 and bf16", "selftest:check_architectures", 1800.0),
         "compare with `digen doctor --selftest ARCHITECTURE`, which runs on the CPU",

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of real runs through verl's main: Ray, TransferQueue, FSDP2, replicas, weight updates.
 
-Stable Diffusion 3.5 medium and Qwen-Image run in their published size with random weights, beside what `digen plan`
-says of the same words: the transformer's weights are drawn where it is loaded (`models.checkpoint`); weights of
-encoders and VAE are written. `python -m verl_digen.tools.checkup.training` prints the devices of `make quickstart`.
+The models of `TRUE_SIZES` run in their published size with random weights, beside what `digen plan` says of the same
+words: the transformer's weights are drawn where it is loaded (`models.checkpoint`); weights of encoders and VAE are
+written. `python -m verl_digen.tools.checkup.training` prints the devices of `make quickstart`.
 """
 
+import importlib
 import json
 import math
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,8 @@ RUNS = {
     "qwen_image": CheckRun(
         *(2, 1, "digen_qwen_image", "qwen_image"), ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=8")
     ),
+    "flux": CheckRun(2, 1, "digen_flux+flowgrpo_fast", "flux_dev", GROUPS_OF_16),
+    "wan": CheckRun(2, 1, "digen_wan2_1", "wan2.1", ("data.train_batch_size=1", "actor_rollout_ref.rollout.n=8")),
 }
 """Check -> its run."""
 
@@ -224,28 +227,20 @@ class TrueSize:
     repository: str
     dtype: str
     """Dtype of the weights that are written, as a name of torch."""
-    tokenizers: Callable[[], dict[str, Any]]
-    """Folder -> tokenizer; small ones that take any text."""
+    tokenizers: Sequence[str]
+    """Functions of `models.tiny` that make its tokenizers, small ones that take any text, in the order of folders."""
     text_layers: int | None = None
     """Layers of the text encoder, if not all: what it takes of the host's memory is not the question then."""
 
 
-def _sd3_tokenizers() -> dict[str, Any]:
-    from verl_digen.models.tiny.parts import clip_tokenizer, t5_tokenizer
-
-    return {"tokenizer": clip_tokenizer(), "tokenizer_2": clip_tokenizer(), "tokenizer_3": t5_tokenizer()}
-
-
-def _qwen_tokenizers() -> dict[str, Any]:
-    from verl_digen.models.tiny.qwen_image import tokenizer
-
-    return {"tokenizer": tokenizer()}
-
-
+CLIP, T5, QWEN = "parts:clip_tokenizer", "parts:t5_tokenizer", "qwen_image:tokenizer"
 TRUE_SIZES = {
-    "sd3": TrueSize("stabilityai/stable-diffusion-3.5-medium", "float16", _sd3_tokenizers),
-    "qwen_image": TrueSize("Qwen/Qwen-Image", "bfloat16", _qwen_tokenizers, text_layers=1),
+    "sd3": TrueSize("stabilityai/stable-diffusion-3.5-medium", "float16", (CLIP, CLIP, T5)),
+    "qwen_image": TrueSize("Qwen/Qwen-Image", "bfloat16", (QWEN,), text_layers=1),
+    "flux_dev": TrueSize("black-forest-labs/FLUX.1-dev", "bfloat16", (CLIP, T5), text_layers=1),
+    "wan2.1": TrueSize("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "bfloat16", (T5,), text_layers=1),
 }
+"""Key of `models.tiny.BUILDERS` -> what is made in its place."""
 
 
 def write_checkpoint(name: str, folder: Path) -> Path:
@@ -262,7 +257,9 @@ def write_checkpoint(name: str, folder: Path) -> Path:
 def _write(size: TrueSize, folder: Path) -> None:
     write_configs(size.repository, folder)
     index = json.loads((folder / "model_index.json").read_text())
-    for name, tokenizer in size.tokenizers().items():
+    for number, maker in enumerate(size.tokenizers, 1):
+        name, (module, function) = f"tokenizer_{number}" if number > 1 else "tokenizer", maker.split(":")
+        tokenizer = getattr(importlib.import_module(f"verl_digen.models.tiny.{module}"), function)()
         tokenizer.save_pretrained(folder / name)
         index[name] = ["transformers", type(tokenizer).__name__]
     (folder / "model_index.json").write_text(json.dumps(index))
@@ -280,7 +277,7 @@ def _write(size: TrueSize, folder: Path) -> None:
 def _with_layers(config: dict[str, Any], number: int) -> dict[str, Any]:
     """The config of a network with `number` layers of each kind."""
     config = {key: _with_layers(value, number) if isinstance(value, dict) else value for key, value in config.items()}
-    for name in ("num_hidden_layers", "depth"):
+    for name in ("num_hidden_layers", "num_layers", "depth"):
         if name in config:
             config[name] = min(config[name], number)
     if "layer_types" in config:
