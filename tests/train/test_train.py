@@ -108,6 +108,13 @@ def test_a_run_shows_little_keeps_all_and_ends_with_what_one_does_next(train, tm
     assert log.startswith("noise of a library\n") and "more noise" in log and "step 1/2" in log
 
 
+def test_a_folder_of_configs_is_taken_from_where_one_stands(tmp_path):
+    (tmp_path / "conf").mkdir()
+    assert main(["train", "--config-path", "conf", "--config-name", "conf"]) == 0
+    words = json.loads((tmp_path / "run" / "words.json").read_text())
+    assert words == ["--config-path", str(tmp_path / "conf"), "--config-name", "conf"]
+
+
 def test_a_full_disk_costs_lines_of_the_log_and_not_the_run(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "console.log").symlink_to("/dev/full")

@@ -16,6 +16,7 @@ Exit code: 0, 1 if the run failed, 2 if it was refused before it began, 130 afte
 """
 
 import argparse
+import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -37,8 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Train and say how it went."""
-    given = ((f"--{name}", vars(args)[name.replace("-", "_")]) for name in ("config-path", "config-name"))
-    options = [word for name, value in given if value is not None for word in (name, value)]
+    folder = os.path.abspath(args.config_path) if os.path.isdir(args.config_path or "") else args.config_path
+    given = ("--config-path", folder), ("--config-name", args.config_name)  # Hydra looks beside verl's main
+    options = [word for option in given if option[1] is not None for word in option]
     words = [*options, *words_of(args.words, needs_recipe=not options)]
     print(f"starts python -m verl.trainer.main_ppo {shlex.join(words)}", flush=True)
     ended = launch(words, show=lambda text: print(text, flush=True))
