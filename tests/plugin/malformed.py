@@ -176,7 +176,7 @@ SECTIONS = [
     *_each("digen", "5", "null"),
     *_each("ray_kwargs", "null"),
     *_each("ray_kwargs.ray_init", "5"),
-    *_each("data", "null"),
+    *_all("data algorithm trainer.v1 reward.custom_reward_function", "null"),
     *_each("reward.reward_model", "5"),
     *_each(f"{ROLLOUT}.agent", "null"),
     *_each(f"{ACTOR}.optim", "3e-4"),

@@ -207,6 +207,8 @@ VALUES: dict[str, Value] = {
     "transfer_queue.backend.SimpleStorage.total_storage_size": Value(Count, "100000 is verl's default"),
 }
 
+READ = ("algorithm.adv_estimator", "trainer.v1.trainer_mode", "reward.custom_reward_function.path")
+"""Keys of further sections, which an empty line of a yaml file would take away; rules check their values."""
 
 UNUSED: Mapping[str, str] = {
     "the legacy trainer has no hook for diffusion": "trainer: use_v1",
@@ -360,16 +362,17 @@ def value_problems(config: DictConfig) -> dict[str, str | None]:
     """Keys of `VALUES` with a value they may not have -> a paragraph; None where another entry of the result says it:
     the key's value is an interpolation of that one. A section that is no mapping is an entry in place of its keys."""
     problems: dict[str, str | None] = {}
-    parents = (accumulate(key.split(".")[:-1], "{}.{}".format) for key in VALUES)  # of a.b.c: a and a.b
+    keys = (*VALUES, *READ)
+    parents = (accumulate(key.split(".")[:-1], "{}.{}".format) for key in keys)  # of a.b.c: a and a.b
     sections = {name: OmegaConf.select(config, name) for name in dict.fromkeys(chain.from_iterable(parents))}
     broken = [name for name, section in sections.items() if not OmegaConf.is_dict(section)]
-    for key, value in VALUES.items():
+    for key in keys:
         section = next((name for name in broken if key.startswith(f"{name}.")), None)
         if section is not None:
             given = _select(config, section)
             problems[section] = f"{section} must be a section with keys of its own, got {given!r}; leave it out"
-        elif value.where is None or _holds(config, value.where):
-            _check(sections[key.rpartition(".")[0]], key, value, problems)
+        elif key in VALUES and ((where := VALUES[key].where) is None or _holds(config, where)):
+            _check(sections[key.rpartition(".")[0]], key, VALUES[key], problems)
     return problems
 
 
