@@ -218,6 +218,11 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
             "functions.jpeg_compressibility must be a number, got 'much'; 1.0 is usual",
         ),
         (
+            {"digen__reward__functions": {"mine": "mine.py:score"}},
+            "got 'mine.py:score'; 1.0 is usual; a function is {weight: 1, reward: FILE.py:NAME}",
+        ),
+        ({"digen__reward__functions": {1: 1.0}}, "functions.1 must name one of aesthetic, clip_score, "),
+        (
             {"digen__reward__functions": {"jpeg_compressibility": {"num_gpus": 1}}},
             "functions.jpeg_compressibility must have a weight, got {'num_gpus'",
         ),

@@ -92,6 +92,13 @@ def test_a_run_that_learns_something_else_is_refused_unless_its_checkpoint_is_na
     assert "other than before: " in found[0]
 
 
+def test_rewards_that_are_no_mapping_are_told_in_a_folder_that_holds_a_run_too(begin, saved):
+    with pytest.raises(
+        ValueError, match=r"digen\.reward\.functions must be a mapping of names.*, got 'mine\.py:score'"
+    ):
+        check(begin("digen.reward.functions=mine.py:score"))
+
+
 def test_a_reward_may_get_other_processes_and_one_without_weight_may_come_or_go(begin, saved):
     path = saved / "global_step_6" / "run.json"
     known = json.loads(path.read_text())

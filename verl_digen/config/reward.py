@@ -120,7 +120,7 @@ class RewardConfig:
         section, given = FUNCTIONS, self.functions
         if given is None:
             section, given = RECIPE_FUNCTIONS, self.recipe_functions
-        return tuple(reward_entry(name, value, section) for name, value in given.items())
+        return tuple(reward_entry(str(name), value, section) for name, value in given.items())
 
     @property
     def score_s(self) -> float:
@@ -207,6 +207,6 @@ def _pool(key: str, given: Mapping[str, Any]) -> PoolSettings:
 
 
 def _number(key: str, value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    require(is_number, f"{key} must be a number", value, "1.0 is usual")
+    holds = isinstance(value, int | float) and not isinstance(value, bool)
+    require(holds, f"{key} must be a number", value, "1.0 is usual; a function is {weight: 1, reward: FILE.py:NAME}")
     return float(value)

@@ -76,10 +76,8 @@ WRITTEN = (f"{CHECKPOINT}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, 
 
 def check_run_dir(run: StartConfig) -> None:
     """Require that the run's folder is a folder, or can be made."""
-    for key, given in (
-        ("trainer.default_local_dir", run.config.trainer.default_local_dir),
-        ("trainer.rollout_data_dir", run.config.trainer.rollout_data_dir),
-    ):
+    for name in ("default_local_dir", "rollout_data_dir"):
+        key, given = f"trainer.{name}", run.config.trainer[name]
         if given is None:
             continue
         require(
@@ -264,7 +262,7 @@ def _values(config: DictConfig, key: str) -> dict[str, Any]:
     if value == MISSING:
         return {}
     plain: Any = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-    if key in (FUNCTIONS, RECIPE_FUNCTIONS) and plain is not None:
+    if key in (FUNCTIONS, RECIPE_FUNCTIONS) and isinstance(plain, dict):
         plain = {name: entry for name, entry in plain.items() if _counts(entry)}
     return dict(leaves(key, json.loads(json.dumps(plain, default=str))))
 
@@ -320,6 +318,5 @@ def changes(before: DictConfig, after: DictConfig) -> Iterator[tuple[str, Any, A
 def _plain(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
     """The config as plain values, without Hydra's own section."""
     shown = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    values = OmegaConf.to_container(shown, resolve=resolve)
-    assert isinstance(values, dict)
+    values: Any = OmegaConf.to_container(shown, resolve=resolve)
     return {str(key): value for key, value in values.items()}
