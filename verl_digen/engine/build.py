@@ -24,7 +24,6 @@ from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype, kept_in_fp32, networks_of
 from verl_digen.models.flops import forward_flops
 from verl_digen.models.kernels import set_kernels, store_int8
-from verl_digen.models.lora_layer import fuse_adapter
 from verl_digen.sampling.requests import planned_geometry
 
 
@@ -68,6 +67,8 @@ def add_adapter(module: nn.Module, model_config: DiffusionModelConfig, rank: int
     verl's own builder needs a transformers model, and rounds the adapter to the base's dtype. The adapter stays fp32
     here: an update of 3e-4 is lost on bf16 weights.
     """
+    from verl_digen.models.fused_layers import fuse_adapter  # diffusers, which the driver does without
+
     config, path = model_config.lora_config(), model_config.lora_adapter_path
     adapted: Any
     if path is not None and model_config.lora_file is None and rank == 0:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
@@ -44,6 +43,8 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
     from diffusers.models.attention_dispatch import attention_backend
     from diffusers.utils.constants import DIFFUSERS_ATTN_BACKEND
 
+    from verl_digen.models.fused_layers import fuse_norms
+
     attention_gradient.apply()
     model.takes_masks = ATTENTION_BACKENDS[attention].takes_masks
     networks = networks_of(network)
@@ -60,24 +61,6 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
         ", texts of one length in each forward" if model.keeps_lengths_apart else "",
         f"{num_blocks} blocks compiled, at most {MAX_VARIANTS} variants each" if compiles else "blocks not compiled",
     )
-
-
-def fuse_norms(network: nn.Module) -> None:
-    """Turn diffusers' RMS norms in `network` into PyTorch's."""
-    for module in network.modules():
-        if type(module) is RMSNorm:
-            module.__class__ = FusedNorm
-
-
-class FusedNorm(RMSNorm):
-    """diffusers' RMS norm, computed by PyTorch's: one kernel on a GPU, in place of a chain that keeps fp32 copies for
-    backward; made by `fuse_norms`."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        if self.weight is not None and self.weight.dtype != hidden_states.dtype:  # the output has another dtype
-            return super().forward(hidden_states)  # type: ignore[no-any-return]
-        found = F.rms_norm(hidden_states, self.dim, self.weight, self.eps)
-        return found if self.bias is None else found + self.bias
 
 
 def compute_exactly(dtype: torch.dtype) -> None:

@@ -12,7 +12,6 @@ from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.checkpoint import in_one_dtype
 from verl_digen.models.kernels import compute_exactly, set_kernels, store_int8
-from verl_digen.models.lora_layer import fuse_adapter
 from verl_digen.sampling.fp8 import Fp8Layers, require_fp8
 from verl_digen.weights.receiver import WeightReceiver
 from verl_digen.weights.sending import own_device
@@ -52,6 +51,8 @@ def open_checkpoint(config: Any, model_config: Any, num_threads: int) -> Checkpo
 def load_network(checkpoint: Checkpoint, model_config: Any) -> LoadedNetwork:
     """Load the network of a replica, by its `DiffusionModelConfig`. ValueError for `digen.sampling.outside.fp8` on a
     device, or with a network, without fp8."""
+    from verl_digen.models.fused_layers import fuse_adapter  # diffusers, which the driver does without
+
     model, dtype, device = checkpoint
     digen = model_config.digen
     transformer = model.load_transformer(dtype)

@@ -9,6 +9,7 @@ resident memory of a process also changes by itself: there only the numbers of t
 """
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -174,6 +175,7 @@ def _warm_up(device: torch.device) -> None:
 
 async def _server_sleeps(setting: Setting) -> None:
     """Let a replica's server sleep and wake: transformer, text encoders and VAE."""
+    gc.collect()  # of what slept before, which is not to be freed in between
     start = _allocated_bytes()
     path = build_tiny(setting.architecture, setting.folder / "checkpoint")
     model = DiffusionModelConfig(path=str(path), digen=DigenConfig())

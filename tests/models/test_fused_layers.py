@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs and gradients of a layer with an adapter, against fp64 and against peft's own layer."""
+"""Layers of fewer kernels, against fp64 and against peft's and diffusers' own."""
 
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from diffusers.models.normalization import RMSNorm
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
 
+from verl_digen.models.fused_layers import FusedNorm, LoraLinear, fuse_adapter
 from verl_digen.models.kernels import Int8Linear, quantise
-from verl_digen.models.lora_layer import LoraLinear, fuse_adapter
 
 
 def adapted(dtype: torch.dtype, **settings: Any) -> Any:
@@ -69,3 +70,22 @@ def test_other_adapters_compute_what_peft_computes(case: str):
             network.disable_adapter_layers()
     rows = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(run(fused, rows), run(own, rows), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bias": True}, {"elementwise_affine": False}])
+@pytest.mark.parametrize("input_dtype", [torch.bfloat16, torch.float32])
+def test_pytorchs_norm_rounds_once(settings: dict[str, bool], input_dtype: torch.dtype):
+    """Weights in bf16. A weight in another dtype decides the output's, as in diffusers."""
+    own = RMSNorm(64, 1e-6, **settings)
+    for parameter in own.parameters():
+        nn.init.normal_(parameter, mean=1.0, generator=torch.Generator().manual_seed(1))
+    own = own.to(torch.bfloat16)
+    rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).to(input_dtype)
+    exact = rows.double() / (rows.double().square().mean(1, keepdim=True) + 1e-6).sqrt()
+    for parameter, combine in zip(own.parameters(), (torch.mul, torch.add), strict=False):
+        exact = combine(exact, parameter.double())
+    expected = own(rows)
+    own.__class__ = FusedNorm
+    found = own(rows)
+    assert found.dtype == expected.dtype
+    assert (found - exact).square().mean() <= (expected - exact).square().mean()

@@ -1,20 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers with a LoRA adapter whose product is added by the matrix product itself.
+"""Layers of diffusers and peft in fewer kernels, turned into ours in place: RMS norms, and linear layers with a LoRA
+adapter.
 
-peft computes `base(x) + B(A(x)) * scale`: the layer's output is written by B's product, read and written by the scale,
+diffusers' RMS norm is a chain of kernels that keeps fp32 copies for backward; PyTorch's is one kernel on a GPU. peft
+computes `base(x) + B(A(x)) * scale`: the layer's output is written by B's product, read and written by the scale,
 and read twice and written once more by the sum; backward scales a gradient of the same size. Here B's product adds to
 the base layer's output in place (`addmm`), and backward scales factors of the adapter's rank.
 
-Invariants (tests/models/test_lora_layer.py): outputs and gradients equal fp64's, those in bf16 are nearer to it than
-peft's, and forwards are bitwise the same with and without gradients.
+Invariants (tests/models/test_fused_layers.py): outputs and gradients equal fp64's, those in bf16 are nearer to it than
+diffusers' and peft's, and forwards are bitwise the same with and without gradients.
 """
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.normalization import RMSNorm
 from peft.tuners.lora import Linear
 from torch import Tensor, nn
+
+
+def fuse_norms(network: nn.Module) -> None:
+    """Turn diffusers' RMS norms in `network` into PyTorch's."""
+    for module in network.modules():
+        if type(module) is RMSNorm:
+            module.__class__ = FusedNorm
+
+
+class FusedNorm(RMSNorm):
+    """diffusers' RMS norm, computed by PyTorch's; made by `fuse_norms`."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if self.weight is not None and self.weight.dtype != hidden_states.dtype:  # the output has another dtype
+            return super().forward(hidden_states)  # type: ignore[no-any-return]
+        found = F.rms_norm(hidden_states, self.dim, self.weight, self.eps)
+        return found if self.bias is None else found + self.bias
 
 
 def fuse_adapter(network: nn.Module) -> None:
