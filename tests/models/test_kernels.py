@@ -13,7 +13,7 @@ from tests.grid import in_grid
 from tests.models.cases import CASES, PROMPTS, Loaded
 from verl_digen.models import kernels
 from verl_digen.models.checkpoint import networks_of
-from verl_digen.models.fused_layers import FusedNorm
+from verl_digen.models.fused_layers import FusedNorm, fuse_norms
 from verl_digen.models.kernels import compute_exactly, repeated_blocks, set_kernels
 
 ONE = (PROMPTS[0], PROMPTS[0], PROMPTS[0])
@@ -53,7 +53,7 @@ def test_a_kernel_can_be_chosen_where_the_network_asks_the_dispatcher(loaded: Lo
 
 def test_pytorchs_norms_compute_what_diffusers_own_do(loaded: Loaded):
     plain, network = loaded.model.load_transformer(torch.float32), loaded.model.load_transformer(torch.float32)
-    set_kernels(loaded.model, network, side="trainer", attention="native", compiles=False)
+    fuse_norms(network)
     norms = [module for module in plain.modules() if type(module) is RMSNorm]
     assert sum(type(module) is FusedNorm for module in network.modules()) == len(norms)
     assert_same(run(loaded, network, PROMPTS), run(loaded, plain, PROMPTS))

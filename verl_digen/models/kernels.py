@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from verl.utils.device import get_device_name
 
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
 from verl_digen.models.base import DiffusionModel
@@ -49,7 +50,8 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
     model.takes_masks = ATTENTION_BACKENDS[attention].takes_masks
     networks = networks_of(network)
     for each in networks:
-        fuse_norms(each)
+        if get_device_name() != "cpu":  # whose norms are chains of operations in PyTorch, too
+            fuse_norms(each)
         if (attention, DIFFUSERS_ATTN_BACKEND) != (NATIVE, NATIVE):  # diffusers' own default else, without a warning
             with attention_backend(NATIVE):  # it also sets all other networks' of the process: undone
                 each.set_attention_backend(attention)
