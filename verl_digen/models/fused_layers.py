@@ -55,9 +55,8 @@ class LoraLinear(Linear):
         is_off = self.disable_adapters or self.merged or name not in self.lora_A
         if is_off or others or kwargs or torch.compiler.is_compiling() or self.lora_A[name].weight.dtype != x.dtype:
             return super().forward(x, *args, **kwargs)
-        rows = x.reshape(
-            -1, x.shape[-1]
-        )  # of two dimensions, so that the output is no view, which in place costs copies
+        # of two dimensions, so that the output is no view: in place it would cost copies in backward
+        rows = x.reshape(-1, x.shape[-1])
         factors = self.lora_A[name].weight, self.lora_B[name].weight
         output = _Sum.apply(self.base_layer(rows), rows, *factors, self.scaling[name])
         return output.view(*x.shape[:-1], output.shape[-1])

@@ -49,9 +49,9 @@ def set_kernels(model: DiffusionModel, network: nn.Module, *, side: str, attenti
     attention_gradient.apply()
     model.takes_masks = ATTENTION_BACKENDS[attention].takes_masks
     networks = networks_of(network)
+    if get_device_name() != "cpu":  # whose norms are chains of operations in PyTorch, too
+        fuse_norms(network)
     for each in networks:
-        if get_device_name() != "cpu":  # whose norms are chains of operations in PyTorch, too
-            fuse_norms(each)
         if (attention, DIFFUSERS_ATTN_BACKEND) != (NATIVE, NATIVE):  # diffusers' own default else, without a warning
             with attention_backend(NATIVE):  # it also sets all other networks' of the process: undone
                 each.set_attention_backend(attention)
