@@ -42,10 +42,11 @@ from verl_digen.engine.recompute import ALL, Recomputation
 from verl_digen.engine.sharded import sequence_mesh
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models.checkpoint import networks_of
+from verl_digen.models.fused_layers import fuse_norms
 from verl_digen.models.published import write_configs
 from verl_digen.models.sequence import split_networks
 from verl_digen.sampling.requests import planned_geometry
-from verl_digen.tools.plan.activations import run_rows
+from verl_digen.tools.plan.activations import fused_norms, run_rows
 from verl_digen.tools.plan.compose import Words, compose_run
 from verl_digen.tools.plan.networks import blocks_of
 from verl_digen.tools.plan.peak import give_fake_weights
@@ -102,7 +103,9 @@ class FakeEngine(DiffusersFSDPEngine):
         self._faking = faking
 
     def _build_module(self) -> nn.Module:
-        return build_transformer(self.model, self.model_config, self.engine_config, NOT_FIRST)
+        network = build_transformer(self.model, self.model_config, self.engine_config, NOT_FIRST)
+        fuse_norms(network)  # as on a GPU
+        return network
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         self.mode = self._faking.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -136,7 +139,7 @@ def peak_of_tile(
     config = compose_run([*words, f"actor_rollout_ref.model.path={path}"], own)
     dist.init_process_group("fake", rank=min(NOT_FIRST, num_ranks - 1), world_size=num_ranks, store=FakeStore())
     try:
-        with ExitStack() as faking, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with ExitStack() as faking, sdpa_kernel(SDPBackend.FLASH_ATTENTION), fused_norms():
             engine = _engine(config, faking)
             engine.recomputation.num_blocks = num_recomputed
             return _track(engine, own.prompt_tokens, num_rows, reduce)

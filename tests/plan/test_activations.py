@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tests.grid import IN_GRID
 from verl_digen.models import load_model
 from verl_digen.tools.plan import activations
-from verl_digen.tools.plan.activations import trace_activations
+from verl_digen.tools.plan.activations import fused_norms, trace_activations
 from verl_digen.tools.plan.run import empty_condition
 
 TOKENS = 5
@@ -21,6 +21,18 @@ def alone(loaded):
     model = load_model(loaded.path)
     model.experts = model.experts[:1]
     return model
+
+
+def test_a_norm_saves_its_input_and_a_number_per_row():
+    """What the GPU's kernel saves; its gradient is one tensor."""
+    norm, saved, rows = torch.nn.RMSNorm(64, eps=1e-6).bfloat16().requires_grad_(False), [], torch.empty(6, 64)
+    rows = rows.bfloat16().requires_grad_()
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value)
+    with hooks, fused_norms():
+        found = norm(rows)
+    assert [value.nbytes for value in saved if value is not norm.weight] == [rows.nbytes, 6 * 4]
+    found.backward(torch.ones_like(found))
+    assert found.shape == rows.grad.shape == rows.shape and rows.grad.dtype == rows.dtype
 
 
 def trace(loaded, *, scale=1.0, trained="", has_backward=True):
@@ -65,7 +77,7 @@ def saved_for_real(loaded, scale) -> int:
         collated["guidance"] = torch.full((rows,), model.default_embedded_guidance)
     latents = torch.zeros(rows, *model.latent_shape(geometry))
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with hooks, sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with hooks, sdpa_kernel(SDPBackend.FLASH_ATTENTION), fused_norms():
         model.predict(network, latents, torch.full((rows,), 0.5), collated, geometry)
     return sum(kept.values())
 

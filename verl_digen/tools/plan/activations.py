@@ -12,17 +12,18 @@ Backward frees memory from the last block to the first, so each block's turn is 
 
 A block's peak is the most of its saved tensors together with the gradients of its activations, tracked in one more
 forward and backward of a block of each kind. Attention is assumed fused: it saves its inputs, its output and one number
-per query and head.
+per query and head. So are PyTorch's RMS norms, as on a GPU: they save their input and one number per row.
 
 Invariant (tests/plan/test_activations.py): on a tiny network, real tensors save the same bytes as fake ones.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -127,13 +128,32 @@ def trace_activations(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tracer = _Tracer(network, dtype)
-    with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    with mode, torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION), fused_norms():
         with tracer.watching():
             model.compute_dtype = dtype
             velocity = run_rows(mode, model, network, geometry, condition, num_rows=2 if is_guided else 1)
             assert velocity.requires_grad
             del velocity
         return tracer.result(has_backward=has_backward)
+
+
+def fused_norms() -> AbstractContextManager[Any]:
+    """Context in which RMS norms allocate and save what a GPU's do; PyTorch has a chain of operations elsewhere."""
+    return patch.object(torch, "rms_norm", lambda rows, shape, weight, eps: _Norm.apply(rows, weight))
+
+
+class _Norm(torch.autograd.Function):
+    """Bytes of a norm on a GPU; its numbers are none."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, weight, rows.new_empty(rows.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        rows, weight, _ = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weight) if ctx.needs_input_grad[1] else None
 
 
 def run_rows(

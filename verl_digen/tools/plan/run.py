@@ -26,6 +26,7 @@ from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.flops import Flops, forward_flops
+from verl_digen.models.fused_layers import fuse_norms
 from verl_digen.models.kernels import store_int8
 from verl_digen.models.published import checkpoint_folder
 from verl_digen.platforms.module_memory import SHARING
@@ -320,6 +321,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
     fp8_bytes = Fp8Layers(base).num_bytes if sampling.outside.fp8 else 0
 
     def build(network: nn.Module, *, with_adapter: bool = settings.is_lora) -> nn.Module:
+        fuse_norms(network)
         if model_config.int8_base:
             store_int8(network)
         if not with_adapter:
@@ -328,7 +330,7 @@ def _measure(folder: Any, settings: Settings, model_config: DiffusionModelConfig
             return add_adapter(network, model_config, rank=1)
 
     # making a network takes as long as tracing it: `base` is traced, too, where it is one network
-    network = build(model.load_structure(dtypes.model)) if settings.is_lora else base
+    network = build(model.load_structure(dtypes.model) if settings.is_lora else base)
     counts, tensors, num_experts = count_network(network), list_tensors(network), len(model.experts)
     condition = empty_condition(model, prompt_tokens, geometry)
     flops = forward_flops(model, network, geometry, len(condition["embeds"]), is_guided=settings.is_guided)
