@@ -2,6 +2,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.plan.runs import ACTIVATIONS, BLOCK, GB, make_run
 from verl_digen.tools.plan.memory import WHOLE_BASE, Memory, may_be_whole, plan_memory
@@ -50,6 +51,15 @@ def test_auto_keeps_the_base_whole_where_tiles_are_cheaper(device, recompute, sa
     assert memory.is_base_whole == is_whole
     if device is not None:
         assert memory.training.total <= 0.9 * device
+
+
+def test_a_base_on_one_device_is_read_in_place():
+    dtypes = replace(make(False).settings.dtypes, model=torch.bfloat16)
+    one = {"num_trainer_devices": 1, "num_generator_devices": 1, "dtypes": dtypes}
+    copied, in_place = (plan_memory(make(whole, **one), DEVICE) for whole in (False, "auto"))
+    assert in_place.is_base_whole and WHOLE_BASE not in in_place.training.items
+    assert in_place.training.items["gathered parameters"] == 2 * (GB // 320) * 2  # two blocks in bf16
+    assert copied.training.items["gathered parameters"] == 2 * (GB // 4) * 2
 
 
 def test_auto_is_for_a_base_that_is_frozen_and_sharded():

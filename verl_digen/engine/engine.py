@@ -210,7 +210,7 @@ class DiffusersFSDPEngine(VerlBatches):
         if self._open is not None:
             self._open.transaction.require_sound("assisting")
         with self.eval_mode(), torch.no_grad(), self._exported():
-            keeps = memory.weights_may_stay(gathered_bytes(self.module))
+            keeps = memory.weights_may_stay(gathered_bytes(self.module) - self.base.in_place_bytes)
             with forwards(self.module, keeps=keeps):
                 yield self.module
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -113,10 +114,15 @@ def _wait_for(collective: Any, stream: Any) -> None:
         stream.wait_event(collective.event)
 
 
+def compute_dtype(parameter: Any) -> torch.dtype:
+    """dtype of a parameter while it is gathered."""
+    return parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+
+
 def gathered_bytes(module: nn.Module, *, frozen_only: bool = False) -> int:
     """Bytes that parameters of the module's FSDP2 units, or its frozen ones, take on a rank while they are gathered."""
     return sum(
-        parameter._orig_size.numel() * (parameter.mp_policy.param_dtype or parameter.sharded_param.dtype).itemsize
+        parameter._orig_size.numel() * compute_dtype(parameter).itemsize
         for parameter in parameters_of(module)
         if not (frozen_only and parameter.sharded_param.requires_grad)
     )

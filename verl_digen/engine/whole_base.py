@@ -8,8 +8,9 @@
   takes at most `memory.UNREDUCED_SHARE` of the free memory.
 - Tiles of another kind (longer prompts, larger samples) are measured with a sharded base, too. If no row of theirs fits
   beside the whole one, the base is sharded from then on.
-- auto leaves it sharded on one shard per replica, where nothing is sent, and with PyTorch 2.11, whose units have one
-  group each; there the model's config refuses true.
+- On one shard it is whole anyway. FSDP2 copies it in every forward and backward even so; auto has forwards read the
+  shard itself, if it is in the compute dtype.
+- auto leaves it sharded with PyTorch 2.11, whose units have one group each; there the model's config refuses true.
 
 FSDP2 communicates the parameters of a unit as one group, and gathers it in every forward and backward. `split_frozen`
 moves the frozen parameters of each unit to a group of their own, whose gathered memory stays until `release_frozen`:
@@ -30,10 +31,17 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 
 from verl_digen.engine import memory
-from verl_digen.engine.fsdp2 import gathered_bytes, groups_of, reshard, set_groups, units_of
+from verl_digen.engine.fsdp2 import (
+    compute_dtype,
+    gathered_bytes,
+    groups_of,
+    parameters_of,
+    reshard,
+    set_groups,
+    units_of,
+)
 from verl_digen.engine.memory import TileMemory
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tiles import TileChoice, prefers_whole_base
@@ -78,7 +86,26 @@ class WholeGroup(FSDPParamGroup):
         self.is_whole = False
 
 
-def split_frozen(module: nn.Module) -> None:
+class InPlaceGroup(WholeGroup):
+    """Parameters of one shard, which forwards read in place."""
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Give the unsharded parameters the memory of the shards."""
+        for parameter in () if self.is_whole else self.fsdp_params:
+            parameter.all_gather_outputs = [parameter._sharded_param_data]
+            parameter.init_unsharded_param()
+        self.is_whole = True
+
+    def release(self) -> None:
+        """Forget the unsharded parameters, before the shards move."""
+        self._to_sharded()
+        for parameter in self.fsdp_params if self.is_whole else ():
+            parameter.all_gather_outputs = []
+            del parameter._unsharded_param
+        self.is_whole = False
+
+
+def split_frozen(module: nn.Module, kind: type[WholeGroup] = WholeGroup) -> None:
     """Keep the frozen parameters of every unit gathered from the next forward on. Between two tiles only."""
     reshard(module)
     for unit in _units(module):
@@ -88,7 +115,7 @@ def split_frozen(module: nn.Module) -> None:
         frozen = [parameter for parameter in group.fsdp_params if not parameter.sharded_param.requires_grad]
         if not frozen:
             continue
-        whole = _empty_group(WholeGroup, group)
+        whole = _empty_group(kind, group)
         whole.fsdp_params = frozen
         group.fsdp_params = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
         set_groups(unit, [group, whole] if group.fsdp_params else [whole])
@@ -135,16 +162,25 @@ class WholeBase:
     def __init__(self, module: nn.Module, wanted: bool | str):
         self.module = module
         self.num_bytes = gathered_bytes(module, frozen_only=True)
-        """Bytes of the whole base."""
+        """Bytes that the whole base takes beside its shard."""
+        self.in_place_bytes = 0
+        """Bytes of a base that forwards read in place."""
+        frozen = [one for one in parameters_of(module) if not one.sharded_param.requires_grad]
+        is_on_one_shard = all(one.mesh_info.shard_mesh_size == 1 for one in frozen)
+        is_ready = all(one.sharded_param.dtype == compute_dtype(one) for one in frozen)
         self.is_kept: bool | None = wanted if isinstance(wanted, bool) else None
         """True if the base is whole from the next tile on; None: not decided yet."""
-        self._is_forced = self.is_kept is True
-        can_gain = self.num_bytes > 0 and _num_shards(module) > 1
-        if self.is_kept is None and not (can_gain and FSDP2_HAS_SEVERAL_GROUPS):
+        if not (frozen and FSDP2_HAS_SEVERAL_GROUPS):
             self.is_kept = False
-        if self.is_kept:
+        elif self.is_kept is not False and is_on_one_shard and is_ready:
+            self.is_kept, self.in_place_bytes, self.num_bytes = True, self.num_bytes, 0
+            split_frozen(module, InPlaceGroup)
+        elif self.is_kept:
             split_frozen(module)
             self._tell("model.whole_base=true")
+        elif is_on_one_shard:
+            self.is_kept = False
+        self._is_forced = self.is_kept is True
 
     @property
     def asks(self) -> bool:
@@ -164,7 +200,7 @@ class WholeBase:
 
     def measured_without(self, measure: Callable[[], TileMemory]) -> TileMemory:
         """Result of `measure`, during which the base is sharded."""
-        if not self.is_kept:
+        if not self.is_kept or self.in_place_bytes:
             return measure()
         merge_frozen(self.module)
         try:
@@ -205,17 +241,3 @@ class WholeBase:
             "whole on every rank, and gathered once" if self.is_kept else "sharded, and gathered at every tile",
             why,
         )
-
-
-def _num_shards(module: nn.Module) -> int:
-    """Ranks that a frozen parameter is sharded over."""
-    return max(
-        (
-            parameter.device_mesh.size(axis)
-            for parameter in module.parameters()
-            if isinstance(parameter, DTensor) and not parameter.requires_grad
-            for axis, placement in enumerate(parameter.placements)
-            if placement.is_shard()
-        ),
-        default=1,
-    )

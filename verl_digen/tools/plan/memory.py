@@ -223,19 +223,21 @@ def _choose_tile(run: Job, resident: Items, beside: Items, device_bytes: int | N
             items, size = beside_rows(moment.block, moment.gradient_bytes, is_whole)
             yield items, size, -(-moment.row_bytes // settings.sequence_parallel)
 
+    is_in_place = reads_in_place(run)
+
     def rows_that_fit(num_recomputed: int, taken: int = 0) -> int:
         if device_bytes is None:
             return 1
-        room = int(device_bytes * (1 - MARGIN)) - taken
-        return min((room - size) // max(row_bytes, 1) for _, size, row_bytes in moments(num_recomputed))
+        room, found = int(device_bytes * (1 - MARGIN)) - taken, moments(num_recomputed, is_whole=is_in_place)
+        return min((room - size) // max(row_bytes, 1) for _, size, row_bytes in found)
 
     num_groups = settings.num_trainer_devices // settings.sequence_parallel
     num_rows = math.ceil(run.num_trained_rows / num_groups)
     samples, steps = settings.digen.tsp.extents
     wanted = {"num_blocks": num_blocks, "num_rows": num_rows}
     choose = partial(choose_tile, samples=samples, steps=steps, **wanted)
-    choice, is_whole = choose(rows_that_fit), False
-    if may_be_whole(run):
+    choice, is_whole = choose(rows_that_fit, is_whole=is_in_place), is_in_place
+    if not is_in_place and may_be_whole(run):
         rows_beside = partial(rows_that_fit, taken=whole_base_bytes(run))
         beside_whole = choose(rows_beside, is_whole=True)
         fits = rows_beside(beside_whole.num_recomputed) >= min(beside_whole.shape.size, num_rows)
@@ -257,10 +259,17 @@ def may_be_whole(run: Job) -> bool:
     return settings.whole_base is True or (settings.num_shards > 1 and FSDP2_HAS_SEVERAL_GROUPS)
 
 
+def reads_in_place(run: Job) -> bool:
+    """True if forwards read a frozen base on one shard in place, as the engine decides."""
+    settings, dtypes = run.settings, run.settings.dtypes
+    may_be = settings.is_lora and settings.whole_base is not False and FSDP2_HAS_SEVERAL_GROUPS
+    return may_be and settings.num_shards == 1 and dtypes.model == dtypes.compute
+
+
 def whole_base_bytes(run: Job) -> int:
-    """Bytes of the frozen base on one device, if it is whole."""
+    """Bytes that the frozen base takes on one device beside its shard, if it is whole."""
     counts = run.measured.counts
-    return (counts.num_params - counts.num_trained) * run.settings.dtypes.compute.itemsize
+    return 0 if reads_in_place(run) else (counts.num_params - counts.num_trained) * run.settings.dtypes.compute.itemsize
 
 
 def gathered(run: Job, block: int, *, is_whole: bool) -> Items:
@@ -270,7 +279,8 @@ def gathered(run: Job, block: int, *, is_whole: bool) -> Items:
     counts, traced = run.measured.counts, run.measured.training.blocks
     base, number, blocks = {}, counts.num_params, [one.num_params for one in traced]
     if is_whole:
-        base, number = {WHOLE_BASE: whole_base_bytes(run)}, counts.num_trained
+        beside = whole_base_bytes(run)
+        base, number = {WHOLE_BASE: beside} if beside else {}, counts.num_trained
         blocks = [one.num_trained for one in traced]
     if run.settings.reshard:
         others = number // run.measured.num_experts - sum(blocks)
