@@ -15,7 +15,7 @@ from tests.environments.local import Replica, connect
 from tests.environments.worlds import Brighter, Editor
 from tests.tags import changed
 from verl_digen.agent_loop.episode import EnvironmentAgentLoop, Episode, joined
-from verl_digen.agent_loop.manager import ScoredSample, noting
+from verl_digen.agent_loop.manager import ScoredSample
 from verl_digen.algorithms.window import WindowConfig
 from verl_digen.config import DigenConfig, EnvironmentConfig, SamplingConfig
 from verl_digen.data.rows import loop_columns
@@ -167,8 +167,6 @@ def test_the_tag_tells_the_turns_and_the_reward_is_the_sum_of_theirs_and_the_fun
     assert {*sample.conditions} == {*sample.tag.turn_keys} and len(sample.conditions) == len(episode.played)
     assert all(key.startswith(f"{ROW.uid}-") for key in sample.tag.turn_keys), "cleared with the group"
     assert from_entry(to_entry(sample.tag, 4)) == sample.tag
-    (noted, other) = noting([sample, sample], 2)
-    assert (noted.tag.episode.num_failed, other.tag.episode.num_failed) == (2, 0)
 
 
 def test_a_fragment_has_a_row_for_each_point_of_each_turn_and_buckets_tell_their_settings_apart():

@@ -157,9 +157,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         self._rewards.settled(uid, range(num_samples))
         try:
             await telling
-            if len(samples) == num_samples:
-                await self._publish(uid, partition, noting(samples, len(failures)), step)
-                failures = []
+            if not failures:
+                await self._publish(uid, partition, samples, step)
         except Exception as error:  # the prompt must reach a final status, or the trainer waits forever
             failures = [error]
         if failures:
@@ -349,15 +348,6 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
 DiffusionAgentLoopWorkerBase = DiffusionAgentLoopWorker
 """The RFC's name of the class before `ray.remote`, which the manager applies."""
-
-
-def noting(samples: Sequence[ScoredSample], num_failed: int) -> list[ScoredSample]:
-    """The samples of a group, the first of which notes how many episodes failed beside them."""
-    first, *others = samples
-    if first.tag.episode is None:
-        return list(samples)
-    episode = replace(first.tag.episode, num_failed=num_failed)
-    return [replace(first, tag=replace(first.tag, episode=episode)), *others]
 
 
 async def all_ended(tasks: Sequence[asyncio.Task[Result]]) -> tuple[list[Result], list[BaseException]]:

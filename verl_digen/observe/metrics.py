@@ -128,7 +128,6 @@ def episode_metrics(tags: Sequence[SampleTag]) -> dict[str, float]:
         "episodes/turns_max": float(max(len(episode.turns) for episode in episodes)),
         "episodes/exceeded": float(sum(episode.is_exceeded for episode in episodes)),
         "episodes/retries": float(sum(episode.num_retries for episode in episodes)),
-        "episodes/failed": float(sum(episode.num_failed for episode in episodes)),
         "episodes/environment_s": fmean(waits),
         "episodes/environment_p95_s": waits[math.ceil(0.95 * len(waits)) - 1],
         "episodes/idle_share": 1 - union_s(spans) / extent_s if extent_s > 0 else 0.0,

@@ -76,5 +76,3 @@ class EpisodeFacts:
     """True if it ended at `digen.environment.max_turns`, and not because the environment was done."""
     num_retries: int = 0
     """Times that its environment was made again."""
-    num_failed: int = 0
-    """Episodes that failed beside it, which another one of its group replaced; noted at the group's first sample."""
