@@ -54,6 +54,15 @@ def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(re
     assert found == ("g0", 2, prompt)
 
 
+def test_a_custom_loop_has_what_verls_worker_gives_every_loop(registered):
+    given = {"tokenizer": "t", "processor": "p", "dataset_cls": Server, "hf_model_type": "m", "tools": ["a tool"]}
+    config = OmegaConf.create({"data": {"seed": 7}})
+    worker = make_worker(config=config, **given)
+    loop = make_agent_loop("in_capitals", worker, ReplicaClient(Server(), worker.digen))
+    assert given.items() <= vars(loop).items()
+    assert loop.config is config and loop.data_config == config.data
+
+
 def test_a_loop_that_is_not_registered_is_told_with_the_known_ones():
     with pytest.raises(ValueError, match=r"default_agent_loop must be one of .*diffusion_single_turn.*got 'nonesuch'"):
         make_agent_loop("nonesuch", make_worker("nonesuch"), None)

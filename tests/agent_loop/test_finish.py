@@ -14,12 +14,15 @@ import torch
 from tests.agent_loop.worker import make_worker
 from tests.tags import make_facts
 from verl_digen.agent_loop.chunks import ChunkOrder, ChunkRunner
+from verl_digen.agent_loop.manager import STEP
 from verl_digen.agent_loop.single_turn import make_agent_loop
 from verl_digen.config import DigenConfig
+from verl_digen.data.rows import ROW
 from verl_digen.inputs.audio import Audio
 from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.sampling.requests import SINGLE_TURN
-from verl_digen.store.samples import PromptStatus
+from verl_digen.store.keys import CONDITIONS, TRAIN
+from verl_digen.store.samples import TAG, PromptStatus
 from verl_digen.types import (
     Burst,
     CleanRecord,
@@ -137,6 +140,54 @@ def test_a_validation_sample_of_such_a_run_is_scored():
     worker.rollout_config.val_kwargs = SimpleNamespace(n=4)
     tag = finished(worker, validate=True)
     assert (tag.reward, tag.parts) == (0.5, {"shapes": 0.5})
+
+
+# -- a group of a colocated step -----------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ({}, {"status": "finished"}),
+        ({2: ValueError("no picture")}, {"status": "failure", "error": "ValueError: no picture"}),
+        ({1: 4}, {"status": "failure", "error": "RuntimeError: group g0 was generated under weight versions [3, 4]"}),
+        ({"put": OSError("no room")}, {"status": "failure", "error": "OSError: no room"}),
+    ],
+    ids=["whole", "a sample fails", "two versions", "the store fails"],
+)
+async def test_a_group_is_stored_whole_or_not_at_all_and_always_ends(monkeypatch, made, told):
+    stored, failed, settled = [], [], []
+
+    async def put(*, keys, partition_id, fields, tags):
+        if fields is not None and "put" in made:
+            raise made["put"]
+        stored.append((partition_id, [*keys], tags))
+
+    async def run(params: Any, *, uid: str, session_id: int, **columns: Any) -> Generation:
+        version = made.get(session_id, 3)
+        if isinstance(version, Exception):
+            raise version
+        condition = {"embeds": torch.zeros(2)} if session_id == 0 else None
+        trajectory = Trajectory(make_facts(uid, session_id, version=version), CLEAN)
+        return Generation(trajectory, torch.zeros(16, 16, 3), started_s=1.0, ended_s=2.0, condition=condition)
+
+    async def score(sample: RewardInput, **facts: Any) -> Any:
+        return Score(float(sample.sample_index), {}, ()), (3.0, 4.0)
+
+    monkeypatch.setattr("transfer_queue.async_kv_batch_put", put)
+    rewards = {"score": score, "fail": lambda *args: failed.append(args), "settled": lambda *args: settled.append(args)}
+    worker = make_worker(digen=DigenConfig(num_logged_images=0), _rewards=SimpleNamespace(**rewards), llm_client=None)
+    worker._make_loop = lambda client: SimpleNamespace(run=run)
+    await worker._run_prompt({ROW: PromptRow("a cat", "test", None, uid="g0"), STEP: 5}, {}, {"validate": False})
+    partition, keys, (status,) = stored.pop()
+    assert (partition, keys) == (TRAIN, ["g0"])
+    assert status.keys() == told.keys() and all(status[name].startswith(told[name]) for name in told)
+    assert failed == [("g0", index, told["error"]) for index, error in made.items() if index == 2]
+    assert settled == [("g0", range(4))]
+    if made:
+        assert stored == []
+        return
+    found = {partition: dict(zip(keys, tags, strict=True)) for partition, keys, tags in stored}
+    assert {key: row[TAG]["reward"] for key, row in found[TRAIN].items()} == {f"g0_{n}_3": float(n) for n in range(4)}
+    assert [*found[CONDITIONS]] == ["a cat"]
 
 
 # -- when a group counts as generated ------------------------------------------------------------------------

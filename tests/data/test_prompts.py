@@ -133,6 +133,7 @@ def test_the_prompt_of_a_chat_is_its_users_last_message(tmp_path):
         ("number.json", "7", "item 1 of"),
         ("wrapped.json", '{"data": [{"prompt": "a cat"}]}', "must have a column 'prompt', got columns ['data'];"),
         ("number.jsonl", '{"prompt": 5}\n', "must have a prompt that is a non-empty string"),
+        ("part.jsonl", '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}', "a user message, got"),
         ("system.jsonl", '{"prompt": [{"role": "system", "content": "a"}]}', "a chat with a user message, got"),
         ("nul.jsonl", '{"prompt": "a\\u0000b"}', "without NUL characters"),
         ("half.jsonl", '{"prompt": "a \\ud83d cat"}', "halves of surrogate pairs"),

@@ -10,6 +10,7 @@ from tests.tags import SAMPLING, make_tag
 from verl_digen.algorithms.outside import Outside
 from verl_digen.observe.metrics import (
     call_metrics,
+    episode_metrics,
     perf_metrics,
     reward_metrics,
     spared_metrics,
@@ -22,6 +23,7 @@ from verl_digen.observe.run_files import keep_until
 from verl_digen.report.summary import duration
 from verl_digen.trainer.run_output import append_metrics, progress_line
 from verl_digen.types import RewardCall
+from verl_digen.types.settings import EpisodeFacts, Turn
 
 
 def tag(reward, start=0.0, version=4, uid="p0", **parts):
@@ -81,11 +83,28 @@ def test_values_of_a_trees_nodes_spread_by_depth_and_edges_are_counted_once():
     assert tree_metrics([make_tag(1.0)]) == {}
 
 
+def test_episodes_are_counted_by_turn_and_idle_is_the_time_in_which_no_replica_generates():
+    def turns(*generated):
+        return tuple(Turn(10, SAMPLING, "a cat", span, environment_s=span[0], reward=0.0) for span in generated)
+
+    episodes = EpisodeFacts(turns((1, 3), (7, 9)), is_exceeded=True, num_retries=2), EpisodeFacts(turns((2, 4)))
+    assert episode_metrics([make_tag()]) == {}
+    assert episode_metrics([make_tag(), *(make_tag(episode=one) for one in episodes)]) == {
+        **{"episodes/turns_mean": 1.5, "episodes/turns_max": 2.0, "episodes/exceeded": 1.0},
+        "episodes/retries": 2.0,
+        **{"episodes/environment_s": pytest.approx(10 / 3), "episodes/environment_p95_s": 7.0},
+        "episodes/idle_share": pytest.approx(3 / 8),
+    }
+
+
 def test_overhead_is_what_no_generation_scoring_or_training_covers():
     metrics = perf_metrics([tag(0, 0.0), tag(0, 1.0)], step_s=6.0, train_s=2.0, sync_s=0.1, num_devices=2)
     assert metrics["perf/generate_s"] == 3.0
     assert metrics["perf/overhead_s"] == pytest.approx(6.0 - 3.5 - 2.0)
     assert metrics["perf/images_per_s_per_device"] == pytest.approx(2 / 6 / 2)
+    beside = {"training": [(3.0, 5.0)], "since_s": 1.0}  # of which 1 s is while nothing is generated or scored
+    metrics = perf_metrics([tag(0, 0.0), tag(0, 1.0)], step_s=6.0, train_s=2.0, sync_s=0.1, num_devices=2, **beside)
+    assert metrics["perf/overhead_s"] == pytest.approx(6.0 - 4.0)
 
 
 def test_strict_mode_has_age_zero():
