@@ -11,7 +11,7 @@ import torch
 from tests.rollout.test_server import GUIDED, generate, make_requests, make_server
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.models import load_model
-from verl_digen.rollout.stored import StoredConditions
+from verl_digen.rollout.stored import READ_WHOLE, StoredConditions
 
 
 def test_a_replica_without_encoders_makes_the_same_samples(tiny_qwen_image, tmp_path):
@@ -48,6 +48,12 @@ def test_other_encoders_have_other_conditions_and_another_transformer_the_same(t
         content[len(content) // 2] ^= 1
         largest.write_bytes(content)
         assert (folder() != first) is changes, part
+    found, content = {folder()}, bytearray(READ_WHOLE + 1)  # of such a file parts are read
+    for place in (0, READ_WHOLE // 2, READ_WHOLE):
+        content[place] = 1
+        (checkpoint / "text_encoder" / "second.safetensors").write_bytes(content)
+        found.add(folder())
+    assert len(found) == 4
 
 
 def test_what_was_not_used_for_longest_makes_room_and_what_the_run_uses_stays(tmp_path, tiny_qwen_image):

@@ -195,6 +195,17 @@ def test_rewards_without_processes_have_a_lane_and_a_resumed_run_continues(tmp_p
     assert scored == [("reward/0", 12.0, 12.5), ("reward/0", 22.0, 22.5)]
 
 
+def test_devices_generate_once_where_groups_overlap_and_again_for_those_that_replace_failed_ones(tmp_path):
+    timeline = ColocatedTimeline(tmp_path, [], num_devices=1, after=0, host="node-1")
+    spans = {"late": (7.0, 8.0), "long": (1.0, 5.0), "short": (2.0, 3.0), "touching": (5.0, 6.0)}
+    timeline.write(1, {uid: make_tag(uid=uid, generated=span) for uid, span in spans.items()}, [], extent=(0.0, 9.0))
+    found = [one for one in read_timeline(tmp_path / "timeline.jsonl").intervals if one.lane.pool == "trainer"]
+    assert [(one.chunk_id, one.start_s, one.end_s, one.num_samples) for one in found] == [
+        ("step-1", 1.0, 6.0, 3),
+        ("step-1-1", 7.0, 8.0, 1),
+    ]
+
+
 def test_a_reward_has_a_process_in_the_bundle_of_every_device_and_takes_no_cpu():
     groups = [SimpleNamespace(bundle_count=2), SimpleNamespace(bundle_count=1)]
     pool = SimpleNamespace(get_placement_groups=lambda device_name: groups)
