@@ -128,6 +128,9 @@ def test_a_prompt_that_is_longer_than_the_model_reads_is_refused(start, runnable
     assert any(f"1 of 5 prompts of data.train_files are left out, the first in {place}" in note for note in said)
     kept = DiffusionPromptDataset(filtered.data.train_files, config=filtered.data)
     assert len(kept) == 4 and kept[3]["row"].text == "a red circle"
+    found = problem(start, *runnable, overrides[0], f"digen.sampling.negative_prompt={'red ' * 600}")
+    assert found.startswith("digen.sampling.negative_prompt: a prompt must have at most 512 tokens for Wan, got 601")
+    assert found.endswith("; shorten it")
 
 
 PRECISION = "actor_rollout_ref.actor.fsdp_config.mixed_precision"

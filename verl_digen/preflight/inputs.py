@@ -135,7 +135,8 @@ def _check_negative(run: StartConfig) -> None:
         try:
             _load_prompt_check(run.config)(negative)
         except ValueError as error:
-            raise ValueError(f"digen.sampling.negative_prompt: {error}") from error
+            reason = str(error).rpartition("; ")[0]  # the remedy is for a prompt of a file
+            raise ValueError(f"digen.sampling.negative_prompt: {reason}; shorten it") from error
 
 
 def has_checkpoint(config: DictConfig) -> bool:
