@@ -65,8 +65,8 @@ def test_rows_of_one_text_and_two_images_have_conditions_and_keys_of_their_own(
         return model.velocity(loaded.transformer, x[:rows], torch.full((rows,), 0.5), conditions, None, 1.0, geometry)
 
     base = velocity(one)
-    for name in model.image_conditions(geometry):
-        assert not one[name].equal(other[name])
+    for name, shape in model.image_conditions(geometry).items():
+        assert one[name].shape == shape and not one[name].equal(other[name])
         assert (velocity({**one, name: other[name]}) - base).abs().mean() > 1e-3, name
     assert one["embeds"].equal(other["embeds"])
     together = velocity(one, other)
