@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, nan
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pytest
 
-from verl_digen.require import In, OneOf, check_fields
+from verl_digen.require import In, OneOf, check_fields, settings_of
 
 
 @dataclass(frozen=True)
@@ -52,4 +52,35 @@ def test_values_within_their_bounds_pass(good):
 def test_a_refusal_says_key_rule_value_and_remedy(bad, message):
     with pytest.raises(ValueError) as told:
         Settings(**bad)
+    assert str(told.value).startswith(message)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    kind: Literal["all", "first"] = "all"
+
+
+@dataclass(frozen=True)
+class Ruled:
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.size > 1, "size must be > 1"
+
+
+class Undecorated(Settings):
+    more: int = 1
+
+
+@pytest.mark.parametrize(
+    ("config_class", "message"),
+    [
+        (Chosen, "key: fields of Chosen must have types that OmegaConf knows, got kind (Unexpected type"),
+        (Ruled, "key: size must be > 1"),
+        (Undecorated, "key: Undecorated.config_class must be a dataclass, got"),
+    ],
+)
+def test_a_class_of_settings_that_cannot_be_made_is_refused_under_its_key(config_class, message):
+    with pytest.raises(ValueError) as told:
+        settings_of(config_class, config_class, {}, "key")
     assert str(told.value).startswith(message)

@@ -12,7 +12,7 @@ import nothing of the project but themselves, and every folder may import them.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, get_args, get_type_hints
@@ -150,7 +150,7 @@ def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], k
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if not is_dataclass(config_class):
+    if "__dataclass_fields__" not in vars(config_class):  # its own, not its base's
         raise ValueError(
             f"{key}: {owner.__name__}.config_class must be a dataclass, got {config_class!r}; decorate it with "
             "@dataclass(frozen=True)"
@@ -164,6 +164,12 @@ def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], k
             )
     try:
         schema: Any = OmegaConf.structured(config_class)
+    except OmegaConfBaseException as error:
+        raise ValueError(
+            f"{key}: fields of {config_class.__name__} must have types that OmegaConf knows, got {error.full_key} "
+            f"({str(error.msg).splitlines()[0]}); write e.g. str, and check the value in __post_init__"
+        ) from error
+    try:
         OmegaConf.set_readonly(schema, False)
         made = OmegaConf.to_object(OmegaConf.merge(schema, dict(arguments)))
     except OmegaConfBaseException as error:
@@ -171,8 +177,9 @@ def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], k
             f"{key}.{error.full_key} must have a value of its type, got {arguments.get(str(error.full_key))!r}; "
             f"{str(error.msg or error).splitlines()[0]}"
         ) from error
-    except ValueError as error:  # a rule of the class
-        raise ValueError(f"{key}: {error}") from error
+    except (ValueError, AssertionError) as error:  # a rule of the class
+        told = str(error)
+        raise ValueError(told if told.startswith(key) else f"{key}: {told}") from error
     check_fields(made, f"{key}.")
     return made
 

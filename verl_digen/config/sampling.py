@@ -12,9 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from verl_digen.algorithms.advantages import SCALES
 from verl_digen.algorithms.kl import KINDS as KL_KINDS
 from verl_digen.algorithms.objectives import OLD_LOG_PROBS, LossConfig, find_objective, objective_names
@@ -23,7 +20,7 @@ from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.solvers import DETERMINISTIC, SOLVERS
 from verl_digen.inputs.images import DEFAULT_IMAGE_PX
 from verl_digen.inputs.sizes import IMAGE_SIZES, SIDE_MULTIPLE
-from verl_digen.require import In, OneOf, check_fields, require, require_one_of, suggestion
+from verl_digen.require import In, OneOf, check_fields, require, require_one_of, settings_of, suggestion
 
 MAX_SIDE_PX = 16_384
 """Larger than any picture of a diffusion model; catches typos."""
@@ -196,23 +193,14 @@ def loss_settings(section: Mapping[str, Any]) -> LossConfig:
     """Settings of the chosen loss. ValueError if there is no such setting, or a value breaks a rule."""
     config = find_objective(section["name"]).config
     known = _settings_of(config)
-    own = {name: value for name, value in section.items() if name in known}
+    made = settings_of(config, config, {name: section[name] for name in known & section.keys()}, "digen.loss")
     elsewhere = set().union(*(_settings_of(find_objective(name).config) for name in objective_names()))
     for name in section.keys() - known - elsewhere - LOSS_DEFAULTS.keys():
         raise ValueError(
             f"digen.loss.{name} must be a setting of digen.loss.name={section['name']}, got {section[name]!r}; "
             f"{suggestion(name, sorted(known))}its settings are {', '.join(sorted(known)) or 'none'}"
         )
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(config), own)
-        settings = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        said = (error.msg or str(error)).splitlines()[0]
-        raise ValueError(
-            f"digen.loss.{error.full_key or ''}: {said}; the settings of {section['name']} are in {config.__module__}"
-        ) from error
-    assert isinstance(settings, LossConfig)
-    return settings
+    return made
 
 
 def unused_settings(section: Mapping[str, Any]) -> dict[str, Any]:
