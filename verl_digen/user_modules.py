@@ -37,7 +37,7 @@ def import_user_modules(given: str | Sequence[str] | None = None) -> None:
             name,
             f"write {file}, and add its folder to PYTHONPATH on every node",
         )
-        remedy = "check the name, and that its folder is on PYTHONPATH on every node"
+        remedy = "repair it, or put its folder on PYTHONPATH on every node"
         with refusing(f"{KEY} must name modules that can be imported", name, remedy):
             importlib.import_module(name)
 

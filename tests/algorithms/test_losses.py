@@ -304,9 +304,23 @@ def test_a_registered_loss_is_found_checked_and_called():
 
 
 def test_a_loss_that_returns_a_tensor_is_told_what_to_return():
-    register_objective("mine", columns=("reward",))(lambda rows, config: rows["reward"].sum())
-    with pytest.raises(ValueError, match=r"policy loss 'mine' must return a LossOutput, got 'Tensor'; write return"):
-        policy_loss("mine", {"reward": torch.ones(2)}, ClampedConfig())
+    rewards = {"reward": torch.ones(2)}
+    wrong = {
+        "mine": (lambda rows: rows["reward"].sum(), ", got 'Tensor'"),
+        "rowwise": (lambda rows: LossOutput(rows["reward"], {}), r" of a scalar, got torch.Size\(\[2\]\)"),
+        "plain": (lambda rows: LossOutput(rows["reward"].sum(), {"x": 1.0}), r" of Metrics, got {'x': 'float'}"),
+    }
+    for name, (compute, told) in wrong.items():
+        register_objective(name, columns=("reward",))(lambda rows, config, compute=compute: compute(rows))
+        with pytest.raises(ValueError, match=rf"policy loss '{name}' must return a LossOutput{told}; write return"):
+            policy_loss(name, rewards, ClampedConfig())
+
+
+def test_a_loss_that_a_run_cannot_call_is_refused():
+    with pytest.raises(
+        ValueError, match=r"the loss 'mine' must be a function, got .* \(TypeError: too many .* def loss"
+    ):
+        register_objective("mine", columns=("reward",))(lambda rows: rows["reward"])
 
 
 @pytest.mark.parametrize(

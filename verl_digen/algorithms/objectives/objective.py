@@ -6,6 +6,7 @@ Policies besides the one that trains follow from the names of the inputs: a loss
 `old` evaluated.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,8 +15,8 @@ from typing import Annotated, Any, Literal
 from torch import Tensor
 
 from verl_digen.algorithms.ema import Decay
-from verl_digen.algorithms.rows import LossInputs, LossOutput
-from verl_digen.require import In, check_fields, require, require_one_of
+from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
+from verl_digen.require import In, check_fields, refusing, require, require_one_of
 
 
 @dataclass(frozen=True)
@@ -308,6 +309,8 @@ def register_objective(*names: str, **declared: Any) -> Callable[[LossFn], LossF
         for name in names:
             if name in _OBJECTIVES:
                 raise ValueError(f"an objective named {name!r} exists already; choose another name")
+            with refusing(f"the loss {name!r} must be a function", compute, "write def loss(rows, config)"):
+                inspect.signature(compute).bind("rows", "config")
             objective = Objective(name, compute, **declared)
             objective.check_inputs(objective.config())
             _OBJECTIVES[name] = objective
@@ -344,8 +347,11 @@ def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> 
     columns, latents = objective.columns_for(config), objective.latents_for(config)
     rows = LossInputs.check(f"policy loss {name!r}", inputs, columns=columns, latents=latents)
     output = objective.compute(rows, config)
-    remedy = "write return LossOutput(rows.mean(...), {})"
-    require(
-        isinstance(output, LossOutput), f"policy loss {name!r} must return a LossOutput", type(output).__name__, remedy
-    )
+    rule = f"policy loss {name!r} must return a LossOutput"
+    remedy = "write return LossOutput(rows.mean(per_row), {NAME: rows.mean_metric(per_row)})"
+    require(isinstance(output, LossOutput), rule, type(output).__name__, remedy)
+    shape = output.loss.shape if isinstance(output.loss, Tensor) else output.loss
+    require(shape == (), f"{rule} of a scalar", shape, remedy)
+    kinds = {name: type(metric).__name__ for name, metric in output.metrics.items()}
+    require({*kinds.values()} <= {Metric.__name__}, f"{rule} of Metrics", kinds, remedy)
     return output
