@@ -109,6 +109,11 @@ def test_the_documented_environment_can_be_played(tmp_path):
     assert rewards == [126 / 255, 127 / 255, 128 / 255] and asked == ["a cat", *["make it brighter"] * 2]
 
 
+def test_a_step_may_be_synchronous():
+    workers, _ = connect(EnvironmentConfig(path=f"{WORLDS}.Sync", max_retries=0))
+    assert asyncio.run(play(opened(workers), 3)) == ([3.0], ["a cat"])
+
+
 def test_a_step_that_takes_too_long_counts_as_failed():
     config = EnvironmentConfig(
         path=f"{WORLDS}.Brighter", options={"latency_s": 60.0}, step_timeout_s=0.01, max_retries=0
@@ -149,6 +154,8 @@ def test_a_class_of_a_file_is_loaded_once(tmp_path):
             "mean max_turns?",
         ),
         ({"path": f"{WORLDS}.Brighter", "options": {"latency_s": "long"}}, "options.latency_s must have a value"),
+        ({"path": f"{WORLDS}.Stepless"}, "digen.environment.path must be a class of Environment with step(self, pict"),
+        ({"path": f"{WORLDS}.Seedless"}, "with reset(self, row, seed), got 'Seedless' (TypeError: too many positional"),
     ],
 )
 def test_an_environment_that_cannot_be_made_is_refused_with_the_reason(given, message):

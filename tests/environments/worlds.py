@@ -95,3 +95,24 @@ class Fickle(Environment):
 
     async def step(self, picture: Picture) -> TurnResult:
         return TurnResult(0.0, False, Instruction("on"))
+
+
+class Stepless(Environment):
+    """Environment without `step`."""
+
+    def reset(self, row: PromptRow, seed: int) -> Instruction:
+        return Instruction(row.text)
+
+
+class Sync(Stepless):
+    """Environment whose `step` is synchronous."""
+
+    def step(self, picture: Picture) -> TurnResult:  # type: ignore[override]
+        return TurnResult(float(picture.max()), True)
+
+
+class Seedless(Sync):
+    """Environment whose `reset` takes no seed."""
+
+    def reset(self, row: PromptRow) -> Instruction:  # type: ignore[override]
+        return Instruction(row.text)

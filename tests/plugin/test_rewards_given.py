@@ -160,10 +160,13 @@ def test_a_function_that_a_run_could_not_call_is_refused_with_its_rule(composed,
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("pass", "Mine with scope='sample' (it has no score); derive"),
-        ("scope = 'batch'\n    def score(self, batch): ...", "Mine with scope='batch' (); derive"),
-        ("def score(self): ...", "(too many positional arguments)"),
-        ("def score(self, batch): ...\n    def __init__(self): ...", "(too many positional arguments); derive it"),
+        ("pass", "score(self, batch), got 'Mine' (TypeError: it has none); write it so"),
+        ("scope = 'batch'\n    def score(self, batch): ...", "scope of Mine must be one of sample, group, got 'batch'"),
+        ("def score(self): ...", "(TypeError: too many positional arguments)"),
+        (
+            "def score(self, batch): ...\n    def __init__(self): ...",
+            "__init__(self, config, device), got 'Mine' (TypeError: too many positional arguments); write it so",
+        ),
     ],
 )
 def test_a_class_that_a_run_could_not_make_or_call_is_refused(composed, tmp_path, body, message):

@@ -57,6 +57,12 @@ class Blind(Reward):
         return [float(sample.latents is not None) for sample in batch]
 
 
+class Tagged(Blind):
+    @classmethod
+    def check_row(cls, arguments, row):
+        assert row.extra["tag"]
+
+
 class Broken(Reward):
     def score(self, batch):
         if not all(sample.pixels.any() for sample in batch):
@@ -265,11 +271,20 @@ def test_the_first_prompt_that_a_reward_cannot_score_is_named(named, told):
         check_rows(RewardConfig(named), rows, is_validation=False)
 
 
+def test_a_check_of_rows_that_raises_is_a_refusal_of_the_row(mine):
+    row = PromptRow("a cat", "cats", None, place="b.jsonl:2")
+    with pytest.raises(ValueError, match=r"b.jsonl:2: digen.reward.functions.tagged: KeyError\('tag'\)"):
+        check_rows(RewardConfig({"tagged": {"weight": 1.0, "reward": f"{mine}:Tagged"}}), [row], is_validation=False)
+
+
 def test_a_package_that_is_not_installed_is_named_before_it_is_imported(monkeypatch):
     check_packages(RewardConfig({"ocr": 1.0, "diversity": 1.0}))
-    monkeypatch.setattr(diversity.Diversity, "packages", ("nosuch",))
-    with pytest.raises(ValueError, match=r"reward far needs the package nosuch, which is not installed; pip install"):
-        check_packages(RewardConfig({"far": {"weight": 1.0, "reward": "diversity"}}))
+    for packages in (("nosuch",), ("nosuch.part",)):
+        monkeypatch.setattr(diversity.Diversity, "packages", packages)
+        with pytest.raises(
+            ValueError, match=r"reward far needs the package nosuch, which is not installed; pip install"
+        ):
+            check_packages(RewardConfig({"far": {"weight": 1.0, "reward": "diversity"}}))
 
 
 def test_the_arguments_of_an_entry_are_the_settings_of_its_class():

@@ -83,7 +83,7 @@ class Environment(ABC):
 
     @abstractmethod
     async def step(self, picture: Picture) -> TurnResult:
-        """Judge the turn's picture. The worker's event loop is shared by its episodes: run heavy work in a thread."""
+        """Judge the turn's picture. Episodes share the worker's event loop; a sync `step` runs in a thread."""
 
     def close(self) -> None:  # noqa: B027 - optional
         """Free what the episode holds; called once, at its end, however it ends, unless its process dies."""

@@ -21,8 +21,8 @@ import inspect
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +41,6 @@ from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
-
 
 class EpisodeHost:
     """Environments by an id that is used once; `device` is that of what episodes share. The caller gets the error of a
@@ -58,21 +56,15 @@ class EpisodeHost:
         self._episodes: dict[str, Environment] = {}
 
     async def begin(self, episode: str, row: PromptRow, seed: int) -> Instruction:
-        """Make the environment of an episode, and reset it, in a thread if `reset` is synchronous."""
-
-        async def reset() -> Instruction:
-            environment = self._episodes[episode] = self._class(self._settings, self._shared)
-            found: Any = await asyncio.to_thread(environment.reset, row, seed)
-            return self._checked(await found if inspect.isawaitable(found) else found)
-
-        return await self._run(reset)
+        """Make the environment of an episode, and reset it."""
+        environment = self._episodes[episode] = self._class(self._settings, self._shared)
+        return self._checked(await self._run(environment.reset, row, seed))
 
     async def step(self, episode: str, picture: Picture) -> TurnResult:
         """Give the environment the picture of its turn. RuntimeError if this process was started again since."""
         if episode not in self._episodes:
             raise RuntimeError(f"the process does not know episode {episode}; it was started again")
-        environment = self._episodes[episode]
-        return self._checked_result(await self._run(lambda: environment.step(picture)))
+        return self._checked_result(await self._run(self._episodes[episode].step, picture))
 
     async def end(self, episode: str) -> None:
         """Close the environment and forget the episode; no effect for an unknown one."""
@@ -83,7 +75,13 @@ class EpisodeHost:
             except Exception:  # the episode is over, and its answers are known
                 logger.warning("closing the environment of episode %s failed", episode, exc_info=True)
 
-    async def _run(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def _run(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of an environment, in a thread if it is synchronous."""
+
+        async def call() -> Any:
+            found = await asyncio.to_thread(method, *arguments)
+            return await found if inspect.isawaitable(found) else found
+
         async with self._free:
             try:
                 return await asyncio.wait_for(call(), self._timeout_s)

@@ -187,13 +187,14 @@ def imported(module: str, needed_by: str) -> ModuleType:
 def require_installed(modules: Iterable[str], needed_by: str) -> None:
     """Raise ValueError unless the packages are installed; imports none of them."""
     for module in modules:
-        if importlib.util.find_spec(module) is None:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
             raise ValueError(_told(module, needed_by, "is not installed"))
 
 
 def _told(module: str, needed_by: str, state: str) -> str:
     package = module.partition(".")[0]
-    return f"reward {needed_by} needs the package {package}, which {state}; pip install 'verl-digen[rewards]'"
+    remedy = "pip install 'verl-digen[rewards]', or what your own reward imports"
+    return f"reward {needed_by} needs the package {package}, which {state}; {remedy}"
 
 
 def checkpoint_folder(name: str, key: str, files: Sequence[str] | None = None) -> Path:

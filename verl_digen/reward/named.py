@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl_digen.config import RewardConfig, RewardEntry
+from verl_digen.require import refusing, require_one_of
 from verl_digen.reward import scorers
 from verl_digen.reward.base import Reward, require_installed
 from verl_digen.reward.functions import FORM, reward_of
@@ -61,8 +62,8 @@ def load(target: str, key: str, known: str) -> Any:
     except (Exception, SystemExit) as error:  # the user's module may raise anything at import
         cause = error.__cause__ or error
         raise ValueError(
-            f"{key}: {target!r} could not be loaded ({type(cause).__name__}: {cause}); check its name, and that it is "
-            "installed"
+            f"{key}: {target!r} could not be loaded ({type(cause).__name__}: {cause}); check the name, FILE.py:NAME or "
+            "package.module.NAME, and that it is installed"
         ) from error
 
 
@@ -86,24 +87,21 @@ def _load_file(path: str) -> ModuleType:
 def check(entry: RewardEntry) -> type[Reward]:
     """The class that an entry stands for. ValueError unless it can be made and called with the entry's arguments."""
     found = find(entry)
-    _check_class(found, entry.key)
+    check_class(found, Reward, entry.key)
+    require_one_of(f"{entry.key}: scope of {found.__name__}", found.scope, ("sample", "group"))
     found.settings(entry.arguments, entry.key)
     return found
 
 
-def _check_class(found: type[Reward], key: str) -> None:
-    """Require a class that can be made and called as `Reward` is."""
-    try:
-        inspect.signature(found.__init__).bind(None, None, None)
-        inspect.signature(found.score).bind(None, None)
-        reason = "it has no score" if inspect.isabstract(found) else ""
-    except TypeError as error:
-        reason = str(error)
-    if reason or found.scope not in ("sample", "group"):
-        raise ValueError(
-            f"{key} must be a class with __init__(self, config, device), score(self, batch), and sample or group as "
-            f"scope, got {found.__name__} with scope={found.scope!r} ({reason}); derive it so from Reward"
-        )
+def check_class(found: type, base: type, key: str) -> None:
+    """Require a class that can be made as `base`, and has its abstract methods, called as they are."""
+    for name in ("__init__", *sorted(base.__abstractmethods__)):
+        form = inspect.signature(getattr(base, name)).parameters
+        rule = f"{key} must be a class of {base.__name__} with {name}({', '.join(form)})"
+        with refusing(rule, found.__name__, "write it so"):
+            if name in found.__abstractmethods__:
+                raise TypeError("it has none")
+            inspect.signature(getattr(found, name)).bind(*form)
 
 
 def make(entry: RewardEntry, device: torch.device) -> Reward:
@@ -139,8 +137,9 @@ def check_rows(config: RewardConfig, rows: Iterable[PromptRow], *, is_validation
             if entry.scores(row.data_source, is_validation=is_validation):
                 try:
                     found.check_row(entry.arguments, row)
-                except ValueError as error:
-                    raise ValueError(f"{row.place or repr(row.text)}: {entry.key}: {error}") from error
+                except Exception as error:  # a ValueError's text is for the user, a KeyError's alone says nothing
+                    told = error if isinstance(error, ValueError) else repr(error)
+                    raise ValueError(f"{row.place or repr(row.text)}: {entry.key}: {told}") from error
 
 
 def reads_latents(entry: RewardEntry) -> bool:

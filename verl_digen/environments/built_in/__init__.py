@@ -8,7 +8,7 @@ from typing import Any
 from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.base import Environment
 from verl_digen.require import require_one_of, settings_of
-from verl_digen.reward.named import load
+from verl_digen.reward.named import check_class, load
 
 
 def environment_class(config: EnvironmentConfig) -> type[Environment]:
@@ -24,6 +24,7 @@ def environment_class(config: EnvironmentConfig) -> type[Environment]:
             f"{config.key} must name a class of verl_digen.environments.base.Environment, got {found!r}; derive it "
             "from that class"
         )
+    check_class(found, Environment, config.key)
     return found
 
 
