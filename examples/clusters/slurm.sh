@@ -24,6 +24,8 @@ prompts="${1:?$usage}" validation="${2:?$usage}"
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head="${nodes[0]}"
 export RAY_ADDRESS="$head:${RAY_PORT:-6379}" # the run connects to this cluster; without it, it would start its own
+# A token of the job's: without, Ray's head asks for one that an earlier run left in ~/.ray, and nothing else sends it
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}" RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 
 on() { # NODE COMMAND ..., with & behind it, so that $! is srun; the steps of a node share its devices and cores
     exec srun --overlap --nodes=1 --ntasks=1 --cpu-bind=none --nodelist="$1" "${@:2}"

@@ -28,6 +28,7 @@ done
 exec "$@" """,
     # A node's Ray serves until it is told to end, or its file is removed. The head answers at its second check.
     "ray": """
+echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >>"$STATE/tokens"
 case "$1 $2" in
 "start "*)
     echo "start $NODE $*" >>"$STATE/log"
@@ -46,6 +47,7 @@ esac""",
     "python": """
 trap 'echo "killed run" >>"$STATE/log"; exit 143' TERM
 echo "run $NODE $RAY_ADDRESS" >>"$STATE/log"
+echo "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" >>"$STATE/tokens"
 printf "%s\\n" "$@" >"$STATE/words"
 [ ! -e "$STATE/losing" ] || rm "$STATE/alive-$(cat "$STATE/losing")"
 while [ -e "$STATE/lasting" ]; do sleep 1; done
@@ -129,6 +131,16 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
+
+
+@pytest.mark.parametrize("given", [{}, {"RAY_AUTH_TOKEN": "mine"}, {"RAY_AUTH_MODE": "disabled"}])
+def test_all_of_a_job_have_one_token(cluster: Cluster, given: dict[str, str]):
+    code, errors = cluster.run(**given)
+    assert code == 0, errors
+    lines = (cluster.state / "tokens").read_text().splitlines()
+    [(mode, token)] = {tuple(line.split()) for line in lines}
+    assert len(lines) >= 6 and mode == given.get("RAY_AUTH_MODE", "token")
+    assert token == given["RAY_AUTH_TOKEN"] if "RAY_AUTH_TOKEN" in given else len(token) == 64
 
 
 def test_head_then_workers_then_the_run_with_the_address_of_ray_then_the_end(cluster: Cluster):
