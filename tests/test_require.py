@@ -77,10 +77,10 @@ class Undecorated(Settings):
     [
         (Chosen, "key: fields of Chosen must have types that OmegaConf knows, got kind (Unexpected type"),
         (Ruled, "key: size must be > 1"),
-        (Undecorated, "key: Undecorated.config_class must be a dataclass, got"),
+        (Undecorated, "key: settings of owner must be a dataclass, got"),
     ],
 )
 def test_a_class_of_settings_that_cannot_be_made_is_refused_under_its_key(config_class, message):
     with pytest.raises(ValueError) as told:
-        settings_of(config_class, config_class, {}, "key")
+        settings_of("owner", config_class, {}, "key")
     assert str(told.value).startswith(message)

@@ -144,22 +144,22 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}? " if close else ""
 
 
-def settings_of(owner: type, config_class: type, arguments: Mapping[str, Any], key: str) -> Any:
-    """Arguments of a class as an instance of its dataclass of settings. ValueError: an unknown argument, a value of the
-    wrong type, or a broken rule of the dataclass."""
+def settings_of(owner: str, config_class: type, arguments: Mapping[str, Any], key: str) -> Any:
+    """Arguments of `owner`, a class or loss, as an instance of its dataclass of settings. ValueError: an unknown
+    argument, a value of the wrong type, or a broken rule of the dataclass."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     if "__dataclass_fields__" not in vars(config_class):  # its own, not its base's
         raise ValueError(
-            f"{key}: {owner.__name__}.config_class must be a dataclass, got {config_class!r}; decorate it with "
+            f"{key}: settings of {owner} must be a dataclass, got {config_class!r}; decorate it with "
             "@dataclass(frozen=True)"
         )
     known = list(get_type_hints(config_class))
     for name, value in arguments.items():
         if name not in known:
             raise ValueError(
-                f"{key}.{name} must be a setting of {owner.__name__} ({', '.join(known) or 'it has none'}), got "
+                f"{key}.{name} must be a setting of {owner} ({', '.join(known) or 'it has none'}), got "
                 f"{value!r}; {suggestion(name, known)}take it out"
             )
     try:

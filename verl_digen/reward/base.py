@@ -75,7 +75,7 @@ class Reward(ABC):
     def settings(cls, arguments: Mapping[str, Any], key: str) -> Any:
         """The entry's arguments as its settings, an instance of `config_class`. ValueError for an unknown argument, a
         value of the wrong type, or a broken rule; the message begins with `key`."""
-        return settings_of(cls, cls.config_class, arguments, key)
+        return settings_of(cls.__name__, cls.config_class, arguments, key)
 
     def __init__(self, config: Any, device: torch.device):
         self.config, self.device = config, device

@@ -30,4 +30,4 @@ def environment_class(config: EnvironmentConfig) -> type[Environment]:
 
 def environment_settings(config: EnvironmentConfig, found: type[Environment]) -> Any:
     """`digen.environment.options` as an instance of the class's `config_class`. Raises as `settings_of`."""
-    return settings_of(found, found.config_class, config.options, "digen.environment.options")
+    return settings_of(found.__name__, found.config_class, config.options, "digen.environment.options")

@@ -27,7 +27,9 @@ class ServerReward(Reward):
 
     @classmethod
     def settings(cls, arguments: Mapping[str, Any], key: str) -> Any:
-        return settings_of(cls, find(arguments.get("protocol", ""), f"{key}.protocol").settings, arguments, key)
+        return settings_of(
+            cls.__name__, find(arguments.get("protocol", ""), f"{key}.protocol").settings, arguments, key
+        )
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
