@@ -149,9 +149,10 @@ def test_a_group_is_one_call_whatever_the_batch_size_and_is_tried_again_whole():
 
 def test_a_reward_that_returns_too_few_scores_fails_and_one_that_hangs_fails_after_the_time_limit():
     reward = Recorder()
-    reward.score = lambda batch: []  # type: ignore[method-assign]
-    (found,) = scores(scorer_of(reward, max_retries=0), [1])
-    assert isinstance(found, ScoringError) and "one score per sample, got 0 for 1" in str(found)
+    for returned, told in (([], "got 0 for 1"), (None, "got None for 1"), (0.5, "got 0.5 for 1")):
+        reward.score = lambda batch, returned=returned: returned  # type: ignore[method-assign]
+        (found,) = scores(scorer_of(reward, max_retries=0), [1])
+        assert isinstance(found, ScoringError) and f"one score per sample, {told}" in str(found)
 
     async def hangs(batch):
         await asyncio.Event().wait()

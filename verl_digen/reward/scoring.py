@@ -26,7 +26,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -217,10 +217,9 @@ class BatchScorer:
         except asyncio.TimeoutError:
             self._thread = ThreadPoolExecutor(1)
             raise
-        if len(results) != len(samples):
-            raise ValueError(
-                f"reward {self._name!r} must return one score per sample, got {len(results)} for {len(samples)} samples"
-            )
+        count = len(results) if isinstance(results, Sized) else repr(results)[:200]
+        if count != len(samples):
+            raise ValueError(f"reward {self._name!r} must return one score per sample, got {count} for {len(samples)}")
         read = [self._read(result) for result in results]
         failed = [one for one in read if isinstance(one, Exception)]
         if len(failed) == len(read):
