@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,8 @@ def test_a_reward_is_a_name_a_file_or_an_object_that_other_processes_can_have(tm
     assert rewards_of(redness, tmp_path)["redness"]["reward"] == f"{__name__}.redness"
     loaded = load(rewards_of(own, tmp_path)["own"]["reward"], "key", "")
     assert loaded(2.0) == 6.0 and loaded is not own
+    given = rewards_of(partial(own, scale_2=1.0), tmp_path / "partial")
+    assert load(given["reward"]["reward"], "key", "").keywords == {"scale_2": 1.0}
     with pytest.raises(ValueError, match=r"that can be pickled for other processes, got .*lambda.*give FILE.py:NAME"):
         rewards_of(lambda: held, tmp_path)
     with pytest.raises(ValueError, match="reward must be a name"):

@@ -26,7 +26,7 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -217,7 +217,7 @@ class BatchScorer:
         except asyncio.TimeoutError:
             self._thread = ThreadPoolExecutor(1)
             raise
-        count = len(results) if isinstance(results, Sized) else repr(results)[:200]
+        count = len(results) if isinstance(results, Collection) else repr(results)[:200]
         if count != len(samples):
             raise ValueError(f"reward {self._name!r} must return one score per sample, got {count} for {len(samples)}")
         read = [self._read(result) for result in results]

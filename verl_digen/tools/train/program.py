@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from html import escape
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from verl_digen.observe.run_files import METRICS, START, VALIDATION, image_path, json_in, pictured_steps, step_dir
@@ -221,6 +222,8 @@ def rewards_of(reward: Any, run_dir: Path) -> Mapping[str, Any]:
         name = re.split("[:.]", reward)[-1]
         return {name: 1.0 if name == reward else {"weight": 1.0, "reward": reward}}
     require(callable(reward), "reward must be a name, a mapping, a function or a class", reward, "see docs/rewards.md")
+    if not isinstance(reward, type | FunctionType):  # a partial, or an object that is called: it has no name
+        return {"reward": {"weight": 1.0, "reward": f"{_pickled(reward, run_dir)}:reward"}}
     module, name = reward.__module__, reward.__qualname__
     target = f"{module}.{name}"
     if module == "__main__" or "." in name:  # no other process can import it
@@ -259,7 +262,7 @@ def _pickled(reward: Any, run_dir: Path) -> Path:
         content = cloudpickle.dumps(reward)  # pyright: ignore[reportPrivateImportUsage]
     except Exception as error:  # of any object that it holds
         raise ValueError(
-            f"reward must be a function or class that can be pickled for other processes, got {reward.__qualname__} "
+            f"reward must be a function or class that can be pickled for other processes, got {reward!r} "
             f"({error}); have it make inside what it holds, or put it into a file and give FILE.py:NAME"
         ) from error
     run_dir.mkdir(parents=True, exist_ok=True)
