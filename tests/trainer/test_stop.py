@@ -12,9 +12,11 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from verl_digen.config import DigenConfig, RewardConfig
 from verl_digen.engine.driver_checkpoint import publish
+from verl_digen.errors import RunStopped, describe
 from verl_digen.observe.run_files import STOP
 from verl_digen.reward.hacking import Rules
 from verl_digen.trainer.base import DiffusionTrainer
+from verl_digen.trainer.colocated import ColocatedTrainer
 from verl_digen.trainer.watch import RewardWatch
 
 CONFIG = {
@@ -107,3 +109,10 @@ def test_a_run_that_is_asked_to_stop_ends_after_its_step_and_is_saved_once(tmp_p
     assert [step for step, _ in loop.logged] == [1, 2, 3] and loop.ended == "on_train_end"
     assert loop.saved == saved and not (tmp_path / STOP).exists()
     assert ("save_checkpoint" in loop.timing_raw) == bool(saved), "saving is no part of the step's time"
+
+
+def test_a_failure_that_a_retry_cannot_help_ends_the_run_without_new_prompts():
+    stopped = describe(RunStopped("every reward worker is lost, the last one with: OSError: no weights"))
+    trainer: Any = SimpleNamespace(replay_buffer=SimpleNamespace(last_error=stopped))
+    with pytest.raises(RunStopped, match=r"^every reward worker is lost, .* no weights$"):
+        ColocatedTrainer._add_prompts_to_generate(trainer, 4)

@@ -174,7 +174,10 @@ class ColocatedTrainer(DiffusionTrainer):
         return prompt_batch(self._take_prompts(len(drawn)))
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        """Replace failed groups, up to the bound."""
+        """Replace failed groups, up to the bound, unless a retry cannot help: no reward worker is left, say."""
+        kind, _, reason = self.replay_buffer.last_error.partition(": ")
+        if kind == RunStopped.__name__:
+            raise RunStopped(reason)
         self._num_refills += num_prompts
         limit = self.digen.most_group_refills(self.config.data.train_batch_size)
         if self._num_refills > limit:
