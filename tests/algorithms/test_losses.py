@@ -308,7 +308,7 @@ def test_a_loss_that_returns_a_tensor_is_told_what_to_return():
     wrong = {
         "mine": (lambda rows: rows["reward"].sum(), ", got 'Tensor'"),
         "rowwise": (lambda rows: LossOutput(rows["reward"], {}), r" of a scalar, got torch.Size\(\[2\]\)"),
-        "plain": (lambda rows: LossOutput(rows["reward"].sum(), {"x": 1.0}), r" of Metrics, got {'x': 'float'}"),
+        "plain": (lambda rows: LossOutput(rows["reward"].sum(), {"x": 1.0}), r" of Metrics, got {'x': 1.0}"),
     }
     for name, (compute, told) in wrong.items():
         register_objective(name, columns=("reward",))(lambda rows, config, compute=compute: compute(rows))

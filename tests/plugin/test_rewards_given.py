@@ -206,7 +206,10 @@ def test_a_function_of_an_unusual_form_that_can_be_called_is_accepted(composed, 
         ({"digen__reward__functions": {}}, "digen.reward.functions must name a reward function and its weight"),
         ({"digen__reward__functions": {"jpeg_compressibility": 0.0}}, "must have a weight that is not 0"),
         ({"digen__reward__functions": {"nonsense": 1.0}}, "must name one of aesthetic, clip_score, diversity, "),
-        ({"digen__reward__functions": {"no_such.module:f": 1.0}}, "'no_such.module:f' could not be loaded"),
+        (
+            {"digen__reward__functions": {"no_such.module:f": 1.0}},
+            "must name what can be loaded, got 'no_such.module:f' (Mod",
+        ),
         (
             {"digen__reward__functions": {"math:pi": 1.0}},
             "functions.math:pi must be a function that returns a number or a dict",

@@ -56,15 +56,10 @@ def load(target: str, key: str, known: str) -> Any:
     module_name, _, attribute = target.rpartition(":" if ":" in target else ".")
     if not module_name or not attribute:
         raise ValueError(f"{key} must name {known}, got {target!r}; write one of them")
-    try:
+    remedy = "check the name, FILE.py:NAME or package.module.NAME, and that it is installed"
+    with refusing(f"{key} must name what can be loaded", target, remedy):
         module = _load_file(module_name) if FILE_END in target else importlib.import_module(module_name)
         return getattr(module, attribute)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything at import
-        cause = error.__cause__ or error
-        raise ValueError(
-            f"{key}: {target!r} could not be loaded ({type(cause).__name__}: {cause}); check the name, FILE.py:NAME or "
-            "package.module.NAME, and that it is installed"
-        ) from error
 
 
 def _load_file(path: str) -> ModuleType:

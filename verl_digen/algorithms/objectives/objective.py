@@ -352,6 +352,7 @@ def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> 
     require(isinstance(output, LossOutput), rule, type(output).__name__, remedy)
     shape = output.loss.shape if isinstance(output.loss, Tensor) else output.loss
     require(shape == (), f"{rule} of a scalar", shape, remedy)
-    kinds = {name: type(metric).__name__ for name, metric in output.metrics.items()}
-    require({*kinds.values()} <= {Metric.__name__}, f"{rule} of Metrics", kinds, remedy)
+    require(
+        all(isinstance(one, Metric) for one in output.metrics.values()), f"{rule} of Metrics", output.metrics, remedy
+    )
     return output

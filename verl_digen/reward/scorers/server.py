@@ -27,9 +27,8 @@ class ServerReward(Reward):
 
     @classmethod
     def settings(cls, arguments: Mapping[str, Any], key: str) -> Any:
-        return settings_of(
-            cls.__name__, find(arguments.get("protocol", ""), f"{key}.protocol").settings, arguments, key
-        )
+        protocol = find(arguments.get("protocol", ""), f"{key}.protocol")
+        return settings_of(cls.__name__, protocol.settings, arguments, key)
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:

@@ -222,13 +222,12 @@ def rewards_of(reward: Any, run_dir: Path) -> Mapping[str, Any]:
         name = re.split("[:.]", reward)[-1]
         return {name: 1.0 if name == reward else {"weight": 1.0, "reward": reward}}
     require(callable(reward), "reward must be a name, a mapping, a function or a class", reward, "see docs/rewards.md")
-    if not isinstance(reward, type | FunctionType):  # a partial, or an object that is called: it has no name
-        return {"reward": {"weight": 1.0, "reward": f"{_pickled(reward, run_dir)}:reward"}}
-    module, name = reward.__module__, reward.__qualname__
+    has_name = isinstance(reward, type | FunctionType)  # a partial has none
+    module, name = (reward.__module__, reward.__qualname__) if has_name else ("__main__", "reward")
     target = f"{module}.{name}"
     if module == "__main__" or "." in name:  # no other process can import it
         target = f"{_pickled(reward, run_dir)}:reward"
-    name = reward.__name__
+    name = name.rpartition(".")[2]
     return {name if name.isidentifier() else "reward": {"weight": 1.0, "reward": target}}
 
 
