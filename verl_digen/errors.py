@@ -12,7 +12,11 @@ class DeadlineMissed(RunStopped):
     """Timeout of a call that the run cannot continue without."""
 
     def __init__(self, what: str, waited_s: float, key: str):
-        super().__init__(
+        super().__init__(what, waited_s, key)  # as they are, so that another process can make it again
+
+    def __str__(self) -> str:
+        what, waited_s, key = self.args
+        return (
             f"{what} has not been answered for {waited_s:.0f} s: a process hangs, is stopped, or waits in a collective "
             f"for one that is. If it is only slow, raise {key}"
         )
@@ -25,10 +29,10 @@ class ProcessLost(RunStopped):
 class ReplicasLost(RunStopped):
     """No replica is alive. On separate pools the run ends only if none can be started in place of one."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            "every rollout replica is lost (their processes died or hung; look for the reason above, out of memory is "
-            "common); start again with trainer.resume_mode=auto, which continues after the last checkpoint"
+    def __str__(self) -> str:
+        return (
+            "every rollout replica is lost (their processes died or hung): look for the reason above, out of memory is "
+            "common"
         )
 
 

@@ -2,6 +2,7 @@
 """Processes that die or hang while the driver waits, in virtual time."""
 
 import asyncio
+import pickle
 import threading
 from concurrent.futures import CancelledError
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from tests.chaos.loop import run_in_virtual_time
-from verl_digen.errors import DeadlineMissed, ProcessLost, RunStopped
+from verl_digen.errors import DeadlineMissed, ProcessLost, ReplicasLost, RunStopped
 from verl_digen.processes import actors
 from verl_digen.processes.calls import Patience
 from verl_digen.processes.deadlines import Bound, DeadlinesConfig
@@ -191,6 +192,12 @@ def test_a_count_that_stands_still_for_too_long_is_an_error_and_one_that_moves_i
     now.s = 401.0
     with pytest.raises(DeadlineMissed, match=r"the groups of step 4 .* 101 s.*raise digen\.deadlines\.no_progress_s"):
         patience.check(1, lambda: "the groups of step 4")
+
+
+@pytest.mark.parametrize("error", [DeadlineMissed("a call", 1.0, "a.key"), ReplicasLost(), ProcessLost("a rank")])
+def test_what_ends_a_run_reaches_another_process_as_what_it_is(error):
+    found = pickle.loads(pickle.dumps(error))
+    assert isinstance(found, type(error)) and str(found) == str(error)
 
 
 def test_blocking_work_is_given_up_when_it_is_overdue():
