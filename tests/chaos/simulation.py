@@ -214,7 +214,7 @@ class Trainer(DisaggregatedTrainer, Files):
 
     def run(self) -> None:
         """Run like `DiffusionTrainer.fit`, with a loop over steps in place of verl's."""
-        with self._supervision.ends_explained(str):
+        with self._supervision.ends_explained():
             self._supervision.watch_processes(required_processes(self.simulation.agents))
             self._fit()
 

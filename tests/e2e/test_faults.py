@@ -149,7 +149,7 @@ def test_an_exception_stops_the_run_and_a_resume_with_an_assisting_trainer_ends_
     assert stopped.exit_code != 0
     last = stopped.last_line
     assert "step 2 failed: FloatingPointError: the loss overflowed" in last, stopped.output[-3000:]
-    assert "checkpoint of step 1 is intact" in last and "trainer.resume_mode=auto" in last
+    assert "global_step_1 is saved; this continues after it: python " in last and last.endswith("resume_mode=auto")
     assert [row["step"] for row in steps_of(stopped)] == [1]
     alive = subprocess.run(["pgrep", "-fc", str(run_dir)], capture_output=True, text=True, check=False)
     assert int(alive.stdout) == 0, "no process is left"

@@ -96,7 +96,7 @@ def test_a_trainer_rank_that_is_stopped_ends_the_run_with_the_way_to_resume(tmp_
     assert run.exit_code != 0 and (run_dir / "signalled_in_training").exists()
     last = run.last_line
     assert "step 2: training fragment" in last and "has not been answered for" in last, run.output[-3000:]
-    assert "raise digen.deadlines." in last and "the checkpoint of step 1 is intact" in last
+    assert "raise digen.deadlines." in last and "global_step_1 is saved; this continues after it: python " in last
 
 
 def test_a_colocated_run_replaces_dead_replicas_and_ends_with_a_reason_when_transfer_queue_hangs(tmp_path):
@@ -125,4 +125,5 @@ def test_a_colocated_run_replaces_dead_replicas_and_ends_with_a_reason_when_tran
     assert "TransferQueue's controller gives no sign of life for 15 s (digen.deadlines.answer_s)" in last, said
     # it may be that of a step that has no metrics yet
     saved = (run_dir / "latest_checkpointed_iteration.txt").read_text()
-    assert f"the checkpoint of step {saved} is intact" in last and "trainer.resume_mode=auto" in last, said
+    assert f"global_step_{saved} is saved; this continues after it: python " in last, said
+    assert last.endswith("trainer.resume_mode=auto"), said

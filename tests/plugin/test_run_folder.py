@@ -24,8 +24,8 @@ from verl_digen.engine.driver_checkpoint import (
     save_driver_state,
     save_run_description,
 )
-from verl_digen.errors import RunStopped
-from verl_digen.observe.run_files import END, LOCK, METRICS, REPORT
+from verl_digen.errors import ReplicasLost, RunStopped
+from verl_digen.observe.run_files import END, LOCK, METRICS, POINTER, REPORT
 from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.rules import check
@@ -204,7 +204,9 @@ def test_an_interrupted_run_ends_with_the_command_that_goes_on(
     with pytest.raises(SystemExit, match=str(code)):
         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
     said = capsys.readouterr().err
-    assert said.endswith("python -m verl.trainer.main_ppo 'recipe=a b'\n") and len(said.splitlines()) == 1
+    mode = "auto" if is_saved else "disable"  # what it began with is not lost
+    assert said.endswith(f"python -m verl.trainer.main_ppo 'recipe=a b' trainer.resume_mode={mode}\n")
+    assert len(said.splitlines()) == 1
     ended = json.loads((tmp_path / ("run" if is_saved else "new") / END).read_text())
     assert ended == {"state": "stopped", "reason": by}
     assert ("global_step_6 is saved; this continues" in said) == is_saved, said
@@ -245,8 +247,9 @@ def test_a_run_leaves_how_it_ended_and_the_next_start_removes_it(
         (ActorDiedError(), "ActorDiedError"),
         (RayTaskError("run", "traceback", ActorDiedError()).as_instanceof_cause(), "ActorDiedError"),
         (OutOfMemoryError("killed"), "OutOfMemoryError"),
+        (RayTaskError("run", "traceback", ReplicasLost()).as_instanceof_cause(), "every rollout replica is lost"),
     ],
-    ids=["task runner", "rank", "memory"],
+    ids=["task runner", "rank", "memory", "replicas"],
 )
 def test_a_lost_process_is_said_with_the_command_that_goes_on(begin, saved, monkeypatch, capsys, error, name):
     monkeypatch.setattr("sys.orig_argv", ["python", "own_main.py", "recipe=a", "trainer.resume_mode=disable"])
@@ -256,6 +259,19 @@ def test_a_lost_process_is_said_with_the_command_that_goes_on(begin, saved, monk
     with pytest.raises(SystemExit, match="1"):
         Preflight().on_job_end(begin("trainer.total_training_steps=9"), done)
     said = capsys.readouterr().err
-    assert said.startswith(f"verl-digen: the run stopped: a process is lost ({name}: ") and len(said.splitlines()) == 1
-    assert said.endswith("global_step_6 is saved; this continues after it: python own_main.py recipe=a\n")
+    lost = name if name.endswith("is lost") else f"a process is lost ({name}: "
+    assert said.startswith(f"verl-digen: the run stopped: {lost}") and len(said.splitlines()) == 1
+    command = "python own_main.py recipe=a trainer.resume_mode=auto\n"
+    assert said.endswith(f"global_step_6 is saved; this continues after it: {command}")
     assert json.loads((saved / END).read_text())["reason"] in said
+
+
+def test_a_damaged_pointer_is_named_at_the_end_too(begin, saved, monkeypatch, capsys):
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    (saved / POINTER).write_text("")
+    done = JobReturn(status=JobStatus.FAILED)
+    done.return_value = RunStopped("a rank died")
+    with pytest.raises(SystemExit, match="1"):
+        Preflight().on_job_end(begin("trainer.total_training_steps=9"), done)
+    said = capsys.readouterr().err
+    assert said.startswith(f"verl-digen: the run stopped: a rank died; {saved / POINTER} must hold the step of"), said

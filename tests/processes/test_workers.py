@@ -72,7 +72,7 @@ def test_samples_of_a_worker_gone_for_good_go_to_the_others_and_without_any_the_
     assert len(workers._living) == 1
     ray.kill(workers._living[0])
     (stopped,) = score(workers, (1, 0))
-    assert isinstance(stopped, RunStopped) and "trainer.resume_mode=auto" in str(stopped)
+    assert isinstance(stopped, RunStopped) and "every reward worker is lost" in str(stopped)
 
 
 def test_samples_go_to_a_worker_in_runs_of_its_batch_size_and_then_to_the_one_with_the_fewest():

@@ -156,8 +156,8 @@ def test_a_signal_ends_a_run_with_the_command_that_continues_it(train, tmp_path,
     before = signal.getsignal(signal.SIGINT)
     got, said = train(word, f"signal={number:d}", "trainer.resume_mode=disable")
     assert got == code and shown in said and "go on" not in said and not (tmp_path / "run" / "stop").exists()
-    way = "Continue" if shown.endswith("step") else "Begin again"
-    assert f"{way:<17}digen train digen_sd3 {word} signal={number:d}\n" in said
+    way, mode = ("Continue", "auto") if shown.endswith("step") else ("Begin again", "disable")
+    assert f"{way:<17}digen train digen_sd3 {word} signal={number:d} trainer.resume_mode={mode}\n" in said
     assert signal.getsignal(signal.SIGINT) == before
 
 

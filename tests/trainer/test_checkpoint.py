@@ -18,7 +18,6 @@ from verl_digen.engine.driver_checkpoint import (
     load_open_prompts,
     publish,
     save_driver_state,
-    way_to_resume,
 )
 from verl_digen.observe.run_files import replace_text
 from verl_digen.trainer.colocated import ColocatedTrainer
@@ -57,12 +56,6 @@ def test_a_full_disk_leaves_the_old_pointer(tmp_path, monkeypatch):
 def test_a_checkpoint_of_another_trainer_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(ValueError, match=r"trainer.resume_mode=disable"):
         load_driver_state(tmp_path)
-
-
-def test_a_run_that_stopped_says_after_which_checkpoint_it_can_go_on(tmp_path):
-    assert "no checkpoint yet" in way_to_resume(tmp_path)
-    publish(tmp_path, 6)
-    assert "checkpoint of step 6 is intact" in way_to_resume(tmp_path)
 
 
 def test_prompts_are_saved_as_json_and_a_value_that_json_does_not_give_back_is_refused(tmp_path):

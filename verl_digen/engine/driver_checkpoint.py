@@ -126,17 +126,3 @@ def _plain(value: Any, place: str) -> Any:
 def publish(run_dir: Path, step: int) -> None:
     """Make `global_step_{step}` the checkpoint that a resume takes."""
     replace_text(run_dir / POINTER, str(step))
-
-
-def way_to_resume(run_dir: Path) -> str:
-    """Say how to resume a run that stopped: one clause for its last message."""
-    path = run_dir / POINTER
-    if not path.is_file():
-        return (
-            "there is no checkpoint yet: once the cause is gone, start again, with a trainer.save_freq that is small "
-            "enough (steps between two checkpoints; -1 is never)"
-        )
-    return (
-        f"the checkpoint of step {path.read_text().strip()} is intact: once the cause is gone, start again with "
-        "trainer.resume_mode=auto, which continues after it"
-    )

@@ -57,8 +57,6 @@ SMALLER_ROWS = (
     f"actor_rollout_ref.model.enable_activation_offload=true and digen.tsp.reduce=tile, {SMALLER_SAMPLES}"
 )
 """Remedy where one row may not fit."""
-RESUMES = "then start again with trainer.resume_mode=auto, which continues from the newest checkpoint, if there is one"
-"""Way on after a run that ended: no setting of memory changes what a checkpoint holds."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ def shortage_explained(what: str, num_rows: int, remedy: Callable[[], str]) -> I
     except torch.OutOfMemoryError as error:
         raise RuntimeError(
             f"digen.tsp must give tiles that fit into the device's memory, got {what} of {num_rows} row(s) that did "
-            f"not ({str(error).splitlines()[0]}); {remedy()}; {RESUMES}"
+            f"not ({str(error).splitlines()[0]}); {remedy()}"
         ) from error
 
 

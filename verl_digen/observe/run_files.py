@@ -23,8 +23,9 @@
 import json
 import logging
 import os
+import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,12 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
         raise ValueError(f"{path} must hold the step of the newest checkpoint, got {step!r}; write its number there")
     folder = checkpoint_dir(run_dir, step)
     return folder if folder.is_dir() else None
+
+
+def restart(checkpoint: Path | None, words: Sequence[str]) -> str:
+    """The command of these words so that it continues after the checkpoint; without one, as it was typed."""
+    others = [word for word in words if not word.lstrip("+").startswith("trainer.resume_")]
+    return shlex.join(words if checkpoint is None else [*others, "trainer.resume_mode=auto"])
 
 
 def is_saved(run_dir: Path, step: int) -> bool:

@@ -3,7 +3,6 @@
 after Ctrl-C, 143 after SIGTERM. A run leaves in its folder what it was given (`save_start`), and how it ended."""
 
 import json
-import shlex
 import signal
 import sys
 import traceback
@@ -22,7 +21,7 @@ from ray._private.worker import _post_init_hooks
 from ray.exceptions import OutOfMemoryError, RayActorError
 
 from verl_digen.errors import RunStopped, describe, plain
-from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint, replace_text
+from verl_digen.observe.run_files import END, FOLDER_LINE, REPORT, newest_checkpoint, replace_text, restart
 from verl_digen.preflight.rules import check, notes
 from verl_digen.preflight.run_folder import claim, save_start
 from verl_digen.processes.cluster import fork_workers
@@ -59,7 +58,7 @@ class Preflight(Callback):
         run_dir, error = Path(config.trainer.default_local_dir), job_return._return_value
         if isinstance(error, RayActorError | OutOfMemoryError):
             lost = f"a process is lost ({describe(error)}): look for the reason above, out of memory is common"
-            error = RunStopped(f"{lost}; {_way_on(run_dir)}")
+            error = RunStopped(lost)
         if job_return.status != JobStatus.FAILED:
             _leave(run_dir, "ended", "")
             if config.hydra.mode == RunMode.MULTIRUN:
@@ -67,11 +66,7 @@ class Preflight(Callback):
         elif not isinstance(error, RunStopped):
             _leave(run_dir, "failed", describe(error))
         else:
-            reason = plain(error)
-            _leave(run_dir, "failed", reason)
-            ray.shutdown()  # ends the workers, and their last log lines come before the reason, not after
-            print(f"verl-digen: the run stopped: {reason}", file=sys.stderr, flush=True)
-            raise SystemExit(1)
+            _stop(run_dir, "failed", str(plain(error)), 1)
 
     def _begin(self, config: DictConfig) -> None:
         """Check, hold the run's folder, and print the notes."""
@@ -104,11 +99,11 @@ def checked(config: DictConfig) -> tuple[list[str], IO[str]]:
     return [*found, *of_folder], lock
 
 
-def _leave(run_dir: Path, state: str, reason: object) -> None:
+def _leave(run_dir: Path, state: str, reason: str) -> None:
     """Write `end.json`, and once more the report of a run that ended early, which shows the time that is left. Without
     them a process that is gone counts as stopped, so a full disk is only reported."""
     try:
-        replace_text(run_dir / END, json.dumps({"state": state, "reason": str(reason)}))
+        replace_text(run_dir / END, json.dumps({"state": state, "reason": reason}))
         if state != "ended" and (run_dir / REPORT).is_file():
             refresh_report(run_dir)
     except (OSError, ValueError) as error:
@@ -131,17 +126,19 @@ def _end_interrupted(
         return
     is_terminated = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     cause, code = ("SIGTERM", EXIT_TERMINATED) if is_terminated else ("Ctrl-C", EXIT_INTERRUPTED)
-    ray.shutdown()
-    _leave(run_dir, "stopped", cause)
-    print(f"verl-digen: the run stopped: {cause}; {_way_on(run_dir)}", file=sys.stderr, flush=True)
+    _stop(run_dir, "stopped", cause, code)
+
+
+def _stop(run_dir: Path, state: str, cause: str, code: int) -> NoReturn:
+    """End with one paragraph: why, and how to go on, with the command that was typed."""
+    _leave(run_dir, state, cause)
+    ray.shutdown()  # ends the workers, and their last log lines come before the paragraph, not after
+    try:
+        checkpoint = newest_checkpoint(run_dir)
+        way = "no checkpoint is saved yet; this begins again"
+        way = way if checkpoint is None else f"{checkpoint} is saved; this continues after it"
+        way += f": {restart(checkpoint, ['python', *sys.orig_argv[1:]])}"
+    except ValueError as error:  # the pointer is damaged
+        way = str(error)
+    print(f"verl-digen: the run stopped: {cause}; {way}", file=sys.stderr, flush=True)
     raise SystemExit(code)
-
-
-def _way_on(run_dir: Path) -> str:
-    """How to go on, with the command that was typed."""
-    words = [word for word in sys.orig_argv[1:] if not word.lstrip("+").startswith("trainer.resume_")]
-    command = shlex.join(["python", *words])
-    checkpoint = newest_checkpoint(run_dir)
-    if checkpoint is None:
-        return f"no checkpoint is saved yet; this begins again: {command}"
-    return f"{checkpoint} is saved; this continues after it: {command}"

@@ -213,16 +213,14 @@ class Supervision:
 
     # -- the end ------------------------------------------------------------------------------------------
     @contextmanager
-    def ends_explained(self, way_to_resume: Callable[[], str]) -> Iterator[None]:
-        """Raise what a fault of processes, network or disk raises as RunStopped, with the way to resume."""
+    def ends_explained(self) -> Iterator[None]:
+        """Raise what a fault of processes, network or disk raises as RunStopped."""
         try:
             yield
-        except (DeadlineMissed, ProcessLost) as error:
-            raise RunStopped(f"{error}; {way_to_resume()}") from error
         except (RayError, CancelledError, OSError) as error:
             if self._lost is not None:  # it ended the call
-                raise RunStopped(f"{self._lost}; {way_to_resume()}") from error
+                raise self._lost from error
             if isinstance(cause := plain(error), RunStopped):
                 raise cause from error
             logger.error("step %d failed", self.step(), exc_info=error)
-            raise RunStopped(f"step {self.step()} failed: {describe(error)}; {way_to_resume()}") from error
+            raise RunStopped(f"step {self.step()} failed: {describe(error)}") from error

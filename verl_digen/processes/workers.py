@@ -123,8 +123,7 @@ class WorkerPool:
         if not self._living:
             raise RunStopped(
                 f"every {self._kind} worker is lost, the last one with: {self._last_error}; if that names no cause, "
-                f"look above for a crash in the {self._kind}, or for too little memory, where fewer {self._key} help. "
-                "Then start again with trainer.resume_mode=auto, which continues after the last checkpoint"
+                f"look above for a crash in the {self._kind}, or for too little memory, where fewer {self._key} help"
             )
         others = [worker for worker in self._living if worker != other_than] or self._living
         if self._num_left == 0 or self._chosen not in others:

@@ -39,7 +39,6 @@ from verl_digen.engine.driver_checkpoint import (
     publish,
     save_driver_state,
     save_run_description,
-    way_to_resume,
 )
 from verl_digen.engine.worker import DiffusionWorker
 from verl_digen.errors import DeadlineMissed, RunStopped, plain
@@ -179,9 +178,8 @@ class DiffusionTrainer(PPOTrainerSync):
         """Start a replica in place of a lost one; `number` counts the replicas of the run."""
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Run verl's loop. RunStopped, with how to resume, if a remote task failed or its process died, or a deadline
-        was missed."""
-        with self._supervision.ends_explained(lambda: way_to_resume(self.run_dir)):
+        """Run verl's loop. RunStopped if a remote task failed or its process died, or a deadline was missed."""
+        with self._supervision.ends_explained():
             self._supervision.watch_processes(required_processes(agent_loop_manager.agent_loop_workers))
             super().fit(agent_loop_manager)
             self._validation.finish_pictures()
@@ -396,8 +394,7 @@ class DiffusionTrainer(PPOTrainerSync):
         except (OSError, RuntimeError) as error:
             raise RunStopped(
                 f"the checkpoint of step {self.global_steps} could not be written under trainer.default_local_dir="
-                f"{str(self.run_dir)!r} ({plain(error)}); the previous checkpoint is intact: free some space and start "
-                "again with trainer.resume_mode=auto"
+                f"{str(self.run_dir)!r} ({plain(error)}); free some space"
             ) from error
         self.checkpoint_callback.on_save(
             trainer=self, global_step=self.global_steps, checkpoint_dir=str(step_dir), async_save=False

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from verl_digen.observe.run_files import FOLDER_LINE, LOG, METRICS, REPORT, STOP, newest_checkpoint, read_lines
+from verl_digen.observe.run_files import FOLDER_LINE, LOG, METRICS, REPORT, STOP, newest_checkpoint, read_lines, restart
 from verl_digen.require import EXIT_REFUSED
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -273,8 +273,7 @@ def summary(run_dir: Path, command: Sequence[str], exit_code: int) -> Iterator[s
         yield f"  for diffusers  {shlex.join(['digen', 'export', str(run_dir)])}"
     yield f"Console          {run_dir / LOG}"
     if exit_code != 0:
-        again = shlex.join([word for word in command if not word.lstrip("+").startswith("trainer.resume_")])
-        yield f"{'Begin again' if checkpoint is None else 'Continue':<17}{again}"
+        yield f"{'Begin again' if checkpoint is None else 'Continue':<17}{restart(checkpoint, command)}"
 
 
 @contextmanager
