@@ -77,13 +77,14 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write this rank's part of a checkpoint; it appears under `local_path` when all ranks are done. RuntimeError
-        if a rank could not write: nothing appears then, and older checkpoints are untouched."""
+        """Write this rank's part of a checkpoint; it appears under `local_path` when all ranks are done. The one before
+        it is never removed: the driver does that once its own part is there. RuntimeError if a rank could not write:
+        nothing appears then, and older checkpoints are untouched."""
         if local_path is None:
             return
-        folder, num_kept = Path(local_path).absolute(), max_ckpt_to_keep or 0
-        if num_kept > 1 and self.rank == 0:
-            remove_earlier(folder, num_kept - 1, self.kept)
+        folder = Path(local_path).absolute()
+        if max_ckpt_to_keep and self.rank == 0:
+            remove_earlier(folder, max(1, max_ckpt_to_keep - 1), self.kept)
         writer = WholeFolder(folder)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
@@ -95,8 +96,6 @@ class DiffusersCheckpointManager(BaseCheckpointManager):
                 f"the checkpoint {folder} could not be written ({cause_of(error)}); make room on the disk, or let "
                 "trainer.default_local_dir name another one, which all nodes mount; older checkpoints are untouched"
             ) from error
-        if num_kept == 1 and self.rank == 0:  # the one before stays until this one is there
-            remove_earlier(folder, 0, self.kept)
         if self.rank == 0:
             logger.info("saved checkpoint %s", local_path)
 

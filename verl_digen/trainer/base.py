@@ -378,7 +378,7 @@ class DiffusionTrainer(PPOTrainerSync):
         try:
             with self._supervision.watch("files", "writing the checkpoint"):
                 self.actor_rollout_wg.save_checkpoint(
-                    str(step_dir / "actor"), None, self.global_steps, max_ckpt_to_keep=num_kept and max(num_kept, 2)
+                    str(step_dir / "actor"), None, self.global_steps, max_ckpt_to_keep=num_kept
                 )
             driver = DriverState(self._num_prompts_drawn, digest(self.train_dataset.prompts))
             save_driver_state(step_dir, driver, self.train_dataloader.state_dict(), self._open_prompts())
