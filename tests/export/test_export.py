@@ -212,7 +212,11 @@ def test_a_base_that_a_run_named_by_a_relative_path_is_found_from_elsewhere(save
 def test_a_checkpoint_without_the_config_of_its_run_is_refused(saved, tmp_path: Path):
     (tmp_path / "global_step_2").mkdir()
     (tmp_path / "global_step_2" / "actor").symlink_to(saved["lora"][0] / "global_step_2" / "actor")
-    with pytest.raises(ValueError, match=r"run\.json.* must be there, the config of the run"):
+    said = r"run\.json.* must be there, the config of the run.*; take another checkpoint"
+    with pytest.raises(ValueError, match=said):
+        open_run(tmp_path, None, None)
+    (tmp_path / "global_step_2" / "run.json").touch()
+    with pytest.raises(ValueError, match=r"run\.json must be JSON, .*, got b''; take another checkpoint"):
         open_run(tmp_path, None, None)
 
 

@@ -263,6 +263,17 @@ def test_a_bad_command_line_is_one_line_and_exit_code_2(tmp_path, capsys, monkey
     assert cli.main(["report", *words]) == 2 and said in capsys.readouterr().err
 
 
+def test_a_value_that_another_program_made_null_is_one_that_the_step_does_not_have(tmp_path):
+    make_run(tmp_path)
+    path = tmp_path / METRICS
+    *earlier, last = path.read_text().splitlines(keepends=True)
+    shown = []
+    for row in ({"step": 4}, dict.fromkeys(json.loads(last)) | {"step": 4}):
+        path.write_text("".join((*earlier, json.dumps(row), "\n")))
+        shown.append(page.collect(tmp_path))
+    assert shown[0] == shown[1]
+
+
 def test_a_damaged_file_of_a_run_is_named(tmp_path):
     make_run(tmp_path)
     for name, content, form in (

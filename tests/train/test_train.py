@@ -161,6 +161,13 @@ def test_a_signal_ends_a_run_with_the_command_that_continues_it(train, tmp_path,
     assert signal.getsignal(signal.SIGINT) == before
 
 
+def test_a_run_that_cannot_be_asked_to_end_goes_on_until_it_is_asked_again(train, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "stop").symlink_to(tmp_path / "no_such_folder" / "stop")
+    code, said = train("wait", "signal=2", "signal=15")
+    assert code == 143 and "the run does not end: [Errno 2] No such file" in said and "the run ends at once" in said
+
+
 # -- from a program -------------------------------------------------------------------------------------------
 def test_a_program_gets_the_run_or_the_reason(tmp_path):
     told: list[str] = []

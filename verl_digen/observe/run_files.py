@@ -96,8 +96,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """JSON objects of `metrics.jsonl` or `warnings.jsonl`, in order; [] without a file. A last line without its end is
-    left out: it is being written, or the disk was full. ValueError if another is no JSON object with a step."""
+    """JSON objects of `metrics.jsonl` or `warnings.jsonl`, without nulls, in order; [] without a file. A last line that
+    has no end is left out: it is being written, or the disk was full. ValueError if another is no JSON object with a
+    step."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     found = []
     for number, line in enumerate(text.split("\n")[:-1], start=1):
@@ -109,11 +110,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{path}: line {number} must be a JSON object with a step, got {line[:60]!r}; delete that line"
             )
-        found.append(value)
+        found.append({name: item for name, item in value.items() if item is not None})
     return found
 
 
-def json_in(path: Path, *keys: str) -> Any:
+def json_in(path: Path, *keys: str, remedy: str = "delete it") -> Any:
     """The JSON object with these keys, without any the list, in a file of a run. ValueError: it is damaged."""
     content = path.read_bytes()
     try:
@@ -122,7 +123,7 @@ def json_in(path: Path, *keys: str) -> Any:
         found = None
     if not isinstance(found, dict if keys else list) or not all(key in found for key in keys):
         form = f"an object with {', '.join(keys)}" if keys else "a list"
-        raise ValueError(f"{path} must be JSON, {form}, got {content[:60]!r}; delete it")
+        raise ValueError(f"{path} must be JSON, {form}, got {content[:60]!r}; {remedy}")
     return found
 
 

@@ -93,8 +93,9 @@ def _chosen_step(folder: Path, step: int | None) -> int:
 def _read_config(folder: Path, step: int) -> tuple[DictConfig, dict[str, str]]:
     """(config, versions). Weights that the run named by a path from its working directory are found from any other."""
     path = checkpoint_dir(folder, step) / RUN_FILE
-    require(path.is_file(), f"{str(path)!r} must be there, the config of the run", "nothing", "take another checkpoint")
-    found = json_in(path, "config", "versions")
+    remedy = "take another checkpoint"
+    require(path.is_file(), f"{str(path)!r} must be there, the config of the run", "nothing", remedy)
+    found = json_in(path, "config", "versions", remedy=remedy)
     config = OmegaConf.create(found["config"])
     assert isinstance(config, DictConfig)
     for key in WEIGHTS:

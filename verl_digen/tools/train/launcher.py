@@ -238,7 +238,11 @@ class Launch:
         for _ in range(count):
             is_first, self._asked = self._asked is None, self._signals.pop(0)
             if is_first and self._asked == signal.SIGINT and console.has_begun and console.run_dir is not None:
-                (console.run_dir / STOP).touch()
+                try:
+                    (console.run_dir / STOP).touch()
+                except OSError as error:
+                    self._show(f"the run does not end: {error}; Ctrl-C once more ends it at once")
+                    continue
                 self._show(
                     "Ctrl-C: the run ends after this step, and is saved if trainer.save_freq > 0. Once more: at once"
                 )
