@@ -19,8 +19,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -79,12 +78,9 @@ def within(bound: Bound, work: Callable[[], Result], *, what: str) -> Result:
             outcome.set_exception(error)
 
     threading.Thread(target=run, name=what, daemon=True).start()
-    try:
-        return outcome.result(bound.seconds)
-    except FutureTimeout as error:
-        if outcome.done():
-            raise  # raised by `work`
-        raise DeadlineMissed(what, bound.seconds, bound.key) from error
+    if wait([outcome], bound.seconds).not_done:
+        raise DeadlineMissed(what, bound.seconds, bound.key)
+    return outcome.result()
 
 
 class Supervision:
