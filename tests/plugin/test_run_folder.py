@@ -99,6 +99,11 @@ def test_rewards_that_are_no_mapping_are_told_in_a_folder_that_holds_a_run_too(b
         check(begin("digen.reward.functions=mine.py:score"))
 
 
+def test_a_mistyped_reward_is_no_other_run(begin, saved):
+    with pytest.raises(ValueError, match=r"^[^\n]*jpeg_compressibilty[^\n]*$"):
+        check(begin("digen.reward.functions={jpeg_compressibilty: 1.0}"))
+
+
 def test_a_reward_may_get_other_processes_and_one_without_weight_may_come_or_go(begin, saved):
     path = saved / "global_step_6" / "run.json"
     known = json.loads(path.read_text())

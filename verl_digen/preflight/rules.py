@@ -115,6 +115,8 @@ def check(config: DictConfig, rules: Sequence[Rule] = RULES) -> StartConfig:
     run = StartConfig(_without(config, list(wrong)) if wrong else config)
     with flag_override(run.config, "readonly", True):
         for rule in rules:
+            if problems and rule is run_folder.check_continued:  # a mistyped value is no other run
+                continue
             try:
                 problems += rule(run) or []
             except OmegaConfBaseException as error:  # a value that is missing, or an interpolation that leads nowhere
