@@ -33,7 +33,7 @@ from verl_digen.preflight import start_config
 from verl_digen.preflight.machine import tracker_notes
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.unread import READERS, _verls_keys, keys_of, unknown_problems
-from verl_digen.preflight.values import OURS, REFUSED, unused_keys
+from verl_digen.preflight.values import MODEL, OURS, READ, REFUSED, ROLLOUT, VALUES, unused_keys
 from verl_digen.preflight.weights import check_weights
 
 pytestmark = pytest.mark.slow
@@ -156,6 +156,28 @@ def test_keys_of_verls_without_effect_are_refused_with_their_counterparts(start,
     lines = str(raised.value).splitlines()
     for key, remedy in remedies.items():
         assert any(line.startswith(f"{key} must be ") and line.endswith(remedy) for line in lines), key
+
+
+def test_a_manager_of_the_users_own_that_fails_at_its_import_is_told_with_the_cause(
+    start, runnable, tmp_path, monkeypatch
+):
+    (tmp_path / "own_manager.py").write_text("from verl_digen.agent_loop import manager\nNAMES['x']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = said_of(start, *runnable, f"{ROLLOUT}.agent.agent_loop_manager_class=own_manager.Own")
+    assert said is not None and "got 'own_manager.Own' (NameError: name 'NAMES' is not defined); " in said
+    (tmp_path / "own_manager.py").write_text("class Own: ...\n")
+    said = said_of(start, *runnable, f"{ROLLOUT}.agent.agent_loop_manager_class=own_manager.Own")
+    assert said is not None and "or a subclass of it, got 'own_manager.Own'; " in said
+
+
+def test_a_section_that_an_empty_line_takes_away_is_told(start, runnable):
+    read = {key.rpartition(".")[0] for key in (*VALUES, *READ, *REFUSED, *(key for key, *_ in unused_keys()))}
+    innermost = sorted(name for name in read if not any(other.startswith(f"{name}.") for other in read))
+    assert {f"{ROLLOUT}.trace", f"{MODEL}.lora", "reward.reward_manager.module", "critic"} <= {*innermost}
+    said = said_of(start, *runnable, *(f"{name}=null" for name in innermost))
+    assert said is not None
+    told = {line for line in said.splitlines() if "must be a section" in line}
+    assert told == {f"{name} must be a section with keys of its own, got None; leave it out" for name in innermost}
 
 
 def test_every_key_without_effect_is_one_of_verls(compose_main):

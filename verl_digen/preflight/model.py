@@ -130,7 +130,7 @@ def check_loss(run: StartConfig) -> None:
 def trains_all(config: DictConfig) -> bool:
     """True if all weights train, not an adapter."""
     model = config.actor_rollout_ref.model
-    return not (model.lora_rank or (model.lora or {}).get("rank") or model.lora_adapter_path)
+    return not (model.lora_rank or model.lora.get("rank") or model.lora_adapter_path)
 
 
 def model_of(config: DictConfig) -> DiffusionModel | None:

@@ -207,7 +207,7 @@ VALUES: dict[str, Value] = {
     "transfer_queue.backend.SimpleStorage.total_storage_size": Value(Count, "100000 is verl's default"),
 }
 
-READ = ("algorithm.adv_estimator", "trainer.v1.trainer_mode", "reward.custom_reward_function.path")
+READ = ("reward.custom_reward_function.path", "reward.reward_manager.module.path", f"{MODEL}.lora.rank")
 """Keys of further sections, which an empty line of a yaml file would take away; rules check their values."""
 
 UNUSED: Mapping[str, str] = {
@@ -362,7 +362,7 @@ def value_problems(config: DictConfig) -> dict[str, str | None]:
     """Keys of `VALUES` with a value they may not have -> a paragraph; None where another entry of the result says it:
     the key's value is an interpolation of that one. A section that is no mapping is an entry in place of its keys."""
     problems: dict[str, str | None] = {}
-    keys = (*VALUES, *READ)
+    keys = (*VALUES, *READ, *REFUSED, *(key for key, *_ in unused_keys()))
     parents = (accumulate(key.split(".")[:-1], "{}.{}".format) for key in keys)  # of a.b.c: a and a.b
     sections = {name: OmegaConf.select(config, name) for name in dict.fromkeys(chain.from_iterable(parents))}
     broken = [name for name, section in sections.items() if not OmegaConf.is_dict(section)]

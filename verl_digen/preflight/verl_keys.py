@@ -123,20 +123,12 @@ def check_classes(run: StartConfig) -> None:
             _is_subclass(given, f"{module}.{ours}"), f"{section}.name must be {ours} or a subclass of it", name, remedy
         )
     manager = OmegaConf.select(run.config, MANAGER_KEY)
-    require(
-        isinstance(manager, str) and (manager == MANAGER or _is_manager(manager)),
-        f"{MANAGER_KEY} must be {MANAGER}, or a subclass of it that can be imported",
-        manager,
-        "leave it to the recipes",
-    )
+    if manager != MANAGER:
+        rule, remedy = f"{MANAGER_KEY} must be {MANAGER}, or a subclass of it", "leave it to the recipes"
+        with refusing(f"{rule} that can be imported", manager, remedy):
+            given = load_class_from_fqn(manager)
+        require(_is_subclass(given, MANAGER), rule, manager, remedy)
 
 
 def _is_subclass(given: Any, ours: str) -> bool:
     return isinstance(given, type) and issubclass(given, load_class_from_fqn(ours))
-
-
-def _is_manager(name: str) -> bool:
-    try:
-        return _is_subclass(load_class_from_fqn(name), MANAGER)
-    except (ImportError, AttributeError, ValueError):
-        return False
