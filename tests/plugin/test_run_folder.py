@@ -16,16 +16,9 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
-from verl_digen.engine.driver_checkpoint import (
-    RUN_FILE,
-    DriverState,
-    digest,
-    publish,
-    save_driver_state,
-    save_run_description,
-)
+from verl_digen.engine.driver_checkpoint import DriverState, digest, publish, save_driver_state, save_run_description
 from verl_digen.errors import ReplicasLost, RunStopped
-from verl_digen.observe.run_files import END, LOCK, METRICS, POINTER, REPORT
+from verl_digen.observe.run_files import END, LOCK, METRICS, POINTER, REPORT, RUN_FILE
 from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.rules import check

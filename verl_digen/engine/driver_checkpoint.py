@@ -29,10 +29,9 @@ from omegaconf import DictConfig, OmegaConf
 from verl_digen.engine.saved_state import require_format
 from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint
-from verl_digen.observe.run_files import CHECKPOINT, POINTER, replace_text
+from verl_digen.observe.run_files import CHECKPOINT, POINTER, RUN_FILE, replace_text
 from verl_digen.types import PromptRow
 
-RUN_FILE = "run.json"
 WEIGHTS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path")
 """Keys of folders with weights that a run begins with."""
 

@@ -30,7 +30,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-START, END, LOCK = "start.json", "end.json", "run.lock"
+START, END, LOCK, RUN_FILE = "start.json", "end.json", "run.lock", "run.json"
 METRICS, WARNINGS, REPORT = "metrics.jsonl", "warnings.jsonl", "report.html"
 LOG, STOP = "console.log", "stop"
 POINTER = "latest_checkpointed_iteration.txt"
@@ -154,11 +154,6 @@ def restart(checkpoint: Path | None, words: Sequence[str]) -> str:
     """The command of these words so that it continues after the checkpoint; without one, as it was typed."""
     others = [word for word in words if not word.lstrip("+").startswith("trainer.resume_")]
     return shlex.join(words if checkpoint is None else [*others, "trainer.resume_mode=auto"])
-
-
-def is_saved(run_dir: Path, step: int) -> bool:
-    """True if the newest checkpoint is that of `step`."""
-    return newest_checkpoint(run_dir) == checkpoint_dir(run_dir, step)
 
 
 def keep_until(path: Path, step: int, *, since_s: float = inf) -> None:

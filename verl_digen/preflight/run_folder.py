@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
 from verl_digen.data.prompts import without
-from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS, digest, load_driver_state
+from verl_digen.engine.driver_checkpoint import WEIGHTS, digest, load_driver_state
 from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import (
@@ -37,6 +37,7 @@ from verl_digen.observe.run_files import (
     METRICS,
     POINTER,
     REPORT,
+    RUN_FILE,
     START,
     STOP,
     WARNINGS,

@@ -11,10 +11,9 @@ from statistics import median
 from typing import Any
 
 from verl_digen.observe.health import Health
-from verl_digen.observe.run_files import CHECKPOINT, START, WARNINGS, json_in, read_lines
+from verl_digen.observe.run_files import CHECKPOINT, RUN_FILE, START, WARNINGS, json_in, read_lines
 from verl_digen.report.curves import VALIDATION, rounded
 
-CHECKPOINT_FILE = f"{CHECKPOINT}*/run.json"
 MAX_WARNINGS = 200
 MAX_VALUE_CHARS = 300
 
@@ -36,7 +35,7 @@ def read_start(run_dir: Path) -> dict[str, Any]:
 
 def _of_checkpoint(run_dir: Path) -> dict[str, Any]:
     """Config and versions of the newest checkpoint, for a run without `start.json`, which a user's program started."""
-    written = sorted(run_dir.glob(CHECKPOINT_FILE), key=lambda path: path.stat().st_mtime)
+    written = sorted(run_dir.glob(f"{CHECKPOINT}*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime)
     known = json_in(written[-1], "config", "versions") if written else {"config": {}, "versions": {}}
     return {**known, "words": [], "recipes": [], "notes": [], "changes": None, "at_s": None}
 

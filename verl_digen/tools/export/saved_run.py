@@ -9,11 +9,11 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config import DigenConfig
-from verl_digen.engine.driver_checkpoint import RUN_FILE, WEIGHTS
+from verl_digen.engine.driver_checkpoint import WEIGHTS
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.base import DiffusionModel
-from verl_digen.observe.run_files import CHECKPOINT, POINTER, checkpoint_dir, json_in
+from verl_digen.observe.run_files import CHECKPOINT, POINTER, RUN_FILE, checkpoint_dir, json_in
 from verl_digen.require import require
 
 
