@@ -24,7 +24,7 @@ def alone(loaded):
 
 
 def test_a_norm_saves_its_input_and_a_number_per_row():
-    """As the kernel of a GPU; its gradient is one tensor."""
+    """Bytes that the kernel of a GPU saves; its gradient is one tensor."""
     norm, saved, rows = torch.nn.RMSNorm(64, eps=1e-6).bfloat16().requires_grad_(False), [], torch.empty(6, 64)
     rows = rows.bfloat16().requires_grad_()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda value: saved.append(value) or value, lambda value: value)
