@@ -48,6 +48,7 @@ FSDP: dict[str, dict[str, Any]] = {
     "kept after forward": {"reshard_after_forward": False},
     "bf16": BF16,
     "offloaded": {"param_offload": True, "optimizer_offload": True},
+    "on one shard, in place": {"fsdp_size": 1},
 }
 
 
