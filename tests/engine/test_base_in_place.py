@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.engine.harness import (
@@ -23,6 +24,7 @@ from tests.engine.harness import (
 )
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fsdp2 import gathered_bytes, parameters_of
+from verl_digen.engine.whole_base import WholeBase
 from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 
 pytestmark = [
@@ -89,6 +91,15 @@ def test_a_base_in_another_dtype_than_forwards_is_copied(tiny_qwen_image: Path):
     dtypes = {"model_dtype": "fp32", "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
     base = engine_with(tiny_qwen_image, **dtypes).base
     assert (base.is_kept, base.in_place_bytes) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_in_place"), [(OffloadPolicy(), True), (CPUOffloadPolicy(pin_memory=False), False)]
+)
+def test_a_base_on_the_host_is_copied(policy: OffloadPolicy, is_in_place: bool):
+    module = nn.Linear(4, 4).requires_grad_(False)
+    fully_shard(module, offload_policy=policy)
+    assert WholeBase(module, "auto").is_kept is is_in_place
 
 
 def test_a_released_base_is_read_where_its_shards_are_then(tiny_qwen_image: Path):

@@ -167,7 +167,7 @@ class WholeBase:
         """Bytes of a base that forwards read in place."""
         frozen = [one for one in parameters_of(module) if not one.sharded_param.requires_grad]
         is_on_one_shard = all(one.mesh_info.shard_mesh_size == 1 for one in frozen)
-        is_ready = all(one.sharded_param.dtype == compute_dtype(one) for one in frozen)
+        is_ready = all(one.sharded_param.dtype == compute_dtype(one) and not one.offload_to_cpu for one in frozen)
         self.is_kept: bool | None = wanted if isinstance(wanted, bool) else None
         """True if the base is whole from the next tile on; None: not decided yet."""
         if not (frozen and FSDP2_HAS_SEVERAL_GROUPS):
