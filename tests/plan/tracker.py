@@ -105,9 +105,8 @@ CARDS = (
 def words_of(case: Case) -> list[str]:
     """Words of a run whose samples divide among 64 ranks, or of one on one card. The tracker knows units of one group
     alone, so the base is sharded."""
-    if case.card_gb is not None:
-        return [f"recipe={case.recipe}", SHARDED, *case.words]
-    return [f"recipe={case.recipe}", "data.train_batch_size=64", SHARDED, *case.words]
+    batch = () if case.card_gb is not None else ("data.train_batch_size=64",)
+    return [f"recipe={case.recipe}", *batch, SHARDED, *case.words]
 
 
 def tile_bytes(memory: Memory) -> int:

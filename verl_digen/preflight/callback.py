@@ -135,9 +135,10 @@ def _stop(run_dir: Path, state: str, cause: str, code: int) -> NoReturn:
     ray.shutdown()  # ends the workers, and their last log lines come before the paragraph, not after
     try:
         checkpoint = newest_checkpoint(run_dir)
-        way = "no checkpoint is saved yet; this begins again"
-        way = way if checkpoint is None else f"{checkpoint} is saved; this continues after it"
-        way += f": {restart(checkpoint, ['python', *sys.orig_argv[1:]])}"
+        saved = "no checkpoint is saved yet; this begins again"
+        if checkpoint is not None:
+            saved = f"{checkpoint} is saved; this continues after it"
+        way = f"{saved}: {restart(checkpoint, ['python', *sys.orig_argv[1:]])}"
     except ValueError as error:  # the pointer is damaged
         way = str(error)
     print(f"verl-digen: the run stopped: {cause}; {way}", file=sys.stderr, flush=True)
