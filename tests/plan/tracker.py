@@ -103,10 +103,10 @@ CARDS = (
 
 
 def words_of(case: Case) -> list[str]:
-    """Words of a run whose samples divide among 64 ranks, or of one on one card. The tracker knows units of one group
-    alone, so the base is sharded."""
-    batch = () if case.card_gb is not None else ("data.train_batch_size=64",)
-    return [f"recipe={case.recipe}", *batch, SHARDED, *case.words]
+    """Words of a run whose samples divide among 64 ranks, with a sharded base, as the tracker knows units of one group
+    alone; or of one on one card."""
+    batch = () if case.card_gb is not None else ("data.train_batch_size=64", SHARDED)
+    return [f"recipe={case.recipe}", *batch, *case.words]
 
 
 def tile_bytes(memory: Memory) -> int:

@@ -8,9 +8,10 @@
   takes at most `memory.UNREDUCED_SHARE` of the free memory.
 - Tiles of another kind (longer prompts, larger samples) are measured with a sharded base, too. If no row of theirs fits
   beside the whole one, the base is sharded from then on.
-- On one shard it is whole anyway. FSDP2 copies it in every forward and backward even so; auto has forwards read the
-  shard itself, if it is in the compute dtype.
-- auto leaves it sharded with PyTorch 2.11, whose units have one group each; there the model's config refuses true.
+- On one shard it is whole anyway. FSDP2 copies it in every forward and backward even so; unless the key is false,
+  forwards read the shard itself, if it is on the device in the compute dtype.
+- On several shards auto leaves it sharded with PyTorch 2.11, whose units have one group each; there the model's config
+  refuses true.
 
 FSDP2 communicates the parameters of a unit as one group, and gathers it in every forward and backward. `split_frozen`
 moves the frozen parameters of each unit to a group of their own, whose gathered memory stays until `release_frozen`:
@@ -29,7 +30,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from verl_digen.engine import memory
@@ -47,6 +48,25 @@ from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tiles import TileChoice, prefers_whole_base
 
 logger = logging.getLogger(__name__)
+
+
+class InPlaceParam(FSDPParam):
+    """Parameter of one shard, which forwards read in place."""
+
+    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
+        """Give forwards the shard's memory. FSDP2 then copies the shard to it; PyTorch copies no tensor to itself."""
+        shard = self._sharded_param_data
+        assert shard.nbytes == shard.untyped_storage().nbytes(), "FSDP2 would resize it"
+        self.all_gather_outputs = [shard]
+
+    def free_unsharded_param(self) -> None:
+        """Keep the shard's memory."""
+
+    def reset_sharded_param(self) -> None:
+        """FSDP2's `reset_sharded_param`, after which forwards read the new shard."""
+        super().reset_sharded_param()
+        self.all_gather_outputs = []
+        self.__dict__.pop("_unsharded_param", None)
 
 
 class WholeGroup(FSDPParamGroup):
@@ -86,26 +106,7 @@ class WholeGroup(FSDPParamGroup):
         self.is_whole = False
 
 
-class InPlaceGroup(WholeGroup):
-    """Parameters of one shard, which forwards read in place."""
-
-    def unshard(self, async_op: bool = False) -> None:
-        """Give the unsharded parameters the memory of the shards."""
-        for parameter in () if self.is_whole else self.fsdp_params:
-            parameter.all_gather_outputs = [parameter._sharded_param_data]
-            parameter.init_unsharded_param()
-        self.is_whole = True
-
-    def release(self) -> None:
-        """Forget the unsharded parameters, before the shards move."""
-        self._to_sharded()
-        for parameter in self.fsdp_params if self.is_whole else ():
-            parameter.all_gather_outputs = []
-            del parameter._unsharded_param
-        self.is_whole = False
-
-
-def split_frozen(module: nn.Module, kind: type[WholeGroup] = WholeGroup) -> None:
+def split_frozen(module: nn.Module) -> None:
     """Keep the frozen parameters of every unit gathered from the next forward on. Between two tiles only."""
     reshard(module)
     for unit in _units(module):
@@ -115,7 +116,7 @@ def split_frozen(module: nn.Module, kind: type[WholeGroup] = WholeGroup) -> None
         frozen = [parameter for parameter in group.fsdp_params if not parameter.sharded_param.requires_grad]
         if not frozen:
             continue
-        whole = _empty_group(kind, group)
+        whole = _empty_group(WholeGroup, group)
         whole.fsdp_params = frozen
         group.fsdp_params = [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
         set_groups(unit, [group, whole] if group.fsdp_params else [whole])
@@ -170,16 +171,15 @@ class WholeBase:
         is_ready = all(one.sharded_param.dtype == compute_dtype(one) and not one.offload_to_cpu for one in frozen)
         self.is_kept: bool | None = wanted if isinstance(wanted, bool) else None
         """True if the base is whole from the next tile on; None: not decided yet."""
-        if not (frozen and FSDP2_HAS_SEVERAL_GROUPS):
+        if frozen and self.is_kept is not False and is_on_one_shard and is_ready:
+            self.in_place_bytes, self.num_bytes, self.is_kept = self.num_bytes, 0, False
+            for one in frozen:
+                one.__class__ = InPlaceParam
+        elif not (frozen and FSDP2_HAS_SEVERAL_GROUPS) or (is_on_one_shard and not self.is_kept):
             self.is_kept = False
-        elif self.is_kept is not False and is_on_one_shard and is_ready:
-            self.is_kept, self.in_place_bytes, self.num_bytes = True, self.num_bytes, 0
-            split_frozen(module, InPlaceGroup)
         elif self.is_kept:
             split_frozen(module)
             self._tell("model.whole_base=true")
-        elif is_on_one_shard:
-            self.is_kept = False
         self._is_forced = self.is_kept is True
 
     @property
@@ -200,7 +200,7 @@ class WholeBase:
 
     def measured_without(self, measure: Callable[[], TileMemory]) -> TileMemory:
         """Result of `measure`, during which the base is sharded."""
-        if not self.is_kept or self.in_place_bytes:
+        if not self.is_kept:
             return measure()
         merge_frozen(self.module)
         try:
@@ -211,7 +211,7 @@ class WholeBase:
     def choose(self, found: TileMemory, choose: Callable[..., TileChoice], num_rows: int) -> TileChoice:
         """Tiles of measured rows; decides, or gives the whole base up if none of these rows fits beside it. `choose` is
         `choose_tile` with everything but memory and costs, `num_rows` the most rows of any rank."""
-        sharded = partial(choose, found.rows, num_blocks=found.num_blocks)
+        sharded = partial(choose, found.rows, num_blocks=found.num_blocks, is_whole=self.in_place_bytes > 0)
         if self.is_kept is False:
             return sharded()
         beside = replace(found, room=found.room - self.num_bytes)

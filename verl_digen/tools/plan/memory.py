@@ -262,7 +262,7 @@ def may_be_whole(run: Job) -> bool:
 def reads_in_place(run: Job) -> bool:
     """True if forwards read a frozen base on one shard in place, as the engine decides."""
     settings, dtypes = run.settings, run.settings.dtypes
-    may_be = settings.is_lora and settings.whole_base is not False and FSDP2_HAS_SEVERAL_GROUPS
+    may_be = settings.is_lora and settings.whole_base is not False
     return may_be and settings.num_shards == 1 and dtypes.model == dtypes.compute
 
 
