@@ -105,7 +105,7 @@ setup(
         "tensorboard",
         "tensordict",
         "torch>=2.11,<2.15",  # private names of FSDP2 are used, see tests/contracts
-        "transformers>=5.9,<5.18",
+        "transformers>=5.9,<5.25",
     ],
     extras_require={
         # The versions that were tested with each other and with this plugin.
