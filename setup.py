@@ -104,7 +104,7 @@ setup(
         "safetensors",
         "tensorboard",
         "tensordict",
-        "torch>=2.11,<2.15",  # private names of FSDP2 are used, see tests/contracts
+        "torch>=2.11,<2.16",  # private names of FSDP2 are used, see tests/contracts
         "transformers>=5.9,<5.25",
     ],
     extras_require={

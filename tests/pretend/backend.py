@@ -36,6 +36,8 @@ RESIZING = (
 class Stream:
     """The only stream."""
 
+    stream_id = device_index = device_type = 0
+
     def __init__(self, *args: Any, **kwargs: Any):
         self.device = torch.device(NAME, 0)
 

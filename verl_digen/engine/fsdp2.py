@@ -7,6 +7,7 @@ gathered parameters: kept from forward to forward, and dropped, also after an ex
 | 2.11 | at most one, `_fsdp_param_group` | by hand, `_reset` |
 | 2.12 | several, `_fsdp_param_groups` | by hand, `_reset` |
 | 2.13 | several, `_fsdp_param_groups` | `FSDPModule.reset_iter_state` |
+| 2.15 | several, `_fsdp_param_groups` | `FSDPModule.reset_iter_state`, which drops the gradient |
 
 With `reshard_after_forward=false`, FSDP2's own `reshard` does nothing while a forward runs. After an exception FSDP2
 assumes that the forward still runs, so a reader of the shards would get gathered parameters. Call `recover` first then.
@@ -64,7 +65,13 @@ def reset(root: Any) -> None:
     """Put the shards of a root module in place after an exception in its forward or backward, with nothing in flight. A
     gradient that waits to be reduced stays."""
     if hasattr(root, "reset_iter_state"):
+        leaves = (
+            getattr(one, name, None) for one in parameters_of(root) for name in ("sharded_param", "_unsharded_param")
+        )
+        gradients = [(leaf, leaf.grad) for leaf in leaves if leaf is not None and leaf.grad is not None]
         root.reset_iter_state()
+        for leaf, gradient in gradients:
+            leaf.grad = gradient.to(leaf.grad_dtype)
     else:
         _reset(root._get_fsdp_state())
 

@@ -25,6 +25,7 @@ from verl.utils.device import get_device_id
 from verl_digen.engine.copies import local_shard
 from verl_digen.engine.export import plain_name
 from verl_digen.engine.fsdp2 import all_groups, parameters_of, reshard
+from verl_digen.hardware.torch_support import FSDP2_ACCUMULATES_IN_GRAD
 
 FREE_OF_EPS = 10.0
 """RMS over eps from which a parameter counts as free of eps: eps is at most a tenth of Adam's denominator."""
@@ -37,7 +38,8 @@ def _places(module: nn.Module) -> Iterator[tuple[tuple[int, str], Any, str]]:
     trained = (parameter for parameter in parameters_of(module) if parameter.sharded_param.requires_grad)
     for number, parameter in enumerate(trained):  # numbers stay where frozen ones move, see `whole_base`
         yield (number, "sharded"), parameter.sharded_param, "grad"
-        yield (number, "accumulated"), parameter, "unsharded_accumulated_grad"
+        if not FSDP2_ACCUMULATES_IN_GRAD:
+            yield (number, "accumulated"), parameter, "unsharded_accumulated_grad"
         if hasattr(parameter, "_unsharded_param"):  # made by the first forward
             yield (number, "unsharded"), parameter._unsharded_param, "grad"
 
@@ -127,7 +129,9 @@ def reduce_pending(module: nn.Module) -> None:
     backward; so the last tile of a batch need not be known in advance. Collective if there is any; call it on all
     ranks."""
     assert isinstance(module, FSDPModule)
-    module._get_fsdp_state()._root_post_backward_final_callback()
+    state = module._get_fsdp_state()
+    state._state_ctx.manual_backward_finalization_active = False  # PyTorch 2.15 has backward set it
+    state._root_post_backward_final_callback()
 
 
 def unreduced_bytes(module: nn.Module) -> int:

@@ -125,7 +125,7 @@ def split_frozen(module: nn.Module) -> None:
 def _empty_group(kind: type[FSDPParamGroup], like: Any) -> Any:
     """A group without parameters, for the modules and the ranks of another one."""
     meshes = like.mesh_info, like.post_forward_mesh_info
-    return kind([], like.modules, *meshes, like.device, None, like.mp_policy, like.offload_policy)
+    return kind([], like.modules, *meshes, like.device, None, like.fsdp_params[0].mp_policy, like.offload_policy)
 
 
 def merge_frozen(module: nn.Module) -> None:

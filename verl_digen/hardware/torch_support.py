@@ -49,3 +49,7 @@ def torch_facts() -> TorchFacts:
 def torch_has_accelerator_support(facts: TorchFacts) -> bool:
     """True unless this is a CPU build of PyTorch and no package adds an accelerator to it."""
     return any((facts.cuda, facts.hip, facts.xpu, facts.backends))
+
+
+FSDP2_ACCUMULATES_IN_GRAD = Version(torch.__version__) >= Version("2.15")
+"""True if FSDP2 keeps a gradient that waits to be reduced in the unsharded parameter's `grad` alone."""
