@@ -19,6 +19,29 @@ from verl_digen.tools.score.rewards import summary_of
 from verl_digen.trainer.validation import draw_pictures
 
 OWN = """
+import sys
+from verl_digen.reward.base import Reward
+
+class NoWeights(Reward):
+    def __init__(self, config, device):
+        open("weights")
+
+    def score(self, batch):
+        sys.exit("no key")
+
+class NoKey(NoWeights):
+    def __init__(self, config, device):
+        sys.exit(0)
+
+class Leaves(NoWeights):
+    __init__ = Reward.__init__
+
+def leave(**sample):
+    sys.exit("no key")
+
+async def leave_later(**sample):
+    sys.exit("no key")
+
 def letters(data_source, solution_image, ground_truth, extra_info=None):
     if extra_info["prompt"] == "bad":
         raise ValueError("not this one")
@@ -150,6 +173,17 @@ def test_a_prompt_is_found_beside_a_file_in_the_current_folder(folder, monkeypat
         ),
         (["{diversity: {weight: 1, size: 2}}", "out", "--prompt", ""], "must be a setting of Diversity"),
         (["jpeg_compressibility", "gone", "--prompt", ""], "must exist, got 'gone'"),
+        (
+            ["mine.py::letters", "out", "--prompt", ""],
+            "digen.reward.functions.letters must name what can be loaded, got 'mine.py::letters' (FileNotFoundError",
+        ),
+        *(
+            (
+                [f"mine.py:{name}", "out", "--prompt", ""],
+                f"digen.reward.functions.{name} must be a reward that can be made, got 'mine.py:{name}' ({why}",
+            )
+            for name, why in (("NoWeights", "FileNotFoundError: [Errno 2] No such file"), ("NoKey", "SystemExit: 0)"))
+        ),
     ],
 )
 def test_what_cannot_be_scored_is_refused_in_one_line(folder, capsys, monkeypatch, words, message):
@@ -158,6 +192,13 @@ def test_what_cannot_be_scored_is_refused_in_one_line(folder, capsys, monkeypatc
     (folder / "half.jsonl").write_text('{"prompt": "a", "file_name": "0.png"}')
     code, out, err = score(capsys, *words)
     assert code == 2 and out == "" and message in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["leave", "leave_later", "Leaves"])
+def test_a_reward_that_ends_python_fails_its_files(folder, capsys, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(folder))
+    code, out, _ = score(capsys, f"~/mine.py:{name}", folder / "out", "--prompt", "")
+    assert code == 1 and "4 of 4 files have no score" in out and "it raised SystemExit: no key" in out
 
 
 def test_the_summary_of_nothing_has_no_numbers():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, cast
 
-from verl_digen.reward.base import Result, Reward
+from verl_digen.reward.base import Result, Reward, exits_as_errors
 from verl_digen.types import RewardInput
 
 RewardFunction = Callable[..., Any]
@@ -63,10 +63,11 @@ class FunctionReward(Reward):
     async def _call(self, sample: RewardInput) -> Any:
         """Call a sync function in a thread, an async one here."""
         arguments = call_arguments(sample) | dict(self.config)
-        if inspect.iscoroutinefunction(self.function):
-            return await self.function(**arguments)
-        result = await asyncio.to_thread(self.function, **arguments)
-        return await result if inspect.isawaitable(result) else result
+        with exits_as_errors():
+            if inspect.iscoroutinefunction(self.function):
+                return await self.function(**arguments)
+            result = await asyncio.to_thread(self.function, **arguments)
+            return await result if inspect.isawaitable(result) else result
 
 
 def reward_of(function: Any) -> type[FunctionReward]:

@@ -8,6 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Iterable
 from hashlib import sha256
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,11 +66,13 @@ def load(target: str, key: str, known: str) -> Any:
 def _load_file(path: str) -> ModuleType:
     """Import a file as a module of a name of its own, once per process: dataclasses in it look their module up, which
     verl's `load_extern_object` does not register. It may import modules beside it, as a script may."""
-    name = f"{__name__}_{sha256(path.encode()).hexdigest()[:12]}"
+    file = Path(path).expanduser().absolute()
+    name = f"{__name__}_{sha256(bytes(file)).hexdigest()[:12]}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
+        # the loader is named, so that a file with another ending is one that is not there
+        spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
         assert spec is not None and spec.loader is not None
-        sys.path.append(str(Path(path).absolute().parent))
+        sys.path.append(str(file.parent))
         sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(sys.modules[name])
@@ -101,7 +104,14 @@ def check_class(found: type, base: type, key: str) -> None:
 
 def make(entry: RewardEntry, device: torch.device) -> Reward:
     found = check(entry)
-    return found(found.settings(entry.arguments, entry.key), device)
+    settings = found.settings(entry.arguments, entry.key)
+    try:
+        return found(settings, device)
+    except ValueError:  # says what it is about
+        raise
+    except (Exception, SystemExit) as error:
+        told = f"got {entry.target!r} ({type(error).__name__}: {error}); repair it, or what it reads"
+        raise ValueError(f"{entry.key} must be a reward that can be made, {told}") from error
 
 
 def scorer_of(entry: RewardEntry, device: torch.device, max_retries: int, timeout_s: float) -> BatchScorer:

@@ -36,7 +36,7 @@ from typing import Any
 from verl_digen.platforms.device_memory import allocated_bytes
 from verl_digen.processes.bundles import given
 from verl_digen.processes.calls import tell
-from verl_digen.reward.base import Reward, RewardUnavailable
+from verl_digen.reward.base import Reward, RewardUnavailable, exits_as_errors
 from verl_digen.types import PartScore, RewardCall, RewardInput
 
 logger = logging.getLogger(__name__)
@@ -235,10 +235,11 @@ class BatchScorer:
             return error
 
     async def _invoke(self, samples: Sequence[RewardInput]) -> Any:
-        if inspect.iscoroutinefunction(self._reward.score):
-            return await self._reward.score(samples)
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._reward.score, samples)
-        return await found if inspect.isawaitable(found) else found
+        with exits_as_errors():
+            if inspect.iscoroutinefunction(self._reward.score):
+                return await self._reward.score(samples)
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._reward.score, samples)
+            return await found if inspect.isawaitable(found) else found
 
 
 def read_result(name: str, result: Any) -> tuple[float, dict[str, float]]:
