@@ -43,6 +43,14 @@ class Editor(Brighter):
     edits = True
 
 
+class Endless(Brighter):
+    """Like `Brighter`, with a number of turns that cannot be told."""
+
+    @classmethod
+    def num_turns(cls, config: BrighterConfig) -> int:
+        return config.max_turns // 0
+
+
 @dataclass(frozen=True)
 class MortalConfig:
     folder: str = ""

@@ -55,6 +55,11 @@ def test_a_good_run_passes_and_says_what_it_trains_on(start, runnable):
             ("digen.environment.num_gpus=1.5",),
             "digen.environment.num_gpus must be 0, a share of one device, or a whole",
         ),
+        (
+            ("digen.environment.path=tests.environments.worlds.Endless",),
+            "digen.environment.path: num_turns of Endless must return the most turns of an episode, or None, got "
+            "BrighterConfig(max_turns=3, latency_s=0.0) (ZeroDivisionError: integer division or modulo by zero)",
+        ),
         (("digen.environment.name=other",), "digen.environment.name must be null with digen.environment.path"),
     ],
 )

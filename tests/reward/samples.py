@@ -24,6 +24,10 @@ class MeanLatent(Reward):
         return [float(sample.latents.final.mean()) for sample in batch]
 
 
+class Attribute(MeanLatent):
+    reads_latents = True  # type: ignore[assignment] # a user's slip
+
+
 def make_sample(index: int = 0, *, uid: str = "g", value: int = 0) -> RewardInput:
     """A picture of 4 x 4 px whose every byte is `value`."""
     pixels = np.full((4, 4, 3), value, np.uint8)

@@ -108,9 +108,12 @@ def check_environment(run: StartConfig) -> None:
     )
     found = environment_class(digen.environment)
     settings, most = environment_settings(digen.environment, found), digen.environment.max_turns
-    num_turns = found.num_turns(settings)
+    rule = f"{digen.environment.key}: num_turns of {found.__name__} must return the most turns of an episode, or None"
+    with refusing(rule, settings, "repair it"):
+        num_turns = found.num_turns(settings)
+        fits = num_turns is None or num_turns <= most
     require(
-        num_turns is None or num_turns <= most,
+        fits,
         f"digen.environment.max_turns must be >= {num_turns}, the turns of an episode of {digen.environment.target}",
         most,
         "raise it, or lower the turns in digen.environment.options",

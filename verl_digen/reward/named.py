@@ -149,7 +149,10 @@ def check_rows(config: RewardConfig, rows: Iterable[PromptRow], *, is_validation
 
 def reads_latents(entry: RewardEntry) -> bool:
     """True if the reward needs latents beside pixels."""
-    return find(entry).reads_latents(entry.arguments)
+    found = find(entry)
+    rule = f"{entry.key}: reads_latents of {found.__name__} must be a class method that answers"
+    with refusing(rule, entry.arguments, "write def reads_latents(cls, arguments)"):
+        return found.reads_latents(entry.arguments)
 
 
 def has_pool(entry: RewardEntry) -> bool:
