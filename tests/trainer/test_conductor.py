@@ -287,12 +287,13 @@ def test_what_fails_in_training_aborts_the_gradient_and_reaches_the_caller():
     assert pools.calls[-1] == ("abort",) and not pools.is_open and pools.version == 0
 
 
-def test_a_batch_without_a_single_group_stops_the_run_and_says_why():
+def test_a_batch_without_a_single_group_stops_the_run_and_says_why_once(caplog):
     pools = Pools(fail={(f"p{number:03d}", 0) for number in range(20)})
     pools.fail = AlwaysFails()
     with pytest.raises(RunStopped, match=r"every group was dropped .*no luck"):
         run(make_conductor(pools))
     assert pools.calls[-1] == ("abort",)
+    assert len([text for text in caplog.messages if "no luck" in text]) == 1
 
 
 class AlwaysFails(set):

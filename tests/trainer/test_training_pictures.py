@@ -5,7 +5,7 @@ import json
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.tags import make_tag
 from verl_digen.config import DigenConfig
+from verl_digen.data.rows import ROW
+from verl_digen.errors import RunStopped
 from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
@@ -23,6 +25,7 @@ from verl_digen.trainer import run_output
 from verl_digen.trainer.run_output import TrainingPictures, distributions, draw
 from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_uid
 from verl_digen.trainer.validation_run import Validation
+from verl_digen.types import PromptRow
 
 DIGEN = DigenConfig(num_logged_groups=2, logged_groups_every=5)
 
@@ -161,3 +164,11 @@ def test_pictures_that_cannot_be_drawn_cost_a_warning_not_the_run(tmp_path, monk
     validation._pictures = failed
     validation.finish_pictures()
     assert caplog.messages[2:] == [f"pictures of the last validation {said.partition(' ')[2]}"]
+
+
+def test_validation_prompts_that_failed_for_one_reason_are_one_warning(tmp_path, monkeypatch, caplog):
+    validation = Validation(DIGEN, tmp_path, cast(Supervision, None), num_samples=1, to_tensorboard=False)
+    monkeypatch.setattr(validation, "generate", lambda rows, *_: ["no key"] * (len(rows) - 1) + ["no room"])
+    with pytest.raises(RunStopped, match="validation at step 3: every prompt failed; the last: no room"):
+        validation.run([{ROW: [PromptRow("a cat", "test", None)] * 3}], cast(Any, None), step=3)
+    assert caplog.messages == ["2 of 3 validation prompts failed: no key", "1 of 3 validation prompts failed: no room"]

@@ -162,10 +162,9 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         except Exception as error:  # the prompt must reach a final status, or the trainer waits forever
             failures = [error]
         if failures:
-            logger.error(
-                "group %s failed: %d of %d samples: %s", uid, len(failures), num_samples, describe(failures[0])
+            logger.debug(
+                "group %s failed: %d of %d samples, first with", uid, len(failures), num_samples, exc_info=failures[0]
             )
-            logger.debug("the first failure of group %s", uid, exc_info=failures[0])
         status = PromptStatus("failure", describe(failures[0])) if failures else PromptStatus("finished")
         await publish_status(partition, uid, status)
 

@@ -363,8 +363,10 @@ class Conductor:
     def _on_failed(self, chunk: Chunk, failures: Mapping[int, str]) -> None:
         if not failures or chunk.id in self._withdrawn:
             return
-        self.last_failure = next(iter(failures.values()))
-        logger.warning("%d samples of group %s failed: %s", len(failures), chunk.uid, self.last_failure)
+        reason = next(iter(failures.values()))
+        if reason != self.last_failure:  # else it is only counted
+            logger.warning("%d samples of group %s failed: %s", len(failures), chunk.uid, reason)
+        self.last_failure = reason
         self.planner.on_failed(chunk.id, list(failures))
 
 

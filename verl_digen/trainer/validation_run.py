@@ -3,6 +3,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -69,8 +70,8 @@ class Validation:
             rows = [replace(row, uid=validation_uid(row.index)) for row in columns[ROW]]
             num_samples += len(rows) * self._num_samples
             reasons = self.generate(rows, generate, step, tags)
-            for reason in reasons:
-                logger.warning("a validation prompt failed: %s", reason)
+            for reason, count in Counter(reasons).items():
+                logger.warning("%d of %d validation prompts failed: %s", count, len(rows), reason)
             if len(reasons) == len(rows):
                 raise RunStopped(f"validation at step {step}: every prompt failed; the last: {reasons[-1]}")
         self.finish_pictures()
