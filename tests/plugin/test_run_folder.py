@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from verl_digen.engine.driver_checkpoint import DriverState, digest, publish, save_driver_state, save_run_description
 from verl_digen.errors import ReplicasLost, RunStopped
-from verl_digen.observe.run_files import END, LOCK, METRICS, POINTER, REPORT, RUN_FILE
+from verl_digen.observe.run_files import END, LOCK, METRICS, POINTER, REPORT, RUN_FILE, STOP, WARNINGS
 from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.rules import check
@@ -147,6 +147,30 @@ def test_the_files_of_a_run_that_is_not_continued_are_moved_not_mixed(begin, sav
     assert {"global_step_6", METRICS} <= {path.name for path in aside.iterdir()}
     if has_checkpoint:
         assert claim(begin(f"trainer.default_local_dir={aside}"))[1] == [], "it can be continued there"
+
+
+@pytest.mark.parametrize(("name", "line"), [(METRICS, '{"step": 1}\nhalf\n{"step": 2}\n'), (WARNINGS, "{}\n")])
+def test_a_damaged_line_is_told_before_ray_starts(begin, saved, name, line):
+    (saved / name).write_text(line)
+    with pytest.raises(ValueError, match=rf"run/{name}: line \d must be a JSON object with a step, got .* delete that"):
+        claim(begin())
+
+
+def test_a_folder_in_place_of_stop_is_refused(begin, saved):
+    (saved / STOP).mkdir()
+    with pytest.raises(ValueError, match=r"must hold no folder stop or end\.json, got .*/run' \(IsADirectoryError: .*; re"):
+        claim(begin())
+
+
+def test_an_earlier_checkpoint_of_its_own_that_a_run_begins_from_is_its_newest(begin, saved, monkeypatch, capsys):
+    shutil.copytree(saved / "global_step_6", saved / "global_step_3")
+    claim(begin(PATH, f"trainer.resume_from_path={saved}/global_step_3"))
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    done = JobReturn(status=JobStatus.FAILED)
+    done.return_value = RunStopped("a rank died")
+    with pytest.raises(SystemExit, match="1"):
+        Preflight().on_job_end(begin(), done)
+    assert f"{saved}/global_step_3 is saved; this continues after it" in capsys.readouterr().err
 
 
 def test_a_folder_is_held_by_one_run_until_its_process_ends(begin, tmp_path):

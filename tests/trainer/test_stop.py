@@ -36,12 +36,13 @@ class Loop:
     _watch_rewards = DiffusionTrainer._watch_rewards
     on_step_end = DiffusionTrainer._end_if_asked
 
-    def __init__(self, run_dir, *, stops: bool, save_freq: int, asked_in_step: int | None):
+    def __init__(self, run_dir, *, stops: bool, save_freq: int, asked_in_step: int | None, ask: str):
         functions = {"shapes": 1.0, "pick": {"weight": 0, "gold": True}}
         reward = RewardConfig(functions, stop_on_hacking=stops)
         self.digen, self.config = DigenConfig(reward=reward), OmegaConf.create(CONFIG)
         self.config.trainer.save_freq = save_freq
         self.run_dir, self.saved, self._asked_in_step = run_dir, list[int](), asked_in_step
+        self._ask = ask
         self._watch = RewardWatch(reward, run_dir, RULES)
         self._supervision = SimpleNamespace(watch=lambda *what: nullcontext())
         self.kept: list[list[str]] = []
@@ -52,7 +53,7 @@ class Loop:
 
     def step(self, metrics: dict, timing_raw: dict) -> Any:
         if self.global_steps == self._asked_in_step:
-            (self.run_dir / STOP).touch()
+            getattr(self.run_dir / STOP, self._ask)()
         return SimpleNamespace(keys=[], partition_id="train")
 
     def _validate(self) -> dict[str, float]:
@@ -81,11 +82,11 @@ class Loop:
         raise AttributeError(name)
 
 
-def run(run_dir, monkeypatch, *, stops: bool, save_freq: int = -1, asked_in_step: int | None = None) -> Loop:
+def run(run_dir, monkeypatch, *, stops: bool, save_freq=-1, asked_in_step: int | None = None, ask="touch") -> Loop:
     skips = SimpleNamespace(init=lambda config: None, set_step=lambda step: None)
     monkeypatch.setattr(verl_trainer, "SkipManager", skips)
     monkeypatch.setattr(verl_trainer, "tq", SimpleNamespace(kv_clear=lambda **given: None))
-    loop = Loop(run_dir, stops=stops, save_freq=save_freq, asked_in_step=asked_in_step)
+    loop = Loop(run_dir, stops=stops, save_freq=save_freq, asked_in_step=asked_in_step, ask=ask)
     loop.fit(None)  # type: ignore[arg-type]
     return loop
 
@@ -103,9 +104,11 @@ def test_a_run_that_does_not_stop_goes_on_and_keeps_nothing(tmp_path, monkeypatc
     assert loop.logged[-1][1]["hacking/verdict"] == 1.0
 
 
-@pytest.mark.parametrize(("save_freq", "saved"), [(-1, []), (2, [2, 3]), (3, [3])])
-def test_a_run_that_is_asked_to_stop_ends_after_its_step_and_is_saved_once(tmp_path, monkeypatch, save_freq, saved):
-    loop = run(tmp_path, monkeypatch, stops=False, save_freq=save_freq, asked_in_step=3)
+@pytest.mark.parametrize(
+    ("save_freq", "saved", "ask"), [(-1, [], "touch"), (2, [2, 3], "touch"), (3, [3], "touch"), (2, [2, 3], "mkdir")]
+)
+def test_a_run_that_is_asked_to_stop_ends_after_its_step_and_is_saved_once(tmp_path, monkeypatch, save_freq, saved, ask):
+    loop = run(tmp_path, monkeypatch, stops=False, save_freq=save_freq, asked_in_step=3, ask=ask)
     assert [step for step, _ in loop.logged] == [1, 2, 3] and loop.ended == "on_train_end"
     assert loop.saved == saved and not (tmp_path / STOP).exists()
     assert ("save_checkpoint" in loop.timing_raw) == bool(saved), "saving is no part of the step's time"

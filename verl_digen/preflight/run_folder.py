@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
 from verl_digen.data.prompts import without
-from verl_digen.engine.driver_checkpoint import WEIGHTS, digest, load_driver_state
+from verl_digen.engine.driver_checkpoint import WEIGHTS, digest, load_driver_state, publish
 from verl_digen.hardware.versions import installed
 from verl_digen.models.locate import fingerprint
 from verl_digen.observe.run_files import (
@@ -43,13 +43,14 @@ from verl_digen.observe.run_files import (
     WARNINGS,
     json_in,
     newest_checkpoint,
+    read_lines,
     replace_text,
 )
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
 from verl_digen.preflight.start_config import GROUP_WORD, StartConfig, command_line, named_recipes
 from verl_digen.report.summary import leaves
-from verl_digen.require import first_of, require
+from verl_digen.require import first_of, refusing, require
 
 LEARNT = (
     *WEIGHTS,
@@ -174,12 +175,15 @@ def claim(config: DictConfig) -> tuple[IO[str], list[str]]:
     run_dir.mkdir(parents=True, exist_ok=True)
     lock, notes = _hold(run_dir)
     checkpoint = checkpoint_to_continue(config)
-    is_own = checkpoint is not None and checkpoint.resolve().parent == run_dir.resolve()
-    holds_run = (run_dir / POINTER).is_file() or ((run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size)
-    if holds_run and not is_own:
+    if checkpoint is not None and checkpoint.resolve().parent == run_dir.resolve():
+        for name in (METRICS, WARNINGS):
+            read_lines(run_dir / name)  # a damaged line is told now
+        publish(run_dir, _step_of(checkpoint))  # resume_path may name an earlier one
+    elif (run_dir / POINTER).is_file() or ((run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size):
         notes.append(f"{run_dir} held a run that is not continued; its files are now in {_set_aside(run_dir)}")
-    (run_dir / STOP).unlink(missing_ok=True)
-    (run_dir / END).unlink(missing_ok=True)
+    with refusing("trainer.default_local_dir must hold no folder stop or end.json", str(run_dir), "remove it"):
+        (run_dir / STOP).unlink(missing_ok=True)
+        (run_dir / END).unlink(missing_ok=True)
     return lock, notes
 
 

@@ -363,8 +363,9 @@ class DiffusionTrainer(PPOTrainerSync):
     # -- checkpoint and resume ----------------------------------------------------------------------------
     def _end_if_asked(self) -> None:
         """End the run after this step, where `RUN_DIR/stop` asks for it, and save it if the run saves at all."""
-        if (self.run_dir / STOP).exists():
-            (self.run_dir / STOP).unlink()
+        stop = self.run_dir / STOP
+        if stop.exists():
+            stop.rmdir() if stop.is_dir() else stop.unlink()
             self.total_training_steps = self.global_steps  # verl's loop ends after this step
             is_saved = newest_checkpoint(self.run_dir) == checkpoint_dir(self.run_dir, self.global_steps)
             if self.config.trainer.save_freq > 0 and not is_saved:
