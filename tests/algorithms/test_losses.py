@@ -22,7 +22,7 @@ from verl_digen.algorithms.objectives import (
     register_objective,
 )
 from verl_digen.algorithms.objectives.diffusion_nft import DiffusionNftConfig
-from verl_digen.algorithms.rows import combine_tiles, numbers
+from verl_digen.algorithms.rows import LossInputs, combine_tiles, numbers
 
 ORACLES = Path(__file__).parents[1] / "fixtures" / "oracles"
 OF_PATHS = [name for name in objective_names() if find_objective(name).points == "path" and name != "opd"]
@@ -301,6 +301,13 @@ def test_a_registered_loss_is_found_checked_and_called():
         policy_loss("mine", {"log_prob": torch.ones(2)}, ClampedConfig())
     with pytest.raises(ValueError, match="'flow_grpo' exists already"):
         register_objective("flow_grpo", columns=("log_prob",))(mine)
+
+
+def test_an_input_that_a_loss_did_not_declare_is_named_with_those_that_it_did():
+    rows = LossInputs.check("test", {"log_prob": torch.zeros(2)}, columns=("log_prob",))
+    message = r"reads must be one of those that it declares, log_prob, got 'advantage'; add it to its columns or latents"
+    with pytest.raises(ValueError, match=message):
+        _ = rows["advantage"]
 
 
 def test_a_loss_that_returns_a_tensor_is_told_what_to_return():

@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from verl_digen.require import require
+
 Reduce = Literal["mean", "count", "max", "min", "first", "first_max"]
 """Combination of a metric's values."""
 Combine = Callable[[Tensor], Tensor]
@@ -149,6 +151,8 @@ class LossInputs:
         return cls(tensors, is_row, num_rows)
 
     def __getitem__(self, name: str) -> Tensor:
+        rule = f"an input that a loss reads must be one of those that it declares, {', '.join(self.tensors)}"
+        require(name in self.tensors, rule, name, "add it to its columns or latents")
         return self.tensors[name]
 
     def mean(self, per_row: Tensor) -> Tensor:
