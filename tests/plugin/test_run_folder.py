@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hydra import initialize_config_module
@@ -22,7 +23,7 @@ from verl_digen.observe.run_files import END, LOCK, METRICS, POINTER, REPORT, RU
 from verl_digen.preflight.callback import Preflight, checked
 from verl_digen.preflight.inputs import prompts_of
 from verl_digen.preflight.rules import check
-from verl_digen.preflight.run_folder import claim
+from verl_digen.preflight.run_folder import check_run_dir, claim
 from verl_digen.preflight.start_config import StartConfig
 
 pytestmark = pytest.mark.slow
@@ -147,6 +148,37 @@ def test_the_files_of_a_run_that_is_not_continued_are_moved_not_mixed(begin, sav
     assert {"global_step_6", METRICS} <= {path.name for path in aside.iterdir()}
     if has_checkpoint:
         assert claim(begin(f"trainer.default_local_dir={aside}"))[1] == [], "it can be continued there"
+
+
+@pytest.fixture
+def joined(monkeypatch, tmp_path):
+    """A Ray that was started in the test's folder, which a run joins; another one runs here."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    folders = {6379: str(tmp_path), 16379: os.getcwd()}
+    raylets = [
+        SimpleNamespace(name=lambda: "raylet", cmdline=lambda own=own: ["raylet", own], cwd=lambda path=path: path)
+        for own, path in ((f"--gcs-address=10.0.0.1:{port}", path) for port, path in folders.items())
+    ]
+    monkeypatch.setattr("psutil.process_iter", lambda: raylets)
+
+
+def test_relative_paths_are_refused_where_a_ray_of_another_folder_is_joined(start, joined, tmp_path, monkeypatch):
+    words = [
+        *("recipe=digen_flowgrpo", "data.train_files=[pyproject.toml,/b]", "data.val_files=/c", "actor_rollout_ref.model.path=/m"),
+        "digen.reward.functions={own: {weight: 1, reward: setup.py:score}}",
+    ]
+    with pytest.raises(ValueError) as told:
+        check_run_dir(StartConfig(start(*words)))
+    here = os.getcwd()
+    assert str(told.value) == (
+        "trainer.default_local_dir, data.train_files, digen.reward.functions.own.reward must be absolute where a run "
+        f"joins a Ray that was started in another folder, whose processes read relative paths there, got {str(tmp_path)!r}; "
+        f"begin the run there, or set trainer.default_local_dir={here}/outputs/digen/flowgrpo "
+        f"data.train_files=[{here}/pyproject.toml,/b] digen.reward.functions.own.reward={here}/setup.py:score"
+    )
+    check_run_dir(StartConfig(start(*words, "+ray_kwargs.ray_init.runtime_env.working_dir=.")))
+    monkeypatch.chdir(tmp_path)
+    check_run_dir(StartConfig(start(*words)))
 
 
 @pytest.mark.parametrize(("name", "line"), [(METRICS, '{"step": 1}\nhalf\n{"step": 2}\n'), (WARNINGS, "{}\n")])

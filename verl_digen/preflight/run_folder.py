@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
 from verl_digen.data.prompts import without
@@ -49,8 +50,9 @@ from verl_digen.observe.run_files import (
 from verl_digen.observe.timeline.file import NAME as TIMELINE
 from verl_digen.preflight.inputs import has_checkpoint, num_steps, prompts_of
 from verl_digen.preflight.start_config import GROUP_WORD, StartConfig, command_line, named_recipes
+from verl_digen.processes.cluster import other_folder
 from verl_digen.report.summary import leaves
-from verl_digen.require import first_of, refusing, require
+from verl_digen.require import as_typed, first_of, refusing, require
 
 LEARNT = (
     *WEIGHTS,
@@ -69,6 +71,12 @@ PACE = (
 """Keys that people change when they continue a run: a change is reported."""
 NOT_COMPARED = {field.name for field in fields(PoolSettings)} | {"total_training_steps"}
 """Last names of keys that say where and how long: a reward's processes, and the steps that verl writes into `optim`."""
+WITH_PATHS = (
+    *("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.resume_from_path", "data", "digen"),
+    *("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path", "actor_rollout_ref.rollout.agent"),
+    "reward.custom_reward_function",
+)
+"""The run's folder, and keys and sections that name files."""
 MISSING = "(not there)"
 """Stands for the value of a key that one of two configs does not have."""
 MAX_SHOWN = 6
@@ -77,7 +85,8 @@ WRITTEN = (f"{CHECKPOINT}*", IMAGES, "tensorboard", TIMELINE, WARNINGS, REPORT, 
 
 
 def check_run_dir(run: StartConfig) -> None:
-    """Require that the run's folder is a folder, or can be made."""
+    """Require that the run's folder is a folder, or can be made, and that all processes take paths for the same."""
+    _check_relative(run.config)
     for name in ("default_local_dir", "rollout_data_dir"):
         key, given = f"trainer.{name}", run.config.trainer[name]
         if given is None:
@@ -99,6 +108,29 @@ def check_run_dir(run: StartConfig) -> None:
                 f"{key} must be a folder that can be written, got {given!r}; nothing can be written in {there} "
                 f"({error.strerror}), name another folder"
             ) from error
+
+
+def _check_relative(config: DictConfig) -> None:
+    """Require absolute paths where the run joins a Ray of another folder; not with a `working_dir`, which it gets."""
+    settings = config.ray_kwargs.ray_init
+    folder = other_folder(settings.get("address"))
+    if folder is None or "working_dir" in f"{settings.get('runtime_env')}{os.getenv(RAY_JOB_CONFIG_JSON_ENV_VAR)}":
+        return
+    given = {key: value for section in WITH_PATHS for key, value in _values(config, section).items()}
+    wanted = {key: _absolute(value, is_made=key == WITH_PATHS[0]) for key, value in given.items()}
+    found = [key for key, value in wanted.items() if value != given[key]]
+    rule = "must be absolute where a run joins a Ray that was started in another folder, whose processes read relative"
+    remedy = f"begin the run there, or set {' '.join(f'{key}={as_typed(wanted[key])}' for key in found)}"
+    require(not found, f"{', '.join(found)} {rule} paths there", folder, remedy)
+
+
+def _absolute(value: Any, *, is_made: bool) -> Any:
+    """The value, with relative paths of what is here, or `is_made`, written out."""
+    if isinstance(value, list):
+        return [_absolute(item, is_made=False) for item in value]
+    is_path = isinstance(value, str) and {".", "/"} & {*value}
+    is_here = is_path and (is_made or os.path.exists(value.rpartition(":")[0] or value))
+    return os.path.join(os.getcwd(), value) if is_here else value
 
 
 def check_resume(run: StartConfig) -> None:

@@ -5,11 +5,14 @@ verl's main starts it from the middle of its own imports, when the config is not
 `digen_cpu`; a run that has others starts a new one."""
 
 import os
+import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 import yaml
 from ray._private.services import find_bootstrap_address
@@ -31,6 +34,21 @@ def joins_cluster(address: str | None) -> bool:
     if address in (None, "auto"):
         return find_bootstrap_address(None) is not None
     return address != "local"
+
+
+def other_folder(address: str | None) -> str | None:
+    """Folder in which the cluster that a run joins was started on this machine, where its processes read relative
+    paths; None if it is this process's, or not known."""
+    address = os.environ.get("RAY_ADDRESS") or address
+    if ray.is_initialized() or not joins_cluster(address):
+        return None
+    port = str(find_bootstrap_address(None) if address in (None, "auto") else address).rpartition(":")[2]
+    folders = set[str]()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.name() == "raylet" and re.search(rf"--gcs-address=\S+:{port}\b", " ".join(process.cmdline())):
+                folders.add(process.cwd())
+    return None if os.getcwd() in folders else next(iter(folders), None)
 
 
 def num_machine_cpus() -> int:
