@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from tests.environments import worlds
@@ -17,7 +18,13 @@ from tests.environments.worlds import Mortal
 from tests.local_ray import local_ray
 from verl_digen.config import EnvironmentConfig, digen_config
 from verl_digen.environments.built_in import environment_class, environment_settings
-from verl_digen.environments.episodes import EpisodeDiverged, OpenEpisode, environment_pool, start_environments
+from verl_digen.environments.episodes import (
+    EpisodeDiverged,
+    EpisodeHost,
+    OpenEpisode,
+    environment_pool,
+    start_environments,
+)
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import WorkerPool
 from verl_digen.types import PromptRow
@@ -79,7 +86,10 @@ async def test_an_episode_whose_environment_then_asks_for_something_else_starts_
         await episode.step(picture(2))
     episode.close()
     episode.forget()
+    calls, used = worker.num_calls, episode._id
     assert (await episode.reset()).text == "made 3" and episode.num_retries == 1
+    assert episode._id != used, "a late call for the one before reaches none"
+    assert worker.num_calls == calls + 1, "the pictures of the forgotten turns are given to no one"
 
 
 async def test_a_restarted_worker_gets_the_pictures_again_and_the_episodes_go_to_the_one_with_the_fewest():
@@ -125,8 +135,35 @@ def test_a_step_that_takes_too_long_counts_as_failed():
         await episode.reset()
         await episode.step(picture(1))
 
-    with pytest.raises(RuntimeError, match=r"took longer than digen.environment.step_timeout_s=0.01 s"):
+    with pytest.raises(
+        RuntimeError, match=r"failed 1 times .*took longer than digen.environment.step_timeout_s=0.01 s"
+    ):
         asyncio.run(run())
+
+
+async def test_no_more_calls_run_at_once_than_there_are_places():
+    host = EpisodeHost(EnvironmentConfig(path=f"{WORLDS}.Sync", concurrent=2), torch.device("cpu"))
+    running, most = 0, 0
+
+    async def call() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+
+    await asyncio.gather(*(host._run(call) for _ in range(5)))
+    assert most == 2
+
+
+async def test_an_environment_that_cannot_be_closed_costs_a_warning_and_a_malformed_answer_the_turn(caplog):
+    host = EpisodeHost(EnvironmentConfig(path=f"{WORLDS}.Wrong"), torch.device("cpu"))
+    await host.begin("e", ROW, 5)
+    for light, told in ((1, "a finite reward, got TurnResult.reward=nan"), (2, "an Instruction of a text, got None")):
+        with pytest.raises(TypeError, match=f"Wrong.* must .*{told}"):
+            await host.step("e", picture(light))
+    await host.end("e")
+    assert caplog.messages == ["closing the environment of episode e failed"]
 
 
 def test_a_class_of_a_file_is_loaded_once(tmp_path):

@@ -91,6 +91,16 @@ class Faulty(Environment):
         raise ConnectionError("the simulator is down")
 
 
+class Wrong(Faulty):
+    """Environment whose answers are malformed, and which cannot be closed."""
+
+    async def step(self, picture: Picture) -> TurnResult:
+        return TurnResult(float("nan") if picture.max() == 1 else 0.0, False)
+
+    def close(self) -> None:
+        raise ConnectionError("the simulator is gone")
+
+
 class Fickle(Environment):
     """Environment that asks for something else each time it is made."""
 

@@ -156,15 +156,20 @@ def joined(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
     folders = {6379: str(tmp_path), 16379: os.getcwd()}
     raylets = [
-        SimpleNamespace(name=lambda: "raylet", cmdline=lambda own=own: ["raylet", own], cwd=lambda path=path: path)
-        for own, path in ((f"--gcs-address=10.0.0.1:{port}", path) for port, path in folders.items())
+        SimpleNamespace(info={"name": "raylet", "cmdline": ["raylet", f"--gcs-address=10.0.0.1:{port}"], "cwd": path})
+        for port, path in folders.items()
     ]
-    monkeypatch.setattr("psutil.process_iter", lambda: raylets)
+    monkeypatch.setattr("psutil.process_iter", lambda names: raylets)
 
 
 def test_relative_paths_are_refused_where_a_ray_of_another_folder_is_joined(start, joined, tmp_path, monkeypatch):
     words = [
-        *("recipe=digen_flowgrpo", "data.train_files=[pyproject.toml,/b]", "data.val_files=/c", "actor_rollout_ref.model.path=/m"),
+        *(
+            "recipe=digen_flowgrpo",
+            "data.train_files=[pyproject.toml,/b]",
+            "data.val_files=/c",
+            "actor_rollout_ref.model.path=/m",
+        ),
         "digen.reward.functions={own: {weight: 1, reward: setup.py:score}}",
     ]
     with pytest.raises(ValueError) as told:
@@ -172,8 +177,8 @@ def test_relative_paths_are_refused_where_a_ray_of_another_folder_is_joined(star
     here = os.getcwd()
     assert str(told.value) == (
         "trainer.default_local_dir, data.train_files, digen.reward.functions.own.reward must be absolute where a run "
-        f"joins a Ray that was started in another folder, whose processes read relative paths there, got {str(tmp_path)!r}; "
-        f"begin the run there, or set trainer.default_local_dir={here}/outputs/digen/flowgrpo "
+        "joins a Ray that was started in another folder, whose processes read relative paths there, got "
+        f"{str(tmp_path)!r}; begin the run there, or set trainer.default_local_dir={here}/outputs/digen/flowgrpo "
         f"data.train_files=[{here}/pyproject.toml,/b] digen.reward.functions.own.reward={here}/setup.py:score"
     )
     check_run_dir(StartConfig(start(*words, "+ray_kwargs.ray_init.runtime_env.working_dir=.")))
@@ -190,7 +195,9 @@ def test_a_damaged_line_is_told_before_ray_starts(begin, saved, name, line):
 
 def test_a_folder_in_place_of_stop_is_refused(begin, saved):
     (saved / STOP).mkdir()
-    with pytest.raises(ValueError, match=r"must hold no folder stop or end\.json, got .*/run' \(IsADirectoryError: .*; re"):
+    with pytest.raises(
+        ValueError, match=r"must hold no folder stop or end\.json, got .*/run' \(IsADirectoryError: .*; re"
+    ):
         claim(begin())
 
 

@@ -107,7 +107,7 @@ def test_a_run_that_does_not_stop_goes_on_and_keeps_nothing(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("save_freq", "saved", "ask"), [(-1, [], "touch"), (2, [2, 3], "touch"), (3, [3], "touch"), (2, [2, 3], "mkdir")]
 )
-def test_a_run_that_is_asked_to_stop_ends_after_its_step_and_is_saved_once(tmp_path, monkeypatch, save_freq, saved, ask):
+def test_a_run_that_is_asked_to_stop_ends_after_its_step_saved_once(tmp_path, monkeypatch, save_freq, saved, ask):
     loop = run(tmp_path, monkeypatch, stops=False, save_freq=save_freq, asked_in_step=3, ask=ask)
     assert [step for step, _ in loop.logged] == [1, 2, 3] and loop.ended == "on_train_end"
     assert loop.saved == saved and not (tmp_path / STOP).exists()

@@ -241,7 +241,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Have the rewards score the sample -> (score, (start, end) in unix time). Pixels are sent only to them."""
         facts = generation.trajectory.facts
         if self.digen.trains_pairs and not validate:
-            return pair_score(facts.sample_index)
+            now_s, is_chosen = time.time(), facts.sample_index == 0
+            return Score(float(is_chosen), {}, ()), (now_s, now_s)
         row, index = replace(row, uid=facts.uid), facts.sample_index
         pixels, latents = generation.pixels.numpy(), generation.latents
         sample = RewardInput(pixels, row, index, is_validation=validate, latents=latents, audio=generation.audio)
@@ -404,13 +405,3 @@ def start_workers(count: int) -> list[Any]:
         .remote()
         for number in range(count)
     ]
-
-
-CHOSEN = 0
-"""Sample index of the preferred picture of `PromptRow.pair`."""
-
-
-def pair_score(sample_index: int) -> tuple[Score, tuple[float, float]]:
-    """Reward 1 of the chosen picture, 0 of the rejected one, without parts; and (start, end) in unix time."""
-    now_s = time.time()
-    return Score(1.0 if sample_index == CHOSEN else 0.0, {}, ()), (now_s, now_s)

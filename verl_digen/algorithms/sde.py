@@ -201,17 +201,9 @@ def _checked_schedule(
 Coefficients = tuple[Tensor, Tensor, Tensor]
 
 
-def _flow(sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: Tensor) -> Coefficients:
-    return _euler_maruyama(_flow_s(sigma, eta, sigma_max), sigma, sigma_next)
-
-
 def _flow_clipped(sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: Tensor) -> Coefficients:
     s_limit = FLOW_CLIPPED_MAX_STD / (sigma - sigma_next).sqrt()
     return _euler_maruyama(_flow_s(sigma, eta, sigma_max).minimum(s_limit), sigma, sigma_next)
-
-
-def _dance(sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: Tensor) -> Coefficients:
-    return _euler_maruyama(eta, sigma, sigma_next)
 
 
 def _euler_maruyama(s: Tensor, sigma: Tensor, sigma_next: Tensor) -> Coefficients:
@@ -248,18 +240,14 @@ def _gaussian(std: Tensor) -> tuple[Tensor, Tensor]:
     return -std.log() - 0.5 * math.log(2 * math.pi), 1 / (2 * std.square())
 
 
-def _unscaled(std: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(std), torch.ones_like(std)
-
-
 Transition = Callable[[Tensor, Tensor, Tensor, Tensor], Coefficients]
 LogDensity = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 LAWS: dict[str, tuple[Transition, LogDensity]] = {
-    "flow": (_flow, _gaussian),
+    "flow": (lambda start, end, eta, second: _euler_maruyama(_flow_s(start, eta, second), start, end), _gaussian),
     "flow_clipped": (_flow_clipped, _gaussian),
-    "dance": (_dance, _gaussian),
-    "cps": (_cps, _unscaled),
+    "dance": (lambda start, end, eta, second: _euler_maruyama(eta, start, end), _gaussian),
+    "cps": (_cps, lambda std: (torch.zeros_like(std), torch.ones_like(std))),
 }
 """law -> (transition, log-density). Ratios under cps are on another scale than the Gaussian ones, and so are
 the clip ranges that suit them."""

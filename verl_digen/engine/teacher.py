@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, PeftConfig
 from peft.tuners.lora import LoraLayer
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from verl.utils.device import get_device_id
@@ -25,7 +25,7 @@ from verl_digen.engine.copies import PolicyCopies
 from verl_digen.engine.export import ADAPTER
 from verl_digen.models.locate import read_object
 from verl_digen.models.lora_file import peft_scale
-from verl_digen.require import require
+from verl_digen.require import refusing, require
 
 KEY = "digen.loss.teacher"
 
@@ -42,14 +42,11 @@ def check_teacher_files(path: str, own: Shapes) -> LoraConfig:
     """Require an adapter with the tensors of the one that trains, `own`, and return peft's settings of it; reads
     headers alone. ValueError for a broken rule."""
     config, file = _read_config(Path(path).expanduser()), Path(path).expanduser() / SAFETENSORS_WEIGHTS_NAME
-    try:
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
-            found = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
-    except SafetensorError as error:
-        raise ValueError(
-            f"{KEY} must hold whole safetensors, got {str(file)!r} ({error}); copy or download it again"
-        ) from error
+    with (
+        refusing(f"{KEY} must hold whole safetensors", str(file), "copy or download it again"),
+        safe_open(file, framework="pt") as opened,
+    ):
+        found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 - no mapping
     unlike = sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name))
     if unlike:
         of_file, of_run = (list(shapes.get(unlike[0], ())) or "nothing" for shapes in (found, own))

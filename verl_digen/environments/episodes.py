@@ -234,6 +234,4 @@ def _is_equal(one: Instruction, other: Instruction) -> bool:
     if one.text != other.text or (one.images is None) != (other.images is None):
         return False
     images, others = one.images or (), other.images or ()
-    return len(images) == len(others) and all(
-        type(image) is type(its) and np.array_equal(image, its) for image, its in zip(images, others, strict=True)
-    )
+    return len(images) == len(others) and all(map(np.array_equal, images, others))  # references are texts

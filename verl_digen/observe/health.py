@@ -124,10 +124,6 @@ def _overhead(columns: Columns) -> float | None:
     return _typical([spent / whole for spent, whole in newest])
 
 
-def _hacking(columns: Columns) -> float | None:
-    return columns[WARNING][-1] + columns[VERDICT][-1] if columns[VERDICT] else None
-
-
 @dataclass(frozen=True)
 class Rule:
     """A row of the table."""
@@ -236,7 +232,9 @@ RULES = (
         "metrics.md#where-the-time-goes",
     ),
     Rule(
-        *("Reward hacking", VERDICT, _hacking, "stage {:.0f} of 2 (warning, verdict)", 0.0, 1.0),
+        *("Reward hacking", VERDICT),
+        lambda columns: columns[WARNING][-1] + columns[VERDICT][-1] if columns[VERDICT] else None,
+        *("stage {:.0f} of 2 (warning, verdict)", 0.0, 1.0),
         "The trained reward rises while a gold reward falls.",
         "Look at the pictures. Stop at the best validation (digen.reward.stop_on_hacking), raise digen.kl.coef, or mix "
         "rewards.",

@@ -22,7 +22,7 @@ from verl_digen.preflight.inputs import has_checkpoint
 from verl_digen.preflight.model import KEY, load_configs, model_section, trains_all
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.weights import shapes_of
-from verl_digen.require import require, suggestion
+from verl_digen.require import refusing, require, suggestion
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -171,10 +171,8 @@ def _check_names(model: DiffusionModel, network: nn.Module, key: str, given: Any
         return
     names = [name for name, _ in network.named_modules() if name]
     if isinstance(given, str):
-        try:
+        with refusing(f"{key} must be a regular expression", given, "repair it"):
             found = any(re.fullmatch(given, name) for name in names)
-        except re.error as error:
-            raise ValueError(f"{key} must be a regular expression, got {given!r} ({error}); repair it") from error
         require(
             found,
             f"{key} must match a module of this {model.spec.title}",

@@ -22,7 +22,6 @@ from typing import IO, Any
 
 from hydra import compose
 from omegaconf import DictConfig, OmegaConf
-from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 
 from verl_digen.config.reward import FUNCTIONS, RECIPE_FUNCTIONS, PoolSettings
 from verl_digen.data.prompts import without
@@ -101,20 +100,13 @@ def check_run_dir(run: StartConfig) -> None:
         require(link is None, f"{key} must be a folder", given, f"{link} is a link to nothing; remove it")
         there = next(part for part in (path, *path.parents) if os.path.exists(part))
         require(there.is_dir(), f"{key} must be a folder", given, f"{there} is a file; name another folder")
-        try:
+        with refusing(f"{key} must be a folder that can be written", given, "name another folder"):
             tempfile.TemporaryDirectory(dir=there).cleanup()  # permissions alone do not tell
-        except OSError as error:
-            raise ValueError(
-                f"{key} must be a folder that can be written, got {given!r}; nothing can be written in {there} "
-                f"({error.strerror}), name another folder"
-            ) from error
 
 
 def _check_relative(config: DictConfig) -> None:
-    """Require absolute paths where the run joins a Ray of another folder; not with a `working_dir`, which it gets."""
-    settings = config.ray_kwargs.ray_init
-    folder = other_folder(settings.get("address"))
-    if folder is None or "working_dir" in f"{settings.get('runtime_env')}{os.getenv(RAY_JOB_CONFIG_JSON_ENV_VAR)}":
+    """Require absolute paths where the run joins a Ray that was started in another folder."""
+    if (folder := other_folder(config.ray_kwargs.ray_init)) is None:
         return
     given = {key: value for section in WITH_PATHS for key, value in _values(config, section).items()}
     wanted = {key: _absolute(value, is_made=key == WITH_PATHS[0]) for key, value in given.items()}
@@ -249,17 +241,15 @@ def _aside(run_dir: Path) -> Path:
 
 
 def _set_aside(run_dir: Path) -> Path:
-    target = _aside(run_dir)
-    try:
+    target, rule = (
+        _aside(run_dir),
+        "trainer.default_local_dir must be a folder whose earlier run can be moved beside it",
+    )
+    with refusing(rule, str(run_dir), "move its files, or name another folder"):
         target.mkdir(exist_ok=True)
         for pattern in WRITTEN:
             for path in sorted(run_dir.glob(pattern)):
                 path.rename(target / path.name)
-    except OSError as error:
-        raise ValueError(
-            "trainer.default_local_dir must be a folder whose earlier run can be moved beside it, got "
-            f"{str(run_dir)!r}; {error}: move its files, or name another folder"
-        ) from error
     return target
 
 

@@ -65,10 +65,6 @@ class StartConfig:
             require_value(key, self.value(key), wanted, f"{condition}{why}", remedy)
 
 
-def _changes(name: str) -> bool:
-    return not name.startswith(PREFIX) and (files("verl_digen.recipes") / f"{name}.yaml").is_file()
-
-
 def command_line(config: DictConfig) -> list[str]:
     """The words after `python -m verl.trainer.main_ppo`; empty where the config has no record of them."""
     task = OmegaConf.select(config, "hydra.overrides.task")
@@ -129,6 +125,11 @@ def check_recipes(config: DictConfig) -> None:
         said,
         f"choose one of {', '.join(bases)}",
     )
-    ordered = f"recipe={AND.join(sorted(names, key=_changes))}"
+    changes = {
+        name
+        for name in names
+        if not name.startswith(PREFIX) and (files("verl_digen.recipes") / f"{name}.yaml").is_file()
+    }
+    ordered = f"recipe={AND.join(sorted(names, key=changes.__contains__))}"
     rule = "recipe must name what changes a run after the recipe that it changes"
     require(said == ordered, rule, said, f"name {ordered}")

@@ -8,13 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 import yaml
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._private.services import find_bootstrap_address
 from ray._private.utils import get_num_cpus
 
@@ -36,18 +36,17 @@ def joins_cluster(address: str | None) -> bool:
     return address != "local"
 
 
-def other_folder(address: str | None) -> str | None:
+def other_folder(ray_init: Mapping[str, Any]) -> str | None:
     """Folder in which the cluster that a run joins was started on this machine, where its processes read relative
-    paths; None if it is this process's, or not known."""
-    address = os.environ.get("RAY_ADDRESS") or address
-    if ray.is_initialized() or not joins_cluster(address):
+    paths; None if it is this process's, not known, or the run sends a `working_dir`."""
+    address = os.environ.get("RAY_ADDRESS") or ray_init.get("address")
+    is_sent = "working_dir" in f"{ray_init.get('runtime_env')}{os.getenv(RAY_JOB_CONFIG_JSON_ENV_VAR)}"
+    if is_sent or ray.is_initialized() or not joins_cluster(address):
         return None
     port = str(find_bootstrap_address(None) if address in (None, "auto") else address).rpartition(":")[2]
-    folders = set[str]()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.name() == "raylet" and re.search(rf"--gcs-address=\S+:{port}\b", " ".join(process.cmdline())):
-                folders.add(process.cwd())
+    raylets = (one.info for one in psutil.process_iter(["name", "cmdline", "cwd"]) if one.info["name"] == "raylet")
+    own = re.compile(rf"--gcs-address=\S+:{port}\b")
+    folders = {one["cwd"] for one in raylets if own.search(" ".join(one["cmdline"] or ()))}
     return None if os.getcwd() in folders else next(iter(folders), None)
 
 
@@ -61,7 +60,8 @@ def start_early() -> None:
     main, *words = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else [""]
     is_run = main == "verl.trainer.main_ppo" and not any(word.startswith("-") for word in words)
     if is_run and any(word.startswith("recipe=") for word in words) and not is_fork() and _is_alone(None):
-        _servers.append(start(_recipe_variables()))
+        recipe = yaml.safe_load((Path(recipes.__path__[0]) / "digen_cpu.yaml").read_text())
+        _servers.append(start(recipe["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]))
 
 
 def fork_workers(ray_init: Mapping[str, Any]) -> None:
@@ -86,8 +86,3 @@ def _is_alone(address: str | None) -> bool:
     from verl.plugin.platform import get_platform
 
     return get_platform().device_name == "cpu" and not joins_cluster(address)
-
-
-def _recipe_variables() -> dict[str, str]:
-    file = Path(recipes.__path__[0]) / "digen_cpu.yaml"
-    return yaml.safe_load(file.read_text())["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]

@@ -174,8 +174,8 @@ def reach(processes: Sequence[Process], *, answer_s: float) -> Together:
     died, GetTimeoutError if one does not answer within `answer_s`."""
     if len(processes) <= FAN_OUT:
         return Together(processes)
-    nodes = ray.get([process.actor.__ray_call__.remote(_node) for process in processes], timeout=answer_s)
-    return relayed(processes, nodes)
+    asked = [one.actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for one in processes]
+    return relayed(processes, ray.get(asked, timeout=answer_s))
 
 
 class Route:
@@ -205,7 +205,3 @@ def end_relays(callee: Together) -> None:
     for one in callee.callees:
         if isinstance(one, Relayed):
             ray.kill(one.relay)
-
-
-def _node(actor: Any) -> str:
-    return ray.get_runtime_context().get_node_id()

@@ -9,7 +9,7 @@ A driver reads the visible-devices variable once, when it starts, and importing 
 import asyncio
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -74,15 +74,10 @@ class SeenDevice:
     does not compute on it."""
 
 
-def assigned_device() -> SeenDevice:
-    """The device that Ray gave to this process; its driver is asked for the UUID."""
-    return replace(reserved_device(), uuid=_uuid(get_platform().current_device()))
-
-
-def reserved_device() -> SeenDevice:
-    """The device that Ray gave to this process, without a UUID: the driver is left alone."""
+def reserved_device(*, computes: bool = False) -> SeenDevice:
+    """The device that Ray gave to this process, without a UUID unless it `computes`: else its driver is left alone."""
     (name, *_) = ray.get_runtime_context().get_accelerator_ids()[get_platform().ray_resource_name()]
-    return SeenDevice(name, None)
+    return SeenDevice(name, _uuid(get_platform().current_device()) if computes else None)
 
 
 def visible_device(index: int) -> SeenDevice:
@@ -145,8 +140,9 @@ class PlacedReplica(RolloutReplica):
 
     async def require_devices(self, seen: Sequence[SeenDevice]) -> None:
         """Require that the replica's engine runs on the devices of its workers, in their order."""
-        look = reserved_device if self.rollout_mode is RolloutMode.STANDALONE else assigned_device
-        reserved = await asyncio.gather(*(worker.__ray_call__.remote(lambda _: look()) for worker in self.workers))
+        computes = self.rollout_mode is not RolloutMode.STANDALONE
+        asked = [worker.__ray_call__.remote(lambda _: reserved_device(computes=computes)) for worker in self.workers]
+        reserved = await asyncio.gather(*asked)
         require_same_devices(f"replica {self.replica_rank}", reserved, seen)
 
 

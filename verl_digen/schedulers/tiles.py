@@ -212,7 +212,8 @@ def plan_tiles(
         mine = sorted((row for row in dealt[rank] if row.bucket == bucket), key=lambda row: (order(row), row))
         if agreed_most is None:
             own = of_bucket.pack(mine)
-            most = max(of_bucket.num_tiles(_rows_by_sample(hand, bucket)) for hand in dealt)
+            by_sample = [Counter(row.sample for row in hand if row.bucket == bucket) for hand in dealt]
+            most = max(of_bucket.num_tiles([*counts.values()]) for counts in by_sample)
         else:
             own = [tile for _, alike in groupby(mine, order) for tile in of_bucket.pack(list(alike))]
             most = agreed_most(len(own))
@@ -225,10 +226,6 @@ def _even_parts(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
     count = -(-len(rows) // size)
     bounds = [len(rows) * part // count for part in range(count + 1)] if rows else []
     return [rows[start:end] for start, end in pairwise(bounds)]
-
-
-def _rows_by_sample(rows: Sequence[Row], bucket: int) -> list[int]:
-    return list(Counter(row.sample for row in rows if row.bucket == bucket).values())
 
 
 TILE_COST = 0.5

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import torch
 from PIL import Image
 
-from verl_digen.require import In, require
+from verl_digen.require import In, refusing, require
 from verl_digen.reward.base import Result, Reward, base64_of, images_of
 from verl_digen.reward.judges.reading import Reply, read_reply
 from verl_digen.reward.servers.answers import HttpRequest, UnusableAnswer, json_of
@@ -52,10 +52,8 @@ def fields_of(question: str, key: str) -> tuple[str, ...]:
     """Names in braces, in order; `key` is what the user typed the question under. ValueError for a brace without its
     counterpart, or with anything but a name in it."""
     remedy = 'write {prompt}, {ground_truth} or {a column of the row}, and any other brace twice, e.g. {{"score": 4}}'
-    try:
+    with refusing(f"{key} must be a text with names in braces", question, remedy):
         parts = [part[1:] for part in Formatter().parse(question) if part[1] is not None]
-    except ValueError as error:
-        raise ValueError(f"{key} must be a text with names in braces, got {question!r} ({error}); {remedy}") from error
     for name, spec, conversion in parts:
         is_name = str(name).isidentifier() and not spec and not conversion
         require(is_name, f"{key} must have nothing but names in braces", name, remedy)

@@ -65,11 +65,6 @@ def _values(data: Any, dtype: Any, shape: Any, order: str) -> Any:
     return np.frombuffer(bytes(data), dtype.dtype).reshape(shape, order="F" if order == "F" else "C").tolist()
 
 
-def _scalar(dtype: Any, data: Any) -> Any:
-    """Stand-in of `numpy.core.multiarray.scalar`."""
-    return _values(data, dtype, (), "C")
-
-
 def _encode(text: Any, encoding: Any) -> bytes:
     """Stand-in of `_codecs.encode`, by which protocols below 3 write bytes."""
     if encoding != "latin1" or not isinstance(text, str):
@@ -77,21 +72,16 @@ def _encode(text: Any, encoding: Any) -> bytes:
     return text.encode("latin1")
 
 
-def _no_bytes() -> bytes:
-    """Stand-in of `bytes`, by which protocols below 3 write empty ones."""
-    return b""
-
-
 KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "dtype"): _Dtype,
     ("numpy", "ndarray"): _Array,
     ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): _no_bytes,
+    ("__builtin__", "bytes"): lambda: b"",  # protocols below 3 write empty ones so
     **{
         (f"numpy.{core}.{module}", name): stand_in
         for core in ("core", "_core")  # numpy 1 and 2
         for module, name, stand_in in (
-            ("multiarray", "scalar", _scalar),
+            ("multiarray", "scalar", lambda dtype, data: _values(data, dtype, (), "C")),
             ("multiarray", "_reconstruct", _Array),
             ("numeric", "_frombuffer", _values),  # which protocol 5 uses
         )

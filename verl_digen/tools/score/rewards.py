@@ -64,10 +64,8 @@ def parse(text: str) -> list[RewardEntry]:
 
 
 def _named(name: str) -> RewardEntry:
-    if ":" not in name and "." not in name:
-        return reward_entry(name, 1.0)
     own = name.replace(":", ".").rpartition(".")[2]  # mine.py:score -> score
-    return reward_entry(own, {"weight": 1.0, "reward": name})
+    return reward_entry(own, 1.0 if own == name else {"weight": 1.0, "reward": name})
 
 
 class LocalRewards:

@@ -95,10 +95,8 @@ def load_profile(name: str) -> Profile:
         name,
         f"{suggestion(name, profile_names())}shipped are {', '.join(profile_names())}",
     )
-    try:
+    with refusing("--profile must be a file of JSON", name, "name another file"):
         text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--profile must be a file of JSON, got {name!r} ({error}); name another file") from error
     return parse_profile(path.stem, text)
 
 

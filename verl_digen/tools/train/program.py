@@ -23,7 +23,7 @@ from verl_digen.observe.run_files import METRICS, START, VALIDATION, image_path,
 from verl_digen.report.curves import read_rows
 from verl_digen.report.pictures import entries
 from verl_digen.report.runs import is_run, line_of
-from verl_digen.require import require
+from verl_digen.require import refusing, require
 from verl_digen.tools.train.launcher import launch
 
 if TYPE_CHECKING:
@@ -257,13 +257,9 @@ def _pickled(reward: Any, run_dir: Path) -> Path:
     """File that loads the pickled object."""
     from ray import cloudpickle  # takes a second
 
-    try:
+    remedy = "have it make inside what it holds, or put it into a file and give FILE.py:NAME"
+    with refusing("reward must be a function or class that can be pickled for other processes", reward, remedy):
         content = cloudpickle.dumps(reward)  # pyright: ignore[reportPrivateImportUsage]
-    except Exception as error:  # of any object that it holds
-        raise ValueError(
-            f"reward must be a function or class that can be pickled for other processes, got {reward!r} "
-            f"({error}); have it make inside what it holds, or put it into a file and give FILE.py:NAME"
-        ) from error
     run_dir.mkdir(parents=True, exist_ok=True)
     path = (run_dir / "reward.py").absolute()
     path.with_suffix(".pkl").write_bytes(content)

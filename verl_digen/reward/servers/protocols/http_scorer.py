@@ -42,17 +42,13 @@ class HttpScorer(PickledJpegs):
         details = {
             str(name): numbers_of(values, len(batch), str(name))
             for name, values in found.items()
-            if name not in ("scores", "score") and _is_detail(values, len(batch))
+            if name not in ("scores", "score") and isinstance(values, list) and len(values) == len(batch)
+            if all(isinstance(one, int | float) for one in values)
         }
         return [
             {"score": score} | {name: values[place] for name, values in details.items()}
             for place, score in enumerate(scores)
         ]
-
-
-def _is_detail(values: Any, length: int) -> bool:
-    """True for a list with a number per picture."""
-    return isinstance(values, list) and len(values) == length and all(isinstance(one, int | float) for one in values)
 
 
 PROTOCOL = HttpScorer
