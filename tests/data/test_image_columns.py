@@ -5,6 +5,8 @@ import io
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -13,6 +15,7 @@ import pytest
 from PIL import Image
 
 from verl_digen.data.prompts import Columns, read_prompts
+from verl_digen.data.tables import parquet_references
 from verl_digen.inputs import tables as image_tables
 from verl_digen.inputs.images import MAX_PIXELS, read_images, source_image
 from verl_digen.inputs.tables import HubName
@@ -67,6 +70,25 @@ def test_a_parquet_files_images_are_references_to_them(form, tmp_path, caplog):
             assert all(one.startswith(f"table:{path}#source[{number}][") for one in rows[number].images)
             assert len(rows[number].images) == (2 if form.startswith("lists") else 1)
     assert json.loads(json.dumps(rows[0].images)) == list(rows[0].images), "a row is part of checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("form", "read"),
+    [("the hub's form", "source.path"), ("lists of the hub's form", "source.list.element.path"), ("bytes", "source")],
+)
+def test_images_are_counted_without_their_bytes_where_they_have_paths(form, read, tmp_path):
+    kind, value = FORMS[form]
+    table = pa.table({"source": pa.array([value("red")], kind), "source_b": pa.array([FORMS["files"][1]("red")], HUB)})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    file, columns = pyarrow.parquet.ParquetFile(tmp_path / "t.parquet"), []
+
+    def iter_batches(**how):
+        columns.extend(how["columns"])
+        return file.iter_batches(**how)
+
+    watched = cast(Any, SimpleNamespace(schema=file.schema, iter_batches=iter_batches))
+    (references,) = parquet_references(watched, tmp_path / "t.parquet", "source")
+    assert columns == [read] and references is not None and len(references) == (2 if form.startswith("lists") else 1)
 
 
 @pytest.mark.parametrize("form", ["the hub's form", "bytes"])

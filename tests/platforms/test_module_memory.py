@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from verl_digen.hardware.torch_support import TorchFacts, torch_facts, torch_has_accelerator_support
-from verl_digen.platforms import cpu_device
+from verl_digen.platforms import cpu_device, module_memory
 from verl_digen.platforms.cpu import CpuPlatform
 from verl_digen.platforms.module_memory import DeviceMemory
 from verl_digen.weights import host_copies
@@ -84,6 +84,14 @@ def test_of_processes_with_equal_weights_one_copies_each_module_and_all_give_the
     assert "other weights than the node's copy" in caplog.text
     for module, expected in zip((first, second, odd), before, strict=True):
         assert all(map(torch.equal, module.state_dict().values(), expected.values()))
+
+
+@pytest.mark.parametrize(("name", "device"), [("run-0", torch.device("xpu")), (None, CPU)])
+def test_a_process_keeps_copies_of_its_own_where_none_can_be_shared(monkeypatch, name, device):
+    monkeypatch.setattr("verl_digen.platforms.module_memory.shared_copy", lambda *given, **how: pytest.fail("shared"))
+    weights = torch.arange(3, dtype=torch.uint8)
+    found = module_memory.host_copies(name, [weights], device, HostPool(CPU))
+    assert found.is_new and torch.equal(found.parts[0], weights)
 
 
 def test_host_copies_share_chunks_and_do_not_overlap(monkeypatch: pytest.MonkeyPatch):

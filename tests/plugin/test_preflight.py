@@ -601,6 +601,7 @@ def test_a_run_reserves_no_more_cpus_than_the_machine_has(compose_main, machine)
         ([], 6),
         (["trainer.n_gpus_per_node=2"], 9),
         (["recipe=digen_flowgrpo+disaggregated", "actor_rollout_ref.rollout.n_gpus_per_node=1"], 8),
+        (["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"], 6),
         (["digen.reward.functions={jpeg_compressibility: {weight: 1, num_workers: 3}}"], 9),
         (["digen.reward.functions={diversity: {weight: 1, timeshare: true}}"], 6),
         (["digen.reward.recipe_functions.jpeg_incompressibility=1", "digen.placement.reward_accelerator=H100"], 8),

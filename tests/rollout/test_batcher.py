@@ -320,6 +320,16 @@ async def test_no_request_is_lost_under_random_pauses_and_updates(seed: int):
     assert [got.trajectory.facts.sample_index for got in answers] == list(range(40))
 
 
+def test_a_burst_that_does_not_come_whole_is_forgotten_at_the_next_batch():
+    async def run() -> None:
+        batcher = RequestBatcher(Recorder(), max_batch_size=8, wait_s=0.05)
+        for asked in (*chunk("a", 1, announced=3), *chunk("b", 1)):
+            await batcher.submit(asked)
+        assert not batcher._bursts._missing
+
+    run_in_virtual_time(run())
+
+
 def test_bursts_that_no_request_waits_for_are_forgotten():
     seen, one = Bursts(), Burst("a", 3)
     for burst in (one, Burst("c", 2)):

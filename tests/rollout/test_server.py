@@ -86,9 +86,11 @@ def generate(server, requests, **how):
 
 @pytest.mark.parametrize(("dtype", "allows_tf32"), [("float32", False), ("bfloat16", True)])
 def test_a_replica_in_fp32_computes_without_tf32(tiny_qwen_image, monkeypatch, dtype, allows_tf32):
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     make_server(tiny_qwen_image, dtype=dtype)
-    assert torch.backends.cudnn.allow_tf32 == allows_tf32
+    assert torch.backends.cudnn.allow_tf32 == allows_tf32 and threads == [1], "what it was given"
 
 
 @pytest.mark.parametrize("sampling", [SAMPLING, GUIDED], ids=["plain", "guided"])

@@ -2,6 +2,7 @@
 """Intervals that the trainer on separate pools writes around verl's calls: checkpoints and validations."""
 
 import itertools
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from verl_digen.observe.timeline.file import TimelineFile, read_timeline
 from verl_digen.observe.timeline.interval import Lane
 from verl_digen.observe.timeline.recorder import Recorder
 from verl_digen.trainer.base import DiffusionTrainer
+from verl_digen.trainer.colocated import ColocatedTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.timelines import IdleLanes
 from verl_digen.types import RewardCall
@@ -29,6 +31,25 @@ class Work(DiffusionTrainer):
 
     def _validate(self):
         return {"val/reward": 0.5}
+
+
+class InTurn(ColocatedTrainer, Work):
+    """A colocated trainer with timeshared rewards, after a validation of the policy `validated`."""
+
+    _validated_policy, _behaviour = "", "current"
+
+    def __init__(self, validated):
+        self._timeline = SimpleNamespace(working=lambda kind: nullcontext())
+        self._validated_policy, self.calls = validated, []
+        self._turns = SimpleNamespace(
+            generate=lambda: self.calls.append("generate"), end=lambda: self.calls.append("end")
+        )
+
+
+@pytest.mark.parametrize(("validated", "call"), [("current", "generate"), ("average", "end")])
+def test_rewards_leave_the_devices_after_a_validation_and_replicas_with_other_weights_are_not_woken(validated, call):
+    trainer = InTurn(validated)
+    assert trainer._validate() == {"val/reward": 0.5} and trainer.calls == [call]
 
 
 class Trainer(DisaggregatedTrainer, Work):

@@ -114,6 +114,14 @@ def test_a_run_that_is_asked_to_stop_ends_after_its_step_saved_once(tmp_path, mo
     assert ("save_checkpoint" in loop.timing_raw) == bool(saved), "saving is no part of the step's time"
 
 
+def test_the_time_that_is_left_is_at_the_pace_since_the_first_step_of_this_process(monkeypatch):
+    times = iter([100.0, 100.0, 107.0])
+    monkeypatch.setattr("verl_digen.trainer.base.time", SimpleNamespace(time=lambda: next(times)))
+    trainer: Any = SimpleNamespace(_first_step=None, timing_raw={"step": 2.0}, total_training_steps=10)
+    left_s = [DiffusionTrainer._remaining_s(trainer, step) for step in (4, 6)]
+    assert left_s == [2 * 6, (107 - 98) / 3 * 4]
+
+
 def test_a_failure_that_a_retry_cannot_help_ends_the_run_without_new_prompts():
     stopped = describe(RunStopped("every reward worker is lost, the last one with: OSError: no weights"))
     trainer: Any = SimpleNamespace(replay_buffer=SimpleNamespace(last_error=stopped))
