@@ -111,12 +111,13 @@ def require_value(key: str, given: object, wanted: object, why: str, remedy: str
 @contextmanager
 def refusing(rule: str, value: object, remedy: str) -> Iterator[None]:
     """Context that reads or imports what the user gave, and may raise anything: ValueError in the form of `require`,
-    with the exception beside the value."""
+    with the exception, its first line, beside the value."""
     try:
         yield
     except (Exception, SystemExit) as error:
         cause = error.__cause__ or error
-        raise ValueError(f"{rule}, got {value!r} ({type(cause).__name__}: {cause}); {remedy}") from error
+        told = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        raise ValueError(f"{rule}, got {value!r} ({told}); {remedy}") from error
 
 
 def number(value: int | str | None) -> int | None:

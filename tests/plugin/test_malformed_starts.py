@@ -302,7 +302,7 @@ def _with_config(**changed):
 OF_TRANSFORMER = [
     (_with_config(num_layers=1), "has weights that the network lacks: transformer_blocks.1."),
     (_with_config(num_layers=3), "/transformer' has no weights for transformer_blocks.2."),
-    (_with_config(num_layers="many"), "which describes none (TypeError"),
+    (_with_config(num_layers="many"), "config.json' (TypeError"),
     (_with_config(in_channels=60), "/transformer' has other shapes for img_in.weight"),
     (_with_weights(None), "transformer' has no weights; download it, or rename them"),
     (_linked_to_nothing, "must hold diffusion_pytorch_model.safetensors, or parts and the "),

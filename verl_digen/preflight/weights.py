@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from verl_digen.models.checkpoint import RANDOM_MARKER, make_meta_network
 from verl_digen.models.locate import INDEX, read_object
 from verl_digen.preflight.start_config import StartConfig
-from verl_digen.require import first_of, require
+from verl_digen.require import first_of, refusing, require
 
 KEY = "actor_rollout_ref.model.path"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -143,11 +143,7 @@ def _check_tensors(config: Path, shapes: Mapping[str, tuple[int, ...]], *, train
 @lru_cache(maxsize=4)
 def _expected(folder: Path, text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Tensors of the network with this configuration, by name."""
-    try:
+    rule = f"{KEY} must hold the configuration of a network"
+    with refusing(rule, str(folder / "config.json"), "complete the download"):
         network = make_meta_network(folder, str(json.loads(text)["_class_name"]), torch.float32)
-    except (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"{KEY} must hold the configuration of a network, got {str(folder / 'config.json')!r}, which describes "
-            f"none ({type(error).__name__}: {str(error).splitlines()[0]}); complete the download"
-        ) from error
     return tuple((name, tuple(tensor.shape)) for name, tensor in network.state_dict().items())

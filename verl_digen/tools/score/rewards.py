@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from verl_digen.config import RewardEntry
 from verl_digen.config.reward import reward_entry
-from verl_digen.require import require
+from verl_digen.require import refusing, require
 from verl_digen.reward.named import find, scorer_of
 from verl_digen.reward.sample_rewards import weighted
 from verl_digen.reward.scoring import ScoringError
@@ -52,13 +52,8 @@ def parse(text: str) -> list[RewardEntry]:
         names = [name.strip() for name in text.split(",")]
         require(all(names), "REWARD must be names of rewards, separated by commas", text, "write e.g. ocr")
         return [_named(name) for name in names]
-    try:
+    with refusing("REWARD must be names or a YAML mapping", text, "write {ocr: 1.0}"):
         given: Any = OmegaConf.to_container(OmegaConf.create(text))
-    except Exception as error:  # YAML's and OmegaConf's errors have no common class
-        line = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"REWARD must be names or a YAML mapping, got {text!r} ({line}); write {{ocr: 1.0}}"
-        ) from error
     require(bool(given), "REWARD must name a reward", text, "write {ocr: 1.0}")
     return [reward_entry(str(name), value) for name, value in given.items()]
 
@@ -125,13 +120,8 @@ def chosen_device(given: str | None) -> torch.device:
     if given is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         return torch.device("cpu") if found is None else found
-    try:
-        device = torch.device(given)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        line = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"--device must be a device that PyTorch has here, got {given!r} ({line})") from error
-    return device
+    with refusing("--device must be a device that PyTorch has here", given, "leave it out, or name one, such as cpu"):
+        return torch.empty(0, device=given).device
 
 
 CHUNK_BYTES = 256 * 2**20
