@@ -615,6 +615,17 @@ def test_what_reserves_cpus_is_counted(compose_main, machine, changes, reserved)
     assert sum(reserved_cpus(StartConfig(config)).values()) == reserved
 
 
+def test_a_rule_that_writes_is_told_and_writes_nothing(compose_main):
+    config = compose_main("recipe=digen_flowgrpo")
+
+    def write(run: StartConfig) -> None:
+        run.config.trainer.nnodes = 7
+
+    with pytest.raises(ValueError, match="read-only"):
+        preflight.check(config, [write])
+    assert config.trainer.nnodes == 1
+
+
 def test_cpus_of_a_cluster_that_runs_are_not_those_of_this_machine(compose_main, machine, monkeypatch):
     machine(2)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
