@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from tests.grid import in_grid
@@ -27,6 +27,7 @@ from verl_digen.preflight.pools import check_device
 from verl_digen.preflight.rules import check_plannable, notes
 from verl_digen.preflight.start_config import StartConfig
 from verl_digen.preflight.unread import effect_problems
+from verl_digen.preflight.values import unused_problems, value_problems
 from verl_digen.preflight.verl_keys import check_digen
 from verl_digen.processes.cluster import joins_cluster
 from verl_digen.tools.checkup.training import quickstart_override
@@ -613,6 +614,14 @@ def test_what_reserves_cpus_is_counted(compose_main, machine, changes, reserved)
     recipe = [] if changes and changes[0].startswith("recipe=") else ["recipe=digen_flowgrpo"]
     config = compose_main(*recipe, "trainer.n_gpus_per_node=1", *changes)
     assert sum(reserved_cpus(StartConfig(config)).values()) == reserved
+
+
+def test_a_key_that_is_missing_is_told_where_it_has_an_effect(compose_main):
+    config = compose_main("recipe=digen_flowgrpo")
+    with open_dict(config):
+        del config.actor_rollout_ref.actor.use_kl_loss, config.trainer.nnodes
+    assert unused_problems(StartConfig(config)) == []
+    assert str(value_problems(config)["trainer.nnodes"]).endswith("got None; give the devices of a node, and the nodes")
 
 
 def test_a_rule_that_writes_is_told_and_writes_nothing(compose_main):
