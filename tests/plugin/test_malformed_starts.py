@@ -424,7 +424,7 @@ def test_resources_of_one_machine_are_refused_in_a_cluster(start, runnable, monk
         said = said_of(start, *runnable)
         assert said is not None and f"{' and '.join(given)} must be null" in said and f"set {' '.join(nulls)}" in said
         assert said_of(start, *runnable, *nulls) is None
-    for address in ("127.0.0.1:1", "junk", "auto"):
+    for address in ("127.0.0.1:1", "junk", "junk:(", "auto"):
         monkeypatch.setenv("RAY_ADDRESS", address)
         said = said_of(start, *runnable, *nulls)
         assert said is not None and "RAY_ADDRESS or ray_kwargs.ray_init.address must be HOST:PORT of a Ray" in said

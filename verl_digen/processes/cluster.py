@@ -45,7 +45,7 @@ def other_folder(ray_init: Mapping[str, Any]) -> str | None:
         return None
     port = str(find_bootstrap_address(None) if address in (None, "auto") else address).rpartition(":")[2]
     raylets = (one.info for one in psutil.process_iter(["name", "cmdline", "cwd"]) if one.info["name"] == "raylet")
-    own = re.compile(rf"--gcs-address=\S+:{port}\b")
+    own = re.compile(rf"--gcs-address=\S+:{re.escape(port)}\b")
     folders = {one["cwd"] for one in raylets if own.search(" ".join(one["cmdline"] or ()))}
     return None if os.getcwd() in folders else next(iter(folders), None)
 
