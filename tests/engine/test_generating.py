@@ -22,7 +22,7 @@ from verl_digen.engine.copies import AVERAGE, CURRENT
 from verl_digen.processes.relays import Work
 from verl_digen.rollout.batcher import Withdrawn
 from verl_digen.trainer import generating
-from verl_digen.trainer.rank_server import TrainerServer
+from verl_digen.trainer.generating import TrainerServer
 
 SEED = 7
 
