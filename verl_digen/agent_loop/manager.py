@@ -322,18 +322,15 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
 
     # -- samples of a chunk, called by its runner ----------------------------------------------------------
     async def generate_sample(self, order: ChunkOrder, index: int, client: ReplicaClient) -> Generation | Episode:
-        """Generate a sample on the replica of `client`."""
         return await self._generate(client, order.row, index, order.step, validate=False)
 
     async def withdraw_sample(self, order: ChunkOrder, index: int, client: ReplicaClient) -> None:
-        """Cancel a sample on the replica."""
         try:
             await client.server.abort_request.remote(request_id(order.uid, index))
         except RayActorError:
             logger.debug("sample %d of group %s was withdrawn from a replica that is lost", index, order.uid)
 
     async def score_sample(self, order: ChunkOrder, generation: Generation | Episode) -> ScoredSample:
-        """Score a generated sample."""
         return await self._finish(generation, order.row, order.step, validate=False)
 
     async def publish_chunk(self, order: ChunkOrder, scored: Mapping[int, ScoredSample]) -> GroupTags:

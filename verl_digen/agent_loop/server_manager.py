@@ -178,7 +178,6 @@ class WithConditions:
         self._client = client
 
     async def generate_sample(self, request: SampleRequest) -> Generation:
-        """Generate one sample by the client."""
         return await self._client.generate_sample(replace(request, wants_condition=True))
 
 

@@ -310,7 +310,6 @@ class DigenConfig:
 
     @property
     def loss_name(self) -> str:
-        """Name of the policy loss."""
         return self.loss["name"]
 
     @property

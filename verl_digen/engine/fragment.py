@@ -34,7 +34,6 @@ class FragmentSample:
 
     @property
     def num_rows(self) -> int:
-        """Number of its rows."""
         return self.facts.num_steps - len(self.skipped)
 
     def turn_of(self, point: int) -> int:

@@ -68,7 +68,6 @@ def drop(module: nn.Module) -> None:
 
 @torch.no_grad()
 def scale_(gradient: Gradient, factor: float) -> None:
-    """Multiply the gradient."""
     for piece in gradient.values():
         piece.mul_(factor)
 

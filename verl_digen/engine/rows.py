@@ -105,7 +105,6 @@ class ForwardPoints:
 
 
 def points_of(objective: Objective, run_seed: int) -> Points:
-    """The points that an objective trains."""
     if objective.points == "forward":
         return ForwardPoints(run_seed, shares_noise=objective.shares_noise)
     return PathPoints()

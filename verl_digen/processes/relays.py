@@ -132,7 +132,6 @@ Callee = Process | Together | Relayed
 
 
 def start_relay(node: str, callees: Sequence[Callee]) -> Relayed:
-    """Start the relay of these callees on a node."""
     here = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
     relay = ray.remote(Relay).options(num_cpus=0, scheduling_strategy=here).remote(callees)
     return Relayed(relay, Together(callees).num_processes)

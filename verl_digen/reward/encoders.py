@@ -241,7 +241,6 @@ def load_weights(path: Path, key: str) -> Mapping[str, Any]:
 
 
 def load_tokenizer(place: Path, key: str) -> Any:
-    """The tokenizer of a folder."""
     from transformers import AutoTokenizer
 
     with refusing(f"{key} must hold a tokenizer", str(place), RIGHT):

@@ -42,7 +42,6 @@ class _Made:
     """Samples of one forward; its tensors are on their way to the host."""
 
     places: Sequence[int]
-    """Places in the batch."""
     denoised: Denoised
     pictures: Decoded
     audio: Sequence[Audio | None]

@@ -116,7 +116,6 @@ async def publish_status(partition: str, uid: str, status: PromptStatus) -> None
 
 
 def list_partition(partition: str) -> Listing:
-    """List a partition of samples."""
     return to_listing(tq.kv_list(partition)[partition])
 
 

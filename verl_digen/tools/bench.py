@@ -104,7 +104,6 @@ MODES = {
 
 
 def run_dir_of(out: Path, mode: Mode, repeat: int) -> Path:
-    """Folder of a run."""
     return out / f"{mode.name}-{repeat + 1}"
 
 

@@ -61,7 +61,6 @@ class PublishedSamples:
         self.doubtful_groups.update(name.uid for name in names)
 
     def outcome(self, report: BatchReport, metrics: dict[str, float], slowest_decision_s: float) -> BatchOutcome:
-        """Outcome of the batch."""
         groups = {uid: self.groups[uid] for uid in sorted(report.uids)}
         trained = {SampleName.of(tag.facts) for tags in groups.values() for tag in tags.values()}
         return BatchOutcome(

@@ -40,7 +40,6 @@ class StepResult:
 
     @property
     def tags(self) -> list[SampleTag]:
-        """Tags of the samples, in order."""
         return list(self.samples.values())
 
 

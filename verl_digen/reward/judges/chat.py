@@ -39,7 +39,6 @@ def fitted(image: Image.Image, max_px: int) -> Image.Image:
 
 
 def picture_part(image: Image.Image) -> Part:
-    """A picture as a part of a message."""
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64_of(image)}"}}
 
 

@@ -67,7 +67,6 @@ def excerpt(body: bytes, content_type: str, secret: str = "") -> str:
 
 
 def json_of(body: bytes) -> Any:
-    """An answer as JSON."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as error:

@@ -140,7 +140,6 @@ def train(recipe: str, overrides: Sequence[str], num_steps: int, run_dir: Path) 
 
 
 def command_of(recipe: str, overrides: Sequence[str], num_steps: int, run_dir: Path) -> list[str]:
-    """The command line of a run."""
     return [
         *(sys.executable, "-m", "verl.trainer.main_ppo", f"recipe={recipe}"),
         *(f"trainer.total_training_steps={num_steps}", *STEPS_ALONE, *overrides),

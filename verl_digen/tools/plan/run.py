@@ -125,7 +125,6 @@ class Settings:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the run."""
         return self.num_trainer_devices + self.num_generator_devices * self.is_split
 
     @property

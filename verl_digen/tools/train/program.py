@@ -45,7 +45,6 @@ class Picture:
 
     @property
     def image(self) -> "Image":
-        """The picture."""
         from PIL import Image
 
         return Image.open(self.path)
