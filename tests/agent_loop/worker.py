@@ -18,7 +18,7 @@ def make_worker(agent_loop: str = SINGLE_TURN, **given: Any) -> Any:
         config=SimpleNamespace(data=None),
         tools=[],
         **dict.fromkeys(("tokenizer", "processor", "hf_model_type", "dataset_cls")),
-        _rewards=SimpleNamespace(reads_latents=False),
+        _rewards=None,
         _run_dir=None,
         _environments=None,
     )

@@ -148,9 +148,7 @@ async def test_latents_reach_the_rewards_that_read_them_and_no_other(mine):
     named = {"final": {"weight": 1.0, "reward": f"{mine}:Final"}, "blind": {"weight": 1.0, "reward": f"{mine}:Blind"}}
     digen = DigenConfig(reward=RewardConfig(named))
     sample = replace(make_sample(), latents=SampleLatents(torch.full((2, 3, 3), 7.0), {}))
-    rewards = rewards_of(digen)
-    assert rewards.reads_latents
-    score, _ = await rewards.score(sample, version=0, group_size=1)
+    score, _ = await rewards_of(digen).score(sample, version=0, group_size=1)
     assert score.parts == {"length": 5.0, "final": 7.0, "blind": 0.0}
 
 

@@ -94,20 +94,16 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
         """Generate samples in one of verl's two forms.
 
         A TensorDict of prompts: their groups are begun, None is returned at once, and they go to TransferQueue when
-        they are finished. A DataProto of samples (`_generate_batch`): the columns of `to_dataproto` once all are
-        finished, with `rm_scores` if the worker has handles of reward workers.
+        they are finished.
+
+        A DataProto of samples, one per row, in order: the columns of `to_dataproto` once all are finished, with
+        `rm_scores` if the worker has handles of reward workers; one that fails fails all, once all have ended. It has
+        columns as in `data.rows.loop_row` and optionally `sample_index`. Its `meta_info` may have `validate` (False
+        without it), and `global_steps` (0 without it), which moves a MixGRPO window. ValueError: a column is missing,
+        or the run has an environment.
         """
         if not isinstance(batch, DataProto):
             return await super().generate_sequences(batch)
-        return await self._generate_batch(batch)
-
-    async def _generate_batch(self, batch: DataProto) -> DataProto:
-        """Generate a sample per row, in order; one that fails fails all, once all have ended.
-
-        `batch` has columns as in `data.rows.loop_row` and optionally `sample_index`. Its `meta_info` may have
-        `validate` (False without it), and `global_steps` (0 without it), which moves a MixGRPO window. ValueError: a
-        column is missing, or the run has an environment.
-        """
         if self.digen.environment.is_on:
             raise ValueError("digen.environment.name must be left out for a DataProto: an episode has several prompts")
         rows, validate, step = dataproto_rows(batch), is_validation(batch), batch.meta_info.get(STEP, 0)
@@ -269,9 +265,7 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     # -- chunks, called by the trainer's conductor --------------------------------------------------------
     async def generate_chunk(self, order: ChunkOrder, server: Any) -> GeneratedChunk:
         """Generate samples of one group on the replica `server`; see `verl_digen.agent_loop.chunks`."""
-        client = ReplicaClient(
-            server, self.digen, wants_latents=self._rewards.reads_latents, burst=self._burst_of(order)
-        )
+        client = ReplicaClient(server, self.digen, burst=self._burst_of(order))
         return await self._chunks.generate(order, client)
 
     async def cancel_chunk(self, chunk_id: int) -> None:

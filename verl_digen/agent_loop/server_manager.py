@@ -47,11 +47,6 @@ class DiffusionServerClient(LLMServerClient):
         return digen_config(self.config)
 
     @cached_property
-    def _wants_latents(self) -> bool:
-        """True if a reward of the run reads latents."""
-        return any(map(reads_latents, self.digen.reward.entries))
-
-    @cached_property
     def _deadlines(self) -> Deadlines:
         return Deadlines(self.digen.deadlines, self.digen.reward.score_s)
 
@@ -129,7 +124,7 @@ class DiffusionServerClient(LLMServerClient):
 
     def _client_of(self, server: Any) -> ReplicaClient:
         if server not in self._clients:
-            self._clients[server] = ReplicaClient(server, self.digen, wants_latents=self._wants_latents)
+            self._clients[server] = ReplicaClient(server, self.digen)
         return self._clients[server]
 
     async def _require_life(self, replica: str, server: Any, waited_s: float) -> None:
@@ -143,13 +138,12 @@ class DiffusionServerClient(LLMServerClient):
 
 
 class ReplicaClient:
-    """Sends samples to one given replica. `wants_latents`: a reward of the run reads latents; `burst`: the requests
-    that the client's one request is sent with."""
+    """Sends samples to one given replica. `burst`: the requests that the client's one request is sent with."""
 
-    def __init__(self, server: Any, digen: DigenConfig, *, wants_latents: bool = False, burst: Burst | None = None):
+    def __init__(self, server: Any, digen: DigenConfig, *, burst: Burst | None = None):
         self.server = server
         self.digen = digen
-        self._wants_latents, self._burst = wants_latents, burst
+        self._burst, self._wants_latents = burst, any(map(reads_latents, digen.reward.entries))
         # no more than a batch has, and of one group where there are more: they end together
         self._calls = Bundles(self._generate_all, size=digen.rollout.batch_size, cut_by=lambda request: request.uid)
 

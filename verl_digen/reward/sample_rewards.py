@@ -83,11 +83,6 @@ class SampleRewards:
     def _workers(self, handles: Sequence[Any], run: int) -> WorkerPool:
         return WorkerPool(handles, self._deadlines, kind="reward", key=WORKERS_KEY, run=run)
 
-    @property
-    def reads_latents(self) -> bool:
-        """True if a reward of the run reads latents."""
-        return any(pool.reads_latents for pool in self._pools)
-
     @classmethod
     def of_run(cls, config: DictConfig, handles: Mapping[str, Sequence[Any]], digen: DigenConfig) -> "SampleRewards":
         weights = digen.reward.weights(has_custom=has_custom(config))
