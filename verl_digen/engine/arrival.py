@@ -18,15 +18,13 @@ from torch import Tensor
 
 Columns = Mapping[str, Sequence[Tensor]]
 """Name -> the samples' tensors, in order."""
-FetchColumns = Callable[[Sequence[str]], Columns]
-"""Keys of samples -> their columns."""
 THREAD = "digen-rows"
 
 
 class Arrival:
-    """The named columns of the samples `keys`; reading `columns["latents"][0]` waits until that sample is there."""
+    """The named columns of the samples `keys`, which `fetch` brings. Reading `columns["latents"][0]` waits for it."""
 
-    def __init__(self, keys: Sequence[str], names: Iterable[str], fetch: FetchColumns):
+    def __init__(self, keys: Sequence[str], names: Iterable[str], fetch: Callable[[Sequence[str]], Columns]):
         self._keys, self._fetch = keys, fetch
         self.columns: Columns = {name: ArrivingColumn(self, name) for name in names}
         self.waited_s = 0.0

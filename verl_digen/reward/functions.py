@@ -19,8 +19,6 @@ from typing import Any, ClassVar, cast
 from verl_digen.reward.base import Result, Reward, exits_as_errors
 from verl_digen.types import RewardInput
 
-RewardFunction = Callable[..., Any]
-
 CUSTOM = "custom"
 """Name under which `reward.custom_reward_function` is weighted and logged."""
 
@@ -47,7 +45,7 @@ class FunctionReward(Reward):
     """A function as a reward: it is called once per sample, at the same time for all of a batch, with its settings as
     further keyword arguments."""
 
-    function: ClassVar[RewardFunction]
+    function: ClassVar[Callable[..., Any]]
     has_pool = False
 
     @classmethod

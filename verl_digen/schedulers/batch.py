@@ -9,8 +9,6 @@ from typing import Literal
 
 from verl_digen.schedulers.types import BatchReport, Chunk, DropReason
 
-GroupState = Literal["open", "ready", "training", "trained", "dropped"]
-
 
 @dataclass(slots=True)
 class Group:
@@ -24,7 +22,7 @@ class Group:
     """Sample indices, ascending."""
     version: int | None = None
     """Weight version its samples are generated under; None until the first is issued."""
-    state: GroupState = "open"
+    state: Literal["open", "ready", "training", "trained", "dropped"] = "open"
     rewards: dict[int, float] = field(default_factory=dict)
     """Sample index -> reward; scored samples only."""
     chunks: set[int] = field(default_factory=set)

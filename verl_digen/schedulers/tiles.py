@@ -98,10 +98,6 @@ def stand_ins(dealt: Sequence[Sequence[Row]], rank: int) -> dict[int, Row]:
     return chosen
 
 
-TextOrder = Callable[[Row], tuple[int, ...]]
-"""Row -> lengths of its texts; equal for rows that may share a forward without padding."""
-
-
 @dataclass(frozen=True)
 class Grid:
     """Tiles of at most `samples` samples with at most `steps` rows each: (8, 1) is a batch of samples at one step each,
@@ -189,7 +185,7 @@ def plan_tiles(
     rank: int,
     shape: TileShape | Mapping[int, TileShape],
     *,
-    order: TextOrder = lambda row: (),
+    order: Callable[[Row], tuple[int, ...]] = lambda row: (),
     agreed_most: Callable[[int], int] | None = None,
 ) -> list[Tile]:
     """Tiles of `rank`; all ranks have the same number.
@@ -197,7 +193,7 @@ def plan_tiles(
     Args:
         dealt: the rows of each rank, not all empty.
         shape: of every tile, or bucket -> shape of its tiles; the same on all ranks.
-        order: of the rows of `rank`.
+        order: lengths of the texts of a row of `rank`.
         agreed_most: maximum of all ranks' values, a collective. If given, rows that differ in `order` never share a
             tile.
 
