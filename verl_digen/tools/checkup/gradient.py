@@ -21,7 +21,7 @@ from verl_digen.algorithms.rows import numbers
 from verl_digen.algorithms.window import Window
 from verl_digen.engine.engine import DiffusersFSDPEngine
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
-from verl_digen.engine.rows import Samples
+from verl_digen.engine.rows import Fetch, Samples
 from verl_digen.inputs.images import PromptInputs
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
@@ -90,8 +90,10 @@ def run_rank(rank: int, num_ranks: int, checkpoint: Path, store: Path) -> float:
 def gradient_gap(checkpoint: Path) -> float:
     """Difference between deferred and immediate gradient, of the norm or of the fixed ±1 projection, relative to the
     norm; nan where that is zero. In the current process group. Collective."""
-    batch = _samples(checkpoint)
-    (norm, projection), deferred = (_gradient(_engine(checkpoint, reduce), batch) for reduce in ("tile", "batch"))
+    described, fetch = _samples(checkpoint)
+    (norm, projection), deferred = (
+        _gradient(_engine(checkpoint, reduce), described, fetch) for reduce in ("tile", "batch")
+    )
     return max(abs(deferred[0] - norm), abs(deferred[1] - projection)) / norm if norm > 0 else math.nan
 
 
@@ -112,8 +114,8 @@ def _engine(checkpoint: Path, reduce: str) -> DiffusersFSDPEngine:
     return engine
 
 
-def _samples(checkpoint: Path) -> Samples:
-    """Samples that the checkpoint generates on the host; the same on every rank."""
+def _samples(checkpoint: Path) -> tuple[list[FragmentSample], Fetch]:
+    """Samples that the checkpoint generates on the host, and their tensors; the same on every rank."""
     model = load_model(checkpoint)
     geometry = Geometry(SIZE_PX, SIZE_PX, model.spec.selftest.get("num_frames", 1))
     sampling = Sampling(geometry, NUM_STEPS, true_cfg_scale=1.0, law="flow", noise_level=0.7)
@@ -135,28 +137,23 @@ def _samples(checkpoint: Path) -> Samples:
         FragmentSample(key=str(number), facts=with_experts(model, one).facts, reward=REWARDS[number])
         for number, one in enumerate(trajectories)
     ]
-    return Samples(
-        described=described,
-        columns={name: [sample[name] for sample in columns] for name in PathRecord.COLUMNS},
-        conditions={request.condition_key: (found[request.uid], None) for request in requests},
-        advantages=torch.zeros(len(described)),
-    )
-
-
-def _gradient(engine: DiffusersFSDPEngine, batch: Samples) -> tuple[float, float]:
-    """(norm, projection) of the gradient of one optimizer step, see `engine.gradients.projection`."""
 
     def fetch(samples: Sequence[FragmentSample]) -> Samples:
-        chosen = [int(sample.key) for sample in samples]
+        chosen = [columns[int(sample.key)] for sample in samples]
         return Samples(
             described=samples,
-            columns={name: [values[index] for index in chosen] for name, values in batch.columns.items()},
-            conditions=batch.conditions,
+            columns={name: [sample[name] for sample in chosen] for name in PathRecord.COLUMNS},
+            conditions={request.condition_key: (found[request.uid], None) for request in requests},
             advantages=torch.zeros(len(chosen)),
         )
 
-    engine.begin(len(batch.described), len(batch.described) * len(TRAINED), fetch)
+    return described, fetch
+
+
+def _gradient(engine: DiffusersFSDPEngine, described: Sequence[FragmentSample], fetch: Fetch) -> tuple[float, float]:
+    """(norm, projection) of the gradient of one optimizer step, see `engine.gradients.projection`."""
+    engine.begin(len(described), len(described) * len(TRAINED), fetch)
     for uid in GROUPS:
-        engine.accumulate(FragmentSpec(uid, tuple(sample for sample in batch.described if sample.facts.uid == uid)))
+        engine.accumulate(FragmentSpec(uid, tuple(sample for sample in described if sample.facts.uid == uid)))
     found = numbers(engine.commit()["metrics"])
     return found["grad_norm"], found["grad_projection"]
