@@ -51,7 +51,7 @@ from verl_digen.trainer.base import DiffusionTrainer
 from verl_digen.trainer.disaggregated import DisaggregatedTrainer
 from verl_digen.trainer.replicas import required_processes
 from verl_digen.trainer.updates import TrainerRanks
-from verl_digen.trainer.validation_run import Validation
+from verl_digen.trainer.validation import Validation
 from verl_digen.types import PromptRow
 
 RESTART_S = 5.0

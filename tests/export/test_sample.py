@@ -28,9 +28,9 @@ from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import METRICS
 from verl_digen.rollout.server import DiffusersServer
 from verl_digen.sampling.requests import sample_request
+from verl_digen.store.keys import validation_uid
 from verl_digen.tools.export.saved_run import SavedRun, open_run
 from verl_digen.trainer.run_output import append_metrics
-from verl_digen.trainer.validation import validation_uid
 from verl_digen.weights.checksum import checksum
 
 PROMPTS = ("a red circle", "two small blue squares left of a red circle on a green background")

@@ -20,11 +20,10 @@ from verl_digen.observe.group_pictures import GroupPictures
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
 from verl_digen.processes.supervision import Supervision
-from verl_digen.store.keys import SampleName, group_uid
+from verl_digen.store.keys import SampleName, group_uid, validation_uid
 from verl_digen.trainer import run_output
 from verl_digen.trainer.run_output import TrainingPictures, distributions, draw
-from verl_digen.trainer.validation import draw_pictures, shown_samples, validation_uid
-from verl_digen.trainer.validation_run import Validation
+from verl_digen.trainer.validation import Validation, draw_pictures, shown_samples
 from verl_digen.types import PromptRow
 
 DIGEN = DigenConfig(num_logged_groups=2, logged_groups_every=5)

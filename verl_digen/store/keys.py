@@ -46,6 +46,11 @@ def group_uid(number: int) -> str:
     return f"p{number:08d}"
 
 
+def validation_uid(index: int) -> str:
+    """The group id, and so the noise, of the validation prompt at `index`: the same at every validation."""
+    return f"val-{index:05d}"
+
+
 def group_number(uid: str) -> int:
     """Inverse of `group_uid`."""
     return int(uid.removeprefix("p"))

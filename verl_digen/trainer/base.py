@@ -60,8 +60,7 @@ from verl_digen.trainer.replicas import Replicas, required_processes
 from verl_digen.trainer.run_output import RunOutput
 from verl_digen.trainer.step_result import StepResult, check_log_prob_gap, result_metrics, utilisation
 from verl_digen.trainer.updates import TrainerRanks
-from verl_digen.trainer.validation import allow_no_prompts, take_all_steps
-from verl_digen.trainer.validation_run import Validation
+from verl_digen.trainer.validation import Validation, allow_no_prompts, take_all_steps
 from verl_digen.trainer.watch import RewardWatch
 from verl_digen.types import PromptRow
 

@@ -23,9 +23,9 @@ from verl_digen.rollout.encoders import Encoders
 from verl_digen.rollout.network import LoadedNetwork, load_network, open_checkpoint
 from verl_digen.rollout.samples import SampleMaker
 from verl_digen.sampling.requests import sample_request
+from verl_digen.store.keys import validation_uid
 from verl_digen.tools.export.policy import PolicyWeights
 from verl_digen.tools.export.saved_run import SavedRun
-from verl_digen.trainer.validation import validation_uid
 from verl_digen.types import PromptRow
 from verl_digen.weights.checksum import Checksum
 
