@@ -18,7 +18,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch import Tensor
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.device import is_support_ipc
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.utils import ensure_async_iterator
 
@@ -166,7 +165,6 @@ class DiffusersServerAdapter(BaseRollout):
         self.replica_rank = torch.distributed.get_rank() if self._takes_turns else replica_rank
         self.is_leader_rank = True  # verl asks; a replica has one rank
         self.sleep_level = 1
-        self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
         digen = self.model_config.digen
         self._timeout_s = digen.rollout.update_timeout_s
         self._replica = ReplicaHandle(server_name(self.replica_rank), digen.deadlines.blip_s)
@@ -193,14 +191,8 @@ class DiffusersServerAdapter(BaseRollout):
             raise ValueError(f"the diffusers replica takes full tensors only, got wire_format={wire_format!r}")
         version, takes_turns = kwargs["global_steps"], self._takes_turns
         with tempfile.TemporaryDirectory(prefix="digen-weights-") as folder:  # readable by this user alone
-            wire = Wire(
-                handle=f"ipc://{folder}/update.sock",
-                use_shm=not is_support_ipc(),
-                is_live=takes_turns,
-                dtype=self._wire_dtype,
-                max_bucket_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
-                timeout_s=self._timeout_s,
-            )
+            handle, use_shm = f"ipc://{folder}/update.sock", not is_support_ipc()
+            wire = Wire.of_run(handle, self.config, self._timeout_s, use_shm=use_shm, is_live=takes_turns)
             await self._replica.update(weights, wire, version, address=wire.handle, takes_turns=takes_turns)
 
 

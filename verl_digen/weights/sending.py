@@ -24,6 +24,7 @@ import torch
 import zmq
 from torch import Tensor
 from verl.utils.device import get_device_name
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_digen.weights.bucketed import BoundedSocket, BucketedWeightSender
@@ -54,6 +55,12 @@ class Wire:
     """`actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes`."""
     timeout_s: float
     """`digen.rollout.update_timeout_s`."""
+
+    @classmethod
+    def of_run(cls, handle: str, rollout: Any, timeout_s: float, *, use_shm: bool, is_live: bool) -> "Wire":
+        """Connection of a run, by verl's `rollout` config."""
+        max_bucket_mb = rollout.checkpoint_engine.update_weights_bucket_megabytes
+        return cls(handle, use_shm, is_live, PrecisionType.to_dtype(rollout.dtype), max_bucket_mb, timeout_s)
 
     @property
     def bucket_mb(self) -> int:

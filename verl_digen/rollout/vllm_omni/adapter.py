@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from verl.utils.config import omega_conf_to_dataclass
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from verl_digen.rollout.replica import ReplicaHandle
@@ -25,7 +24,6 @@ class vLLMOmniServerAdapter(ServerAdapter):
         super().__init__(config, model_config, device_mesh, replica_rank)
         self._takes_turns = replica_rank < 0
         self.sleep_level = 1
-        self._wire_dtype = PrecisionType.to_dtype(self.config.dtype)
         model = omega_conf_to_dataclass(model_config)
         self._adapter_config = model.adapter_config()
         self._timeout_s = model.digen.rollout.update_timeout_s
@@ -59,14 +57,8 @@ class vLLMOmniServerAdapter(ServerAdapter):
         if wire_format != "named_tensors":
             raise ValueError(f"vllm_omni replicas take full tensors only, got wire_format={wire_format!r}")
         assert global_steps is not None, "a weight update has a version"
-        wire = Wire(
-            handle=self.zmq_handle,
-            use_shm=self.use_shm,
-            is_live=self._takes_turns and self._adapter_config is None,  # an adapter is registered beside the old ones
-            dtype=self._wire_dtype,
-            max_bucket_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
-            timeout_s=self._timeout_s,
-        )
+        is_live = self._takes_turns and self._adapter_config is None  # an adapter is registered beside the old ones
+        wire = Wire.of_run(self.zmq_handle, self.config, self._timeout_s, use_shm=self.use_shm, is_live=is_live)
         await self._replica.update(
             *(weights, wire, global_steps, self._adapter_config),
             address=self._sockets,
