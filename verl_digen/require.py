@@ -6,8 +6,8 @@
     chunk: Annotated[int | str, In("[1, inf]", "auto")] = "auto"    # KEY must be auto or >= 1, got 0; auto is the ...
     kind: Annotated[str, OneOf(KINDS)] = "all"                  # KEY must be one of all, first, got 'fist'; did you ...
 
-`check_fields` in `__post_init__` checks them, and that numbers are numbers. It lives here because the schedulers
-import nothing of the project but themselves, and every folder may import them.
+`check_fields` checks them, and that numbers are numbers; of a `Section` it does so by itself. It lives here because the
+schedulers import nothing of the project but themselves, and every folder may import them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,6 +79,18 @@ def check_fields(section: Any, prefix: str, *, null: str | None = "null") -> Non
         if not holds:
             hint = suggestion(str(value), bound.names) if isinstance(bound, OneOf) else ""
             require(False, f"{prefix}{name} must {bound.rule(others)}", value, hint + remedy)
+
+
+class Section:
+    """Base of the dataclasses of settings, which checks their fields. `key`: of the section, as typed."""
+
+    _key = ""
+
+    def __init_subclass__(cls, key: str | None = None) -> None:
+        cls._key = cls._key if key is None else key
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"{self._key}.")
 
 
 @cache

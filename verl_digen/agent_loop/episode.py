@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, ReplicaClient
-from verl_digen.algorithms.seeds import keyed_seed
+from verl_digen.algorithms.noise import keyed_seed
 from verl_digen.data.rows import loop_row
 from verl_digen.environments.base import PREVIOUS, Instruction, TurnResult
 from verl_digen.environments.episodes import EpisodeDiverged, EpisodeFailed, OpenEpisode

@@ -16,9 +16,8 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from verl_digen.algorithms.noise import sample_seed, step_noise
-from verl_digen.algorithms.seeds import keyed_seed
-from verl_digen.require import In, OneOf, check_fields, require
+from verl_digen.algorithms.noise import keyed_seed, sample_seed, step_noise
+from verl_digen.require import In, OneOf, Section, require
 
 KINDS = ("steps", "strata", "logit_normal")
 
@@ -38,7 +37,7 @@ class NoiseLevels:
 
 
 @dataclass(frozen=True)
-class ForwardConfig:
+class ForwardConfig(Section, key="digen.forward"):
     """`digen.forward`: the noise levels of forward objectives (diffusion_nft, awm, dgpo, online_dpo, offline_dpo).
     Others train `digen.window`."""
 
@@ -58,7 +57,7 @@ class ForwardConfig:
     0.9 in AWM; 0.7 in DGPO, 7 steps of 10."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "digen.forward.")
+        super().__post_init__()
         for name, value, whole in (("first_step", self.first_step, 0), ("until", self.until, 1.0)):
             require(
                 self.kind != "logit_normal" or value == whole,

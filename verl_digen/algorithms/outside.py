@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Annotated
 
 from verl_digen.algorithms.window import WindowConfig
-from verl_digen.require import In, check_fields, require
+from verl_digen.require import In, Section, require
 
 DEFAULT_MAX_SKIPS = 2
 ROUNDING = 1e-9
@@ -31,7 +31,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Outside:
+class Outside(Section, key="digen.sampling.outside"):
     """`digen.sampling.outside`: cheaper steps before and after a window in training. The window's own rows and
     log-probs stay exact."""
 
@@ -49,7 +49,7 @@ class Outside:
     byte per weight. For H100 and later, on `diffusers` replicas, without `digen.compile` and `digen.tag.policy`."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "digen.sampling.outside.")
+        super().__post_init__()
         require(
             self.cache > 0 or self.cache_max_skips == DEFAULT_MAX_SKIPS,
             f"digen.sampling.outside.cache_max_skips must be {DEFAULT_MAX_SKIPS} with digen.sampling.outside.cache=0, "

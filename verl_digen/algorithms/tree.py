@@ -22,7 +22,7 @@ from torch import Tensor
 
 from verl_digen.algorithms.advantages import advantage_scale, group_advantages, grouped
 from verl_digen.algorithms.window import Window, WindowConfig
-from verl_digen.require import In, check_fields, require
+from verl_digen.require import In, Section, require
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class BranchesConfig:
+class BranchesConfig(Section, key="digen.branches"):
     """`digen.branches`: the samples of a group as the leaves of a tree."""
 
     splits: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class BranchesConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "splits", tuple(self.splits))
-        check_fields(self, "digen.branches.")
+        super().__post_init__()
         require(
             all(before < after for before, after in pairwise((-1, *self.splits))),
             "digen.branches.splits must be steps >= 0 in ascending order",

@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass
 from typing import Annotated
 
-from verl_digen.algorithms.seeds import keyed_seed
-from verl_digen.require import In, OneOf, check_fields
+from verl_digen.algorithms.noise import keyed_seed
+from verl_digen.require import In, OneOf, Section
 
 KINDS = ("all", "consecutive", "fraction")
 
@@ -27,7 +27,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class WindowConfig:
+class WindowConfig(Section, key="digen.window"):
     """`digen.window`: how windows are drawn."""
 
     kind: Annotated[str, OneOf(KINDS)] = "all"
@@ -45,7 +45,7 @@ class WindowConfig:
     """fraction: share of the stochastic steps that train, at least one. 0.6 in DanceGRPO."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "digen.window.")
+        super().__post_init__()
         if self.range is not None:
             if len(self.range) != 2 or not 0 <= self.range[0] < self.range[1]:
                 raise ValueError(f"digen.window.range must be [lo, hi] in steps, 0 <= lo < hi, got {list(self.range)}")

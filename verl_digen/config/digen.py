@@ -34,7 +34,7 @@ from verl_digen.config.sampling import (
 )
 from verl_digen.hardware.attention import ATTENTION_BACKENDS, NATIVE
 from verl_digen.processes.deadlines import DeadlinesConfig
-from verl_digen.require import In, OneOf, check_fields, number, require, require_value
+from verl_digen.require import In, OneOf, Section, check_fields, number, require, require_value
 from verl_digen.schedulers.rules import GapConfig, QueueConfig, StalenessConfig, TagConfig
 
 MAX_TURNS = 1000
@@ -104,7 +104,7 @@ REDUCE = ("auto", "tile", "fragment", "batch")
 
 
 @dataclass(frozen=True)
-class TspConfig:
+class TspConfig(Section, key="digen.tsp"):
     """Time-step parallelism: assignment of rows to ranks and tiles, and reduction of gradients."""
 
     enable: bool = True
@@ -119,7 +119,7 @@ class TspConfig:
     costs memory: each rank keeps the unsharded gradient. auto: batch with LoRA or if memory allows, else tile."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "digen.tsp.")
+        super().__post_init__()
         require(
             self.enable or self.steps_per_tile in ("auto", 1),
             "digen.tsp.steps_per_tile must be auto or 1 with digen.tsp.enable=false, where timesteps are not batched",

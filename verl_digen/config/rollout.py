@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from verl_digen.hardware.attention import ATTENTION_BACKENDS
-from verl_digen.require import In, OneOf, check_fields, number, require, require_one_of
+from verl_digen.require import In, OneOf, Section, number, require, require_one_of
 
 MAX_SAMPLES = 1_000_000
 """Samples, chunks or groups in one place; more than a cluster generates at once. Catches typos."""
@@ -21,7 +21,7 @@ MOST_AUTO = 64
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Section, key="digen.rollout"):
     """Settings of replicas that verl's `actor_rollout_ref.rollout` lacks."""
 
     max_batch_size: Annotated[int | str, In(f"[1, {MAX_SAMPLES}]", "auto"), "memory decides"] = 8
@@ -75,7 +75,7 @@ class RolloutConfig:
     bf16 set about ten times the value of the first steps."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "digen.rollout.")
+        super().__post_init__()
         require(
             isinstance(self.split_guidance, bool) or self.split_guidance == "auto",
             "digen.rollout.split_guidance must be auto, true or false",

@@ -20,7 +20,7 @@ from verl_digen.algorithms.sde import LAWS
 from verl_digen.algorithms.solvers import DETERMINISTIC, SOLVERS
 from verl_digen.inputs.images import DEFAULT_IMAGE_PX
 from verl_digen.inputs.sizes import IMAGE_SIZES, SIDE_MULTIPLE
-from verl_digen.require import In, OneOf, check_fields, require, require_one_of, settings_of
+from verl_digen.require import In, OneOf, Section, require, require_one_of, settings_of
 
 MAX_SIDE_PX = 16_384
 """Larger than any picture of a diffusion model; catches typos."""
@@ -33,7 +33,7 @@ NEEDS_NOISE = "a step without noise has no density to train on; use 0.7 with law
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
+class SamplingConfig(Section, key="digen.sampling"):
     """Sampling in training, and in validation unless a `val_` key says otherwise."""
 
     height_px: Annotated[int, In(f"[1, {MAX_SIDE_PX}]"), "give the size in pixels"] = 512
@@ -85,7 +85,7 @@ class SamplingConfig:
     """Cheaper steps before and after the window, in training alone: validation evaluates the network at every step."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "digen.sampling.")
+        super().__post_init__()
         require(
             0 <= self.sa_low <= self.sa_high <= 1,
             "digen.sampling.sa_low and sa_high must be sigmas, 0 <= sa_low <= sa_high <= 1",
@@ -95,7 +95,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
-class SdeConfig:
+class SdeConfig(Section, key="digen.sde"):
     """The stochastic sampler; its formulas are in `verl_digen.algorithms.sde`."""
 
     law: Annotated[str, OneOf(LAWS)] = "flow"
@@ -104,7 +104,7 @@ class SdeConfig:
     """eta. flow: 0.7 (SD3.5), 0.9 (FLUX.1), 1.2 (Qwen-Image); dance: 0.3; cps: 0.8."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "digen.sde.")
+        super().__post_init__()
         require(
             self.law != "cps" or self.noise_level <= 1,
             "digen.sde.noise_level must be <= 1 with digen.sde.law=cps, where 1 replaces all noise",
@@ -114,7 +114,7 @@ class SdeConfig:
 
 
 @dataclass(frozen=True)
-class AdvantageConfig:
+class AdvantageConfig(Section, key="digen.advantage"):
     """Rewards of a group -> advantages."""
 
     scale: Annotated[str, OneOf(SCALES)] = "batch"
@@ -128,7 +128,7 @@ class AdvantageConfig:
     the group's mean and std. 8 of 24 in DanceGRPO (HunyuanVideo). null: all."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "digen.advantage.")
+        super().__post_init__()
         require(
             self.best_of is None or (self.best_of >= 2 and self.best_of % 2 == 0),
             "digen.advantage.best_of must be null or an even number >= 2",
@@ -138,7 +138,7 @@ class AdvantageConfig:
 
 
 @dataclass(frozen=True)
-class KlConfig:
+class KlConfig(Section, key="digen.kl"):
     """KL to the reference policy (LoRA off, or a frozen copy of the initial weights)."""
 
     coef: Annotated[float, In("[0, inf]"), "0 turns the KL term off"] = 0.0
@@ -148,12 +148,9 @@ class KlConfig:
     (PickScore), 0.004 (Wan). exact: the KL of the two Gaussians. velocity: mean[(v - v_ref)^2]. longcat: exact, with
     the step weights of loss longcat; published coef: 3e-4 (Wan)."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "digen.kl.")
-
 
 @dataclass(frozen=True)
-class EmaConfig:
+class EmaConfig(Section, key="digen.ema"):
     """Exponential moving average of the trained weights, saved in checkpoints."""
 
     enable: bool = False
@@ -166,7 +163,7 @@ class EmaConfig:
     """Validate with the average instead of the current weights."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "digen.ema.")
+        super().__post_init__()
         require(
             self.enable or not self.validate,
             "digen.ema.validate=true needs digen.ema.enable=true",

@@ -15,7 +15,7 @@ overdue.
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from verl_digen.require import In, check_fields
+from verl_digen.require import In, Section
 from verl_digen.schedulers.durations import RunningLine
 
 CallKind = Literal["generate", "assist", "score", "train", "commit", "load", "publish", "answer", "files"]
@@ -33,7 +33,7 @@ Seconds = Annotated[float, In("(0, inf)"), "give a large number"]
 
 
 @dataclass(frozen=True)
-class DeadlinesConfig:
+class DeadlinesConfig(Section, key="digen.deadlines"):
     """Timeouts in seconds. An overdue replica counts as lost and is restarted; an overdue trainer or agent loop worker
     ends the run, and the message names the key to raise.
 
@@ -68,9 +68,6 @@ class DeadlinesConfig:
     def report_s(self) -> float:
         """Time without any event after which the log says who waits for whom: no_progress_s / 30."""
         return self.no_progress_s / 30
-
-    def __post_init__(self) -> None:
-        check_fields(self, "digen.deadlines.")
 
 
 @dataclass(frozen=True)

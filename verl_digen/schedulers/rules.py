@@ -4,7 +4,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from verl_digen.require import In, OneOf, check_fields, number
+from verl_digen.require import In, OneOf, Section, number
 
 AssistPolicy = Literal["off", "bts", "always"]
 """Policy of assists. off: the trainer never generates. bts: at bubbles where a search says that it shortens the batch.
@@ -24,7 +24,7 @@ FRAGMENTS_PER_BATCH = 4
 
 
 @dataclass(frozen=True)
-class GapConfig:
+class GapConfig(Section, key="digen.gap"):
     """Generation-axis pipeline on separate pools (`recipe=...+disaggregated`)."""
 
     enable: bool = True
@@ -39,12 +39,9 @@ class GapConfig:
     """Maximum groups that merge into one fragment while the trainer is busy. auto: 8, or if these have fewer than 3
     rows per rank, one sample per rank, at most a quarter of the batch."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "digen.gap.")
-
 
 @dataclass(frozen=True)
-class QueueConfig:
+class QueueConfig(Section, key="digen.queue"):
     """ROLL Flash's queue of samples on separate pools."""
 
     replicate_prompts: bool = True
@@ -56,12 +53,9 @@ class QueueConfig:
     max_sample_refills: Annotated[int | None, In("[0, inf]"), "null means as many as a group has"] = None
     """Maximum retries of failed samples per step; beyond it their groups are dropped. 0: none. null: the group size."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "digen.queue.")
-
 
 @dataclass(frozen=True)
-class TagConfig:
+class TagConfig(Section, key="digen.tag"):
     """Trainer-assisted generation on separate pools: a trainer without a ready fragment generates samples itself."""
 
     policy: Annotated[str, OneOf(get_args(AssistPolicy))] = "off"
@@ -72,12 +66,9 @@ class TagConfig:
     window. auto: one per rank, or more if a replica's chunk is larger than the number of ranks or if the search finds
     it faster; at most `digen.rollout.max_batch_size` per rank."""
 
-    def __post_init__(self) -> None:
-        check_fields(self, "digen.tag.")
-
 
 @dataclass(frozen=True)
-class StalenessConfig:
+class StalenessConfig(Section, key="digen.staleness"):
     """Limits on how far generation may run ahead of training on separate pools. Every group has one version."""
 
     max_versions: Annotated[int, In("[0, inf]"), "0 is on-policy"] = 0
@@ -86,9 +77,6 @@ class StalenessConfig:
     fraction: Annotated[float, In("(0, 1]"), "digen.staleness.max_versions=0 turns staleness off"] = 1.0
     """Share of a batch that may be `max_versions` behind; the rest may be one version less behind. ROLL Flash's
     async_generation_ratio is max_versions - 1 + fraction."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "digen.staleness.")
 
 
 @dataclass(frozen=True)

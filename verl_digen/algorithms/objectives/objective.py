@@ -16,15 +16,12 @@ from torch import Tensor
 
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
-from verl_digen.require import In, check_fields, refusing, require, require_one_of
+from verl_digen.require import In, Section, refusing, require, require_one_of
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Section, key="digen.loss"):
     """Settings of a loss without any."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "digen.loss.")
 
     @property
     def advantage_bound(self) -> float:
