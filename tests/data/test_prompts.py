@@ -167,8 +167,8 @@ def test_the_prompt_of_a_chat_is_its_users_last_message(tmp_path):
             "columns with names of their own in line 1, got tag twice; rename one",
         ),
         ("headless.csv", "a cat\na dog\n", "must have a column 'prompt', got columns ['a cat'];"),
-        ("text.jsonl.gz", b"a cat", "is not a readable gzip file (Not a gzipped file (b'a '))"),
-        ("cut.txt.gz", gzip.compress(b"a cat" * 99, mtime=0)[:-9], "is not a readable gzip file"),
+        ("text.jsonl.gz", b"a cat", "text.jsonl.gz' (BadGzipFile: Not a gzipped file (b'a '))"),
+        ("cut.txt.gz", gzip.compress(b"a cat" * 99, mtime=0)[:-9], "must be a readable gzip file"),
         ("empty.txt.gz", gzip.compress(b"", mtime=0), "is empty; add prompts"),
         (
             "truth.jsonl",

@@ -227,7 +227,7 @@ def test_a_bad_value_is_blamed_on_the_key_that_was_typed_and_on_no_other(start, 
     ("text", "found"),
     [
         ("[]", "a JSON object, got a list"),
-        ("{", "is damaged"),
+        ("{", "a readable model_index.json, got"),
         ("{}", "that names a pipeline of diffusers, got _class_name=None"),
         ('{"_class_name": ["mine", "Own"]}', "that names a pipeline of diffusers, got _class_name=['mine', 'Own']"),
         ('{"_class_name": "QwenImagePipeline", "transformer": "x"}', "lacks scheduler, text_encoder, tokenizer, "),
@@ -435,7 +435,7 @@ def test_resources_of_one_machine_are_refused_in_a_cluster(start, runnable, monk
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("{", "which is damaged"),
+        ("{", "a readable adapter_config.json, got"),
         ("[]", "a JSON object, got a list"),
         ("{}", "with r >= 1 and lora_alpha > 0, got {'r': None, 'lora_alpha': None}"),
     ],

@@ -10,13 +10,13 @@ import gzip
 import io
 import json
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl_digen.data.tables import csv_rows, parquet_rows
 from verl_digen.inputs.tables import HUB, HUB_NAME
+from verl_digen.require import refusing
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
 """Suffixes of prompt files, in any case."""
@@ -150,12 +150,8 @@ def decode(path: Path, key: str) -> str:
     """Text of a file, without its byte order mark. ValueError: it is not UTF-8."""
     content = path.read_bytes()
     if path.suffix.lower() == COMPRESSED:
-        try:
+        with refusing(f"{key} must be a readable gzip file", str(path), "compress it again"):
             content = gzip.decompress(content)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(
-                f"{key}: {str(path)!r} is not a readable gzip file ({error}); compress it again"
-            ) from error
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -42,11 +42,10 @@ def check_teacher_files(path: str, own: Shapes) -> LoraConfig:
     """Require an adapter with the tensors of the one that trains, `own`, and return peft's settings of it; reads
     headers alone. ValueError for a broken rule."""
     config, file = _read_config(Path(path).expanduser()), Path(path).expanduser() / SAFETENSORS_WEIGHTS_NAME
-    with (
-        refusing(f"{KEY} must hold whole safetensors", str(file), "copy or download it again"),
-        safe_open(file, framework="pt") as opened,
-    ):
-        found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 - no mapping
+    refuses = refusing(f"{KEY} must hold whole safetensors", str(file), "copy or download it again")
+    with refuses, safe_open(file, framework="pt") as opened:
+        names = list(opened.keys())
+        found = {name: tuple(opened.get_slice(name).get_shape()) for name in names}
     unlike = sorted(name for name in own.keys() | found.keys() if own.get(name) != found.get(name))
     if unlike:
         of_file, of_run = (list(shapes.get(unlike[0], ())) or "nothing" for shapes in (found, own))

@@ -27,6 +27,7 @@ from verl_digen.models.schedule import flow_sigmas
 from verl_digen.models.sources import ReadsImages
 from verl_digen.models.spec import JOINT_ATTENTION, ConditionLayout, FlopsLayout, ModelSpec, VllmOmniServing
 from verl_digen.models.text import chat_text, length_check
+from verl_digen.require import refusing
 from verl_digen.types import Condition, Geometry
 
 MAX_TEXT_TOKENS = 512
@@ -166,13 +167,9 @@ def _encode_image(pipeline: Any, source: SourceImage, image_px: int) -> Tensor:
     """[tokens, channels] packed latents of an image, in the VAE's dtype."""
     # "4. process images" and `prepare_image_latents` of Flux2KleinPipeline.
     processor, area_px, image = pipeline.image_processor, image_px**2, source.read()
-    try:
+    rule = "an image of a prompt must be one that the pipeline of FLUX.2 [klein] takes"
+    with refusing(rule, source.reference, "replace it, or remove its prompt"):
         processor.check_image_input(image)
-    except ValueError as error:
-        raise ValueError(
-            f"an image of a prompt must be one that the pipeline of FLUX.2 [klein] takes, but {source.reference!r} is "
-            f"not ({error}); replace it, or remove its prompt"
-        ) from error
     height, width = limited_size(*image.size, area_px)
     fitting = processor._resize_if_exceeds_area(image, area_px)
     pixels = processor.preprocess(fitting, height=height, width=width, resize_mode="crop")

@@ -13,17 +13,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from verl_digen.require import refusing
+
 
 def read_object(file: Path, key: str) -> dict[str, Any]:
     """Read the object in a JSON file. `key`: config key of the file's folder, e.g. "actor_rollout_ref.model.path".
     ValueError if the file cannot be read, is not JSON, or holds something other than an object."""
-    try:
+    with refusing(f"{key} must hold a readable {file.name}", str(file), "complete the download"):
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{key} must hold a readable {file.name}, got {str(file)!r}, which is damaged ({error}); complete the "
-            "download"
-        ) from error
     if not isinstance(value, dict):
         raise ValueError(
             f"{key} must hold a {file.name} with a JSON object, got a {type(value).__name__} in {str(file)!r}; "

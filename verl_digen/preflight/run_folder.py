@@ -100,7 +100,8 @@ def check_run_dir(run: StartConfig) -> None:
         require(link is None, f"{key} must be a folder", given, f"{link} is a link to nothing; remove it")
         there = next(part for part in (path, *path.parents) if os.path.exists(part))
         require(there.is_dir(), f"{key} must be a folder", given, f"{there} is a file; name another folder")
-        with refusing(f"{key} must be a folder that can be written", given, "name another folder"):
+        remedy = f"nothing can be written in {there}, name another folder"
+        with refusing(f"{key} must be a folder that can be written", given, remedy):
             tempfile.TemporaryDirectory(dir=there).cleanup()  # permissions alone do not tell
 
 
@@ -241,10 +242,8 @@ def _aside(run_dir: Path) -> Path:
 
 
 def _set_aside(run_dir: Path) -> Path:
-    target, rule = (
-        _aside(run_dir),
-        "trainer.default_local_dir must be a folder whose earlier run can be moved beside it",
-    )
+    target = _aside(run_dir)
+    rule = "trainer.default_local_dir must be a folder whose earlier run can be moved beside it"
     with refusing(rule, str(run_dir), "move its files, or name another folder"):
         target.mkdir(exist_ok=True)
         for pattern in WRITTEN:

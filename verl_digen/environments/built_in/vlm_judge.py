@@ -17,7 +17,7 @@ from PIL import Image
 
 from verl_digen.environments.base import Environment, Instruction, Picture, TurnResult
 from verl_digen.inputs.images import read_images
-from verl_digen.require import In, require
+from verl_digen.require import In, refusing, require
 from verl_digen.reward.base import frames_of
 from verl_digen.reward.judges.chat import REWARD_MODEL, ChatModel, JudgeConfig, Part, picture_parts
 from verl_digen.reward.judges.reading import Reply
@@ -54,13 +54,9 @@ class VlmJudgeConfig(JudgeConfig):
     def __post_init__(self) -> None:
         require(self.url != REWARD_MODEL, "url must be the address of a server", self.url, "e.g. http://host:8000")
         super().__post_init__()
-        try:
+        rule = "question must be a text with only {task}, {instruction} and {max_score}"
+        with refusing(rule, self.question, "write other braces twice"):
             self.asked("a task", "an instruction")
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ValueError(
-                "question must be a text with only {task}, {instruction} and {max_score}, got "
-                f"{self.question!r} ({error}); write other braces twice"
-            ) from error
 
     def asked(self, task: str, instruction: str) -> str:
         """Question of one turn."""

@@ -256,8 +256,8 @@ def _pickled(reward: Any, run_dir: Path) -> Path:
     """File that loads the pickled object."""
     from ray import cloudpickle  # takes a second
 
-    remedy = "have it make inside what it holds, or put it into a file and give FILE.py:NAME"
-    with refusing("reward must be a function or class that can be pickled for other processes", reward, remedy):
+    rule = "reward must be a function or class that can be pickled for other processes"
+    with refusing(rule, reward, "have it make inside what it holds, or put it into a file and give FILE.py:NAME"):
         content = cloudpickle.dumps(reward)  # pyright: ignore[reportPrivateImportUsage]
     run_dir.mkdir(parents=True, exist_ok=True)
     path = (run_dir / "reward.py").absolute()
