@@ -256,9 +256,9 @@ class Launch:
             self._child.kill()
 
 
-def launch(words: Sequence[str], *, show: Callable[[str], None], main: Sequence[str] = MAIN) -> Ended:
+def launch(words: Sequence[str], *, show: Callable[[str], None]) -> Ended:
     """Run verl's main with these words to its end. `show`: gets each text for a person."""
-    return Launch([*main, *words], show).run()
+    return Launch([*MAIN, *words], show).run()
 
 
 def summary(run_dir: Path, command: Sequence[str], exit_code: int) -> Iterator[str]:
