@@ -43,8 +43,7 @@ def make() -> Flux2KleinPipeline:
             in_channels=parts.LATENT_CHANNELS * 4,
             num_layers=1,
             num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
+            **parts.TWO_HEADS,
             joint_attention_dim=3 * WIDTH,
             timestep_guidance_channels=32,
             axes_dims_rope=(4, 4, 4, 4),
@@ -55,8 +54,7 @@ def make() -> Flux2KleinPipeline:
 
 
 def _vae() -> AutoencoderKLFlux2:
-    sizes = {"layers_per_block": 1, "latent_channels": parts.LATENT_CHANNELS, "norm_num_groups": 4}
-    vae = parts.drawn(AutoencoderKLFlux2, block_out_channels=(8, 8, 16, 16), **sizes)
+    vae = parts.drawn(AutoencoderKLFlux2, block_out_channels=(8, 8, 16, 16), **parts.SMALL_VAE)
     statistics: Any = vae.bn
     nn.init.normal_(statistics.running_mean, std=0.3)
     nn.init.uniform_(statistics.running_var, 0.5, 2.0)

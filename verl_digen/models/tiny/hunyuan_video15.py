@@ -39,14 +39,7 @@ def _others() -> dict[str, Any]:
     """Parts besides the network."""
     return {
         "text_encoder": parts.drawn(
-            Qwen2_5_VLTextModel,
-            Qwen2_5_VLTextConfig(
-                **parts.LANGUAGE_MODEL,
-                num_hidden_layers=4,
-                bos_token_id=0,
-                eos_token_id=0,
-                rope_parameters={"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
-            ),
+            Qwen2_5_VLTextModel, Qwen2_5_VLTextConfig(**parts.QWEN_VL_TEXT, num_hidden_layers=4)
         ),
         # trained on these words, the template's beginning has 108 tokens, as with the real tokenizer: the cropped part
         "tokenizer": parts.chat_tokenizer(f"system\n{SYSTEM_MESSAGE}"),
@@ -69,8 +62,7 @@ def _transformer(**more: Any) -> HunyuanVideo15Transformer3DModel:
         HunyuanVideo15Transformer3DModel,
         in_channels=2 * parts.LATENT_CHANNELS + 1,
         out_channels=parts.LATENT_CHANNELS,
-        num_attention_heads=2,
-        attention_head_dim=16,
+        **parts.TWO_HEADS,
         num_layers=2,
         num_refiner_layers=1,
         text_embed_dim=parts.TEXT_WIDTH,

@@ -56,6 +56,19 @@ LANGUAGE_MODEL: dict[str, Any] = {
     **{"num_attention_heads": 2, "num_key_value_heads": 1},
 }
 """Sizes of a decoder."""
+QWEN_VL_TEXT: dict[str, Any] = {
+    **{"bos_token_id": 0, "eos_token_id": 0, **LANGUAGE_MODEL},
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+}
+"""Sizes of the decoder of a Qwen2.5-VL."""
+TWO_HEADS: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 16}
+"""Width of a network of diffusers."""
+SMALL_VAE: dict[str, Any] = {"latent_channels": LATENT_CHANNELS, "layers_per_block": 1, "norm_num_groups": 4}
+CAUSAL_VAE: dict[str, Any] = {
+    **{"base_dim": 8, "z_dim": LATENT_CHANNELS, "num_res_blocks": 1},
+    **{"latents_mean": [-0.75, 0.1, 0.95, -0.15], "latents_std": [2.8, 1.4, 1.2, 2.0]},
+}
+"""Sizes and statistics of a VAE of Qwen-Image or Wan."""
 CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -90,9 +103,7 @@ def image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         block_out_channels=(8, 8, 16, 16),
-        layers_per_block=1,
-        latent_channels=LATENT_CHANNELS,
-        norm_num_groups=4,
+        **SMALL_VAE,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
         use_quant_conv=False,

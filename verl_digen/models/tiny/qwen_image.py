@@ -51,36 +51,21 @@ def make_transformer() -> QwenImageTransformer2DModel:
         in_channels=parts.LATENT_CHANNELS * 4,
         out_channels=parts.LATENT_CHANNELS,
         num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
+        **parts.TWO_HEADS,
         joint_attention_dim=parts.TEXT_WIDTH,
         axes_dims_rope=(4, 6, 6),
     )
 
 
 def make_vae() -> AutoencoderKLQwenImage:
-    return parts.drawn(
-        AutoencoderKLQwenImage,
-        base_dim=8,
-        z_dim=parts.LATENT_CHANNELS,
-        num_res_blocks=1,
-        latents_mean=[-0.75, 0.1, 0.95, -0.15],
-        latents_std=[2.8, 1.4, 1.2, 2.0],
-    )
+    return parts.drawn(AutoencoderKLQwenImage, **parts.CAUSAL_VAE)
 
 
 def make_text_encoder(**token_ids: Any) -> Qwen2_5_VLForConditionalGeneration:
     """Build the language model and its vision tower; `token_ids` are the ids of image marks."""
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
-            text_config={
-                **parts.LANGUAGE_MODEL,
-                "num_hidden_layers": 2,
-                "initializer_range": 0.2,
-                "bos_token_id": 0,
-                "eos_token_id": 0,
-                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
-            },
+            text_config={**parts.QWEN_VL_TEXT, "num_hidden_layers": 2, "initializer_range": 0.2},
             vision_config={
                 "depth": 1,
                 "hidden_size": 16,

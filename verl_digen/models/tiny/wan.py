@@ -67,16 +67,7 @@ def make_transformer(**more: Any) -> WanTransformer3DModel:
 
 
 def make_vae(**more: Any) -> AutoencoderKLWan:
-    return parts.drawn(
-        AutoencoderKLWan,
-        base_dim=8,
-        z_dim=parts.LATENT_CHANNELS,
-        dim_mult=[1, 1, 1, 1],
-        num_res_blocks=1,
-        latents_mean=[-0.75, 0.1, 0.95, -0.15],
-        latents_std=[2.8, 1.4, 1.2, 2.0],
-        **more,
-    )
+    return parts.drawn(AutoencoderKLWan, dim_mult=[1, 1, 1, 1], **parts.CAUSAL_VAE, **more)
 
 
 def make_ti2v_vae() -> AutoencoderKLWan:
