@@ -6,12 +6,11 @@ from typing import Any
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux_kontext import FluxKontextPipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from verl_digen.models.tiny import parts
 
 CLIP_WIDTH = 16
-SHIFTED = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
+SHIFTED = parts.FlowScheduler(shift=3.0, use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15)
 
 
 def make_dev() -> FluxPipeline:
@@ -26,10 +25,10 @@ def make_kontext() -> FluxKontextPipeline:
 
 def make_schnell() -> FluxPipeline:
     """Build schnell: 1 MB; without guidance input, and with the published schedule, which is not shifted."""
-    return FluxPipeline(**_parts(FlowMatchEulerDiscreteScheduler(shift=1.0), takes_guidance=False))
+    return FluxPipeline(**_parts(parts.FlowScheduler(shift=1.0), takes_guidance=False))
 
 
-def _parts(scheduler: FlowMatchEulerDiscreteScheduler, *, takes_guidance: bool) -> dict[str, Any]:
+def _parts(scheduler: parts.FlowScheduler, *, takes_guidance: bool) -> dict[str, Any]:
     transformer = parts.drawn(
         FluxTransformer2DModel,
         in_channels=parts.LATENT_CHANNELS * 4,

@@ -6,7 +6,6 @@ from typing import Any
 from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
 from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -21,7 +20,7 @@ NUM_LAYERS = 28
 def make() -> Flux2KleinPipeline:
     """Build the pipeline: 2 MB; with the schedule of FLUX.2, which is shifted by the size and the number of steps."""
     return Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        scheduler=parts.FlowScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=_vae(),
         # with a language head of its own, as in the 9B checkpoints
         text_encoder=parts.drawn(

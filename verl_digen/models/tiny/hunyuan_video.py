@@ -4,7 +4,6 @@
 from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoTransformer3DModel
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE, HunyuanVideoPipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import LlamaConfig, LlamaModel
 
 from verl_digen.models.tiny import parts
@@ -31,7 +30,7 @@ def make() -> HunyuanVideoPipeline:
             rope_axes_dim=(4, 6, 6),
         ),
         vae=parts.drawn(AutoencoderKLHunyuanVideo, block_out_channels=(8, 8, 8, 8), **parts.SMALL_VAE),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
+        scheduler=parts.FlowScheduler(shift=7.0),
         text_encoder_2=parts.clip_encoder(CLIP_WIDTH, projects=False),
         tokenizer_2=parts.clip_tokenizer(),
     )

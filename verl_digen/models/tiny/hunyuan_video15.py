@@ -10,7 +10,6 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import Hunyu
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5_image2video import (
     HunyuanVideo15ImageToVideoPipeline,
 )
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from verl_digen.models.hunyuan_video15 import SYSTEM_MESSAGE
@@ -50,7 +49,7 @@ def _others() -> dict[str, Any]:
             layers_per_block=1,
             scaling_factor=1.03682,
         ),
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
+        "scheduler": parts.FlowScheduler(shift=5.0),
         "text_encoder_2": parts.t5_encoder(),
         "tokenizer_2": ByT5Tokenizer(),
         "guider": ClassifierFreeGuidance(guidance_scale=6.0),

@@ -11,7 +11,6 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2VideoTransformer3
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from diffusers.pipelines.ltx2.pipeline_ltx2 import LTX2Pipeline
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -33,7 +32,7 @@ def make() -> LTX2Pipeline:
     """Build the pipeline: 2 MB; the published schedule."""
     schedule: Any = {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1}
     return LTX2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**schedule, base_image_seq_len=1024, max_image_seq_len=4096),
+        scheduler=parts.FlowScheduler(**schedule, base_image_seq_len=1024, max_image_seq_len=4096),
         vae=_vae(),
         audio_vae=_audio_vae(),
         text_encoder=_text_encoder(),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of tiny checkpoints: tokenizers, with or without training on a few sentences, and encoders, a VAE and weights.
+"""Parts of tiny checkpoints: tokenizers, with or without training on a few sentences, encoders, a VAE, weights.
 Different words have different tokens, in the corpus or not. Random weights make a network sensitive to all its inputs:
 none keeps a constructor's zeros, which would hide the effect of earlier layers. Processors need PIL alone.
 
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from torch import nn
 from transformers import (
     CLIPTextConfig,
@@ -36,6 +37,7 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 Module = TypeVar("Module", bound=nn.Module)
+FlowScheduler = FlowMatchEulerDiscreteScheduler
 
 LATENT_CHANNELS = 4
 TEXT_WIDTH = 32

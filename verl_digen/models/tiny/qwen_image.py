@@ -6,7 +6,6 @@ from typing import Any
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from verl_digen.models.tiny import parts
@@ -32,9 +31,9 @@ def make() -> QwenImagePipeline:
     )
 
 
-def make_scheduler() -> FlowMatchEulerDiscreteScheduler:
+def make_scheduler() -> parts.FlowScheduler:
     """The published Qwen-Image schedule."""
-    return FlowMatchEulerDiscreteScheduler(
+    return parts.FlowScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,
         max_shift=0.9,

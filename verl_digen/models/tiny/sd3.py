@@ -3,7 +3,6 @@
 
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import StableDiffusion3Pipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 
 from verl_digen.models.tiny import parts
 
@@ -28,7 +27,7 @@ def make() -> StableDiffusion3Pipeline:
             dual_attention_layers=(0,),
             qk_norm="rms_norm",
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=parts.FlowScheduler(shift=3.0),
         vae=parts.image_vae(scaling_factor=1.5305, shift_factor=0.0609),
         text_encoder=parts.clip_encoder(CLIP_WIDTHS[0], projects=True),
         tokenizer=parts.clip_tokenizer(),

@@ -3,7 +3,6 @@
 
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from diffusers.pipelines.z_image.pipeline_z_image import ZImagePipeline
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl_digen.models.tiny import parts
@@ -12,7 +11,7 @@ from verl_digen.models.tiny import parts
 def make() -> ZImagePipeline:
     """Build the pipeline: 3 MB; the schedule of Z-Image-Turbo."""
     return ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=parts.FlowScheduler(shift=3.0),
         vae=parts.image_vae(scaling_factor=0.3611, shift_factor=0.1159),
         # with its language head, as in published checkpoints; loading may leave the head out
         text_encoder=parts.drawn(
