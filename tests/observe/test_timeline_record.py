@@ -18,7 +18,7 @@ from verl_digen.observe.timeline import recorder
 from verl_digen.observe.timeline.analysis import step_metrics
 from verl_digen.observe.timeline.file import TimelineFile, read_timeline
 from verl_digen.observe.timeline.interval import from_line, join_parts, to_line
-from verl_digen.observe.timeline.recorder import Recorder, UnixClock
+from verl_digen.observe.timeline.recorder import Recorder, unix_clock
 
 
 class SettableClock:
@@ -117,7 +117,7 @@ def test_the_timeline_and_the_command_line_import_without_large_packages():
 
 # -- clocks -----------------------------------------------------------------------------------------------
 def test_the_unix_clock_starts_at_the_time_of_day_and_never_goes_back():
-    before_s, now_s = time.time(), UnixClock()
+    before_s, now_s = time.time(), unix_clock()
     readings = [now_s() for _ in range(1000)]
     assert readings == sorted(readings)
     assert before_s - 1e-3 <= readings[0] <= time.time() + 1e-3

@@ -71,7 +71,7 @@ class Recorder:
     """
 
     def __init__(self, *, now_s: Callable[[], float] | None = None):
-        self.now_s: Callable[[], float] = UnixClock() if now_s is None else now_s
+        self.now_s: Callable[[], float] = unix_clock() if now_s is None else now_s
         """The clock of this recorder's intervals; the driver compares it with its own."""
         self._lock = threading.Lock()
         self._noted: list[Interval] = []
@@ -133,11 +133,7 @@ class Recorder:
             self._num_lost += 1
 
 
-class UnixClock:
-    """Unix seconds that never go back: the time of day at construction, continued by the monotonic clock."""
-
-    def __init__(self) -> None:
-        self._base_s = time.time() - time.perf_counter()
-
-    def __call__(self) -> float:
-        return self._base_s + time.perf_counter()
+def unix_clock() -> Callable[[], float]:
+    """Clock of unix seconds that never go back: the time of day now, continued by the monotonic clock."""
+    base_s = time.time() - time.perf_counter()
+    return lambda: base_s + time.perf_counter()
