@@ -68,6 +68,6 @@ def test_images_that_the_pipeline_refuses_are_errors(encode, images, tmp_path: P
     with pytest.raises(ValueError, match=r"must have at most 4 images for FLUX\.2 \[klein\], got 5; leave some out"):
         encode([PromptInputs(TEXT, images[:1] * 5, 64)])
     for size, message in (((63, 80), "Image too small"), ((64, 600), "Aspect ratio too extreme")):
-        told = rf"that the pipeline of FLUX\.2 .* takes, but .*{size[1]}\.png' is not \({message}.*; replace it"
+        told = rf"that the pipeline of FLUX\.2 .* takes, got .*{size[1]}\.png' \(ValueError: {message}.*; replace it"
         with pytest.raises(ValueError, match=told):
             encode([PromptInputs(TEXT, (draw_image(tmp_path / f"{size[1]}.png", size),), 64)])
