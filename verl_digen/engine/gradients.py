@@ -128,7 +128,7 @@ def reduce_pending(module: nn.Module) -> None:
     backward; so the last tile of a batch need not be known in advance. Collective if there is any; call it on all
     ranks."""
     assert isinstance(module, FSDPModule)
-    state = module._get_fsdp_state()
+    state: Any = module._get_fsdp_state()
     state._state_ctx.manual_backward_finalization_active = False  # PyTorch 2.15 has backward set it
     state._root_post_backward_final_callback()
 
