@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel, WanPipeline, WanTransformer3DModel
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from tests.engine.serial import plain_transformer
 from tests.export.runs import digen, save_run, trained_engine
 from tests.tiny_models import build_tiny
 from verl_digen.engine.driver_checkpoint import export_checkpoint
+from verl_digen.models import load_model
 from verl_digen.tools.export.formats import save_transformer
 from verl_digen.tools.export.saved_run import open_run
 
@@ -90,8 +91,16 @@ def test_plain_diffusers_draws_the_same_with_adapter_and_merged_weights(saved, t
     assert (untrained - adapted).abs().max() > 1e-2
 
 
-def test_adapters_of_two_experts_are_loaded_one_by_one(tmp_path: Path):
+@pytest.mark.parametrize("has_patterns", [False, True])
+def test_adapters_of_two_experts_are_loaded_one_by_one(has_patterns: bool, tmp_path: Path):
     path, model = build_tiny("wan2.2_a14b", tmp_path / "checkpoint"), {"lora_rank": 2, "lora_alpha": 8}
+    if has_patterns:
+        layer = r"transformer_2\.blocks\.0\.attn1\.to_q"
+        config = LoraConfig(
+            r=2, lora_alpha=8, target_modules=["to_q", "to_k"], rank_pattern={layer: 4}, alpha_pattern={layer: 32}
+        )
+        get_peft_model(load_model(path).load_transformer(torch.float32), config).save_pretrained(tmp_path / "begun")
+        model = {"lora_adapter_path": str(tmp_path / "begun")}
     with process_group(0, 1, str(tmp_path / "store")):
         engine = make_engine(path, model=model)
         perturb(engine)

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from peft import PeftModel
 from peft.tuners.lora import LoraConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_WEIGHTS_NAME
+from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -160,7 +161,7 @@ def adapters(
         return
     for expert in run.model.experts:
         if own := _of_network(tensors, expert):
-            yield expert, _of_layers(weights.adapter_config, own), own
+            yield expert, _of_layers(weights.adapter_config, own, expert), own
 
 
 def _of_network(values: Mapping[str, Value], network: str) -> dict[str, Value]:
@@ -170,11 +171,15 @@ def _of_network(values: Mapping[str, Value], network: str) -> dict[str, Value]:
     return {f"{PEFT_PREFIX}{name.removeprefix(prefix)}": values[name] for name in own}
 
 
-def _of_layers(config: LoraConfig, tensors: Mapping[str, Tensor]) -> LoraConfig:
+def _of_layers(config: LoraConfig, tensors: Mapping[str, Tensor], network: str) -> LoraConfig:
     """The config with the layers that have tensors as its targets; a pattern may name the network itself."""
     own = copy(config)
-    own.target_modules = sorted({name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors})
+    own.target_modules = layers = sorted({name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors})
     own.exclude_modules = None
+    for kind in ("rank_pattern", "alpha_pattern"):
+        found = getattr(config, kind)
+        keys = {layer: get_pattern_key(list(found), f"{network}.{layer}") for layer in layers}
+        setattr(own, kind, {f"^{layer}": found[key] for layer, key in keys.items() if key in found})
     return own
 
 
