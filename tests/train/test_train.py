@@ -28,7 +28,8 @@ def ask():
 def interrupted(number, frame):
     print("verl-digen: the run stopped: Ctrl-C; go on", flush=True)
     os._exit(130)
-signal.signal(signal.SIGINT, interrupted)
+if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as Python and verl's main do
+    signal.signal(signal.SIGINT, interrupted)
 print("noise of a library")
 words = [word.removeprefix("recipe=") for word in words] if len(words) < 3 else words
 if "refuse" in words:
@@ -159,6 +160,17 @@ def test_a_signal_ends_a_run_with_the_command_that_continues_it(train, tmp_path,
     way, mode = ("Continue", "auto") if shown.endswith("step") else ("Begin again", "disable")
     assert f"{way:<17}digen train digen_sd3 {word} signal={number:d} trainer.resume_mode={mode}\n" in said
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_run_in_the_background_of_a_script_or_under_nohup_ends_by_a_signal_that_asks_for_it(train, tmp_path):
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    try:
+        assert train("signal=1")[0] == 0
+        assert train("wait", "signal=15")[0] == 143
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert "the run stopped: Ctrl-C" in (tmp_path / "run" / "console.log").read_text(), "it was not killed"
 
 
 def test_a_run_that_cannot_be_asked_to_end_goes_on_until_it_is_asked_again(train, tmp_path):

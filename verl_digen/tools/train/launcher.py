@@ -3,8 +3,8 @@
 to the run's `console.log`.
 
 The first Ctrl-C, once the run trains, ends it after its step, with a checkpoint where `trainer.save_freq` > 0. The
-second one, the first one while it starts, SIGTERM and SIGHUP end it at once; it is killed after `KILL_AFTER_S`, or by
-one more. The process has a session of its own, so a terminal's Ctrl-C reaches only this one.
+second one, the first one while it starts, SIGTERM and SIGHUP (not under nohup) end it at once; it is killed after
+`KILL_AFTER_S`, or by one more. The process has a session of its own: a terminal's Ctrl-C reaches only this one.
 """
 
 import os
@@ -145,9 +145,9 @@ class Ended:
 class Launch:
     """One run; `launch` is its only user."""
 
-    def __init__(self, command: Sequence[str], show: Callable[[str], None]):
+    def __init__(self, command: Sequence[str], show: Callable[[str], None], signals: list[int]):
         self._show, self._console, self._began_s = show, Console(), time.monotonic()
-        self._signals: list[int] = []
+        self._signals = signals
         """Signals that came and are not handled."""
         self._asked: int | None = None
         """The last signal that was handled."""
@@ -171,7 +171,6 @@ class Launch:
         with ExitStack() as stack:
             stack.enter_context(self._child)
             stack.callback(lambda: self._log is not None and self._log.close())
-            stack.enter_context(_handled(self._signals.append))
             for raw in self._lines():
                 line = raw.decode(errors="replace")
                 for part in line.splitlines():  # a progress bar rewrites its line
@@ -258,7 +257,9 @@ class Launch:
 
 def launch(words: Sequence[str], *, show: Callable[[str], None]) -> Ended:
     """Run verl's main with these words to its end. `show`: gets each text for a person."""
-    return Launch([*MAIN, *words], show).run()
+    signals: list[int] = []
+    with _handled(signals.append):  # before it starts: a job in a script's background, too, takes Ctrl-C then
+        return Launch([*MAIN, *words], show, signals).run()
 
 
 def summary(run_dir: Path, command: Sequence[str], exit_code: int) -> Iterator[str]:
@@ -282,11 +283,12 @@ def summary(run_dir: Path, command: Sequence[str], exit_code: int) -> Iterator[s
 
 @contextmanager
 def _handled(handle: Callable[[int], object]) -> Iterator[None]:
-    """Have `handle` take this process's `SIGNALS`; threads other than the main one get none."""
+    """Have `handle` take this process's `SIGNALS`, nohup's not; threads other than the main one get none."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, lambda number, frame: handle(number)) for number in SIGNALS}
+    taken = [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: handle(number)) for number in taken}
     try:
         yield
     finally:
