@@ -84,6 +84,9 @@ def test_time_leaves_out_what_lies_between_two_starts(total, state, ends):
     later = [{**row, "at_s": row["at_s"] + 1e6 * (row["step"] > 2)} for row in rows]
     spent = {tile["label"]: tile["value"] for tile in tiles(later, start, {"shown": [], "num_left_out": 0}, state)}
     assert spent["Time"] == "35m30s", "at most half an hour more than the step's own time"
+    back = [{**row, "at_s": row["at_s"] - 3000 * (row["step"] > 2)} for row in rows]
+    spent = {tile["label"]: tile["value"] for tile in tiles(back, start, {"shown": [], "num_left_out": 0}, state)}
+    assert spent["Time"] == "5m30s", "the step's own time, where the clock was set back"
 
 
 def test_shares_of_a_distribution_lie_in_bins_that_all_steps_have(tmp_path):

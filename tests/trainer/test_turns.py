@@ -195,6 +195,15 @@ def test_rewards_without_processes_have_a_lane_and_a_resumed_run_continues(tmp_p
     assert scored == [("reward/0", 12.0, 12.5), ("reward/0", 22.0, 22.5)]
 
 
+def test_a_clock_that_is_set_back_costs_spans_of_the_timeline_and_not_the_run(tmp_path):
+    timeline = ColocatedTimeline(tmp_path, [], num_devices=1, after=0, host="node-1")
+    samples = {"g": make_tag(uid="g", generated=(8.0, 2.0), scored=(2.0, 1.0))}
+    timeline.write(1, samples, [], extent=(0.0, 9.0))
+    found = read_timeline(tmp_path / "timeline.jsonl").intervals
+    spans = {one.lane.pool: (one.start_s, one.end_s) for one in found}
+    assert spans["generator"] == (8.0, 8.0) and spans["reward"] == (2.0, 2.0)
+
+
 def test_devices_generate_once_where_groups_overlap_and_again_for_those_that_replace_failed_ones(tmp_path):
     timeline = ColocatedTimeline(tmp_path, [], num_devices=1, after=0, host="node-1")
     spans = {"late": (7.0, 8.0), "long": (1.0, 5.0), "short": (2.0, 3.0), "touching": (5.0, 6.0)}

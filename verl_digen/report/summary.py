@@ -160,7 +160,10 @@ def _time(rows: Sequence[Mapping[str, float]], start: dict[str, Any], state: str
     began_s = first["at_s"] - first["perf/step_s"]
     if start["at_s"] is not None:  # of the newest start
         began_s = min(began_s, start["at_s"])
-    gaps = [min(row["at_s"] - before["at_s"], row["perf/step_s"] + PAUSE_S) for before, row in pairwise(timed)]
+    gaps = [
+        min(max(row["at_s"] - before["at_s"], row["perf/step_s"]), row["perf/step_s"] + PAUSE_S)
+        for before, row in pairwise(timed)
+    ]
     spent_s = first["at_s"] - began_s + sum(gaps)
     pace_s = median([*gaps[-RECENT:], last["perf/step_s"]])
     left = (planned_steps(start) or 0) - last["step"]

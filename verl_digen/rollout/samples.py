@@ -174,7 +174,7 @@ class SampleMaker:
     def _answers(self, made: _Made, started_s: float) -> list[tuple[int, Generation | ValueError]]:
         """(place, answer) of each sample; the tensors have arrived."""
         ended_s = time.time()
-        began_s = max(started_s, self._ended_s)  # batches follow one another on the device
+        began_s = min(max(started_s, self._ended_s), ended_s)  # batches follow one another on the device
         answers: list[tuple[int, Generation | ValueError]] = []
         for row, trajectory in enumerate(made.denoised.trajectories()):
             request, conditions = made.denoised.requests[row], made.conditions[row]

@@ -99,7 +99,13 @@ class IdleLanes:
 
 
 Span = tuple[float, float]
-"""(start, end) in unix seconds."""
+"""(start, end) in unix seconds; the end is before the start where the clock was set back meanwhile."""
+
+
+def _extent(spans: Iterable[Span]) -> Span:
+    """From the first start to the last end, or to the last start if that is later."""
+    starts, ends = zip(*spans, strict=True)
+    return min(starts), max(*starts, *ends)
 
 
 class ColocatedTimeline:
@@ -154,8 +160,7 @@ class ColocatedTimeline:
             "generate",
             Lane("generator", 0, self._host, 0),
             step,
-            min(tag.generated[0] for tag in tags),
-            max(tag.generated[1] for tag in tags),
+            *_extent(tag.generated for tag in tags),
             version=tags[0].facts.version,
             chunk_id=uid,
             group_ids=(uid,),
@@ -188,9 +193,9 @@ class ColocatedTimeline:
         for uid, tags in groups.items():
             if any(call.reward in self._names for tag in tags for call in tag.calls):
                 continue
-            start_s, end_s = min(tag.scored[0] for tag in tags), max(tag.scored[1] for tag in tags)
+            extent = _extent(tag.scored for tag in tags)
             lane = Lane("reward", 0, self._host, 0)
-            yield Interval("score", lane, step, start_s, end_s, group_ids=(uid,), num_samples=len(tags))
+            yield Interval("score", lane, step, *extent, group_ids=(uid,), num_samples=len(tags))
 
     def _worked(
         self, kind: Kind, span: Span, step: int, groups: Mapping[str, Sequence[SampleTag]], num_samples: int
