@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.engine.harness import digen_section, full, make_engine, process_group
 from verl_digen.engine.build import add_adapter
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
+from verl_digen.preflight.adapter import check_adapter
 from verl_digen.preflight.rules import check, notes
 from verl_digen.preflight.start_config import StartConfig
 
@@ -83,6 +85,23 @@ def test_adapters_of_the_network_are_accepted_and_loaded_whole(start, runnable, 
     module = add_adapter(load_model(tiny_qwen_image).load_transformer(torch.float32), model, 0)
     assert all(value.count_nonzero() for key, value in module.named_parameters() if "lora_B" in key)
     assert not any(isinstance(part, torch.nn.Dropout) and part.p > 0 for part in module.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("patterns", "one alpha/rank .*vllm_omni, got 'alpha/rank 1.5; alpha/rank 2'; .*merge=true"),
+        ("dora", "must hold plain LoRA .*vllm_omni, got 'DoRA, alpha/rank 2'; set .*name=diffusers"),
+        ("rslora", ""),
+    ],
+)
+def test_vllm_omni_takes_adapters_that_its_layers_compute_as_they_train(start, runnable, adapter, name, message: str):
+    words = f"{MODEL}.lora_adapter_path={adapter(**ACCEPTED[name])}", "actor_rollout_ref.rollout.name=vllm_omni"
+    run = StartConfig(start(*runnable, *words))
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        check_adapter(run)
+    run.config.actor_rollout_ref.model.lora.merge = True
+    check_adapter(run)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,24 @@ def check_adapter(run: StartConfig) -> None:
         own = get_peft_model_state_dict(adapted, save_embedding_layers=False)  # under the names that peft saves
         shapes = {name: tuple(value.shape) for name, value in own.items()}
         _compare(Path(model_config.lora_adapter_path), shapes)
+    if run.config.actor_rollout_ref.rollout.name == "vllm_omni" and not model_config.merges_lora:
+        _check_sent(adapted)
+
+
+def _check_sent(adapted: "PeftModel") -> None:
+    """Require an adapter that vLLM-Omni computes as it trains: its layers know one scale, and no DoRA."""
+    from peft.tuners.lora import LoraLayer
+
+    from verl_digen.engine.export import ADAPTER  # peft, too
+
+    layers = [layer for layer in adapted.modules() if isinstance(layer, LoraLayer)]
+    kinds = {f"{'DoRA, ' * bool(one.lora_variant)}alpha/rank {one.scaling[ADAPTER]:.6g}" for one in layers}
+    require(
+        len(kinds) == 1 and not any(layer.lora_variant for layer in layers),
+        f"{FOLDER} must hold plain LoRA with one alpha/rank for actor_rollout_ref.rollout.name=vllm_omni",
+        "; ".join(sorted(kinds)),
+        "set actor_rollout_ref.rollout.name=diffusers, or for plain LoRA actor_rollout_ref.model.lora.merge=true",
+    )
 
 
 def build_on_meta(network: nn.Module, model_config: DiffusionModelConfig) -> "PeftModel":
