@@ -12,7 +12,7 @@ from verl_digen import cli
 from verl_digen.observe.run_files import END, METRICS, REPORT, START, image_path
 from verl_digen.observe.timeline.file import NAME
 from verl_digen.report import page, pictures, timelines
-from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions
+from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions, read_rows
 from verl_digen.report.page import MAX_BYTES, collect, render, write_report
 from verl_digen.report.summary import tiles
 from verl_digen.trainer.run_output import append_metrics
@@ -87,6 +87,12 @@ def test_time_leaves_out_what_lies_between_two_starts(total, state, ends):
     back = [{**row, "at_s": row["at_s"] - 3000 * (row["step"] > 2)} for row in rows]
     spent = {tile["label"]: tile["value"] for tile in tiles(back, start, {"shown": [], "num_left_out": 0}, state)}
     assert spent["Time"] == "5m30s", "the step's own time, where the clock was set back"
+
+
+def test_a_step_that_a_run_was_resumed_after_keeps_its_numbers(tmp_path):
+    lines = {"step": 2, "reward/mean": 0.5, "val/reward": 0.1}, {"step": 1}, {"step": 2, "val/reward": 0.2}
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2, "reward/mean": 0.5, "val/reward": 0.2}]
 
 
 def test_shares_of_a_distribution_lie_in_bins_that_all_steps_have(tmp_path):

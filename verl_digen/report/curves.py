@@ -37,8 +37,11 @@ def rounded(value: float | None) -> float | None:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """Rows of a run's metrics.jsonl, by step; of a step with two the newer one. ValueError if one has no step."""
-    rows = {row["step"]: row for row in read_lines(path)}
+    """Rows of a run's metrics.jsonl, by step. ValueError if one has no step. A run that is resumed validates the step
+    once more: its newer numbers are taken, beside those that the step has alone."""
+    rows: dict[float, dict[str, float]] = {}
+    for row in read_lines(path):
+        rows[row["step"]] = {**rows.get(row["step"], {}), **row}
     return [rows[step] for step in sorted(rows)]
 
 
