@@ -244,6 +244,8 @@ def test_a_large_export_is_cut_into_files(tiny_qwen_image: Path, tmp_path: Path)
     assert files[0] == f"diffusion_pytorch_model-00001-of-{len(files):05d}.safetensors" and len(files) > 3
     assert all(path.stat().st_size < 110_000 for path in (tmp_path / "out").glob("*.safetensors"))
     assert_equal(QwenImageTransformer2DModel.from_pretrained(tmp_path / "out").state_dict(), tensors)
+    index = json.loads((tmp_path / "out" / "diffusion_pytorch_model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in tensors.values())
 
 
 def test_an_exported_adapter_begins_a_run_with_its_rank_and_weights(saved, tmp_path: Path, tiny_qwen_image: Path):

@@ -2,19 +2,23 @@
 """The report's page without a browser: what is in it, how large it gets, and what it says of what is missing."""
 
 import json
+import os
 import re
+from base64 import b64decode
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from tests.report.runs import HOSTILE, PROMPTS, add_groups, add_validation, make_run, metrics_of
+from tests.report.runs import HOSTILE, PROMPTS, add_groups, add_validation, make_run, metrics_of, save_noise
 from verl_digen import cli
-from verl_digen.observe.run_files import END, METRICS, REPORT, START, image_path
+from verl_digen.observe.run_files import END, METRICS, REPORT, START, WARNINGS, image_path
 from verl_digen.observe.timeline.file import NAME
 from verl_digen.report import page, pictures, timelines
 from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions, read_rows
 from verl_digen.report.page import MAX_BYTES, collect, render, write_report
-from verl_digen.report.summary import tiles
+from verl_digen.report.summary import tiles, warnings_of
 from verl_digen.trainer.run_output import append_metrics
 
 DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
@@ -87,6 +91,27 @@ def test_time_leaves_out_what_lies_between_two_starts(total, state, ends):
     back = [{**row, "at_s": row["at_s"] - 3000 * (row["step"] > 2)} for row in rows]
     spent = {tile["label"]: tile["value"] for tile in tiles(back, start, {"shown": [], "num_left_out": 0}, state)}
     assert spent["Time"] == "5m30s", "the step's own time, where the clock was set back"
+    resumed = tiles(rows, {**start, "at_s": 200.0}, {"shown": [], "num_left_out": 0}, state)
+    assert {tile["label"]: tile["value"] for tile in resumed}["Time"] == "3m30s", "from the first step's begin on"
+
+
+def test_what_is_shown_of_many_steps_warnings_and_pictures_is_the_newest_and_as_large_as_it_may_be(tmp_path):
+    rows = [{**metrics_of(step), "step": step, "perf/images_per_s": float(step)} for step in range(1, 31)]
+    start = {"at_s": None, "config": []}
+    told = {tile["label"]: tile["value"] for tile in tiles(rows, start, {"shown": [], "num_left_out": 0}, "ended")}
+    assert told["Samples per second"] == "20.5"
+    lines = [{"step": step, "level": "WARNING", "text": str(min(step, 204))} for step in range(206)]
+    (tmp_path / WARNINGS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = warnings_of(tmp_path)
+    assert found["num_left_out"] == 5 and found["shown"][0]["text"] == "5"
+    assert [found["shown"][-1][name] for name in ("count", "first_step", "last_step")] == [2, 204, 205]
+    for size, shown in (((64, 64), (64, 64)), ((512, 512), (256, 256)), ((1120, 112), (560, 56))):
+        save_noise(tmp_path / "a.png", size, seed=1)
+        url = pictures.thumbnail(tmp_path / "a.png")
+        assert url is not None
+        picture = Image.open(BytesIO(b64decode(url.partition(",")[2])))
+        assert picture.size == shown
+        assert (size != shown) or picture.tobytes() == Image.open(tmp_path / "a.png").tobytes(), "without loss"
 
 
 def test_a_step_that_a_run_was_resumed_after_keeps_its_numbers(tmp_path):
@@ -114,17 +139,22 @@ def test_rewards_that_differ_by_rounding_share_a_bin(tmp_path):
         assert [share for share in shares if share] == [1.0]
 
 
-def test_a_timeline_shows_its_steps_with_words(tmp_path):
+def test_a_timeline_shows_its_steps_with_words(tmp_path, monkeypatch):
     make_run(tmp_path)
     found = timelines.timelines(tmp_path)
     assert [entry["step"] for entry in found["steps"]] == [1, 2, 3]
     assert [entry["word"] for entry in found["steps"]].count("slowest") == 1
     last = found["steps"][-1]
     assert {lane["name"] for lane in last["lanes"]} >= {"generator/0", "trainer/0"}
-    assert all(bar["at"] >= 0 and bar["at"] + bar["s"] <= last["step_s"] * 1.001 for bar in last["bars"])
+    for entry in found["steps"]:
+        assert all(0 <= bar["at"] <= bar["at"] + bar["s"] <= entry["step_s"] * 1.001 for bar in entry["bars"])
     texts = " | ".join(bar["text"] for entry in found["steps"] for bar in entry["bars"])
     assert "generating" in texts and "new weights are awaited" in texts and "staleness_bound" not in texts
     assert {pool["pool"] for pool in last["pools"]} == {"generator", "trainer"}
+    lasted = sorted(bar["s"] for bar in last["bars"])
+    monkeypatch.setattr(timelines, "MAX_BARS", 3)
+    shown = timelines.timelines(tmp_path)["steps"][-1]["bars"]
+    assert sorted(bar["s"] for bar in shown) == lasted[-3:], "the longest ones"
 
 
 def test_a_long_timeline_is_read_from_its_end(tmp_path, monkeypatch):
@@ -144,6 +174,8 @@ def test_columns_are_thinned_out_and_keep_validations():
     assert len(found["step"]) <= MAX_ROWS and (found["step"][0], found["step"][-1]) == (0, 20_000)
     assert sum(value is not None for value in found["val/reward"]) == 41
     assert columns(rows[:20])["a"][7] is None
+    often = columns([{"step": step, **({"val/reward": 1.0} if step % 2 == 0 else {})} for step in range(2000)])
+    assert (len(often["step"]), often["step"][-1]) == (MAX_ROWS, 1999)
     assert [*columns([{"step": 1, "at_s": 9.0, "b": 1.0, "a": 2.0, "val/reward": 0.5}])] == [
         "step",
         "val/reward",
@@ -202,9 +234,11 @@ def test_a_run_that_just_began_says_what_is_not_there_yet(tmp_path, has_start):
 def test_a_run_that_a_program_started_shows_what_its_checkpoint_holds(tmp_path):
     append_metrics(tmp_path / METRICS, 1, metrics_of(1))
     assert collect(tmp_path)["start"]["config"] == []
-    (tmp_path / "global_step_1").mkdir()
-    known = {"config": {"digen": {"seed": 4}}, "versions": {"verl": "0.9.1"}}
-    (tmp_path / "global_step_1" / "run.json").write_text(json.dumps(known))
+    for seed, step in ((3, 9), (4, 10)):
+        file = tmp_path / f"global_step_{step}" / "run.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps({"config": {"digen": {"seed": seed}}, "versions": {"verl": "0.9.1"}}))
+        os.utime(file, (step, step))
     start = collect(tmp_path)["start"]
     assert start["config"] == [["digen.seed", "4"]] and start["versions"] == {"verl": "0.9.1"}
     assert start["changes"] is None

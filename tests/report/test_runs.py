@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.runs import PROMPTS, make_run, metrics_of
+from tests.report.runs import PROMPTS, add_validation, make_run, metrics_of
 from tests.report.test_page import data_of
 from verl_digen import Run, cli
 from verl_digen.observe.run_files import END, LOCK, METRICS, START
@@ -30,8 +30,11 @@ def test_runs_are_found_at_and_below_a_folder_and_links_are_not_followed(tmp_pat
     make_run(root / "digen" / "a" / "nested")
     make_run(root / "digen" / "a" / "images" / "no-run")
     make_run(tmp_path / "elsewhere")
+    deep = root.joinpath("digen", *"abcd")
+    make_run(deep)
+    make_run(deep / "e")
     (root / "link").symlink_to(tmp_path / "elsewhere")
-    assert find_runs(root) == {name: root / name for name in ("digen/a", "digen/a/nested")}
+    assert find_runs(root) == {name: root / name for name in ("digen/a", "digen/a/b/c/d", "digen/a/nested")}
     assert find_runs(tmp_path / "elsewhere") == {"elsewhere": tmp_path / "elsewhere"}
 
 
@@ -84,6 +87,7 @@ def test_a_comparison_has_all_curves_what_differs_and_the_same_prompts(tmp_path)
     paths = [make_run(tmp_path / name, num_steps=steps) for name, steps in (("a", 4), ("b", 6), ("c", 4))]
     change_start(paths[1], config={"trainer": {"total_training_steps": 4}, "digen": {"loss": {"name": "nft"}}})
     change_start(paths[2], config={}, versions={})
+    add_validation(paths[0], 100)  # of an earlier run
     data = compare(named(paths))
     assert [run["name"] for run in data["runs"]] == ["a", "b", "c"]
     found = data["runs"][1]["columns"]
