@@ -67,7 +67,7 @@ def _check_sent(adapted: "PeftModel") -> None:
     layers = [layer for layer in adapted.modules() if isinstance(layer, LoraLayer)]
     kinds = {f"{'DoRA, ' * bool(one.lora_variant)}alpha/rank {one.scaling[ADAPTER]:.6g}" for one in layers}
     require(
-        len(kinds) == 1 and not any(layer.lora_variant for layer in layers),
+        len(kinds) == 1 and "DoRA" not in min(kinds),
         f"{FOLDER} must hold plain LoRA with one alpha/rank for actor_rollout_ref.rollout.name=vllm_omni",
         "; ".join(sorted(kinds)),
         "set actor_rollout_ref.rollout.name=diffusers, or for plain LoRA actor_rollout_ref.model.lora.merge=true",

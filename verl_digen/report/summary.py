@@ -152,7 +152,8 @@ def _training(trained: Sequence[Mapping[str, float]], start: dict[str, Any]) -> 
 
 
 def _time(rows: Sequence[Mapping[str, float]], start: dict[str, Any], state: str) -> list[dict[str, str]]:
-    """Time from the start to the end, or to what is left, and device-hours; without pauses between two starts."""
+    """Time from the start to the end, or to what is left, and device-hours; without pauses between two starts; a step
+    lasts as long as it says itself where the clock was set back."""
     timed = [row for row in rows if "at_s" in row and "perf/step_s" in row]
     if not timed:
         return []
@@ -160,10 +161,7 @@ def _time(rows: Sequence[Mapping[str, float]], start: dict[str, Any], state: str
     began_s = first["at_s"] - first["perf/step_s"]
     if start["at_s"] is not None:  # of the newest start
         began_s = min(began_s, start["at_s"])
-    gaps = [
-        min(max(row["at_s"] - before["at_s"], row["perf/step_s"]), row["perf/step_s"] + PAUSE_S)
-        for before, row in pairwise(timed)
-    ]
+    gaps = [median((s := row["perf/step_s"], row["at_s"] - old["at_s"], s + PAUSE_S)) for old, row in pairwise(timed)]
     spent_s = first["at_s"] - began_s + sum(gaps)
     pace_s = median([*gaps[-RECENT:], last["perf/step_s"]])
     left = (planned_steps(start) or 0) - last["step"]

@@ -42,22 +42,18 @@ class HostPool:
 
     Example:
         pool = HostPool(device)
-        pool.empty_like(torch.zeros(3, device=device))   # on the CPU; pool.num_bytes == CHUNK_BYTES
+        pool.empty_like(torch.zeros(3, device=device))   # on the CPU
     """
 
     def __init__(self, device: torch.device):
         self._is_pinned = device.type != "cpu"
         self._free = torch.empty(0, dtype=torch.uint8)
-        self.num_bytes = 0
-        """Bytes allocated, in whole chunks."""
 
     def empty_like(self, tensor: Tensor) -> Tensor:
         """An uninitialised contiguous tensor on the CPU of the same shape and dtype."""
         size = math.ceil(tensor.nbytes / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if size > len(self._free):
-            chunk_bytes = max(size, CHUNK_BYTES)
-            self._free = torch.empty(chunk_bytes, dtype=torch.uint8, pin_memory=self._is_pinned)
-            self.num_bytes += chunk_bytes
+            self._free = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=self._is_pinned)
         taken, self._free = self._free[:size], self._free[size:]
         return taken[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 

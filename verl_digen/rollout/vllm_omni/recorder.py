@@ -248,10 +248,10 @@ def _take_steps_of_kind(sampling: Sampling, entries: Sequence[tuple[Recording, i
         shape = recording.latents.shape
         seed = noise_seed(recording.order.run_seed, recording.request, step)
         noise.append(step_noise(seed, step, shape) if is_sde[-1] or sampling.solver in NOISY else torch.zeros(shape))
-    latents = _joined([recording.latents for recording, _, _ in entries])
+    latents = torch.cat([recording.latents for recording, _, _ in entries])
     known = [recording.predicted for recording, _, _ in entries if recording.predicted is not None]
     taken, predicted = denoise_step(
-        _joined([velocity for _, _, velocity in entries]),
+        torch.cat([velocity for _, _, velocity in entries]),
         latents,
         tuple(recording.schedule[step] for recording, step, _ in entries),
         tuple(recording.schedule[step + 1] for recording, step, _ in entries),
@@ -261,7 +261,7 @@ def _take_steps_of_kind(sampling: Sampling, entries: Sequence[tuple[Recording, i
         law=sampling.law,
         noise_level=sampling.noise_level,
         sigma_max=entries[0][0].schedule[1],
-        noise=to_device(_joined(noise), latents.device),
+        noise=to_device(torch.cat(noise), latents.device),
         storage_dtype=latents.dtype,
         solver_noise=sampling.solver_noise,
     )
@@ -278,11 +278,6 @@ def _take_pixels(output: Any) -> Tensor:
         pixels, output.media = output.media.video.tensor, None
     assert isinstance(pixels, Tensor)
     return pixels
-
-
-def _joined(rows: list[Tensor]) -> Tensor:
-    """[N, ...] of N tensors [1, ...]; one alone is not copied."""
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _to_cpu(condition: Condition | None) -> Condition | None:

@@ -22,11 +22,7 @@ NAME = "export"
 def add_arguments(parser: ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--format", default="diffusers", help="diffusers (default), peft, merged or comfyui")
-    parser.add_argument(
-        "--dtype",
-        choices=("bf16", "fp16", "fp32"),
-        help="of the written weights; the base's without it, an adapter's own",
-    )
+    parser.add_argument("--dtype", help="bf16, fp16 or fp32; the base's without it, an adapter's own")
     parser.add_argument("--push-to-hub", metavar="REPO", help="also upload the folder, to this repository of the hub")
     parser.add_argument("--output", type=Path, metavar="DIR", help="new or empty folder; RUN/exports/... without it")
 

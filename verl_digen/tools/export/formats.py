@@ -299,9 +299,7 @@ def partial_of(folder: Path) -> Path:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write to, renamed to `folder` at the end, or removed if the body raised; see `require_empty`."""
-    folder = folder.absolute()
-    require_empty(folder)
+    """A folder to write to, renamed to `folder` at the end, or removed if the body raised; after `require_empty`."""
     partial = partial_of(folder)
     partial.mkdir(parents=True)
     try:

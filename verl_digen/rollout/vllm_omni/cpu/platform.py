@@ -48,10 +48,6 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         return 1
 
     @classmethod
-    def get_device_version(cls) -> str | None:
-        return None
-
-    @classmethod
     def synchronize(cls) -> None:
         """No-op: the CPU computes in the calling thread."""
 
