@@ -96,9 +96,8 @@ def test_adapters_of_two_experts_are_loaded_one_by_one(has_patterns: bool, tmp_p
     path, model = build_tiny("wan2.2_a14b", tmp_path / "checkpoint"), {"lora_rank": 2, "lora_alpha": 8}
     if has_patterns:
         layer = r"transformer_2\.blocks\.0\.attn1\.to_q"
-        config = LoraConfig(
-            r=2, lora_alpha=8, target_modules=["to_q", "to_k"], rank_pattern={layer: 4}, alpha_pattern={layer: 32}
-        )
+        given = {"target_modules": ["to_q", "to_k"], "exclude_modules": "(?!transformer).*to_k"}
+        config = LoraConfig(r=2, lora_alpha=8, rank_pattern={layer: 4}, alpha_pattern={layer: 32}, **given)
         get_peft_model(load_model(path).load_transformer(torch.float32), config).save_pretrained(tmp_path / "begun")
         model = {"lora_adapter_path": str(tmp_path / "begun")}
     with process_group(0, 1, str(tmp_path / "store")):
@@ -191,6 +190,9 @@ def test_an_output_with_files_is_refused(saved, tmp_path: Path, capsys):
     assert digen("export", saved["full"][0], "--output", tmp_path) == 2
     assert "--output must be a new or an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    (tmp_path / "out.partial").mkdir()
+    assert digen("export", saved["full"][0], "--output", tmp_path / "out") == 2
+    assert "out.partial' must not be there: another command writes it, or was killed" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_nothing(saved, tmp_path: Path, monkeypatch, capsys):

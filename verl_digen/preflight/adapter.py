@@ -62,10 +62,8 @@ def _check_sent(adapted: "PeftModel") -> None:
     """Require an adapter that vLLM-Omni computes as it trains: its layers know one scale, and no DoRA."""
     from peft.tuners.lora import LoraLayer
 
-    from verl_digen.engine.export import ADAPTER  # peft, too
-
     layers = [layer for layer in adapted.modules() if isinstance(layer, LoraLayer)]
-    kinds = {f"{'DoRA, ' * bool(one.lora_variant)}alpha/rank {one.scaling[ADAPTER]:.6g}" for one in layers}
+    kinds = {f"{'DoRA, ' * bool(one.lora_variant)}alpha/rank {one.scaling['default']:.6g}" for one in layers}
     require(
         len(kinds) == 1 and "DoRA" not in min(kinds),
         f"{FOLDER} must hold plain LoRA with one alpha/rank for actor_rollout_ref.rollout.name=vllm_omni",

@@ -66,12 +66,7 @@ class RecordedSchedule:
         return self.timesteps[self._step - self._start]
 
     def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: torch.device | str | None = None,
-        sigmas: Any = None,
-        mu: float | None = None,
-        shift: float | None = None,
+        self, num_inference_steps: Any = None, device: Any = None, sigmas: Any = None, mu: Any = None, shift: Any = None
     ) -> None:
         """No-op: the schedule is fixed."""
 

@@ -124,24 +124,19 @@ def _write_diffusers(run: SavedRun, weights: PolicyWeights, folder: Path, dtype:
         return _write_networks(run, weights, folder, dtype)
     for name, config, tensors in adapters(run, weights, dtype):  # each for `pipeline.load_lora_weights(folder)`
         (folder / name).mkdir(exist_ok=True)
-        described = {
-            f"transformer.{key}": sorted(value) if isinstance(value, set) else value
-            for key, value in config.to_dict().items()
-        }
+        described = {f"transformer.{key}": value for key, value in config.to_dict().items()}
         save_file(
             {f"transformer.{key.removeprefix(PEFT_PREFIX)}": value for key, value in tensors.items()},
             folder / name / LORA_WEIGHT_NAME_SAFE,
-            metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)},
+            metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, sort_keys=True, default=sorted)},
         )
 
 
 def _write_peft(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:
-    for name, config, tensors in adapters(run, weights, dtype):  # as peft's own `save_pretrained` does
+    for name, config, tensors in adapters(run, weights, dtype):  # each for `PeftModel.from_pretrained`
         (folder / name).mkdir(exist_ok=True)
         save_file(tensors, folder / name / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
-        is_inference, config.inference_mode = config.inference_mode, True
         config.save_pretrained(str(folder / name))
-        config.inference_mode = is_inference
 
 
 def _write_comfyui(run: SavedRun, weights: PolicyWeights, folder: Path, dtype: torch.dtype | None) -> None:

@@ -34,8 +34,6 @@ class CpuDiffusionWorker(DiffusionWorker):
         super().__init__(*args, **kwargs)
 
     def sleep(self, level: int = 1) -> int:
-        if level != 1:
-            raise ValueError(f"the CPU worker sleeps at level 1, got level {level}")
         pipeline = self.model_runner.pipeline
         assert isinstance(pipeline, nn.Module)
         if self._aside:
