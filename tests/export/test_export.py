@@ -20,8 +20,9 @@ from tests.export.runs import digen, save_run, trained_engine
 from tests.tiny_models import build_tiny
 from verl_digen.engine.driver_checkpoint import export_checkpoint
 from verl_digen.models import load_model
+from verl_digen.observe.run_files import POINTER
 from verl_digen.tools.export.formats import save_transformer
-from verl_digen.tools.export.saved_run import open_run
+from verl_digen.tools.export.saved_run import open_run, saved_steps
 
 POLICIES = {"current": "current", "ema": "average"}
 """Policy as typed -> the engine's name."""
@@ -258,6 +259,19 @@ def test_an_exported_adapter_begins_a_run_with_its_rank_and_weights(saved, tmp_p
         assert again.model_config.lora_rank == LORA["lora_rank"]
         expected = load_file(tmp_path / "out" / "adapter_model.safetensors")
         assert_equal(weights(again), expected)
+    assert digen("export", run, "--format", "peft", "--dtype", "bf16", "--output", tmp_path / "half") == 0
+    found = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    assert_equal(found, {name: value.bfloat16() for name, value in expected.items()})
+
+
+def test_the_newest_checkpoint_is_the_one_that_the_run_has_published(saved, tmp_path: Path):
+    for step in (10, 2, 9):
+        shutil.copytree(saved["lora"][0] / "global_step_2", tmp_path / f"global_step_{step}")
+    (tmp_path / POINTER).write_text("9")
+    assert saved_steps(tmp_path) == [2, 9, 10]
+    assert open_run(tmp_path, None, None).step == 9, "the other one is being written"
+    (tmp_path / POINTER).unlink()
+    assert open_run(tmp_path, None, None).step == 10
 
 
 def test_a_run_that_saves_hf_model_exports_each_checkpoint(saved, tmp_path: Path, monkeypatch):

@@ -42,7 +42,6 @@ if not TYPE_CHECKING:
 
 __all__ = ["BucketedWeightReceiver", "BucketedWeightSender"]
 
-
 POLL_MS = 50
 """Interval between checks while a call waits."""
 

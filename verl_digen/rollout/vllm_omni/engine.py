@@ -30,10 +30,8 @@ from verl_digen.types import Burst, SampleRequest
 BARRIER = frozenset({"commit_weights"})
 """Worker methods that change the weights that trajectories are generated with."""
 
-
 ASIDE = frozenset({"begin_update", "seal_weights", "encode", "state"})
 """Worker methods that do not change anything a running batch reads."""
-
 
 BURST_WAIT_S = 0.05
 """Longest wait in s of a request for those that it comes together with; if they never come, the engine's loop, which
