@@ -91,6 +91,8 @@ def test_layers_and_pipelines_that_comfyui_does_not_read_are_refused(tmp_path: P
     for pipeline in NAMES:
         with pytest.raises(ValueError, match=r"ones that ComfyUI reads, got 'norm_out\.linear'"):
             exported(pipeline, tensors)
+    with pytest.raises(ValueError, match=r"an adapter must be plain LoRA, got .*magnitude_vector'; use --format peft"):
+        exported("WanPipeline", {f"{PEFT_PREFIX}blocks.0.attn1.to_q.lora_magnitude_vector": torch.ones(3)})
     with pytest.raises(ValueError, match="got 'HunyuanVideoPipeline'"):
         require_known("HunyuanVideoPipeline")
 

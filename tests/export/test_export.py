@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel, WanPipeline, WanTransformer3DModel
+from huggingface_hub import RepoUrl
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.harness import LORA, assert_equal, make_engine, on_two_ranks, perturb, process_group, weights
@@ -262,6 +263,36 @@ def test_an_exported_adapter_begins_a_run_with_its_rank_and_weights(saved, tmp_p
     assert digen("export", run, "--format", "peft", "--dtype", "bf16", "--output", tmp_path / "half") == 0
     found = load_file(tmp_path / "half" / "adapter_model.safetensors")
     assert_equal(found, {name: value.bfloat16() for name, value in expected.items()})
+
+
+def test_weights_have_the_dtype_of_the_base_unless_another_is_asked_for(saved, tmp_path: Path, tiny_qwen_image: Path):
+    base = shutil.copytree(tiny_qwen_image, tmp_path / "base")
+    file = base / "transformer" / "diffusion_pytorch_model.safetensors"
+    save_file({name: value.bfloat16() for name, value in load_file(file).items()}, file)
+    for name, form in (("full", "diffusers"), ("lora", "merged")):
+        given = ["--base", base, "--format", form, "--output", tmp_path / name]
+        assert digen("export", saved[name][0], *given) == 0
+        found = load_file(tmp_path / name / "transformer" / file.name)
+        assert {value.dtype for value in found.values()} == {torch.bfloat16}
+
+
+def test_an_export_is_uploaded_into_a_repository_that_may_be_there(saved, tmp_path: Path, monkeypatch, capsys):
+    class Hub:
+        def create_repo(self, repo: str, *, exist_ok: bool) -> RepoUrl:
+            assert exist_ok
+            return RepoUrl(f"https://huggingface.co/{repo}")
+
+        def upload_folder(self, *, folder_path: Path, repo_id: str, commit_message: str) -> None:
+            assert (folder_path / "README.md").is_file() and commit_message == f"digen export {folder_path.name}"
+            if repo_id == "me/closed":
+                raise OSError("403 Forbidden")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    given = "export", saved["lora"][0], "--output"
+    assert digen(*given, tmp_path / "a", "--push-to-hub", "me/open") == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [str(tmp_path / "a"), "https://huggingface.co/me/open"]
+    assert digen(*given, tmp_path / "b", "--push-to-hub", "me/closed") == 2
+    assert f"{tmp_path / 'b'} is complete, but was not uploaded: 403 Forbidden; see HF_TOKEN" in capsys.readouterr().err
 
 
 def test_the_newest_checkpoint_is_the_one_that_the_run_has_published(saved, tmp_path: Path):

@@ -78,6 +78,7 @@ def test_verls_package_of_the_transfer_cannot_be_imported_without_vllm():
 
 
 def test_an_update_arrives_with_its_checksum(handle):
+    Path(handle.removeprefix("ipc://")).touch()  # of a sender that was killed
     receiving, update = receive(handle)
     total = send(handle, WEIGHTS.items())
     assert_complete(receiving, update)
@@ -85,6 +86,25 @@ def test_an_update_arrives_with_its_checksum(handle):
     for manifest in (Manifest(1, 5, total.value), Manifest(1, 4, total.value + 1)):
         with pytest.raises(RuntimeError, match="were sent, but 4 with checksum"):
             receiving.finish(manifest)
+
+
+def test_a_receiver_tells_its_first_error_and_drops_what_comes_after_it(handle):
+    calls = []
+
+    def refuse(bucket):
+        calls.append(len(bucket))
+        raise ValueError("no room")
+
+    receiving, _ = receive(handle, refuse)
+    send(handle, WEIGHTS.items())
+    with pytest.raises(RuntimeError, match="no room"):
+        receiving.arrived()
+    assert calls == [1]
+    receiving, _ = receive(handle, refuse, timeout_s=0.5)
+    with pytest.raises(ConnectionError):
+        send(handle, interrupted())
+    with pytest.raises(RuntimeError, match="no room"):
+        receiving.arrived()
 
 
 def test_a_sender_that_binds_after_its_receiver_began_is_found(handle):

@@ -17,7 +17,6 @@ never waits for a dead receiver, nor for a silent one longer than its timeout.
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,7 +75,6 @@ class BoundedSender(BucketedWeightSender):
         self._timeout_s, self._check = wire.timeout_s, check
 
     def _init_socket(self) -> None:
-        Path(self.zmq_handle.removeprefix("ipc://")).unlink(missing_ok=True)  # of a process that was killed
         self.socket = BoundedSocket.open(self.zmq_context, zmq.REQ, check=self._check, timeout_s=self._timeout_s)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(self.zmq_handle)
