@@ -87,6 +87,9 @@ def test_a_live_update_is_loaded_as_it_arrives_and_the_network_is_whole_at_the_s
     receiver.switch()
     receiver.require_whole()
     assert not receiver.is_sealed
+    assert all(map(torch.equal, receiver.lose(), module.state_dict().values()))
+    with pytest.raises(RuntimeError, match="has not come since the last sleep"):
+        receiver.require_whole()
 
 
 @spoiled
