@@ -3,6 +3,7 @@
 
 import asyncio
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +55,7 @@ class Engine:
         self.may_finish = asyncio.Event()
         self.may_finish.set()
         self.has_begun = asyncio.Event()
+        self.acks = [SimpleNamespace(status="SUCCESS")]
 
     async def generate(self, prompt, *, request_id, sampling_params_list):
         self.adapters.append(sampling_params_list[0].lora_request)
@@ -89,7 +91,10 @@ class Engine:
 
     async def sleep(self, level):
         self.calls.append(("sleep", level))
-        return [SimpleNamespace(status="SUCCESS")]
+        return self.acks
+
+    async def wake_up(self):
+        return self.acks
 
 
 def make_server(engine, *, sends_adapter=False, first_s=60.0, check_prompt=lambda text: None) -> Any:
@@ -118,7 +123,7 @@ def generate(server, number=0):
 
 
 def test_the_fake_engine_has_vllm_omnis_methods():
-    for name in ("generate", "check_health", "collective_rpc", "sleep"):
+    for name in ("generate", "check_health", "collective_rpc", "sleep", "wake_up"):
         assert hasattr(AsyncOmni, name)
 
 
@@ -210,6 +215,46 @@ def test_two_updates_of_one_version_are_two_adapters_and_each_request_keeps_its_
         engine.may_finish.set()
         await asyncio.gather(current, average)
         assert server.global_steps == 8
+
+    asyncio.run(run())
+
+
+def test_an_adapter_waits_for_room_until_a_request_that_uses_another_ends():
+    async def run():
+        engine = Engine()
+        server = make_server(engine, sends_adapter=True)
+        server.digen = replace(server.digen, rollout=replace(server.digen.rollout, num_kept_adapters=2))
+        engine.may_finish.clear()
+        config: Any = object()
+        await server.commit_update(Manifest(1, 1, 0), config)
+        running = asyncio.ensure_future(generate(server))
+        await asyncio.wait_for(engine.has_begun.wait(), 30)
+        await server.commit_update(Manifest(2, 1, 0), config)
+        update = asyncio.ensure_future(server.commit_update(Manifest(3, 1, 0), config))
+        assert not (await asyncio.wait([update], timeout=0.05))[0], "one is in flight, one serves"
+        engine.may_finish.set()
+        await asyncio.wait_for(asyncio.gather(running, update), 30)
+        assert server.global_steps == 3
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_is_closed_or_asleep_admits_no_request():
+    async def run():
+        engine = Engine()
+        server = make_server(engine)
+        for close, reopen in ((server.abort_all_requests, server.open_submission_gate), (server.sleep, server.wake_up)):
+            await close()
+            if server._is_asleep:
+                await server.open_submission_gate()
+            waiting = asyncio.ensure_future(generate(server))
+            assert not (await asyncio.wait([waiting], timeout=0.05))[0] and not engine.has_begun.is_set()
+            await reopen()
+            await asyncio.wait_for(waiting, 30)
+            engine.has_begun.clear()
+        engine.acks = []
+        with pytest.raises(RuntimeError, match="replica 0 did not go to sleep: no answer"):
+            await server.sleep()
 
     asyncio.run(run())
 
