@@ -38,8 +38,10 @@ def arguments(path, *overrides):
 def test_a_pipeline_runs_step_by_step_where_it_can_and_in_batches_where_it_can(
     tmp_path, name, is_stepwise, max_num_seqs
 ):
-    made = arguments(build_tiny(name, tmp_path))
+    made = arguments(build_tiny(name, tmp_path), "digen.rollout.batch_wait_s=0.02")
     assert (made["step_execution"], made["max_num_seqs"]) == (is_stepwise, max_num_seqs)
+    assert made["request_batch_max_wait_ms"] == pytest.approx(100), "it ends where none came for a fifth of that"
+    assert not made["enable_sleep_mode"], "no trainer needs its memory"
 
 
 def test_the_vae_decodes_one_by_one_or_as_asked_and_in_tiles_where_a_diffusers_replica_does(tmp_path):
@@ -76,14 +78,24 @@ def test_a_given_first_frame_runs_in_the_pipeline_that_reads_the_indexs_flag(tmp
     assert made["model_class_name"] == "WanPipeline"
 
 
-def test_an_engine_without_the_version_barrier_is_an_error(tmp_path):
+def test_an_engine_without_the_version_barrier_or_a_setting_is_an_error(tmp_path):
+    from vllm_omni.diffusion.data import parse_attention_config
+
     from verl_digen.rollout.vllm_omni.arguments import OF_STAGE, check_taken
 
-    path = build_tiny("sd3", tmp_path)
-    composed, made = compose_actor_rollout(path), arguments(path)
-    taken = {name: made[name] for name in OF_STAGE} | {"engine_backend": "default"}
-    with pytest.raises(RuntimeError, match=r"engine_backend='verl_digen.*VersionedEngine' and runs with 'default'"):
-        check_taken(made, composed.rollout, SimpleNamespace(**taken))
+    key, path = "actor_rollout_ref.rollout.engine_kwargs.vllm_omni", build_tiny("sd3", tmp_path)
+    given = f"+{key}.vae_use_tiling=true", f"+{key}.init_timeout=60"
+    composed, made = compose_actor_rollout(path, *given), arguments(path, *given)
+    kernel = parse_attention_config(attention_backend=made["diffusion_attention_config"]["default"]["backend"])
+    taken = {name: made[name] for name in (*OF_STAGE, "vae_use_tiling")} | {"diffusion_attention_config": kernel}
+    check_taken(made, composed.rollout, SimpleNamespace(**taken))
+    for other, said in (
+        ({"engine_backend": "default"}, r"engine_backend='verl_digen.*VersionedEngine' and runs with 'default'"),
+        ({"vae_use_tiling": False}, f"{key}: vae_use_tiling was to be True, and vLLM-Omni runs with False; drop"),
+        ({"diffusion_attention_config": None}, "diffusion_attention_config was to be .*, and vLLM-Omni runs with None"),
+    ):
+        with pytest.raises(RuntimeError, match=said):
+            check_taken(made, composed.rollout, SimpleNamespace(**taken | other))
 
 
 def test_a_pipeline_that_vllm_omni_lacks_is_refused_with_the_remedy(tmp_path):
