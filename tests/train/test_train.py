@@ -68,7 +68,7 @@ if "crash" in words:
 def stand_in(tmp_path, monkeypatch):
     """A program in place of verl's main, in a folder of the test's own."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launcher.launch, "__kwdefaults__", {"main": (sys.executable, "-c", MAIN)})
+    monkeypatch.setattr(launcher, "MAIN", (sys.executable, "-c", MAIN))
 
 
 @pytest.fixture
