@@ -22,7 +22,7 @@ def test_what_is_installed_here_is_what_was_tested(caplog):
     assert not caplog.records and check_versions in RULES
 
 
-@pytest.mark.parametrize(("name", "number"), [("torch", "2.15.0"), ("torch", "2.10.1+cu128"), ("verl", "0.10.0")])
+@pytest.mark.parametrize(("name", "number"), [("torch", "2.16.0"), ("torch", "2.10.1+cu128"), ("verl", "0.10.0")])
 def test_a_version_that_cannot_work_is_refused_with_the_one_that_was_tested(name, number):
     with pytest.raises(ValueError, match=rf"^{name} must be .*got {number.replace('+', '.')}; .*tested with =="):
         check_versions(StartConfig(NO_CONFIG), lambda package: number if package == name else version(package))
