@@ -10,8 +10,8 @@ fingerprint of the base weights.
 A save writes into `NAME.partial` next to its folder, and rank 0 renames it when every rank is done, so a full disk or a
 kill leaves the last good checkpoint intact; the next save removes leftovers.
 
-Invariants (tests/engine/test_checkpoint.py): n updates, save, load, n updates equal 2n updates bitwise; a save that
-fails on any rank raises on every rank and leaves no folder behind; so does a load, which then ends the run.
+Invariants (tests/engine/test_checkpoint.py, test_two_ranks.py, test_resharding.py): n updates, save, load, n updates
+equal 2n updates bitwise; a save or load that fails on any rank raises on every rank; a save then leaves no folder.
 """
 
 import logging

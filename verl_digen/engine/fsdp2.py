@@ -6,7 +6,7 @@ gathered parameters: kept from forward to forward, and dropped, also after an ex
 | --- | --- | --- |
 | 2.11 | at most one, `_fsdp_param_group` | by hand, `_reset` |
 | 2.12 | several, `_fsdp_param_groups` | by hand, `_reset` |
-| 2.13 | several, `_fsdp_param_groups` | `FSDPModule.reset_iter_state` |
+| 2.13, 2.14 | several, `_fsdp_param_groups` | `FSDPModule.reset_iter_state` |
 | 2.15 | several, `_fsdp_param_groups` | `FSDPModule.reset_iter_state`, which drops the gradient |
 
 With `reshard_after_forward=false`, FSDP2's own `reshard` does nothing while a forward runs. After an exception FSDP2

@@ -10,8 +10,8 @@
 - verl's own activation offload wraps each block and disables recomputation by the method of transformers' models, which
   diffusers' models lack; blocks would be recomputed twice.
 
-Invariants (tests/engine/test_recompute.py): the gradient is that without recomputation, and bitwise the same with and
-without offload; no input of an offloading block stays on the device between forward and backward.
+Invariants (tests/engine/test_recompute.py, test_engine.py): the gradient is that without recomputation, and bitwise the
+same with and without offload; no input of an offloading block stays on the device between forward and backward.
 """
 
 import sys

@@ -3,7 +3,7 @@
 
     fit (verl) -> on_step_begin, step, on_step_end, ... (verl's hooks) -> _compute_metrics
 
-Invariant: weight version = committed optimizer steps of verl's count, `global_steps`.
+Invariant: weight version = logical batches trained = verl's `global_steps`.
 """
 
 import logging

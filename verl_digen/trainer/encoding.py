@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """All prompts of a run encoded before the transformer is loaded: `digen.rollout.encoders=before`.
 
-Each of the trainer's devices holds the text encoders, and nothing else; then their processes end. What an earlier run
-has encoded is not encoded again.
+Each of the trainer's devices holds the text encoders, and nothing else; then their processes end.
 
-Invariant (tests/trainer/test_encoding.py): a run that is killed loses the chunks under way, and no other.
+Invariant (tests/trainer/test_encoding.py): what an earlier run has encoded, also one that was killed, is not encoded
+again.
 """
 
 import logging

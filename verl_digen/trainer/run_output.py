@@ -265,7 +265,7 @@ def append_metrics(path: Path, step: int, metrics: Mapping[str, Any]) -> None:
 
 
 def progress_line(metrics: Mapping[str, float], *, step: int, num_steps: int, remaining_s: float) -> str:
-    """E.g. `step 12/60 | reward 0.712 +-0.081 | 38.2 images/s | 2.51 s (generate 0.9, train 1.4) | eta 2m01s`."""
+    """Line of a step on the console; docs/quickstart.md shows two."""
     return (
         f"step {step}/{num_steps} | reward {metrics['reward/mean']:.3f} ±{metrics['reward/std']:.3f} | "
         f"{metrics['perf/images_per_s']:.1f} images/s | {metrics['perf/step_s']:.2f} s "
