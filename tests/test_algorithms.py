@@ -83,6 +83,9 @@ def test_a_row_is_what_its_recipe_and_the_tests_say(recipe: str):
     for test in re.findall(r"`(tests/e2e/\S+?)`", shown):
         assert re.search(rf'[",\[+]{recipe}[",\]+]', (ROOT / test).read_text()) or recipe == "digen_flowgrpo", test
     assert level != "composes" or recipe not in named_in_runs(), "an end-to-end test runs it: its level is runs"
+    curves = re.findall(r"^\| `(\w+)` \| \d", (PAGE.parent / "learning.md").read_text(), re.MULTILINE)
+    shared = TABLE["digen_flowgrpo"][0]  # the loss of several recipes, whose curves have their names
+    assert level == "learns" or not {recipe, objective} & ({*curves} - {shared}), "it has a curve: its level is learns"
 
 
 def test_an_objective_of_forward_points_has_a_recipe():

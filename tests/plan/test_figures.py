@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures in docs/models.md and docs/memory.md against the plans that they name."""
+"""Figures in docs/models.md, docs/memory.md and docs/placement.md against the plans that they name."""
 
 import re
 from dataclasses import replace
@@ -12,6 +12,7 @@ from tests.plan.tracker import CASES, DEVICE_BYTES, GB, tile_bytes
 from verl_digen.tools.plan.memory import Memory, plan_memory
 from verl_digen.tools.plan.output import Plan, make_plan
 from verl_digen.tools.plan.run import Job
+from verl_digen.tools.plan.split import split_lines
 
 pytestmark = pytest.mark.long
 
@@ -61,6 +62,15 @@ def test_a_card_trains_what_the_table_says(recipe):
     assert step_s is not None and plan.run.settings.num_devices == 1
     host = f"{plan.memory.host_bytes / GB:.0f}"
     assert claimed == [peak(plan.memory), host, f"{step_s:.0f}", str(samples), f"{step_s / 36:.1f}"]
+
+
+def test_the_split_of_two_types_is_the_plans():
+    text = (ROOT / "docs" / "placement.md").read_text()
+    blocks = re.search(r"^digen plan (.* gpus=\w+\+.*)\n```\n\n```text\n([^`]*)```", text, re.MULTILINE)
+    assert blocks is not None
+    plan = make_plan(blocks[1].split())
+    assert plan.split is not None
+    assert blocks[2].split() == " ".join(split_lines(plan.split, plan.split_words)).split()
 
 
 def assert_rows_of_the_table(name: str, run: Job) -> None:
