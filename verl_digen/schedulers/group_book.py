@@ -105,7 +105,7 @@ class GroupBook:
     """State of each group and sample of the open batches.
 
     Example, one group of two samples:
-        book = GroupBook(BatchRules(1, 2, max_sample_refills=1))
+        book = GroupBook(BatchRules(1, 2))
         book.add(0, ["p0"])
         group = book.next_group(0, may_begin=True)   # Group("p0", unissued=[0, 1])
         chunk = book.issue(group, 0, size=2)         # Chunk(0, 0, "p0", (0, 1), version=0)

@@ -86,7 +86,7 @@ class BatchPlanner:
         planner.next_for_trainer(4.5)               # Fragment(0, 0, ("p0",)): it trains
         planner.on_trained(0, 6.0)
         planner.next_for_trainer(6.0)               # BatchReport(batch=0, uids=("p0",), num_samples=2, ...)
-        planner.on_committed(0, 6.2)
+        planner.on_committed(0)
         planner.on_published(1)
     """
 

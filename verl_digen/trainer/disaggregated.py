@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation and training at the same time, on separate pools, inside one strictly on-policy step.
+"""Generation and training at the same time, on separate pools; strictly on-policy but for `digen.staleness`.
 
     step          the conductor: chunks out, fragments in, one commit              (verl_digen.trainer.conductor);
                   then version v+1 to every replica, which takes it between two chunks
@@ -10,7 +10,7 @@ The conductor runs in a thread of its own, so that replicas are fed between step
 main thread waits for it, in a step or when weights are published: what a checkpoint says about prompts does not depend
 on how far the next batch has come.
 
-Invariant (tests/e2e): after any number of steps the weights equal the colocated trainer's, to float tolerance.
+Invariant (tests/e2e): without stale samples the weights equal the colocated trainer's, to float tolerance.
 """
 
 import itertools

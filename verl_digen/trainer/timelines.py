@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline lanes of separate pools, what idle lanes wait for, names of the nodes that lanes are on; and
-`ColocatedTimeline`."""
+"""Lanes of the timeline on separate pools: what idle ones wait for, and their nodes; and `ColocatedTimeline`."""
 
 import logging
 import math

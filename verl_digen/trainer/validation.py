@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: every validation prompt to the agent loops, deterministically, under the same noise each time, so that
-runs are comparable; then metrics and pictures."""
+"""Validation: every prompt to the agent loops, without noise but the first, always the same; metrics; pictures."""
 
 import json
 import logging
