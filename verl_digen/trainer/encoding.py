@@ -31,7 +31,7 @@ from verl_digen.types import PromptRow
 logger = logging.getLogger(__name__)
 
 CHUNK = 16
-"""Prompts that are lost at most per device with a run that is killed."""
+"""Prompts of one call; progress is shown after each. A condition is written as soon as it is made."""
 
 
 def encode_before(config: Any, digen: DigenConfig, datasets: Sequence[Any]) -> None:
