@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The module to train, before sharding: the transformer and its adapter, and the FLOPs of its rows.
-
-verl's own builders make a language model.
-"""
+"""The module to train, before sharding: the transformer and its adapter, and the FLOPs of its rows."""
 
 from collections.abc import Callable
 from dataclasses import replace
