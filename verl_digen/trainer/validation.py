@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: every prompt to the agent loops, without noise but the first, always the same; metrics; pictures."""
+"""Validation: every prompt to the agent loops, deterministically, from the same noise each time; metrics; pictures."""
 
 import json
 import logging
