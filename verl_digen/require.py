@@ -10,6 +10,7 @@
 schedulers import nothing of the project but themselves, and every folder may import them.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields
@@ -127,7 +128,7 @@ def refusing(rule: str, value: object, remedy: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        cause = error.__cause__ or error
+        cause = error if isinstance(error, ValueError) else error.__cause__ or error  # it says what it is about
         told = f"{type(cause).__name__}: {cause}".splitlines()[0]
         raise ValueError(f"{rule}, got {value!r} ({told}); {remedy}") from error
 
@@ -155,6 +156,23 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     """`did you mean NAME? ` for the known name closest to `given`, or nothing where none is close."""
     close = get_close_matches(given, tuple(known), n=1)
     return f"did you mean {close[0]}? " if close else ""
+
+
+def check_class(found: object, base: type, key: str) -> None:
+    """Require a class that can be made as `base`, and whose abstract and class methods are called as `base`'s are."""
+    is_class = isinstance(found, type) and issubclass(found, base)
+    require(is_class, f"{key} must be a class of {base.__module__}.{base.__name__}", found, "derive it from that class")
+    assert isinstance(found, type)
+    of_class = [name for name, own in vars(base).items() if isinstance(own, classmethod)]
+    for name in ("__init__", *sorted(base.__abstractmethods__), *of_class):
+        form = inspect.signature(getattr(base, name)).parameters
+        called = f"{'class method ' * (name in of_class)}{name}({', '.join(form)})"
+        with refusing(f"{key} must be a class of {base.__name__} with {called}", found.__name__, "write it so"):
+            if name in found.__abstractmethods__:
+                raise TypeError("it has none")
+            if name in of_class and not isinstance(inspect.getattr_static(found, name), classmethod | staticmethod):
+                raise TypeError("it is not decorated with @classmethod")
+            inspect.signature(getattr(found, name)).bind(*form)
 
 
 def settings_of(owner: str, config_class: type, arguments: Mapping[str, Any], key: str) -> Any:

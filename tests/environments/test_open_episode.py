@@ -184,7 +184,7 @@ def test_a_class_of_a_file_is_loaded_once(tmp_path):
         ({"name": "nonesuch"}, "digen.environment.name must be one of"),
         ({"path": "nonesuch"}, "digen.environment.path must name FILE.py:NAME or package.module.NAME, got 'nonesuch'"),
         ({"path": f"{WORLDS}.Nothing"}, f"must name what can be loaded, got '{WORLDS}.Nothing' (AttributeError"),
-        ({"path": f"{WORLDS}.BrighterConfig"}, "must name a class of verl_digen.environments.base.Environment, got"),
+        ({"path": f"{WORLDS}.BrighterConfig"}, "must be a class of verl_digen.environments.base.Environment, got"),
         (
             {"path": f"{WORLDS}.Brighter", "options": {"max_turn": 3}},
             "digen.environment.options.max_turn must be a setting of Brighter (max_turns, latency_s), got 3; did you "
@@ -192,6 +192,10 @@ def test_a_class_of_a_file_is_loaded_once(tmp_path):
         ),
         ({"path": f"{WORLDS}.Brighter", "options": {"latency_s": "long"}}, "options.latency_s must have a value"),
         ({"path": f"{WORLDS}.Stepless"}, "digen.environment.path must be a class of Environment with step(self, pict"),
+        (
+            {"path": f"{WORLDS}.Sharing"},
+            "make_shared(config, device), got 'Sharing' (TypeError: it is not decorated with",
+        ),
         ({"path": f"{WORLDS}.Seedless"}, "with reset(self, row, seed), got 'Seedless' (TypeError: too many positional"),
     ],
 )

@@ -134,3 +134,10 @@ class Seedless(Sync):
 
     def reset(self, row: PromptRow) -> Instruction:  # type: ignore[override]
         return Instruction(row.text)
+
+
+class Sharing(Sync):
+    """Environment whose `make_shared` is no class method."""
+
+    def make_shared(self, config: Any) -> None:  # type: ignore[override]
+        """Read no class."""

@@ -20,7 +20,9 @@ from tests.local_ray import shared_server
 from verl_digen import cli, user_modules
 from verl_digen.config import digen_config
 from verl_digen.environments.episodes import EnvironmentWorker
+from verl_digen.models import MODELS
 from verl_digen.preflight import check
+from verl_digen.preflight.model import load_configs
 from verl_digen.reward.manager import DiffusionRewardManager, RewardPoolWorker
 from verl_digen.tools.plan.output import make_plan
 from verl_digen.user_modules import GROUP, KEY, import_user_modules
@@ -44,6 +46,20 @@ assert "OwnPipeline" in MODELS and "own_loss" in objective_names() and "own_rewa
 """
 """A new process, which starts with the constructor and the arguments that Ray hands to it."""
 
+
+SLIPS = """
+from own_model import Own
+from verl_digen.models.base import DiffusionModel
+
+
+class Idle(DiffusionModel):
+    spec = Own.spec
+
+
+class Short(Own):
+    def sigmas(self, num_steps):
+        return super().sigmas(num_steps)
+"""
 
 MAIN = "import sys; from verl_digen.cli import main; sys.exit(main())"
 
@@ -81,6 +97,37 @@ def test_a_run_and_a_plan_accept_what_only_the_users_module_registers(own, start
         check(start(*(word for word in words if not word.startswith(KEY))))
     check(start(*words))
     assert "a model of one's own" in make_plan(words).run.measured.title
+
+
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("own_modell:Own", "MODULE:CLASS that can be imported, got 'own_modell:Own' (ModuleNotFoundError: No module"),
+        ("own_model:Owned", "MODULE:CLASS that can be imported, got 'own_model:Owned' (AttributeError: module"),
+        ("own_model.Own", "MODULE:CLASS that can be imported, got 'own_model.Own' (ValueError: not enough values"),
+        ("own_model:make", "a class of verl_digen.models.base.DiffusionModel, got <function make"),
+        ("own_model:OwnPipeline", "a class of verl_digen.models.base.DiffusionModel, got <class 'own_model.OwnPipe"),
+        ("own_slips:Idle", "a class of DiffusionModel with latent_shape(self, geometry), got 'Idle' (TypeError: it"),
+        ("own_slips:Short", "a class of DiffusionModel with sigmas(self, num_steps, geometry), got 'Short' (TypeError"),
+    ],
+)
+def test_an_own_model_that_cannot_be_made_is_told_from_a_damaged_checkpoint(own, target, told):
+    (own.parent / "own_slips.py").write_text(SLIPS)
+    with own_parts.forgotten("own_slips"):
+        MODELS["OwnPipeline"] = target
+        with pytest.raises(ValueError) as refused:
+            load_configs(str(own))
+    assert f"MODELS['OwnPipeline'] must be {told}" in str(refused.value)
+
+
+def test_what_a_module_says_of_itself_is_not_hidden_by_its_cause(tmp_path, monkeypatch):
+    (tmp_path / "own_loss_slip.py").write_text(
+        "from verl_digen.algorithms.objectives import register_objective\n"
+        "register_objective('slip', columns=('reward',))(lambda rows: rows)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"got 'own_loss_slip' \(ValueError: the loss 'slip' must be a func.*def"):
+        import_user_modules("own_loss_slip")
 
 
 @pytest.mark.parametrize(

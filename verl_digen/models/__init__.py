@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from verl_digen.models.locate import read_object
-from verl_digen.require import require
+from verl_digen.require import check_class, refusing, require
 
 if TYPE_CHECKING:
     from verl_digen.models.base import DiffusionModel
@@ -95,8 +95,13 @@ def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> "type[
     require(Version(found) >= Version(oldest), f"transformers must be >={oldest} for {pipeline}", found, remedy)
     key, variant = VARIANTS.get(pipeline, ("", ""))
     is_variant = bool(variant and index and index.get(key))
-    module, _, name = (variant if is_variant else MODELS[pipeline]).partition(":")
-    return getattr(importlib.import_module(module), name)
+    target, place = variant if is_variant else MODELS[pipeline], f"MODELS[{pipeline!r}]"
+    remedy = "repair it, or put its folder on PYTHONPATH on every node"
+    with refusing(f"{place} must be MODULE:CLASS that can be imported", target, remedy):
+        module, name = target.split(":")
+        found = getattr(importlib.import_module(module), name)
+    check_class(found, importlib.import_module(f"{__name__}.base").DiffusionModel, place)
+    return found
 
 
 def load_model(path: str | Path) -> "DiffusionModel":

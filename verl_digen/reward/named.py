@@ -3,7 +3,6 @@
 
 import importlib
 import importlib.util
-import inspect
 import pkgutil
 import sys
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 
 from verl_digen.config import RewardConfig, RewardEntry
-from verl_digen.require import refusing, require_one_of
+from verl_digen.require import check_class, refusing, require_one_of
 from verl_digen.reward import scorers
 from verl_digen.reward.base import Reward, require_installed
 from verl_digen.reward.functions import FORM, reward_of
@@ -47,6 +46,7 @@ def find(entry: RewardEntry) -> type[Reward]:
             f"{entry.key} must be a class of verl_digen.reward.base.Reward or a function, got the class "
             f"{found.__name__}; derive it from Reward, or write {FORM}"
         )
+    check_class(found, Reward, entry.key)
     return found
 
 
@@ -85,21 +85,9 @@ def _load_file(path: str) -> ModuleType:
 def check(entry: RewardEntry) -> type[Reward]:
     """The class that an entry stands for. ValueError unless it can be made and called with the entry's arguments."""
     found = find(entry)
-    check_class(found, Reward, entry.key)
     require_one_of(f"{entry.key}: scope of {found.__name__}", found.scope, ("sample", "group"))
     found.settings(entry.arguments, entry.key)
     return found
-
-
-def check_class(found: type, base: type, key: str) -> None:
-    """Require a class that can be made as `base`, and has its abstract methods, called as they are."""
-    for name in ("__init__", *sorted(base.__abstractmethods__)):
-        form = inspect.signature(getattr(base, name)).parameters
-        rule = f"{key} must be a class of {base.__name__} with {name}({', '.join(form)})"
-        with refusing(rule, found.__name__, "write it so"):
-            if name in found.__abstractmethods__:
-                raise TypeError("it has none")
-            inspect.signature(getattr(found, name)).bind(*form)
 
 
 def make(entry: RewardEntry, device: torch.device) -> Reward:
@@ -149,10 +137,7 @@ def check_rows(config: RewardConfig, rows: Iterable[PromptRow], *, is_validation
 
 def reads_latents(entry: RewardEntry) -> bool:
     """True if the reward needs latents beside pixels."""
-    found = find(entry)
-    rule = f"{entry.key}: reads_latents of {found.__name__} must be a class method that answers"
-    with refusing(rule, entry.arguments, "write def reads_latents(cls, arguments)"):
-        return found.reads_latents(entry.arguments)
+    return find(entry).reads_latents(entry.arguments)
 
 
 def has_pool(entry: RewardEntry) -> bool:
