@@ -322,6 +322,16 @@ def test_a_loss_that_returns_a_tensor_is_told_what_to_return():
             policy_loss(name, rewards, ClampedConfig())
 
 
+def test_a_loss_without_a_gradient_is_told_before_the_backward():
+    @register_objective("mine", columns=("log_prob",))
+    def mine(rows, config):
+        return LossOutput(rows.mean(rows["log_prob"].detach()), {})
+
+    assert policy_loss("mine", {"log_prob": torch.ones(2)}, ClampedConfig()).loss == 1
+    with pytest.raises(ValueError, match=r"'mine' must return a LossOutput whose loss has a gradient, got tensor"):
+        policy_loss("mine", {"log_prob": torch.ones(2, requires_grad=True)}, ClampedConfig())
+
+
 def test_a_loss_that_a_run_cannot_call_is_refused():
     with pytest.raises(
         ValueError, match=r"the loss 'mine' must be a function, got .* \(TypeError: too many .* def loss"
@@ -337,6 +347,15 @@ def test_a_loss_that_a_run_cannot_call_is_refused():
         (dict(columns=("mean",)), "columns of the objective 'mine' must be one of"),
         (dict(columns=("reward",), points="paths"), "points of the objective 'mine' must be one of path, forward, got"),
         (dict(), "an objective must have a name and an input"),
+        (
+            dict(columns="reward"),
+            r"columns of an objective must be a tuple of names, got 'reward'; write \('reward',\)",
+        ),
+        (dict(columns=("reward",), config=int), "config of an objective must be a class of LossConfig, got <class 'int'"),
+        (dict(columns=("reward",), laws="flow"), "laws of an objective must be a tuple of names, got 'flow'"),
+        (dict(columns=("reward",), laws=("flows",)), "laws of the objective 'mine' must be one of .*did you mean flow"),
+        (dict(columns=("reward",), behaviour="older"), "behaviour of the objective 'mine' must be one of current, old"),
+        (dict(columns=("reward",), source="data", points="forward"), "source of the objective 'mine' must be one of"),
     ],
 )
 def test_a_loss_that_asks_for_what_training_does_not_have_is_refused_when_it_is_registered(arguments, message):

@@ -196,6 +196,13 @@ def test_best_of_trains_the_best_and_the_worst_with_the_scale_of_all():
         DigenConfig(loss={"name": "online_dpo"}, advantage=AdvantageConfig(best_of=2))
 
 
+@pytest.mark.parametrize("chosen", [[0, 2], [-1]])
+def test_an_objective_that_selects_a_sample_that_the_group_has_not_is_told(chosen):
+    tags = {index: make_tag(1.0, num_steps=2) for index in range(2)}
+    with pytest.raises(ValueError, match=r"select of an objective must return positions in the group, 0 to 1, got {"):
+        fragment_samples({"a": tags}, lambda rewards: chosen)
+
+
 def test_a_step_that_samples_share_trains_once_and_pruning_by_width_leaves_shared_steps():
     nodes = [(0, 0, 0), (0, 0, 1), (2, 2, 2), (2, 2, 3)]
     tags = {leaf: make_tag(float(leaf), num_steps=3, nodes=own) for leaf, own in enumerate(nodes)}

@@ -31,6 +31,7 @@ from verl_digen.config import AdvantageConfig, DigenConfig
 from verl_digen.engine.fragment import FragmentSample, FragmentSpec
 from verl_digen.engine.ledger import BATCH_SCALES
 from verl_digen.processes.relays import Together, Work
+from verl_digen.require import require
 from verl_digen.reward.named import has_custom
 from verl_digen.store.keys import TRAIN, SampleName
 from verl_digen.types import GroupTags, SampleFacts, SampleRequest, SampleTag
@@ -154,6 +155,8 @@ def fragment_samples(
         facts = [tag.facts for tag in ordered]
         rewards = rewards_of(ordered)
         chosen = {*select(rewards)}
+        rule = f"select of an objective must return positions in the group, 0 to {len(rewards) - 1}"
+        require(chosen <= {*range(len(rewards))}, rule, chosen, "repair it, or digen.loss.name")
         samples += [
             FragmentSample(
                 key=SampleName.of(tag.facts).key,

@@ -10,12 +10,13 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from torch import Tensor
 
 from verl_digen.algorithms.ema import Decay
 from verl_digen.algorithms.rows import LossInputs, LossOutput, Metric
+from verl_digen.algorithms.sde import LAWS
 from verl_digen.require import In, Section, refusing, require, require_one_of
 
 
@@ -259,7 +260,13 @@ class Objective:
 
     def check_inputs(self, settings: LossConfig) -> None:
         """ValueError unless training has the inputs with these settings, and copies for the policies among them."""
-        require_one_of(f"points of the objective {self.name!r}", self.points, OUTPUTS)
+        for argument, value, allowed in (
+            ("points", self.points, OUTPUTS),
+            ("behaviour", self.behaviour, get_args(Policy)),
+            ("source", self.source, get_args(Source)),
+            *(("laws", law, LAWS) for law in self.laws),
+        ):
+            require_one_of(f"{argument} of the objective {self.name!r}", value, allowed)
         require(
             self.source == "policy" or self.points == "forward",
             f"points of the objective {self.name!r} must be forward with source={self.source}: a picture has no path",
@@ -295,6 +302,13 @@ def register_objective(*names: str, **declared: Any) -> Callable[[LossFn], LossF
     """Register an objective under `names`, by its loss and the inputs that it needs, at least one. `declared` are
     fields of `Objective`; the package lists `columns`, to which `joint.column` is added, and `latents`. ValueError if a
     name is taken, or training has no such input."""
+    for argument in {*declared} & {"columns", "latents", "laws"}:
+        given = declared[argument]
+        rule = f"{argument} of an objective must be a tuple of names"
+        require(not isinstance(given, str), rule, given, f"write ({given!r},), with the comma")
+    settings, rule = declared.get("config", ClampedConfig), "config of an objective must be a class of LossConfig"
+    is_config = isinstance(settings, type) and issubclass(settings, LossConfig)
+    require(is_config, rule, settings, "derive it from ClampedConfig")
     inputs = (*declared.get("columns", ()), *declared.get("latents", ()))
     if not names or not inputs:
         raise ValueError(
@@ -349,6 +363,8 @@ def policy_loss(name: str, inputs: Mapping[str, Tensor], config: LossConfig) -> 
     require(isinstance(output, LossOutput), rule, type(output).__name__, remedy)
     shape = output.loss.shape if isinstance(output.loss, Tensor) else output.loss
     require(shape == (), f"{rule} of a scalar", shape, remedy)
+    trains = output.loss.requires_grad or not any(rows[name].requires_grad for name in (*columns, *latents))
+    require(trains, f"{rule} whose loss has a gradient", output.loss, "detach none of its inputs")
     require(
         all(isinstance(one, Metric) for one in output.metrics.values()), f"{rule} of Metrics", output.metrics, remedy
     )
