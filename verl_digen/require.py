@@ -158,11 +158,11 @@ def suggestion(given: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}? " if close else ""
 
 
-def check_class(found: object, base: type, key: str) -> None:
-    """Require a class that can be made as `base`, and whose abstract and class methods are called as `base`'s are."""
+def check_class(found: Any, base: type, key: str) -> Any:
+    """Return `found`, a class that can be made as `base`, with abstract and class methods that are called as its own.
+    ValueError if it is another object."""
     is_class = isinstance(found, type) and issubclass(found, base)
     require(is_class, f"{key} must be a class of {base.__module__}.{base.__name__}", found, "derive it from that class")
-    assert isinstance(found, type)
     of_class = [name for name, own in vars(base).items() if isinstance(own, classmethod)]
     for name in ("__init__", *sorted(base.__abstractmethods__), *of_class):
         form = inspect.signature(getattr(base, name)).parameters
@@ -173,6 +173,7 @@ def check_class(found: object, base: type, key: str) -> None:
             if name in of_class and not isinstance(inspect.getattr_static(found, name), classmethod | staticmethod):
                 raise TypeError("it is not decorated with @classmethod")
             inspect.signature(getattr(found, name)).bind(*form)
+    return found
 
 
 def settings_of(owner: str, config_class: type, arguments: Mapping[str, Any], key: str) -> Any:
@@ -181,18 +182,13 @@ def settings_of(owner: str, config_class: type, arguments: Mapping[str, Any], ke
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if "__dataclass_fields__" not in vars(config_class):  # its own, not its base's
-        raise ValueError(
-            f"{key}: settings of {owner} must be a dataclass, got {config_class!r}; decorate it with "
-            "@dataclass(frozen=True)"
-        )
+    is_dataclass = "__dataclass_fields__" in vars(config_class)  # its own, not its base's
+    remedy = "decorate it with @dataclass(frozen=True)"
+    require(is_dataclass, f"{key}: settings of {owner} must be a dataclass", config_class, remedy)
     known = list(get_type_hints(config_class))
     for name, value in arguments.items():
-        if name not in known:
-            raise ValueError(
-                f"{key}.{name} must be a setting of {owner} ({', '.join(known) or 'it has none'}), got "
-                f"{value!r}; {suggestion(name, known)}take it out"
-            )
+        rule = f"{key}.{name} must be a setting of {owner} ({', '.join(known) or 'it has none'})"
+        require(name in known, rule, value, f"{suggestion(name, known)}take it out")
     try:
         schema: Any = OmegaConf.structured(config_class)
     except OmegaConfBaseException as error:

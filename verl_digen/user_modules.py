@@ -13,15 +13,23 @@ So a new kind of process gets verl's config or a `DiffusionModelConfig`, never a
 """
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Sequence
 from functools import cache
+from hashlib import sha256
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from verl_digen.require import refusing, require
 
 KEY = "actor_rollout_ref.model.external_lib"
 GROUP = "verl_digen.plugins"
 """Entry points of installed packages; the value of each is a module."""
+FILE_END = ".py:"
 
 
 def import_user_modules(given: str | Sequence[str] | None = None) -> None:
@@ -48,3 +56,34 @@ def _import_installed() -> None:
         given, remedy = f"{entry.name} = {entry.value}", "repair or uninstall the package that has it"
         with refusing(f"entry points {GROUP} must name modules that can be imported", given, remedy):
             entry.load()
+
+
+def load(target: str, key: str, known: str) -> Any:
+    """Load "package.module:NAME", "FILE.py:NAME" or "package.module.NAME", which Hydra takes on the command line
+    without quotes. ValueError if it cannot be loaded; it names the config key `key` and what else that may name,
+    `known`."""
+    module_name, _, attribute = target.rpartition(":" if ":" in target else ".")
+    require(bool(module_name and attribute), f"{key} must name {known}", target, "write one of them")
+    remedy = "check the name, FILE.py:NAME or package.module.NAME, and that it is installed"
+    with refusing(f"{key} must name what can be loaded", target, remedy):
+        module = _load_file(module_name) if FILE_END in target else importlib.import_module(module_name)
+        return getattr(module, attribute)
+
+
+def _load_file(path: str) -> ModuleType:
+    """Import a file as a module of a name of its own, once per process: dataclasses in it look their module up, which
+    verl's `load_extern_object` does not register. It may import modules beside it, as a script may."""
+    file = Path(path).expanduser().absolute()
+    name = f"{__name__}_{sha256(bytes(file)).hexdigest()[:12]}"
+    if name not in sys.modules:
+        # the loader is named, so that a file with another ending is one that is not there
+        spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
+        assert spec is not None and spec.loader is not None
+        sys.path.append(str(file.parent))
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]

@@ -14,11 +14,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import verl_digen
 from verl_digen.cli import main
-from verl_digen.reward.named import load
 from verl_digen.tools.train import launcher
 from verl_digen.tools.train.launcher import Console
 from verl_digen.tools.train.program import rewards_of, word_of
 from verl_digen.tools.train.train_command import words_of
+from verl_digen.user_modules import load
 
 MAIN = """
 import json, os, pathlib, signal, sys, time

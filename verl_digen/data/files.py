@@ -16,7 +16,7 @@ from typing import Any
 
 from verl_digen.data.tables import csv_rows, parquet_rows
 from verl_digen.inputs.tables import HUB, HUB_NAME
-from verl_digen.require import refusing
+from verl_digen.require import refusing, require
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".txt")
 """Suffixes of prompt files, in any case."""
@@ -68,11 +68,9 @@ def shown(value: Any) -> str:
 def _require_file(path: Path, key: str) -> str:
     """The file's kind."""
     kind = kind_of(path)
-    if kind is None and not path.suffix and HUB_NAME.fullmatch(f"{HUB}{path}"):
-        raise ValueError(
-            f"{key} must name existing files, got {str(path)!r}; check the path, or write {HUB}{path} for a dataset of "
-            "the hub"
-        )
+    is_on_hub = kind is None and not path.suffix and HUB_NAME.fullmatch(f"{HUB}{path}")
+    remedy = f"check the path, or write {HUB}{path} for a dataset of the hub"
+    require(not is_on_hub, f"{key} must name existing files", str(path), remedy)
     if kind is None:
         way = "pandas.read_excel(FILE).to_parquet(FILE.parquet)" if path.suffix.startswith(".xls") else "datasets"
         raise ValueError(

@@ -100,8 +100,7 @@ def model_class(pipeline: str, index: Mapping[str, Any] | None = None) -> "type[
     with refusing(f"{place} must be MODULE:CLASS that can be imported", target, remedy):
         module, name = target.split(":")
         found = getattr(importlib.import_module(module), name)
-    check_class(found, importlib.import_module(f"{__name__}.base").DiffusionModel, place)
-    return found
+    return check_class(found, importlib.import_module(f"{__name__}.base").DiffusionModel, place)
 
 
 def load_model(path: str | Path) -> "DiffusionModel":

@@ -9,7 +9,8 @@ from typing import Any
 from verl_digen.config import RewardConfig, RewardEntry
 from verl_digen.config.reward import COMBINED, VALIDATION
 from verl_digen.errors import RunStopped
-from verl_digen.reward.named import load
+from verl_digen.require import refusing
+from verl_digen.user_modules import load
 
 Combination = Callable[[dict[str, float], dict[str, float]], float]
 """(reward -> value, reward -> weight) -> the reward of a sample. Both hold the rewards that scored the sample and
@@ -23,23 +24,12 @@ def find_combination(config: RewardConfig) -> Combination | None:
     if config.combine in COMBINED:
         return None
     found: Any = load(config.combine, KEY, f"one of {', '.join(COMBINED)}, or package.module.function")
-    if not _takes_two(found):
-        raise ValueError(
-            f"{KEY} must be a function of (values, weights), got {found!r}; write def combine(values, weights) that "
-            "returns a number"
-        )
-    return found
-
-
-def _takes_two(found: Any) -> bool:
-    """True for a function that can be called with two mappings and returns at once."""
-    if not callable(found) or inspect.iscoroutinefunction(found):
-        return False
-    try:
+    rule = f"{KEY} must be a function of (values, weights)"
+    with refusing(rule, found, "write def combine(values, weights) that returns a number"):
+        if inspect.iscoroutinefunction(found):
+            raise TypeError("it is async")
         inspect.signature(found).bind({}, {})
-    except (TypeError, ValueError):
-        return False
-    return True
+    return found
 
 
 def combined(combination: Combination, values: Mapping[str, float], weights: Mapping[str, float]) -> float:

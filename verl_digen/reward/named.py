@@ -1,34 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards by name: an entry of `digen.reward.functions` -> its function or class, with its arguments checked."""
 
-import importlib
-import importlib.util
 import pkgutil
-import sys
 from collections.abc import Iterable
-from hashlib import sha256
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from verl_digen.config import RewardConfig, RewardEntry
-from verl_digen.require import check_class, refusing, require_one_of
+from verl_digen.require import check_class, require_one_of
 from verl_digen.reward import scorers
 from verl_digen.reward.base import Reward, require_installed
 from verl_digen.reward.functions import FORM, reward_of
 from verl_digen.reward.scoring import BatchScorer
 from verl_digen.types import PromptRow
+from verl_digen.user_modules import load
 
 BUILT_IN = {
     module.name: f"{scorers.__name__}.{module.name}:REWARD" for module in pkgutil.iter_modules(scorers.__path__)
 }
 """Name -> "module:REWARD" of each file in `scorers/`; none of them is imported before it is asked for."""
 
-FILE_END = ".py:"
 OWN_MANAGER = "DiffusionRewardManager"
 """`reward.reward_manager.name` of this project."""
 
@@ -46,40 +38,7 @@ def find(entry: RewardEntry) -> type[Reward]:
             f"{entry.key} must be a class of verl_digen.reward.base.Reward or a function, got the class "
             f"{found.__name__}; derive it from Reward, or write {FORM}"
         )
-    check_class(found, Reward, entry.key)
-    return found
-
-
-def load(target: str, key: str, known: str) -> Any:
-    """Load "package.module:NAME", "FILE.py:NAME" or "package.module.NAME", which Hydra takes on the command line
-    without quotes. ValueError if it cannot be loaded; it names the config key `key` and what else that may name,
-    `known`."""
-    module_name, _, attribute = target.rpartition(":" if ":" in target else ".")
-    if not module_name or not attribute:
-        raise ValueError(f"{key} must name {known}, got {target!r}; write one of them")
-    remedy = "check the name, FILE.py:NAME or package.module.NAME, and that it is installed"
-    with refusing(f"{key} must name what can be loaded", target, remedy):
-        module = _load_file(module_name) if FILE_END in target else importlib.import_module(module_name)
-        return getattr(module, attribute)
-
-
-def _load_file(path: str) -> ModuleType:
-    """Import a file as a module of a name of its own, once per process: dataclasses in it look their module up, which
-    verl's `load_extern_object` does not register. It may import modules beside it, as a script may."""
-    file = Path(path).expanduser().absolute()
-    name = f"{__name__}_{sha256(bytes(file)).hexdigest()[:12]}"
-    if name not in sys.modules:
-        # the loader is named, so that a file with another ending is one that is not there
-        spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
-        assert spec is not None and spec.loader is not None
-        sys.path.append(str(file.parent))
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(sys.modules[name])
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    return check_class(found, Reward, entry.key)
 
 
 def check(entry: RewardEntry) -> type[Reward]:

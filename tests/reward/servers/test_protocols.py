@@ -305,6 +305,45 @@ def test_samples_that_no_server_can_score_fail_alone_and_the_others_keep_their_s
         assert number in bad or one.value == pytest.approx(red(samples[number].pixels), abs=0.03)
 
 
+OWN = """
+from verl_digen.reward.servers.answers import HttpRequest
+from verl_digen.reward.servers.protocol import Protocol
+from verl_digen.reward.servers.protocols.http_scorer import HttpScorer
+
+
+class Mine(HttpScorer):
+    pass
+
+
+class Deaf(Protocol):
+    def request(self, batch):
+        return HttpRequest("", b"")
+
+
+class Rowless(HttpScorer):
+    def check_row(self, row):
+        raise ValueError
+"""
+
+
+def test_a_protocol_of_ones_own_is_a_class_in_a_file(tmp_path):
+    file = tmp_path / "own_protocol.py"
+    file.write_text(OWN)
+    samples = samples_of(3)
+    with Running("http_scorer") as running:
+        found = run(running.reward(protocol=f"{file}:Mine"), samples)
+    assert [one.value for one in found] == pytest.approx([red(one.pixels) for one in samples], abs=0.03)
+    given = {"weight": 1.0, "reward": "server", "url": "http://host"}
+    for name, told in {
+        "Deaf": r"class of Protocol with read\(self, answer, batch\), got 'Deaf' \(TypeError: it has none",
+        "Rowless": r"class of Protocol with class method check_row\(row\), got 'Rowless'",
+        "HttpRequest": "class of verl_digen.reward.servers.protocol.Protocol, got <class",
+        "None_": "name what can be loaded, got .*:None_",
+    }.items():
+        with pytest.raises(ValueError, match=rf"mine\.protocol must (be a |){told}"):
+            make(reward_entry("mine", {**given, "protocol": f"{file}:{name}"}), torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     "changed, says",
     [

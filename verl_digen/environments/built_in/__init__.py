@@ -8,7 +8,7 @@ from typing import Any
 from verl_digen.config import EnvironmentConfig
 from verl_digen.environments.base import Environment
 from verl_digen.require import check_class, require_one_of, settings_of
-from verl_digen.reward.named import load
+from verl_digen.user_modules import load
 
 
 def environment_class(config: EnvironmentConfig) -> type[Environment]:
@@ -18,9 +18,7 @@ def environment_class(config: EnvironmentConfig) -> type[Environment]:
     if config.path is None:
         require_one_of(config.key, target, sorted(module.name for module in pkgutil.iter_modules(__path__)))
         target = f"{__name__}.{target}:ENVIRONMENT"
-    found = load(target, config.key, "FILE.py:NAME or package.module.NAME")
-    check_class(found, Environment, config.key)
-    return found
+    return check_class(load(target, config.key, "FILE.py:NAME or package.module.NAME"), Environment, config.key)
 
 
 def environment_settings(config: EnvironmentConfig, found: type[Environment]) -> Any:

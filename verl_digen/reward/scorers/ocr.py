@@ -134,11 +134,8 @@ def text_target(prompt: str) -> str:
         text_target('a shop sign that says "Open Now"')  # 'Open Now'
     """
     quoted = quoted_text(prompt)
-    if not quoted.strip():
-        raise ValueError(
-            f"a prompt of a text reward must have the text to show in double quotes, got {prompt[:200]!r}; quote it, "
-            "or give it as the row's ground truth"
-        )
+    rule = "a prompt of a text reward must have the text to show in double quotes"
+    require(bool(quoted.strip()), rule, prompt[:200], "quote it, or give it as the row's ground truth")
     return quoted
 
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Protocol`: how a kind of reward server is asked, without I/O. A file NAME.py in `protocols/` defines
+"""`Protocol`: how a kind of reward server is asked, without I/O. A class of this one is used with
 
-    PROTOCOL = a class of this one
+    digen.reward.functions={mine: {weight: 1.0, reward: server, protocol: FILE.py:NAME, url: ...}}
 
-and `digen.reward.functions={mine: {weight: 1.0, reward: server, protocol: NAME, url: ...}}` uses it. Its settings are
-keys of the entry beside every server's.
+Its settings are keys of the entry beside every server's.
 """
 
 import pickle
@@ -24,7 +23,7 @@ from verl_digen.types import PromptRow, RewardInput
 @dataclass(frozen=True)
 class ProtocolSettings(ServerSettings):
     protocol: str = ""
-    """Name of a file in `verl_digen/reward/servers/protocols/`."""
+    """Name of a file in `verl_digen/reward/servers/protocols/`, or FILE.py:NAME."""
     samples_per_request: Annotated[int, In("[1, inf]")] = 64
     """Maximum pictures or videos of one request. A batch of more makes several requests, at the same time."""
     max_frames: Annotated[int, In("[1, inf]")] = 8
