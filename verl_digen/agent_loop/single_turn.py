@@ -18,6 +18,7 @@ from verl.experimental.agent_loop.agent_loop import (
 
 from verl_digen.agent_loop.server_manager import DiffusionServerClient, ReplicaClient
 from verl_digen.data.rows import loop_row
+from verl_digen.require import require
 from verl_digen.sampling.requests import SINGLE_TURN, sample_request
 from verl_digen.types import Generation
 
@@ -74,11 +75,9 @@ def make_agent_loop(name: str, worker: Any, client: Any) -> Any:
     """Create the agent loop called `name` as verl does, from its registry, with the arguments that verl's `worker`
     passes to every loop; it requests samples from `client`. ValueError: no loop of that name is registered in this
     process."""
-    if name != SINGLE_TURN and name not in _agent_loop_registry:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.agent.default_agent_loop must be one of {', '.join(_agent_loop_registry)}, got "
-            f"{name!r}; name it in the file actor_rollout_ref.rollout.agent.agent_loop_config_path"
-        )
+    key, known = "actor_rollout_ref.rollout.agent", ", ".join(_agent_loop_registry)
+    is_known, remedy = name in (SINGLE_TURN, *_agent_loop_registry), f"name it in the file {key}.agent_loop_config_path"
+    require(is_known, f"{key}.default_agent_loop must be one of {known}", name, remedy)
     arguments: dict[str, Any] = {
         "trainer_config": DictConfigWrap(config=worker.config),
         "server_manager": client,
