@@ -244,9 +244,9 @@ Transition = Callable[[Tensor, Tensor, Tensor, Tensor], Coefficients]
 LogDensity = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 LAWS: dict[str, tuple[Transition, LogDensity]] = {
-    "flow": (lambda start, end, eta, second: _euler_maruyama(_flow_s(start, eta, second), start, end), _gaussian),
+    "flow": (lambda sigma, end, eta, sigma_max: _euler_maruyama(_flow_s(sigma, eta, sigma_max), sigma, end), _gaussian),
     "flow_clipped": (_flow_clipped, _gaussian),
-    "dance": (lambda start, end, eta, second: _euler_maruyama(eta, start, end), _gaussian),
+    "dance": (lambda sigma, end, eta, sigma_max: _euler_maruyama(eta, sigma, end), _gaussian),
     "cps": (_cps, lambda std: (torch.zeros_like(std), torch.ones_like(std))),
 }
 """law -> (transition, log-density). Ratios under cps are on another scale than the Gaussian ones, and so are
