@@ -490,12 +490,13 @@ def test_verl_alone_has_no_callback(start):
 
 
 def test_main_shows_a_paragraph_and_writes_nothing(tmp_path):
-    refused = start_main("recipe=digen_flowgrpo", cwd=tmp_path)
+    refused = start_main("recipe=digen_quickstart", cwd=tmp_path)
     shown = start_main("recipe=digen_flowgrpo", "--cfg", "job", cwd=tmp_path)
     _, stderr = refused.communicate(timeout=120)
     assert refused.returncode == 2, stderr
     assert "verl-digen: this config cannot run.\n" in stderr
     assert "actor_rollout_ref.model.path must be" in stderr
+    assert "examples/ is a folder of the repository" in stderr  # what a new user lacks
     assert "Traceback" not in stderr
     stdout, _ = shown.communicate(timeout=120)
     assert shown.returncode == 0 and "digen:\n" in stdout

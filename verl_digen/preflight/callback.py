@@ -77,6 +77,8 @@ class Preflight(Callback):
             self._notes, self._lock = checked(config)
         except ValueError as error:
             print(f"verl-digen: this config cannot run.\n{error}", file=sys.stderr)
+            if "'examples/" in str(error) and not Path("examples").is_dir():
+                print("examples/ is a folder of the repository: start in a clone of it", file=sys.stderr)
             raise SystemExit(EXIT_REFUSED) from None
         except Exception:
             traceback.print_exc()
