@@ -38,6 +38,8 @@ from verl_digen.store.keys import own_condition_key
 from verl_digen.types import CleanRecord, Generation, PathRecord, PromptRow, SampleFacts, Score, Trajectory
 from verl_digen.types.settings import EpisodeFacts, Turn
 
+logger = logging.getLogger(__name__)
+
 ENVIRONMENT = "environment"
 """Part of a sample's reward that its environment gave."""
 
@@ -149,9 +151,6 @@ def joined(turns: Sequence[Trajectory]) -> Trajectory:
         num_skipped_steps=sum(turn.num_skipped_steps for turn in facts),
     )
     return Trajectory(of_all, record)
-
-
-logger = logging.getLogger(__name__)
 
 
 class EnvironmentAgentLoop(AgentLoopBase):

@@ -64,6 +64,14 @@ from verl_digen.engine.sharded import ShardedTransformer
 from verl_digen.schedulers.tiles import Budget, Row, Tile, plan_tiles
 from verl_digen.types import SCHEDULE_COLUMNS, Noised, TrainingRows, Transitions
 
+logger = logging.getLogger(__name__)
+
+LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
+"""verl's contract of a loss: keywords `model_output`, `data` and `dp_group` -> (loss [], metrics)."""
+
+_NAMES = {"log_prob": "log_probs", "mean": "latent_sample_means"}
+"""Outputs of a policy that verl's RFC names otherwise."""
+
 
 def pack_rows(rows: TrainingRows) -> TensorDict:
     """The rows as a TensorDict; it shares their tensors."""
@@ -96,15 +104,6 @@ def _columns(batch: TensorDict, kind: type, besides: tuple[str, ...] = ()) -> di
         )
     found = {field.name: tu.get(batch, field.name) for field in wanted if field.name in batch}
     return {name: value.cpu() if name in SCHEDULE_COLUMNS else value for name, value in found.items()}
-
-
-LossFunction = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""verl's contract of a loss: keywords `model_output`, `data` and `dp_group` -> (loss [], metrics)."""
-
-logger = logging.getLogger(__name__)
-
-_NAMES = {"log_prob": "log_probs", "mean": "latent_sample_means"}
-"""Outputs of a policy that verl's RFC names otherwise."""
 
 
 def own_objective(**unused: Any) -> tuple[Tensor, dict[str, Any]]:

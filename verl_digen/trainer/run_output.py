@@ -42,7 +42,15 @@ from verl_digen.reward.named import has_custom
 from verl_digen.store.keys import group_number
 from verl_digen.types import SampleTag
 
+logger = logging.getLogger(__name__)
+
 PICTURES = "train/best_and_worst"
+LOGGER = "verl_digen"
+"""Logger whose warnings are kept."""
+MIN_INTERVAL_S = 60.0
+"""Time between two starts of the report."""
+MAX_SHARE = 0.05
+"""Most of one core's time that writing the report takes."""
 
 
 def begin_beside(work: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -123,14 +131,6 @@ def draw(
         save_grid(shown, grid, f"training groups of step {step}: best and worst")
     if to_tensorboard:
         log_to_tensorboard(run_dir / "tensorboard" / "training", step, {PICTURES: grid} if shown else {}, values, {})
-
-
-logger = logging.getLogger(__name__)
-LOGGER = "verl_digen"
-"""Logger whose warnings are kept."""
-MIN_INTERVAL_S = 60.0
-"""Time between two starts of the report."""
-MAX_SHARE = 0.05
 
 
 class RunOutput:

@@ -29,10 +29,20 @@ from io import FileIO
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 CHUNK_BYTES = 256 << 20
 """Size of a chunk; a larger tensor has a chunk of its own."""
 ALIGNMENT_BYTES = 64
 """Each tensor starts at a multiple of it; larger than any number."""
+LOCK_S = 600.0
+"""Timeout of the lock: a process writes tens of gigabytes under it."""
+PAUSE_S = 0.05
+"""Pause between two attempts to take the lock."""
+COMPARED_BYTES = 64 << 20
+"""Device memory that a comparison takes at a time."""
+READY = 1
+"""First byte of a complete file."""
 
 
 class HostPool:
@@ -56,18 +66,6 @@ class HostPool:
             self._free = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, pin_memory=self._is_pinned)
         taken, self._free = self._free[:size], self._free[size:]
         return taken[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-logger = logging.getLogger(__name__)
-
-LOCK_S = 600.0
-"""Timeout of the lock: a process writes tens of gigabytes under it."""
-PAUSE_S = 0.05
-"""Pause between two attempts to take the lock."""
-COMPARED_BYTES = 64 << 20
-"""Device memory that a comparison takes at a time."""
-READY = 1
-"""First byte of a complete file."""
 
 
 @dataclass(frozen=True)
