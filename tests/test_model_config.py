@@ -84,14 +84,6 @@ def test_bad_values_are_named_by_their_key(tiny_qwen_image: Path, changes: dict,
         config(tiny_qwen_image, **changes)
 
 
-def test_a_whole_base_is_refused_where_fsdp2_gathers_a_block_as_one(tiny_qwen_image: Path, monkeypatch):
-    monkeypatch.setattr("verl_digen.model_config.FSDP2_HAS_SEVERAL_GROUPS", False)
-    rule = r"actor_rollout_ref.model.whole_base must be auto or false with PyTorch .*, got True; drop it"
-    with pytest.raises(ValueError, match=rule):
-        config(tiny_qwen_image, lora_rank=4, whole_base=True)
-    assert config(tiny_qwen_image, lora_rank=4).whole_base == "auto"
-
-
 @pytest.mark.parametrize("given", [{}, {"lora_rank": 4, "lora": {"merge": True}}])
 def test_a_base_in_int8_is_one_under_an_adapter(tiny_qwen_image: Path, given: dict):
     with pytest.raises(ValueError, match=r"actor_rollout_ref.model.int8_base must be false without .*, got True; set"):

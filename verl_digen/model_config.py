@@ -17,14 +17,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from omegaconf import MISSING, DictConfig, OmegaConf
 from verl.base_config import BaseConfig
 from verl.utils.fs import copy_to_local
 from verl.workers.config import HFModelConfig, MtpConfig
 
 from verl_digen.config import DigenConfig, digen_config
-from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.models import load_model, read_index
 from verl_digen.models.locate import locate, locate_configs, locate_index, read_object
 from verl_digen.require import require
@@ -85,9 +83,9 @@ class DiffusionModelConfig(BaseConfig):
     tokens x width x bytes. Not with `recompute_blocks=none`."""
 
     whole_base: bool | str = "auto"
-    """Keep the frozen base under an adapter whole on every rank of the trainer, in the compute dtype: no tile gathers
-    it. auto: where memory has room for it that tiles do not need more, decided at the first tile; not on one rank, and
-    not with PyTorch 2.11, which refuses true. true, false."""
+    """Keep the frozen base under an adapter whole on every rank of the trainer while a fragment trains, in the compute
+    dtype: it is gathered once, not at every tile. auto: where memory has room for it that tiles do not need more,
+    decided at the first tile; not on one rank. true, false."""
 
     int8_base: bool = False
     """Keep the weights of the frozen base's blocks in int8, whole on every rank, in place of 2 bytes a parameter in
@@ -152,12 +150,6 @@ class DiffusionModelConfig(BaseConfig):
             "int8_base must be false without an adapter that stays one: weights in int8 do not train",
             self.int8_base,
             "set actor_rollout_ref.model.lora_rank, and leave actor_rollout_ref.model.lora.merge out",
-        )
-        _require(
-            self.whole_base is not True or FSDP2_HAS_SEVERAL_GROUPS,
-            f"whole_base must be auto or false with PyTorch {torch.__version__}, whose FSDP2 gathers a block as one",
-            self.whole_base,
-            "drop it, or install PyTorch 2.12 or newer",
         )
 
     @property

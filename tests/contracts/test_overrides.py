@@ -38,7 +38,6 @@ OVERRIDDEN = {
     "engine.sharded:ShardedTransformer": "initialize _build_module _build_lora_module _build_fsdp_module "
     "_build_optimizer disable_adapter to optimizer_step get_per_tensor_param",
     "model_config:DiffusionModelConfig": "_mutable_fields",
-    "engine.whole_base:WholeGroup": "unshard wait_for_unshard _to_sharded",
     "engine.whole_base:InPlaceParam": "init_all_gather_outputs free_unsharded_param reset_sharded_param",
     "engine.worker:DiffusionWorker": "init_model compute_ref_log_prob update_weights",
     "models.checkpoint:Experts": "forward",

@@ -4,7 +4,6 @@
 | name | used in | relied on |
 | --- | --- | --- |
 | FSDP2 `_get_fsdp_state`, `_fsdp_param_groups`, `fsdp_params` | engine/fsdp2.py | a record of every parameter |
-| FSDP2 `FSDPParamGroup.unshard`, `_to_sharded` | engine/whole_base.py | one more group (test_whole_base.py) |
 | FSDP2 `sharded_param`, `_unsharded_param`, `unsharded_accumulated_grad` | engine/gradients.py | a gradient's places |
 | FSDP2 `_root_post_backward_final_callback` | engine/gradients.py | reduces what no backward reduced |
 | FSDP2 `reset_iter_state`, before 2.13 what it resets | engine/fsdp2.py | a failed forward or backward is over |

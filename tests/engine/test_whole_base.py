@@ -26,17 +26,12 @@ from tests.engine.harness import (
     weights,
 )
 from verl_digen.engine.engine import DiffusersFSDPEngine
-from verl_digen.engine.fsdp2 import groups_of, units_of
+from verl_digen.engine.fsdp2 import all_groups
 from verl_digen.engine.memory import TileMemory
 from verl_digen.engine.whole_base import WholeBase
-from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tiles import choose_tile
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.long,
-    pytest.mark.skipif(not FSDP2_HAS_SEVERAL_GROUPS, reason="FSDP2 of PyTorch 2.11 has one group per unit"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TILES = {"tsp": {"samples_per_tile": 1, "steps_per_tile": 1}}
 BF16 = {
@@ -72,7 +67,8 @@ def trained(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def gathered_per_step(path: Path, folder: Path) -> dict[bool, tuple[list[int], int, int, int]]:
-    """(bytes gathered in each of two optimizer steps, their tiles, bytes of the base, bytes of the adapter)"""
+    """(bytes gathered in each of two optimizer steps, their tiles, bytes of all weights, units that still hold gathered
+    ones after them)"""
     found = {}
     batch = make_batch(path)
     for whole in (False, True):
@@ -83,8 +79,8 @@ def gathered_per_step(path: Path, folder: Path) -> dict[bool, tuple[list[int], i
                 (output,) = train(engine, batch)
             steps.append(gathers.num_bytes)
             tiles = int(output["metrics"]["num_tiles"])
-        adapter = sum(one.numel() * one.element_size() for one in engine.module.parameters() if one.requires_grad)
-        found[whole] = steps, tiles, engine.base.num_bytes, adapter
+        num_held = sum(group.is_unsharded for group in all_groups(engine.module))
+        found[whole] = steps, tiles, engine.base.num_bytes, num_held
     return found
 
 
@@ -124,7 +120,7 @@ def _fail(*unused: Any) -> None:
 
 
 def decided(path: Path, folder: Path) -> dict[str, Any]:
-    """Decisions of auto on a CPU: (before the first tile, after it, numbers of groups of the units)."""
+    """Decisions of auto on a CPU: (before the first tile, after it)."""
     found: dict[str, Any] = {}
     batch = make_batch(path)
     for name, free in (("plenty", 10**12), ("too little on rank 1", 10**12 if dist.get_rank() == 0 else 10**5)):
@@ -133,20 +129,17 @@ def decided(path: Path, folder: Path) -> dict[str, Any]:
             engine = engine_with(path, "auto")
             before = engine.base.is_kept
             train(engine, batch)
-        found[name] = before, engine.base.is_kept, num_groups(engine.module)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_digen.engine.whole_base.FSDP2_HAS_SEVERAL_GROUPS", False)
-        engine = engine_with(path, "auto")
-    found["one group per unit"] = engine.base.is_kept, num_groups(engine.module)
+        found[name] = before, engine.base.is_kept
     full = make_engine(path)
     train(full, batch)
-    found["all weights"] = full.base.is_kept, full.base.is_kept, num_groups(full.module)
+    found["all weights"] = full.base.is_kept, full.base.is_kept
     return found
 
 
-def num_groups(module: nn.Module) -> list[int]:
-    """Sizes of the units, in groups, without repetition."""
-    return sorted({len(groups_of(unit)) for unit in units_of(module)})
+def keeps(module: nn.Module) -> bool:
+    """True if units keep gathered parameters from forward to forward."""
+    (kept,) = {group.post_forward_mesh_info is None for group in all_groups(module)}
+    return kept
 
 
 def chosen(path: Path, folder: Path) -> dict[str, Any]:
@@ -162,16 +155,16 @@ def chosen(path: Path, folder: Path) -> dict[str, Any]:
         base.num_bytes = 8
         kinds = []
         for row in (1, 95):
-            measured_in: list[list[int]] = []
+            measured_in: list[bool] = []
             tiles = TileMemory(room=room, base=2, row=row, kept=(row,) * 4)
 
             def measure(tiles=tiles, base=base, measured_in=measured_in) -> TileMemory:
-                measured_in.append(num_groups(base.module))
+                measured_in.append(keeps(base.module))
                 return tiles
 
             measured = base.measured_without(measure)
             choice = base.choose(measured, partial(choose_tile, num_rows=8), 8)
-            kinds.append((choice.num_recomputed, choice.shape.size, base.is_kept, num_groups(base.module), measured_in))
+            kinds.append((choice.num_recomputed, choice.shape.size, base.is_kept, keeps(base.module), measured_in))
         found[name] = kinds
     return found
 
@@ -205,13 +198,12 @@ def test_gradient_weights_log_probs_and_samples_are_those_of_a_sharded_base(two_
     assert torch.equal(whole[3], sharded[3])
 
 
-def test_a_tile_gathers_the_adapter_alone_and_the_base_is_gathered_once(two_ranks: dict):
-    (sharded, again), tiles, base, adapter = two_ranks["gathered_per_step"][False]
-    (first, second), same_tiles, _, _ = two_ranks["gathered_per_step"][True]
-    assert tiles == same_tiles >= 9 and sharded == again
-    assert base <= first - second < 1.1 * base, "once, with padding"
-    assert second < 2.2 * tiles * adapter, "forward and backward of each tile"
-    assert sharded - second > 1.5 * tiles * base
+def test_a_whole_base_is_gathered_once_per_step_and_dropped_after_it(two_ranks: dict):
+    (sharded, again), tiles, num_bytes, _ = two_ranks["gathered_per_step"][False]
+    (first, second), same_tiles, _, num_held = two_ranks["gathered_per_step"][True]
+    assert tiles == same_tiles >= 9 and sharded == again > 1.5 * tiles * num_bytes
+    assert first == second and num_bytes <= first < 1.1 * num_bytes, "once, with padding"
+    assert num_held == 0
 
 
 def test_a_checkpoint_of_one_setting_continues_with_the_other(two_ranks: dict):
@@ -227,19 +219,16 @@ def test_a_batch_that_failed_in_a_forward_trains_again(two_ranks: dict):
 
 def test_auto_decides_once_and_the_same_on_all_ranks(two_ranks: dict):
     found = two_ranks["decided"]
-    assert found["plenty"][:2] == (None, True) and max(found["plenty"][2]) == 2
-    assert found["too little on rank 1"] == (None, False, [1])
-    assert found["one group per unit"] == (False, [1])
-    assert found["all weights"][:2] == (False, False) and max(found["all weights"][2]) == 1
+    assert found == {"plenty": (None, True), "too little on rank 1": (None, False), "all weights": (False, False)}
 
 
 def test_auto_keeps_the_base_whole_where_its_tiles_are_cheaper_and_gives_it_up_where_none_fits(two_ranks: dict):
     """A row takes 1 of so many units, and 1 more for each of 4 kept blocks; 8 rows; the whole base takes 8 units."""
-    found, sharded, whole = two_ranks["chosen"], [0, 1], [0, 1, 2]
+    found = two_ranks["chosen"]
     first, second = found["plenty"]
-    assert first[0] == 0 and first[2:] == (True, whole, [sharded]), "90 units beside it hold 8 rows with all blocks"
-    assert second[2:] == (False, sharded, [sharded]), "no row of 95 fits beside it: sharded, and while it is measured"
-    assert found["short"][0][:4] == (0, 2, False, sharded), "beside it a block of 4 would be recomputed, and 1 row fit"
-    assert found["none"][0][2:4] == (False, sharded)
-    assert found["forced"][0] == (1, 1, True, whole, [sharded]), "what is left beside it"
-    assert found["forced"][1][2:4] == (True, whole)
+    assert first[0] == 0 and first[2:] == (True, True, [False]), "90 units beside it hold 8 rows with all blocks"
+    assert second[2:] == (False, False, [False]), "no row of 95 fits beside it: sharded, and while it is measured"
+    assert found["short"][0][:4] == (0, 2, False, False), "beside it a block of 4 would be recomputed, and 1 row fit"
+    assert found["none"][0][2:4] == (False, False)
+    assert found["forced"][0] == (1, 1, True, True, [False]), "what is left beside it"
+    assert found["forced"][1][2:4] == (True, True)

@@ -252,7 +252,6 @@ class DiffusersFSDPEngine(VerlBatches):
         if not stays_loaded:
             self.copies.drop("old")
             self._loaded.close()
-            self._hand_over()
 
     def _enter_training(self) -> None:
         """Return to train mode: `assisting` may have run in between."""
@@ -298,7 +297,6 @@ class DiffusersFSDPEngine(VerlBatches):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """verl's `load_checkpoint`. RuntimeError while a logical batch is open."""
         self._require_closed("load_checkpoint")
-        self.base.release()
         super().load_checkpoint(*args, **kwargs)
 
     # -- metrics --------------------------------------------------------------------------------------------

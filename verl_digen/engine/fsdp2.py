@@ -17,8 +17,9 @@ afterwards a module's parameters are its shards; with `keeps` each unit gathers 
 (tests/engine/test_copies.py, test_gradients.py, test_assistant.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,16 +40,6 @@ def groups_of(unit: Any) -> list[Any]:
     if FSDP2_HAS_SEVERAL_GROUPS:
         return unit._fsdp_param_groups
     return [] if unit._fsdp_param_group is None else [unit._fsdp_param_group]
-
-
-def set_groups(unit: Any, groups: list[Any]) -> None:
-    """Give the unit these groups, as its first forward does. Needs `FSDP2_HAS_SEVERAL_GROUPS`."""
-    unit._fsdp_param_groups = groups
-    for index, group in enumerate(groups):
-        group.comm_ctx = unit._comm_ctx
-        group._param_group_index, group._num_param_groups = index, len(groups)
-        if unit._is_root is not None:  # else the first forward of this new module has yet to come
-            group.lazy_init()
 
 
 def all_groups(module: nn.Module) -> list[Any]:
@@ -135,23 +126,34 @@ def gathered_bytes(module: nn.Module, *, frozen_only: bool = False) -> int:
     )
 
 
+def keep_gathered(module: nn.Module) -> Callable[[], None]:
+    """Keep parameters from forward to forward, as FSDP2's `set_reshard_after_forward(False)` -> function that undoes
+    it, and drops them."""
+    meshes = [(group, group.post_forward_mesh_info) for group in all_groups(module)]
+    for group, _ in meshes:
+        group.post_forward_mesh_info = None
+
+    def undo() -> None:
+        for group, mesh in meshes:
+            group.post_forward_mesh_info = mesh
+        reshard(module)
+
+    return undo
+
+
 @contextmanager
 def forwards(module: nn.Module, *, keeps: bool) -> Iterator[None]:
     """Context for forwards without gradient; after it, also after an exception, the parameters are the shards. With
     `keeps`, the same on all ranks, a unit gathers its parameters in its first forward alone; else in every one, T times
     in a denoising loop."""
-    meshes = [(group, group.post_forward_mesh_info) for group in all_groups(module)]
-    for group, _ in meshes if keeps else ():
-        group.post_forward_mesh_info = None  # what FSDP2's `set_reshard_after_forward(False)` sets
+    shard_again = keep_gathered(module) if keeps else partial(reshard, module)
     try:
         yield
     except BaseException:
         recover(module)
         raise
     finally:
-        for group, mesh in meshes:
-            group.post_forward_mesh_info = mesh
-        reshard(module)
+        shard_again()
 
 
 @contextmanager

@@ -36,7 +36,7 @@ Gradient = dict[tuple[int, str], Tensor]
 def _places(module: nn.Module) -> Iterator[tuple[tuple[int, str], Any, str]]:
     """(key, owner, attribute) of every place where a piece of the gradient may be."""
     trained = (parameter for parameter in parameters_of(module) if parameter.sharded_param.requires_grad)
-    for number, parameter in enumerate(trained):  # numbers stay where frozen ones move, see `whole_base`
+    for number, parameter in enumerate(trained):
         yield (number, "sharded"), parameter.sharded_param, "grad"
         if not FSDP2_ACCUMULATES_IN_GRAD:
             yield (number, "accumulated"), parameter, "unsharded_accumulated_grad"

@@ -36,7 +36,7 @@ from verl_digen.engine.offload import offload_safely
 from verl_digen.engine.optimizer import LossScale, with_fused
 from verl_digen.engine.policies import without_adapter
 from verl_digen.engine.recompute import Recomputation
-from verl_digen.engine.whole_base import WholeBase, release_frozen
+from verl_digen.engine.whole_base import WholeBase
 from verl_digen.model_config import DiffusionModelConfig
 from verl_digen.models import load_model
 from verl_digen.models.kernels import compute_exactly
@@ -69,8 +69,6 @@ class ShardedTransformer(FSDPEngine):
         """dtype of exported floating tensors; None keeps each parameter's own."""
         self.exports: str = self.objective.behaviour
         """Policy that `get_per_tensor_param` exports, by name."""
-        self.shares_device = False
-        """True if a replica generates on this device, once the engine is done with a batch."""
 
     @property
     def objective(self) -> Objective:
@@ -131,8 +129,6 @@ class ShardedTransformer(FSDPEngine):
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """verl's `to`; the host may read what was offloaded when it returns."""
-        if device == "cpu" and model:
-            release_frozen(self.module)
         super().to(device=device, model=model, optimizer=optimizer, grad=grad)
         if device == "cpu" and (model or optimizer):
             get_platform().synchronize()
@@ -192,7 +188,6 @@ class ShardedTransformer(FSDPEngine):
         without a peft config; an adapter alone under peft's names and with its config. `base_sync_done=False` yields
         the base weights if updates carry the adapter alone.
         """
-        self._hand_over()
         tensors, config = export(
             self.module,
             self.wire_dtype,
@@ -200,11 +195,6 @@ class ShardedTransformer(FSDPEngine):
             base_sync_done=base_sync_done,
         )
         return self._of_exported(tensors), config
-
-    def _hand_over(self) -> None:
-        """Free device memory that replicas on this device may take, and that the next forward makes again."""
-        if self.shares_device:
-            self.base.release()
 
     def _of_exported(self, tensors: NamedTensors) -> NamedTensors:
         with self._exported():

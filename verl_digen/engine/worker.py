@@ -102,7 +102,6 @@ class DiffusionWorker(ActorRolloutRefWorker):
             set_expandable_segments(True)
             self.trainer.set_loss_fn(own_objective)
             name = self.config.rollout.name
-            self.engine.shares_device = self._is_rollout and name != TRAINER
             self.engine.wire_dtype = PrecisionType.to_dtype(self.config.rollout.dtype)
             if name != "vllm_omni":  # which computes in one dtype
                 keep_fp32(self.engine.module, self.engine.model.spec.transformer)

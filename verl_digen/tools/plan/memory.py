@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from verl_digen.engine.memory import MARGIN, gradients_may_wait
-from verl_digen.hardware.torch_support import FSDP2_HAS_SEVERAL_GROUPS
 from verl_digen.schedulers.tiles import choose_tile, prefers_whole_base
 from verl_digen.tools.plan.host import PROMPT_CACHE, Items, cached_prompts, host_memory
 from verl_digen.tools.plan.run import Job
 
 WAITING = "trainer that waits"
-WHOLE_BASE = "frozen base, whole"
 GATHERED = "gathered parameters"
 REPLACED = "weights that a policy replaces"
 RUNTIME = "contexts and NCCL (estimated)"
@@ -256,7 +254,7 @@ def may_be_whole(run: Job) -> bool:
     settings = run.settings
     if not settings.is_lora or settings.whole_base is False:
         return False
-    return settings.whole_base is True or (settings.num_shards > 1 and FSDP2_HAS_SEVERAL_GROUPS)
+    return settings.whole_base is True or settings.num_shards > 1
 
 
 def reads_in_place(run: Job) -> bool:
@@ -267,27 +265,23 @@ def reads_in_place(run: Job) -> bool:
 
 
 def whole_base_bytes(run: Job) -> int:
-    """Bytes that the frozen base takes on one device beside its shard, if it is whole."""
-    counts = run.measured.counts
-    return 0 if reads_in_place(run) else (counts.num_params - counts.num_trained) * run.settings.dtypes.compute.itemsize
+    """Bytes that the base and its adapter take on one device beside their shards, if it is whole."""
+    return 0 if reads_in_place(run) else run.measured.counts.num_params * run.settings.dtypes.compute.itemsize
 
 
 def gathered(run: Job, block: int, *, is_whole: bool) -> Items:
     """Unsharded parameters while a block runs backward: its own, the previous one's, which are prefetched, and
-    those outside all blocks. Before the first block come those that are sharded as blocks and never recomputed. Beside
-    a whole base they are trained ones alone."""
-    counts, traced = run.measured.counts, run.measured.training.blocks
-    base, number, blocks = {}, counts.num_params, [one.num_params for one in traced]
-    if is_whole:
-        beside = whole_base_bytes(run)
-        base, number = {WHOLE_BASE: beside} if beside else {}, counts.num_trained
-        blocks = [one.num_trained for one in traced]
-    if run.settings.reshard:
+    those outside all blocks. Before the first block come those that are sharded as blocks and never recomputed. All of
+    them with a whole base; of a base that is read in place trained ones alone."""
+    counts, traced, is_in_place = run.measured.counts, run.measured.training.blocks, reads_in_place(run)
+    number = counts.num_trained if is_in_place else counts.num_params
+    if run.settings.reshard and (is_in_place or not is_whole):
+        blocks = [one.num_trained if is_in_place else one.num_params for one in traced]
         others = number // run.measured.num_experts - sum(blocks)
-        outside = max(0, others) if is_whole else counts.outside_blocks
+        outside = max(0, others) if is_in_place else counts.outside_blocks
         blocks = [max(0, others - outside), *blocks, 0]
         number = blocks[block] + blocks[block + 1] + outside
-    return base | {GATHERED: number * run.settings.dtypes.compute.itemsize}
+    return {GATHERED: number * run.settings.dtypes.compute.itemsize}
 
 
 def _offloaded_inputs(run: Job, num_rows: int, num_recomputed: int) -> int:
