@@ -224,6 +224,7 @@ def test_an_abort_and_a_gradient_that_is_not_finite_leave_every_policy(
     metrics = step(one.engine, broken)
     assert metrics["num_skipped_updates"] == 1 and math.isnan(metrics["grad_norm"])
     assert "optimizer step skipped" in caplog.text
+    assert f"what digen.loss.name={one.engine.digen.loss_name} returns" in caplog.text
     one.engine.copies.update(kept)
     after = state_of(one.engine)
     assert after.pop("counters")[1] == before.pop("counters")[1] + 1

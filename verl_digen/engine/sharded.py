@@ -152,10 +152,10 @@ class ShardedTransformer(FSDPEngine):
                 return grad_norm
             logger.warning(
                 "optimizer step skipped: its gradient norm is %s (%d skipped so far); "
-                "if this goes on, lower actor_rollout_ref.actor.optim.lr; if it is so from the first step on, the "
-                "attention kernel's backward may be at fault: `digen doctor --gpu --only architectures` tries another",
-                grad_norm,
-                self.state.num_skipped,
+                "if this goes on, lower actor_rollout_ref.actor.optim.lr; if it is so from the first step on, look at "
+                "what digen.loss.name=%s returns where actor/policy_loss is not finite either, and else try another "
+                "attention kernel, whose backward may be at fault: `digen doctor --gpu --only architectures`",
+                *(grad_norm, self.state.num_skipped, self.digen.loss_name),
             )
             return grad_norm
         self.copies.follow_step(self.state.num_updates)
