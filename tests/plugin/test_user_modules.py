@@ -59,6 +59,11 @@ class Idle(DiffusionModel):
 class Short(Own):
     def sigmas(self, num_steps):
         return super().sigmas(num_steps)
+
+
+class Unmade(Own):
+    def __init__(self, path):
+        self.size = self.nosuch
 """
 
 MAIN = "import sys; from verl_digen.cli import main; sys.exit(main())"
@@ -118,6 +123,15 @@ def test_an_own_model_that_cannot_be_made_is_told_from_a_damaged_checkpoint(own,
         with pytest.raises(ValueError) as refused:
             load_configs(str(own))
     assert f"MODELS['OwnPipeline'] must be {told}" in str(refused.value)
+
+
+def test_an_own_model_whose_constructor_fails_is_named_beside_the_checkpoint(own):
+    (own.parent / "own_slips.py").write_text(SLIPS)
+    with own_parts.forgotten("own_slips"):
+        MODELS["OwnPipeline"] = "own_slips:Unmade"
+        told = r"path must hold configs that own_slips:Unmade can read, got .* \(AttributeError: .*or repair that class"
+        with pytest.raises(ValueError, match=told):
+            load_configs(str(own))
 
 
 def test_what_a_module_says_of_itself_is_not_hidden_by_its_cause(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from verl_digen.inputs.images import file_size_px, source_image
 from verl_digen.inputs.sizes import IMAGE_SIZES
 from verl_digen.inputs.tables import TABLE, TableImage
 from verl_digen.model_config import DiffusionModelConfig
-from verl_digen.models import load_model
+from verl_digen.models import MODELS, load_model, read_index
 from verl_digen.models.base import DiffusionModel
 from verl_digen.models.locate import locate_configs
 from verl_digen.models.sequence import TRAINER_KEY, check_sequence
@@ -145,9 +145,10 @@ def load_configs(path: str) -> DiffusionModel:
     try:
         return load_model(folder)
     except (AttributeError, LookupError, TypeError) as error:  # configs that are JSON, but of another pipeline
+        reader = MODELS[read_index(folder)["_class_name"]]
         raise ValueError(
-            f"{KEY}.path must hold the configs of a diffusers pipeline, got {str(folder)!r}, in which they are damaged "
-            f"({type(error).__name__}: {error}); complete the download"
+            f"{KEY}.path must hold configs that {reader} can read, got {str(folder)!r} "
+            f"({type(error).__name__}: {error}); complete the download, or repair that class if it is yours"
         ) from error
 
 
