@@ -15,6 +15,7 @@ from verl_digen.algorithms.objectives import (
     ClipConfig,
     LossConfig,
     LossOutput,
+    best_and_worst,
     default_config,
     find_objective,
     objective_names,
@@ -356,6 +357,8 @@ def test_a_loss_that_a_run_cannot_call_is_refused():
         (dict(columns=("reward",), laws=("flows",)), "laws of the objective 'mine' must be one of .*did you mean flow"),
         (dict(columns=("reward",), behaviour="older"), "behaviour of the objective 'mine' must be one of current, old"),
         (dict(columns=("reward",), source="data", points="forward"), "source of the objective 'mine' must be one of"),
+        (dict(columns=("reward",), select=4), "select of the objective 'mine' must be a function, got 4 "),
+        (dict(columns=("reward",), select=best_and_worst), r"must be a function, got .* 'count'\); write def select"),
     ],
 )
 def test_a_loss_that_asks_for_what_training_does_not_have_is_refused_when_it_is_registered(arguments, message):

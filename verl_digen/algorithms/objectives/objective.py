@@ -323,6 +323,9 @@ def register_objective(*names: str, **declared: Any) -> Callable[[LossFn], LossF
             with refusing(f"the loss {name!r} must be a function", compute, "write def loss(rows, config)"):
                 inspect.signature(compute).bind("rows", "config")
             objective = Objective(name, compute, **declared)
+            rule = f"select of the objective {name!r} must be a function"
+            with refusing(rule, objective.select, "write def select(rewards)"):
+                inspect.signature(objective.select).bind("rewards")
             objective.check_inputs(objective.config())
             _OBJECTIVES[name] = objective
         return compute
