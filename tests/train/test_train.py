@@ -26,8 +26,9 @@ words = sys.argv[1:]
 def ask():
     [os.kill(os.getppid(), int(word[7:])) for word in words if word.startswith("signal=")]
 def interrupted(number, frame):
-    print("verl-digen: the run stopped: Ctrl-C; go on", flush=True)
+    print(f"verl-digen: the run stopped: {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}; go on", flush=True)
     os._exit(130)
+signal.signal(signal.SIGTERM, interrupted)
 if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as Python and verl's main do
     signal.signal(signal.SIGINT, interrupted)
 print("noise of a library")
@@ -170,7 +171,7 @@ def test_a_run_in_the_background_of_a_script_or_under_nohup_ends_by_a_signal_tha
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    assert "the run stopped: Ctrl-C" in (tmp_path / "run" / "console.log").read_text(), "it was not killed"
+    assert "the run stopped: SIGTERM" in (tmp_path / "run" / "console.log").read_text(), "it was not killed"
 
 
 def test_a_run_that_cannot_be_asked_to_end_goes_on_until_it_is_asked_again(train, tmp_path):
@@ -178,6 +179,12 @@ def test_a_run_that_cannot_be_asked_to_end_goes_on_until_it_is_asked_again(train
     (tmp_path / "run" / "stop").symlink_to(tmp_path / "no_such_folder" / "stop")
     code, said = train("wait", "signal=2", "signal=15")
     assert code == 143 and "the run does not end: [Errno 2] No such file" in said and "the run ends at once" in said
+
+
+def test_a_folder_in_place_of_the_request_to_end_does_not_fail_a_run_that_ended(train, tmp_path):
+    (tmp_path / "run" / "stop").mkdir(parents=True)
+    code, said = train()
+    assert code == 0 and "Console          run/console.log" in said
 
 
 # -- from a program -------------------------------------------------------------------------------------------

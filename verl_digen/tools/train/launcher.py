@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -44,7 +44,9 @@ ERROR = re.compile(
 )
 """The last line of a traceback, or of a process that died without one."""
 ENDS = ("verl-digen: this config cannot run", "verl-digen: the run stopped")
-INTERRUPTED = ("verl-digen: the run stopped: Ctrl-C", "verl-digen: interrupted before")
+INTERRUPTED = (
+    *("verl-digen: the run stopped: Ctrl-C", "verl-digen: the run stopped: SIGTERM", "verl-digen: interrupted before"),
+)
 """Left out: `digen train` says it with its own command."""
 MILESTONES = {
     "Started a local Ray instance": "Ray has started; verl's trainer starts",
@@ -183,7 +185,8 @@ class Launch:
             ended = self._child.wait()
         run_dir = self._console.run_dir
         if run_dir is not None:
-            (run_dir / STOP).unlink(missing_ok=True)
+            with suppress(OSError):
+                (run_dir / STOP).unlink()
         code = 128 - ended if ended < 0 else ended
         if self._asked is not None or code == 0:
             return Ended(code, self._asked, run_dir, "")
@@ -247,7 +250,7 @@ class Launch:
                 )
             elif self._is_ending_since_s is None:
                 self._is_ending_since_s = now_s
-                self._child.send_signal(signal.SIGINT)
+                self._child.send_signal(signal.SIGTERM if self._asked == signal.SIGTERM else signal.SIGINT)
                 self._show("the run ends at once")
             else:
                 self._child.kill()
