@@ -254,6 +254,7 @@ def test_arguments_that_a_reward_does_not_take_are_refused_with_its_key(name, va
             {"g": {"weight": 1.0, "reward": "server", "protocol": "flow_grpo_geneval", "url": "http://h:1"}},
             "a.jsonl:1: digen.reward.functions.g: a prompt of GenEval must have the columns tag and include",
         ),
+        ({"g": {"weight": 1.0, "reward": "server", "protocol": "nosuch", "url": "http://h:1"}}, None),  # `check` tells
         ({"ocr": {"weight": 0.0, "when": "validation"}}, None),
         ({"ocr": {"weight": 1.0, "data_sources": ["text"]}}, None),
         ({"diversity": 1.0}, None),
@@ -283,6 +284,9 @@ def test_a_package_that_is_not_installed_is_named_before_it_is_imported(monkeypa
             ValueError, match=r"reward far needs the package nosuch, which is not installed; pip install"
         ):
             check_packages(RewardConfig({"far": {"weight": 1.0, "reward": "diversity"}}))
+    monkeypatch.setattr(diversity.Diversity, "packages", ("torch"))
+    with pytest.raises(ValueError, match=r"packages of the reward diversity must be a tuple .*; write \('torch',\)"):
+        check_packages(RewardConfig({"diversity": 1.0}))
 
 
 def test_the_arguments_of_an_entry_are_the_settings_of_its_class():

@@ -29,7 +29,7 @@ from torch import nn
 from verl.plugin.platform import get_platform
 
 from verl_digen.platforms.module_memory import DeviceMemory
-from verl_digen.require import settings_of
+from verl_digen.require import require, settings_of
 from verl_digen.types import PromptRow, RewardInput
 
 Result = float | Mapping[str, Any]
@@ -196,6 +196,8 @@ def imported(module: str, needed_by: str) -> ModuleType:
 
 def require_installed(modules: Iterable[str], needed_by: str) -> None:
     """Raise ValueError unless the packages are installed; imports none of them."""
+    rule = f"packages of the reward {needed_by} must be a tuple of names"
+    require(not isinstance(modules, str), rule, modules, f"write ({modules!r},), with the comma")
     for module in modules:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             raise ValueError(_told(module, needed_by, "is not installed"))

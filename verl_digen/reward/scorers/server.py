@@ -32,7 +32,11 @@ class ServerReward(Reward):
 
     @classmethod
     def check_row(cls, arguments: Mapping[str, Any], row: PromptRow) -> None:
-        find(arguments.get("protocol", "")).check_row(row)
+        try:
+            protocol = find(arguments.get("protocol", ""))
+        except ValueError:  # `settings` refuses it
+            return
+        protocol.check_row(row)
 
     def __init__(self, config: Any, device: torch.device):
         super().__init__(config, device)
