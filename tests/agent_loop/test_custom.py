@@ -54,6 +54,17 @@ def test_a_chunks_sample_is_made_by_the_runs_agent_loop_on_the_chosen_replica(re
     assert found == ("g0", 2, prompt)
 
 
+def test_a_loop_that_exits_fails_its_sample_and_not_the_process(registered, monkeypatch):
+    async def leave(*arguments: Any, **columns: Any) -> None:
+        raise SystemExit("no key")
+
+    monkeypatch.setattr(InCapitals, "run", leave)
+    worker = make_worker("in_capitals", config=OmegaConf.create({"data": {}}))
+    order = ChunkOrder(chunk_id=1, samples=(2,), row=ROW, step=1)
+    with pytest.raises(RuntimeError, match="it raised SystemExit: no key"):
+        asyncio.run(worker.generate_sample(order, 2, ReplicaClient(Server(), worker.digen)))
+
+
 def test_a_custom_loop_has_what_verls_worker_gives_every_loop(registered):
     given = {"tokenizer": "t", "processor": "p", "dataset_cls": Server, "hf_model_type": "m", "tools": ["a tool"]}
     config = OmegaConf.create({"data": {"seed": 7}})

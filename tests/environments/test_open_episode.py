@@ -166,6 +166,18 @@ async def test_an_environment_that_cannot_be_closed_costs_a_warning_and_a_malfor
     assert caplog.messages == ["closing the environment of episode e failed"]
 
 
+@pytest.mark.parametrize("method", ["__init__", "reset", "step"])
+async def test_an_environment_that_exits_fails_its_episode_and_not_the_process(monkeypatch, method):
+    def leave(*arguments: Any) -> None:
+        raise SystemExit("no key")
+
+    monkeypatch.setattr(worlds.Brighter, method, leave)
+    host = EpisodeHost(EnvironmentConfig(path=f"{WORLDS}.Brighter"), torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="it raised SystemExit: no key"):
+        await host.begin("e", ROW, 5)
+        await host.step("e", picture(1))
+
+
 def test_a_class_of_a_file_is_loaded_once(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(Path(worlds.__file__).read_text())

@@ -181,7 +181,8 @@ def test_a_sample_that_kills_whoever_scores_it_fails_alone_and_says_so(monkeypat
     assert isinstance(failed, ScoringError) and "the reward worker died whenever it scored this sample" in str(failed)
 
 
-async def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+async def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pools(mine, monkeypatch, error):
     class Mine:
         def __init__(self, config, tokenizer, compute_score):
             self.num_calls = 0
@@ -190,7 +191,7 @@ async def test_a_reward_manager_of_the_users_own_gives_one_score_beside_the_pool
             (sample,) = samples_of(data)
             self.num_calls += 1
             if self.num_calls == 1:
-                raise OSError("the first call fails, and is tried again")
+                raise error("the first call fails, and is tried again")
             told = {"light": float(sample.pixels.max()), "text": sample.row.text}
             return {"reward_score": 1.0 + sample.is_validation, "reward_extra_info": told}
 

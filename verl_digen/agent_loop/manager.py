@@ -31,6 +31,7 @@ from verl_digen.errors import describe
 from verl_digen.observe.group_pictures import GroupPictures, is_group_logged, is_step_logged
 from verl_digen.observe.images import save_pixels
 from verl_digen.observe.run_files import image_path
+from verl_digen.reward.base import exits_as_errors
 from verl_digen.reward.sample_rewards import SampleRewards
 from verl_digen.sampling.outputs import FinishedSample, to_dataproto
 from verl_digen.sampling.requests import SINGLE_TURN, request_id, sample_request
@@ -176,7 +177,8 @@ class DiffusionAgentLoopWorker(PlainAgentLoopWorker):
     ) -> Generation | Episode:
         """One sample by the run's agent loop, which requests it from `client`."""
         columns = {**loop_columns(row), STEP: step, "session_id": index}
-        return await self._make_loop(client).run({"validate": validate}, **columns)
+        with exits_as_errors():
+            return await self._make_loop(client).run({"validate": validate}, **columns)
 
     async def _finish_generated(
         self, generated: asyncio.Task[Generation | Episode], row: PromptRow, index: int, step: int, *, validate: bool

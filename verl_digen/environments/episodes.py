@@ -37,6 +37,7 @@ from verl_digen.environments.built_in import environment_class, environment_sett
 from verl_digen.errors import RunStopped, describe
 from verl_digen.processes.deadlines import DeadlinesConfig
 from verl_digen.processes.workers import RestartingActor, WorkerPool
+from verl_digen.reward.base import exits_as_errors
 from verl_digen.types import PromptRow
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,8 @@ class EpisodeHost:
 
     async def begin(self, episode: str, row: PromptRow, seed: int) -> Instruction:
         """Make the environment of an episode, and reset it."""
-        environment = self._episodes[episode] = self._class(self._settings, self._shared)
+        with exits_as_errors():
+            environment = self._episodes[episode] = self._class(self._settings, self._shared)
         return self._checked(await self._run(environment.reset, row, seed))
 
     async def step(self, episode: str, picture: Picture) -> TurnResult:
@@ -79,8 +81,9 @@ class EpisodeHost:
         """Call a method of an environment, in a thread if it is synchronous."""
 
         async def call() -> Any:
-            found = await asyncio.to_thread(method, *arguments)
-            return await found if inspect.isawaitable(found) else found
+            with exits_as_errors():
+                found = await asyncio.to_thread(method, *arguments)
+                return await found if inspect.isawaitable(found) else found
 
         async with self._free:
             try:

@@ -22,7 +22,7 @@ from verl_digen.config.placement import pool_options, reward_options, timeshared
 from verl_digen.data.rows import ROW, dataproto_rows, is_validation, object_column, sample_indices
 from verl_digen.processes.bundles import outcomes
 from verl_digen.processes.workers import RestartingActor
-from verl_digen.reward.base import Result, Reward
+from verl_digen.reward.base import Result, Reward, exits_as_errors
 from verl_digen.reward.functions import CUSTOM, reward_of
 from verl_digen.reward.named import (
     has_own_manager,
@@ -79,7 +79,12 @@ class ManagerReward(Reward):
 
     async def score(self, batch: Sequence[RewardInput]) -> Sequence[Result]:
         """Score the samples, each by a call of its own."""
-        found = await asyncio.gather(*(self._manager.run_single(sample_data(sample)) for sample in batch))
+
+        async def call(sample: RewardInput) -> dict[str, Any]:
+            with exits_as_errors():  # each is a task
+                return await self._manager.run_single(sample_data(sample))
+
+        found = await asyncio.gather(*map(call, batch))
         return [{**one.get("reward_extra_info", {}), "score": one["reward_score"]} for one in found]
 
 
