@@ -218,6 +218,10 @@ def test_settings_of_the_command_line_replace_those_of_the_run(saved, tmp_path: 
     ("words", "message"),
     [
         ([], "one of --prompt and --prompts must be given"),
+        (
+            ["--prompt", "caf\udce9"],
+            "--prompt must be text in UTF-8, got 'caf\\udce9'; write it so to a file for --prompts",
+        ),
         (["--prompt", "a", "--policy", "old"], "--policy must be one of current, ema"),
         (["--prompt", "a", "--steps", 1], "digen.sampling.val_num_steps must lie in [2, 1000]"),
         (["--prompt", "a", "--size", "33x32"], "height_px"),

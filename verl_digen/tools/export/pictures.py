@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_digen.config import DigenConfig
-from verl_digen.data.prompts import Columns, read_prompts
+from verl_digen.data.prompts import UNREADABLE, Columns, read_prompts
 from verl_digen.data.splits import VAL
 from verl_digen.inputs.audio import Audio
 from verl_digen.observe.images import Shown, save_grid, save_pixels
@@ -45,8 +45,12 @@ def changed(
 
 def rows_of(run: SavedRun, texts: Sequence[str], file: str | None) -> list[PromptRow]:
     """Prompts of the command line, else of a prompt file, numbered as validation prompts. ValueError for neither or
-    both, or a malformed file."""
+    both, a text that is not UTF-8, or a malformed file."""
     require(bool(texts) != bool(file), "one of --prompt and --prompts must be given", [*texts, file], "give one")
+    for text in texts:
+        require(
+            not UNREADABLE.search(text), "--prompt must be text in UTF-8", text, "write it so to a file for --prompts"
+        )
     if file:
         columns = Columns.of(run.config.data) if "data" in run.config else Columns()
         rows = read_prompts(file, VAL, columns)
