@@ -11,7 +11,7 @@ import torch
 from ray.exceptions import RayError
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
-from verl_digen.weights.gloo import Bucket, MeetingPoint, from_buckets, to_buckets
+from verl_digen.weights.gloo import Bucket, GlooEngine, MeetingPoint, from_buckets, to_buckets
 
 pytestmark = pytest.mark.slow
 
@@ -194,6 +194,18 @@ def test_a_gloo_group_is_kept_while_all_of_its_members_are():
     assert MeetingPoint.of([sender, MeetingPoint(3, None)]).generation == 3
     assert MeetingPoint.of([sender, MeetingPoint(3, None), MeetingPoint(0, None)]).generation == 4
     assert MeetingPoint.of([MeetingPoint(0, ("host", 1)), MeetingPoint(0, None)]).generation == 1
+
+
+async def test_a_rank_leaves_a_group_in_which_a_call_failed_and_no_later_one():
+    def fail(group: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+    engine, failed, later = GlooEngine(BUCKET_BYTES), object(), object()
+    for own, left in ((failed, (None, 0)), (later, (later, 3))):
+        engine._group, engine._generation = own, 3  # type: ignore[assignment]
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            await engine._in_thread(fail, failed)
+        assert (engine._group, engine._generation) == left
 
 
 def test_a_header_says_what_lies_in_a_bucket_and_nothing_else_is_read(tmp_path):

@@ -3,10 +3,12 @@
 
 import asyncio
 import importlib.util
+import re
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from verl_digen.weights.checksum import Manifest, checksum
 from verl_digen.weights.host_copies import HostPool
 from verl_digen.weights.receiver import Update, WeightReceiver
 from verl_digen.weights.receiving import BoundedReceiver, Receiving
-from verl_digen.weights.sending import DIRECT_MB, ReceiverDied, Wire, send_update
+from verl_digen.weights.sending import DIRECT_MB, BoundedSender, ReceiverDied, Wire, send_update
 
 CPU = torch.device("cpu")
 WEIGHTS = {f"layer{number}": torch.full((200_000,), float(number)) for number in range(4)}
@@ -37,8 +39,8 @@ receiver.receive_weights(lambda *bucket: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def shared_memory():
-    """Segments of weight updates that exist on this machine."""
-    return {path.name for path in Path("/dev/shm").glob("verl_weights_*")}
+    """Segments of weight updates that this process maps; other tests have their own."""
+    return {Path(found) for found in re.findall(r"/dev/shm/verl_weights_\w+", Path("/proc/self/maps").read_text())}
 
 
 @pytest.fixture
@@ -53,9 +55,12 @@ def receive(handle, take=None, *, timeout_s=60.0):
     return Receiving(handle, CPU, take, use_shm=True, timeout_s=timeout_s), update
 
 
-def send(handle, weights, *, timeout_s=60.0, dtype=torch.float32, has_died=lambda: False):
-    wire = Wire(handle, use_shm=True, is_live=False, dtype=dtype, max_bucket_mb=1, timeout_s=timeout_s)
-    return asyncio.run(send_update(weights, wire, receiver="replica 0", has_died=has_died))
+def wire_of(handle, *, timeout_s=60.0, dtype=torch.float32, use_shm=True, is_live=False, max_bucket_mb=1):
+    return Wire(handle, use_shm, is_live, dtype, max_bucket_mb=max_bucket_mb, timeout_s=timeout_s)
+
+
+def send(handle, weights, *, has_died=lambda: False, **wire):
+    return asyncio.run(send_update(weights, wire_of(handle, **wire), receiver="replica 0", has_died=has_died))
 
 
 def interrupted():
@@ -168,21 +173,30 @@ def test_a_sender_does_not_wait_for_a_receiver_that_died(handle):
         send(handle, tensors(), has_died=died.is_set)
 
 
-def test_a_sender_outlives_a_receiver_that_is_killed_and_takes_the_shared_memory_with_it(handle):
-    process = subprocess.Popen([sys.executable, "-c", KILLED_RECEIVER, handle])
-    before = shared_memory()
+def test_a_sender_outlives_a_receiver_that_is_killed_and_leaves_no_shared_memory(handle):
+    process, before, segments = (
+        subprocess.Popen([sys.executable, "-c", KILLED_RECEIVER, handle]),
+        shared_memory(),
+        set(),
+    )
 
-    def tensors():
-        yield from list(WEIGHTS.items())[:2]
-        process.wait(timeout=60)
-        deadline_s = time.monotonic() + 60
-        while not shared_memory() <= before and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        yield from list(WEIGHTS.items())[2:]
+    def has_died():
+        segments.update(shared_memory() - before)
+        return process.poll() is not None
 
     with pytest.raises(ReceiverDied, match="replica 0 died"):
-        send(handle, tensors(), has_died=lambda: process.poll() is not None)
-    assert shared_memory() <= before
+        send(handle, WEIGHTS.items(), has_died=has_died)
+    assert len(segments) == 1 and not any(path.exists() for path in segments)
+
+
+def test_a_sender_closes_what_it_has_also_where_its_shared_memory_is_gone(handle):
+    sender, shm = BoundedSender(wire_of(handle), lambda: None), SharedMemory(create=True, size=8)
+    sender._init_socket()
+    assert sender.socket.getsockopt(zmq.LINGER) == 0, "its process does not wait at its end for a dead receiver"
+    sender.shm = shm
+    Path(f"/dev/shm/{shm.name}").unlink()
+    sender._cleanup()
+    assert sender.socket is None and sender.shm is None and not Path(handle.removeprefix("ipc://")).exists()
 
 
 def test_a_tensor_that_the_receiver_refuses_ends_the_update_and_the_sender_is_not_held_up(handle):
@@ -203,9 +217,9 @@ def test_a_tensor_larger_than_a_bucket_in_shared_memory_is_an_error_that_names_t
 
 
 def test_large_tensors_that_are_loaded_as_they_arrive_need_no_bucket_where_there_is_ipc():
-    for use_shm, is_live, bucket_mb in ((False, True, DIRECT_MB), (True, False, 2048), (False, False, 2048)):
-        wire = Wire("", use_shm, is_live, torch.float32, max_bucket_mb=2048, timeout_s=1.0)
-        assert wire.bucket_mb == bucket_mb
+    for use_shm, is_live, most, size in ((0, 1, 2048, DIRECT_MB), (0, 1, 8, 8), (1, 1, 2048, 2048), (0, 0, 2048, 2048)):
+        wire = wire_of("", use_shm=bool(use_shm), is_live=bool(is_live), max_bucket_mb=most)
+        assert (wire.bucket_mb, BoundedSender(wire, lambda: None).bucket_size) == (size, size << 20)
 
 
 def test_no_thread_is_left_of_an_update_that_ended(handle):
