@@ -23,6 +23,7 @@ from verl_digen.engine.driver_checkpoint import export_checkpoint
 from verl_digen.models import load_model
 from verl_digen.observe.run_files import POINTER
 from verl_digen.tools.export.formats import save_transformer
+from verl_digen.tools.export.policy import _files_of
 from verl_digen.tools.export.saved_run import open_run, saved_steps
 
 POLICIES = {"current": "current", "ema": "average"}
@@ -263,6 +264,16 @@ def test_an_exported_adapter_begins_a_run_with_its_rank_and_weights(saved, tmp_p
     assert digen("export", run, "--format", "peft", "--dtype", "bf16", "--output", tmp_path / "half") == 0
     found = load_file(tmp_path / "half" / "adapter_model.safetensors")
     assert_equal(found, {name: value.bfloat16() for name, value in expected.items()})
+
+
+def test_a_copy_of_the_base_in_fp16_is_not_the_base(tmp_path: Path):
+    full = tmp_path / "diffusion_pytorch_model.safetensors"
+    for file in (full, tmp_path / "diffusion_pytorch_model.fp16.safetensors"):
+        save_file({"w": torch.zeros(1)}, file)
+    assert _files_of(tmp_path) == [full]
+    full.unlink()
+    with pytest.raises(ValueError, match="must hold weights as safetensors, got 'none'"):
+        _files_of(tmp_path)
 
 
 def test_weights_have_the_dtype_of_the_base_unless_another_is_asked_for(saved, tmp_path: Path, tiny_qwen_image: Path):

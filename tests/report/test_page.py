@@ -18,7 +18,7 @@ from verl_digen.observe.timeline.file import NAME
 from verl_digen.report import page, pictures, timelines
 from verl_digen.report.curves import MAX_COLUMNS, MAX_ROWS, columns, distributions, read_rows
 from verl_digen.report.page import MAX_BYTES, collect, render, write_report
-from verl_digen.report.summary import tiles, warnings_of
+from verl_digen.report.summary import planned_steps, tiles, warnings_of
 from verl_digen.trainer.run_output import append_metrics
 
 DATA = re.compile(r'<script id="data" type="application/json">(.*?)</script>', re.DOTALL)
@@ -95,11 +95,20 @@ def test_time_leaves_out_what_lies_between_two_starts(total, state, ends):
     assert {tile["label"]: tile["value"] for tile in resumed}["Time"] == "3m30s", "from the first step's begin on"
 
 
+@pytest.mark.parametrize(("value", "steps"), [("60", 60), ("null", None), ("${trainer.total_epochs}", None)])
+def test_planned_steps_are_those_that_the_config_names_as_a_number(value, steps):
+    assert planned_steps({"config": [["trainer.total_training_steps", value]]}) == steps
+
+
 def test_what_is_shown_of_many_steps_warnings_and_pictures_is_the_newest_and_as_large_as_it_may_be(tmp_path):
     rows = [{**metrics_of(step), "step": step, "perf/images_per_s": float(step)} for step in range(1, 31)]
     start = {"at_s": None, "config": []}
     told = {tile["label"]: tile["value"] for tile in tiles(rows, start, {"shown": [], "num_left_out": 0}, "ended")}
     assert told["Samples per second"] == "20.5"
+    encoded = {step: [None, "x" * 10] for step in range(40)}
+    for most, steps in ((160, pictures.MAX_STEPS), (159, 15), (30, 3), (29, 2), (5, 2)):
+        chosen, shown = pictures._fitting(range(40), encoded.__getitem__, most)
+        assert len(chosen) == len(shown) == steps and (chosen[0], chosen[-1]) == (0, 39)
     lines = [{"step": step, "level": "WARNING", "text": str(min(step, 204))} for step in range(206)]
     (tmp_path / WARNINGS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     found = warnings_of(tmp_path)

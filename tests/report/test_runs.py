@@ -52,6 +52,12 @@ def test_a_line_says_how_far_a_run_is_and_what_it_reached(tmp_path):
     assert line["health"][0] == ["red", "Groups without spread"] and ["green", "Gradient"] in line["health"]
 
 
+def test_the_speed_of_a_run_is_that_of_its_newest_steps(tmp_path):
+    for step in range(1, 31):
+        append_metrics(tmp_path / METRICS, step, {"reward/mean": 0.5, "perf/images_per_s": float(step)})
+    assert line_of("a", tmp_path)["samples_per_s"] == 20.5
+
+
 def test_the_state_is_that_of_the_end_then_of_the_lock_then_of_the_steps(tmp_path):
     def state():
         line = line_of("a", tmp_path)

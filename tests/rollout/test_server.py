@@ -194,7 +194,7 @@ def test_pixels_and_sound_that_are_not_finite_fail_their_own_samples_alone(tiny_
 
 
 @pytest.mark.parametrize("is_live", [True, False], ids=["live", "staged"])
-async def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image, is_live):
+async def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qwen_image, is_live, monkeypatch):
     server = make_server(tiny_qwen_image)
 
     requests = make_requests()[:4]
@@ -210,7 +210,10 @@ async def test_a_weight_update_lands_between_trajectories_and_marks_them(tiny_qw
         await meanwhile
         await server.seal_update(manifest)
         await server.seal_update(manifest)
+        clock = SimpleNamespace(perf_counter=iter((1.0, 6.0, 8.0)).__next__)
+        monkeypatch.setattr("verl_digen.rollout.server.time", clock)
         await server.activate_weights()
+        assert server._last_update == {"update_s": 7.0, "load_s": 2.0, "drain_s": 5.0}
     before, meanwhile, after = await first, await meanwhile, await ask(server, requests)
     for got in (*before, *meanwhile, *after):
         assert got.trajectory.facts.version == got.trajectory.facts.last_version
