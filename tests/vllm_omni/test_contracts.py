@@ -30,7 +30,7 @@ from vllm_omni.diffusion.sched.interface import DiffusionRequestStatus
 from vllm_omni.diffusion.worker import diffusion_worker
 
 import verl_digen
-from tests.vllm_omni.conftest import RUN_SEED, begin_recording, request
+from tests.vllm_omni.conftest import RUN_SEED, SAMPLING, begin_recording, request
 from verl_digen.algorithms.window import Window
 from verl_digen.inputs.audio import Audio
 from verl_digen.patches import vllm_omni_picture_processor
@@ -139,6 +139,10 @@ def test_requests_that_come_together_take_their_first_step_together(monkeypatch)
     scheduler._running.clear()
     monkeypatch.setattr(engine, "BURST_WAIT_S", 0.0)
     assert scheduler.has_requests() and scheduled(scheduler) == ["r2"], "the other one never comes"
+    scheduler._running.clear()
+    monkeypatch.setattr(engine, "BURST_WAIT_S", 600.0)
+    scheduler.add_request(engine_request(3, burst=Burst("b", 2)))
+    assert scheduled(scheduler) == [], "it is the first of two, as what came before has ended"
 
 
 @pytest.mark.parametrize("kind", [BarrierStepScheduler, BarrierRequestScheduler])
@@ -151,7 +155,7 @@ def test_groups_that_do_not_share_batches_run_one_after_the_other(kind):
     assert scheduled(scheduler) == ["r3", "r4"]
 
 
-class BareEngine(DiffusionEngine):
+class BareEngine(engine.VersionedEngine):
     """An engine without a model: its queue of calls, and an executor that records them."""
 
     def __init__(self, scheduler: Any):
@@ -185,7 +189,6 @@ def test_an_engine_that_stops_fails_every_call_that_waits():
     engine = BareEngine(scheduler)
     scheduler._running.append("r0")
     waiting = engine.call("commit_weights")
-    engine._rpc_queue.is_closing = True
     engine._fail_pending_rpcs(RuntimeError("stopping"))
     with pytest.raises(RuntimeError, match="stopping"):
         waiting.result(timeout=0)
@@ -305,7 +308,7 @@ def test_a_worker_first_imports_the_users_modules():
 @pytest.mark.parametrize("part", ["latents", "pixels", "sound"])
 @pytest.mark.parametrize(("number", "is_refused"), [(0.5, False), (torch.nan, True), (torch.inf, True)])
 def test_a_record_says_that_its_numbers_are_not_finite(part, number, is_refused):
-    asked = replace(request(2), window=Window((), ()))
+    asked = replace(request(2), window=Window((), ()), wants_latents=True)
     pipeline = RecordingPipeline()
     recording = begin_recording(pipeline, asked, (2, 3))
     recording.log_probs = [torch.zeros(())] * asked.sampling.num_steps
@@ -315,7 +318,9 @@ def test_a_record_says_that_its_numbers_are_not_finite(part, number, is_refused)
     output = DiffusionOutput(output=pixels)
     pipeline.finish_recording(recording, output, Audio(waveform, 8000))
     assert output.output is not None
-    error = output.output["payload"]["trajectory"][RECORDED]["error"]
+    error, generation = (output.output["payload"]["trajectory"][RECORDED][name] for name in ("error", "generation"))
+    recording.latents.fill_(5.0)
+    assert not (generation.latents.final == 5.0).any(), "vLLM-Omni writes into latents"
     assert (error is not None) == is_refused and (not is_refused or f"finite {part}" in str(error))
 
 
@@ -390,3 +395,20 @@ def test_the_vae_of_a_qwen_image_pipeline_decodes_without_3d_convolutions(tiny_q
     vae = type("Recording", (mixin, Pipeline), {})(od_config=config).vae
     monkeypatch.setattr(nn.Conv3d, "_conv_forward", None)
     assert vae.decode(torch.zeros(1, vae.config.z_dim, 1, 4, 4), return_dict=False)[0].isfinite().all()
+
+
+def test_a_recording_begins_with_the_latents_that_another_kept_and_never_writes_into_them():
+    pipeline, window = RecordingPipeline(), Window((2, 3), (2, 3))
+    asked = replace(request(0, replace(SAMPLING, shared_initial_noise=True)), window=window)
+    first, second, third = (begin_recording(pipeline, replace(asked, sample_index=one), (2, 3)) for one in range(3))
+    assert pipeline.steps_to_run(first) == 2
+    first.log_probs, first.predicted = [torch.zeros(())] * 2, object()
+    pipeline.keep_prefix(first)
+    kept = first.latents.clone()
+    assert first.predicted is None, "the window's first step is stochastic"
+    for one in (first, second):
+        one.latents.fill_(5.0)
+    for one in (second, third):
+        assert pipeline.steps_to_run(one) == 0 and one.num_shared_steps == one.num_taken == 2
+        assert torch.equal(one.latents, kept)
+        one.latents.fill_(5.0)
