@@ -56,6 +56,17 @@ def test_a_refusal_says_key_rule_value_and_remedy(bad, message):
 
 
 @dataclass(frozen=True)
+class Larger(Settings):
+    size: int = 4
+
+
+def test_a_field_with_another_default_keeps_its_bound():
+    with pytest.raises(ValueError, match=r"digen.x.size must be >= 1, got 0; 2 is usual"):
+        Larger(size=0)
+    assert Larger().size == 4
+
+
+@dataclass(frozen=True)
 class Chosen:
     kind: Literal["all", "first"] = "all"
 

@@ -96,8 +96,12 @@ class Section:
 
 @cache
 def _bounds(section: type) -> tuple[tuple[str, In | OneOf, bool, str, Any], ...]:
-    """(name, bound, may it be None, remedy, types of numbers) of each field with a bound."""
-    hints, found = get_type_hints(section, include_extras=True), []
+    """(name, bound, may it be None, remedy, types of numbers) of each field with a bound, which a class that gives it
+    another default need not repeat."""
+    hints, found = dict[str, Any](), []
+    for one in reversed(section.__mro__):
+        told = get_type_hints(one, include_extras=True)
+        hints |= {name: hint for name, hint in told.items() if name not in hints or hasattr(hint, "__metadata__")}
     for field in fields(section):
         marks = getattr(hints[field.name], "__metadata__", ())
         for bound in (mark for mark in marks if isinstance(mark, In | OneOf)):
