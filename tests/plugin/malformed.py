@@ -380,6 +380,7 @@ UNUSUAL = [
     ("trainer.default_local_dir=TMP/new/folder", "trainer.rollout_data_dir=TMP/rollouts"),
     ("trainer.max_actor_ckpt_to_keep=1",),
     ("digen.loss.advantage_clip=inf",),
+    ("digen.loss.name=dgpo", "digen.loss.clip=inf"),
     ("digen.seed=-7",),
     ("digen.reward.recipe_functions.jpeg_compressibility=0", "digen.reward.recipe_functions.jpeg_incompressibility=1"),
     ("digen.sampling.negative_prompt=''",),

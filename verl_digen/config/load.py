@@ -14,8 +14,8 @@ from verl_digen.config.sampling import check_loss_section
 from verl_digen.require import require, suggestion
 from verl_digen.user_modules import KEY, import_user_modules
 
-MAY_BE_INFINITE = frozenset({"digen.loss.advantage_clip"})
-"""Keys that may be infinite, which means: no bound."""
+INFINITE = "digen.loss."
+"""Beginning of keys that may be infinite, where the loss's own bound says so."""
 
 
 @cache
@@ -83,7 +83,7 @@ def _not_finite(key: str, value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         for name, child in value.items():
             yield from _not_finite(f"{key}.{name}", child)
-    elif isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and key not in MAY_BE_INFINITE)):
+    elif isinstance(value, float) and not math.isfinite(value) and (math.isnan(value) or not key.startswith(INFINITE)):
         yield f"{key} must be a finite number, got {value}; leave it out for the default"
 
 
