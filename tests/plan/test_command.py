@@ -125,6 +125,12 @@ def test_words_are_the_plans_and_overrides_are_hydras():
     assert split_words(["gpus=4xH20+2xH100"])[0] == Words(pools=(Pool(4, "H20"), Pool(2, "H100")))
 
 
+@pytest.mark.parametrize("word", ["gpu_mem", "host_mem"])
+def test_an_infinite_memory_is_refused(word):
+    with pytest.raises(ValueError, match=f"{word} must be > 0 and finite, got inf; e.g."):
+        split_words([f"{word}=inf"])
+
+
 def test_memory_is_the_devices_unless_it_is_given():
     assert device_of(Words(device="H200")) == ("H200", 141 * 10**9)
     assert device_of(Words(device="A100", gpu_mem=40)) == ("A100", 40 * 10**9)

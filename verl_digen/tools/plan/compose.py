@@ -60,11 +60,11 @@ class Words:
     """Devices of the whole run; separate pools share them equally. None: as configured."""
     pools: tuple[Pool, Pool] | None = None
     """Devices that train and devices that generate, by `gpus=20xH800+24xA100`."""
-    gpu_mem: Annotated[float | None, In("(0, inf]"), "e.g. 80"] = None
+    gpu_mem: Annotated[float | None, In("(0, inf)"), "e.g. 80"] = None
     """GB of one device; None: the memory of `device`."""
     device: Annotated[str | None, OneOf(DEVICE_GB)] = None
     """Type of device; None: this machine's."""
-    host_mem: Annotated[float | None, In("(0, inf]"), "e.g. 1000"] = None
+    host_mem: Annotated[float | None, In("(0, inf)"), "e.g. 1000"] = None
     """GB of host memory of one node; None: no verdict."""
     mfu: Annotated[float | None, In("(0, 1]"), f"{MFU.training} is assumed without it"] = None
     """Share of the peak; None: the measured ones of the network, else `MFU`."""
