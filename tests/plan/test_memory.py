@@ -101,6 +101,13 @@ def test_policies_that_an_objective_reads_are_counted():
     assert away.host["offloaded parameters"] == 8 * 4 * GB and away.host["copies of the weights"] == 8 * 2 * 4 * GB
 
 
+def test_old_weights_are_kept_while_several_optimizer_steps_are_taken():
+    digen = {"loss": {"name": "grpo_guard"}}
+    one, two = (plan_memory(make_run(digen=digen, num_mini_batches=number), DEVICE) for number in (1, 2))
+    assert two.training.items == one.training.items | dict.fromkeys(("old", "weights that a policy replaces"), 4 * GB)
+    assert two.generating == one.generating
+
+
 def test_offloading_helps_the_phase_in_which_the_trainer_waits_and_costs_host_memory():
     plain, away = (
         plan_memory(make_run(), DEVICE),

@@ -69,6 +69,22 @@ def test_what_a_loss_compares_with_costs_forwards(digen, forwards):
 
 
 @pytest.mark.parametrize(
+    ("loss", "mini_batches", "epochs", "forwards"),
+    [
+        ({}, 2, 1, 4 + 1),
+        ({}, 1, 3, 3 * 4 + 1),
+        ({"old_log_probs": "rollout"}, 2, 3, 3 * 4),
+        ({"name": "grpo_guard"}, 1, 1, 4),
+        ({"name": "grpo_guard"}, 2, 3, 3 * (4 + 1)),
+        ({"name": "reinforce"}, 2, 1, 4),
+    ],
+)
+def test_several_optimizer_steps_cost_a_forward_of_the_policy_before_them(loss, mini_batches, epochs, forwards):
+    run = make_run(digen={"loss": loss}, num_mini_batches=mini_batches, num_epochs=epochs)
+    assert plan_time(run, None, MFU, 1.0).training_flops == pytest.approx(SAMPLES * ROWS * forwards * FORWARD)
+
+
+@pytest.mark.parametrize(
     ("digen", "num_trained"),
     [
         ({"advantage": AdvantageConfig(best_of=2)}, 8),

@@ -372,5 +372,5 @@ def _shared_devices(run: Job, resident: Items, encoder_bytes: int) -> tuple[Item
         networks, encoder_bytes = {}, 0  # decoders and encoders leave the device
     left = networks.get(PROMPT_CACHE, 0) if settings.frees_replica else sum(networks.values()) + encoder_bytes
     offloaded = {"parameters": settings.param_offload, "optimizer": settings.optimizer_offload}
-    parked = _without(resident, {"gradients", REPLACED, *(name for name, is_away in offloaded.items() if is_away)})
+    parked = _without(resident, {"gradients", "old", REPLACED, *(name for name, away in offloaded.items() if away)})
     return ({} if settings.draws else {"replica that waits": left}), {WAITING: sum(parked.values())}

@@ -107,6 +107,14 @@ class Settings:
     dtypes: Dtypes
     num_steps: int | None = None
     """Steps of the run; None: as many as its epochs have."""
+    num_mini_batches: int = 1
+    num_epochs: int = 1
+    """Times that a batch trains."""
+
+    @property
+    def has_several_updates(self) -> bool:
+        """True if a batch is several optimizer steps."""
+        return self.num_mini_batches * self.num_epochs > 1
 
     @property
     def draws(self) -> bool:
@@ -158,7 +166,8 @@ class Settings:
         """Policies that cost a forward of every row."""
         objective = find_objective(self.digen.loss_name)
         named = objective.policies_for(self.digen.loss_settings) | ({"reference"} if self.digen.kl.coef > 0 else set())
-        return named if objective.behaviour == "old" else named - {"old"}  # old is the current one
+        is_current = objective.behaviour != "old" and not self.has_several_updates
+        return named - {"old"} if is_current else named
 
     @property
     def policies_that_follow(self) -> tuple[str, ...]:
@@ -172,10 +181,10 @@ class Settings:
 
     @property
     def frozen_copies(self) -> tuple[str, ...]:
-        """Policies with a copy of the trained weights that stays as it is: the teacher, and the reference, which of an
-        adapter is the bare model, and follows if the objective renews it."""
+        """Policies with a copy of the trained weights that stays as it is: the teacher, `old` during a training, and
+        the reference, which of an adapter is the bare model, and follows if the objective renews it."""
         read = self.policies_read - {*self.policies_that_follow} - ({"reference"} if self.is_lora else set())
-        return tuple(policy for policy in ("reference", TEACHER) if policy in read)
+        return tuple(policy for policy in ("reference", "old", TEACHER) if policy in read)
 
     @property
     def is_guided(self) -> bool:
@@ -276,6 +285,8 @@ def _settings(config: DictConfig, digen: DigenConfig, model: DiffusionModelConfi
         num_prompts=config.data.train_batch_size,
         group_size=rollout.n,
         num_steps=config.trainer.total_training_steps,
+        num_mini_batches=config.data.train_batch_size // actor.ppo_mini_batch_size,
+        num_epochs=actor.ppo_epochs,
         is_lora=model.lora_rank > 0,
         merges_lora=model.merges_lora,
         recompute=model.recomputed,

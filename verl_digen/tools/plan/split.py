@@ -75,8 +75,8 @@ def plan_time(
     num_pictures = settings.num_begun * settings.num_turns
     generating = num_pictures * _generation_steps(settings.digen) * measured.flops.forward
     row = measured.flops.training(is_frozen=settings.is_lora, recomputed=recomputed)
-    row += _further_forwards(settings) * measured.flops.forward
-    training = run.num_trained_rows * row
+    row += (_further_forwards(settings) + _evaluations(settings) / settings.num_epochs) * measured.flops.forward
+    training = run.num_trained_rows * row * settings.num_epochs
     if device is None:
         return StepTime(generating, training, None, None, None)
     peak, peak_of_generator = (PEAK_TFLOPS[one] * 1e12 for one in (device, generator_device or device))
@@ -94,10 +94,14 @@ def _generation_steps(digen: DigenConfig) -> float:
 
 
 def _further_forwards(settings: Settings) -> int:
-    """Forwards of a row besides the one that trains."""
-    digen = settings.digen
-    has_joint = find_objective(digen.loss_name).joint is not None
-    return int(digen.old_log_probs == "recompute") + int(has_joint) + len(settings.policies_read)
+    """Forwards of a row besides each one that trains."""
+    return int(find_objective(settings.digen.loss_name).joint is not None) + len(settings.policies_read)
+
+
+def _evaluations(settings: Settings) -> int:
+    """Forwards of a row before the first optimizer step."""
+    recomputed = ("first_pass", "recompute") if settings.has_several_updates else ("recompute",)
+    return int(settings.digen.denominator in recomputed and "old" not in settings.policies_read)
 
 
 GATHER_BYTES_PER_S = 160e9
